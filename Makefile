@@ -1,0 +1,47 @@
+# Each target is enough by itself on a fresh clone: Python, make, a C++ compiler and a package index.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+SOURCES := setup.py pyproject.toml memkern/codec.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+
+.PHONY: demo test lint bench gpu format clean
+
+# Trains a small GPT twice, with torch.optim.AdamW and with 8-bit states: same loss, a quarter of the state.
+demo: $(VENV)/.installed
+	$(BIN)/python -m memkern train --compare --out out/demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
+
+# Peers are wanted, not needed: one that cannot be installed here is named as absent in the table.
+bench: $(VENV)/.installed
+	for peer in bitsandbytes torchao deepspeed; do $(BIN)/python -m pip install -q $$peer || true; done
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has.
+gpu:
+	$(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest tests -m gpu $(PYTEST_ARGS)
+	$(PYTHON) -m benchmarks --device cuda $(BENCH_ARGS)
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" wheel ninja "pybind11>=2.13"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[train,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info csrc/core/tables.h
+	find . -name '*.so' -not -path './.venv*' -delete
