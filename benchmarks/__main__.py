@@ -1,0 +1,106 @@
+"""python -m benchmarks: measures, prints a table per case, writes the CSV and draws it.
+
+python -m benchmarks table: writes the README's tables from the results that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+
+import benchmarks
+
+QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2
+
+
+def topics() -> list[str]:
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
+    return [name.removeprefix("bench_") for name in names if name.startswith("bench_")]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", choices=topics(), help="one topic")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--size", type=int, default=2**24, help="parameters per case (default: 2**24)")
+    parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds per case (default: 30)")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; not into results/")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results, with --quick out/bench")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="what `table` rewrites")
+    return parser
+
+
+def run(args: argparse.Namespace, out: Path) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from . import harness, machine, plot, report
+
+    size = QUICK_SIZE if args.quick else args.size
+    rounds = QUICK_ROUNDS if args.quick else args.rounds
+    seconds = {"seconds": QUICK_SECONDS} if args.quick else {}
+    provenance = machine.provenance(args.device)
+    console = Console()
+    if not console.is_terminal:  # a log: rich would fold the tables to 80 columns
+        console = Console(width=140)
+    console.print(" · ".join(f"{name} {value}" for name, value in provenance.items()), style="dim")
+    clock = harness.Clock(args.device)
+    # peers are muted while they are set up: the bar writes past that, to a copy of the descriptor
+    with os.fdopen(os.dup(2), "w") as terminal:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(file=terminal),
+            transient=True,
+        )
+        for topic in [args.only] if args.only else topics():
+            path = out / f"{topic}_{machine.slug(provenance['hardware'])}.csv"
+            module = importlib.import_module(f"benchmarks.bench_{topic}")
+            for case in module.cases(size, args.device):
+                if args.case not in case.name:
+                    continue
+                with bar:
+                    task = bar.add_task(case.name, total=len(case.contenders) + rounds)
+
+                    def progress(what: str, task=task, name=case.name) -> None:
+                        bar.update(task, advance=1, description=f"{name}: {what}")
+
+                    results = harness.measure(case, clock, rounds=rounds, progress=progress, **seconds)
+                    bar.remove_task(task)
+                case_rows = report.rows(provenance, results)
+                report.append(path, case_rows)
+                console.print(report.case_table(case_rows))
+            if path.exists():
+                console.print(f"{path}\n{plot.draw(path)}")
+
+
+def table(readme: Path, out: Path) -> None:
+    from . import report
+
+    found = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in topics()}
+    tables = {topic: report.markdown(paths) for topic, paths in found.items() if paths}
+    readme.write_text(report.fill_markers(readme.read_text(), tables))
+    print(f"{readme}: {', '.join(tables)}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    # DeepSpeed compiles with ninja, which is in the virtual environment and there on no PATH
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    out = args.out or (Path("out/bench") if args.quick else Path(benchmarks.__path__[0]) / "results")
+    if args.action == "table":
+        table(args.readme, out)
+    else:
+        run(args, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Optimizer steps: 8-bit AdamW, Adam and Lion beside what else one would use."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memkern.memory import optimizer_bytes
+
+from .harness import Case, Contender, Subject
+
+Shapes = Sequence[tuple[int, ...]]
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def stepper(
+    name: str, make: Make, shapes: Shapes, device: str, dtype: torch.dtype = torch.float32
+) -> Contender:
+    """A contender that steps an optimizer over parameters of these shapes, their gradients constant."""
+
+    def setup() -> Subject:
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(s, device=device, dtype=dtype) * 0.02) for s in shapes]
+        for param in params:
+            param.grad = torch.randn_like(param) * 1e-3
+        optimizer = make(params)
+        io_bytes = 3 * sum(param.nbytes for param in params)  # parameter in and out, gradient in
+        return Subject(optimizer.step, io_bytes, lambda: optimizer_bytes(optimizer))
+
+    return Contender(name, setup)
+
+
+def of(module: str, cls: str, **options: Any) -> Make:
+    """An optimizer class of a module that may not be installed."""
+    return lambda params: getattr(importlib.import_module(module), cls)(params, **options)
+
+
+ADAMW = {
+    "memkern AdamW8bit": of("memkern.optim", "AdamW8bit"),
+    "memkern AdamW": of("memkern.optim", "AdamW"),
+    "torch AdamW fused": of("torch.optim", "AdamW", fused=True),
+    "torch AdamW foreach": of("torch.optim", "AdamW", foreach=True),
+    "bitsandbytes AdamW8bit": of("bitsandbytes.optim", "AdamW8bit"),
+    "torchao AdamW8bit": of("torchao.optim", "AdamW8bit"),
+    "DeepSpeed CPUAdam": of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+}
+ADAM = {
+    "memkern Adam8bit": of("memkern.optim", "Adam8bit"),
+    "torch Adam fused": of("torch.optim", "Adam", fused=True),
+    "bitsandbytes Adam8bit": of("bitsandbytes.optim", "Adam8bit"),
+}
+LION = {
+    "memkern Lion8bit": of("memkern.optim", "Lion8bit"),
+    "memkern Lion": of("memkern.optim", "Lion"),
+    "bitsandbytes Lion8bit": of("bitsandbytes.optim", "Lion8bit"),
+    "DeepSpeed CPULion": of("deepspeed.ops.lion", "DeepSpeedCPULion"),
+}
+
+
+def gpt2_shapes(size: int) -> Shapes:
+    """GPT-2's 148 tensors, its width scaled to the size and the rest made up by the vocabulary.
+
+    124,439,808 parameters give GPT-2 itself.
+    """
+    width = math.sqrt(0.69 * size / 144)  # GPT-2's blocks are 69 % of it: 12 of them, 12 * width**2 each
+    unit = 128 if width >= 128 else 16
+    d = unit * max(1, int(width // unit))
+    block = [
+        (d,),
+        (d,),
+        (d, 3 * d),
+        (3 * d,),
+        (d, d),
+        (d,),
+        (d,),
+        (d,),
+        (d, 4 * d),
+        (4 * d,),
+        (4 * d, d),
+        (d,),
+    ]
+    rest = [(1024, d), (d,), (d,), *12 * block]
+    return [(max(1, size // d - sum(map(math.prod, rest)) // d), d), *rest]
+
+
+def cases(size: int, device: str) -> list[Case]:
+    one = [(max(1, size // 4096), 4096)]
+    numel = math.prod(one[0])
+    gpt2 = gpt2_shapes(size)
+    small = [(1000,)] * min(1000, size // 1000)
+
+    def group(makes: dict[str, Make], shapes: Shapes, *leave_out: str, **options: Any) -> list[Contender]:
+        on_host_only = ("DeepSpeed",) if device == "cuda" else ()
+        return [
+            stepper(name, make, shapes, device, **options)
+            for name, make in makes.items()
+            if not name.startswith((*on_host_only, *leave_out))
+        ]
+
+    one_tensor = stepper("memkern AdamW8bit, one tensor", ADAMW["memkern AdamW8bit"], one, device)
+    # torchao compiles for every shape, 15 s each: it is compared on the one tensor only
+    memkern_first, *others = group(ADAMW, gpt2, "torchao")
+    return [
+        Case("AdamW, one tensor", numel, group(ADAMW, one)),
+        Case(
+            f"AdamW, {len(gpt2)} tensors like GPT-2's",
+            sum(map(math.prod, gpt2)),
+            [memkern_first, one_tensor, *others],
+        ),
+        Case(f"AdamW, {len(small):,} tensors of 1,000", 1000 * len(small), group(ADAMW, small, "torchao")),
+        Case("AdamW, one bf16 tensor", numel, group(ADAMW, one, "torchao", dtype=torch.bfloat16)),
+        Case("Adam, one tensor", numel, group(ADAM, one)),
+        Case("Lion, one tensor", numel, group(LION, one)),
+    ]

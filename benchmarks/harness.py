@@ -1,0 +1,255 @@
+"""One way to measure: contenders are set up once, then take turns (A B C A B C ...); medians are reported.
+
+Before every timed call a large tensor is copied, which leaves the caches as a forward and a backward would.
+The copies' own time is the machine's copy rate in the same minutes: on a shared machine that rate doubles and
+halves within hours, so a time means little without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+WARMUP = 2  # the first call makes the state and may compile; the second tells how long a call takes
+MIN_ROUNDS = 5
+
+
+@dataclass
+class Subject:
+    """What a contender set up: the call to time, and what its bytes are counted from."""
+
+    step: Callable[[], object]
+    io_bytes: int  # read and written by one call, the state aside
+    state_bytes: Callable[[], int] | None = None  # of what stays; read and written once by a call
+
+
+@dataclass(frozen=True)
+class Contender:
+    """name: the package's import name in any case, then what of it. setup() raises where it cannot run."""
+
+    name: str
+    setup: Callable[[], Subject]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    numel: int
+    contenders: list[Contender]  # memkern's first: ratios are to it
+
+
+@dataclass
+class Result:
+    """Figures of one contender; all None where it is absent, and then the note says why."""
+
+    case: str
+    contender: str
+    peer: str = ""
+    numel: int = 0
+    rounds: int | None = None
+    ms_median: float | None = None
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    ns_per_param: float | None = None
+    bytes_per_param: float | None = None
+    copy_rate_gbps: float | None = None
+    copy_share: float | None = None
+    state_bytes_per_param: float | None = None
+    temp_bytes_per_param: float | None = None
+    ratio_to_memkern: float | None = None
+    note: str = ""
+
+
+class Clock:
+    """Times calls, each after a copy larger than any cache; `copies` are the copies' own seconds."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.source = torch.ones(2**28 if self.cuda else 2**25, device=device)
+        self.target = torch.zeros_like(self.source)
+        self.copies: list[float] = []
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+    def time(self, call: Callable[[], object]) -> float:
+        self.copies.append(self._seconds(lambda: self.target.copy_(self.source)))
+        return self._seconds(call)
+
+    def copy_rate(self) -> float:
+        """Bytes read and written per second, in GB/s; the median over all copies since the last reset."""
+        return 2 * self.source.nbytes / statistics.median(self.copies) / 1e9
+
+
+def take_turns(
+    calls: dict[str, Callable[[], object]],
+    time_call: Callable[[Callable[[], object]], float],
+    rounds: int,
+    every: dict[str, int],
+    after_round: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each call: in a round one call each, in the order given; slow ones every n-th round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds):
+        for name, call in calls.items():
+            if i % every[name] == 0:
+                times[name].append(time_call(call))
+        after_round()
+    return times
+
+
+def largest_temporary(call: Callable[[], object], device: str) -> int:
+    """Peak of tensor bytes above the resting level during one call.
+
+    On the CPU by torch's profiler, which sees every use of torch's allocator, inside operators too, and not
+    what a library takes from malloc by itself.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        resting = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - resting
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Hides what peers print, warn and compile on descriptors 1 and 2."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, fd)
+                os.close(copy)
+
+
+@dataclass
+class _Entry:
+    """A contender that is set up and warm."""
+
+    subject: Subject
+    seconds: float  # of the second call
+    note: str
+
+
+def _version(contender: str) -> str:
+    package = importlib.import_module(contender.split()[0].lower())
+    return f"{package.__name__} {package.__version__}"
+
+
+def _set_up(contender: Contender) -> _Entry:
+    subject = contender.setup()
+    seconds = []
+    for _ in range(WARMUP):
+        start = time.perf_counter()
+        subject.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    first, last = seconds[0], seconds[-1]
+    note = f"first step {first:.0f} s, not counted" if first > max(2, 10 * last) else ""
+    return _Entry(subject, last, note)
+
+
+def _reason(error: Exception) -> str:
+    """An exception in one line."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"absent: {type(error).__name__}: {first_line[:200]}"
+
+
+def measure(
+    case: Case,
+    clock: Clock,
+    *,
+    rounds: int = 30,
+    seconds: float = 2.0,
+    progress: Callable[[str], object] = lambda what: None,
+) -> list[Result]:
+    """One Result per contender, in order. A slow one takes about `seconds`, but at least MIN_ROUNDS rounds.
+
+    progress(what) is called once per contender set up, and once per round.
+    """
+    device = clock.source.device.type
+    results = {c.name: Result(case.name, c.name, numel=case.numel) for c in case.contenders}
+    entries: dict[str, _Entry] = {}
+    for contender in case.contenders:
+        progress(contender.name)
+        try:
+            with muted():
+                entries[contender.name] = _set_up(contender)
+        except Exception as error:  # whatever a peer raises: its absence is a row, not the end of the run
+            results[contender.name].note = _reason(error)
+    gc.collect()
+
+    def rounds_between(entry: _Entry) -> int:
+        affordable = max(MIN_ROUNDS, int(seconds / max(entry.seconds, 1e-9)))
+        return max(1, math.ceil(rounds / affordable))
+
+    clock.copies.clear()
+    calls = {name: entry.subject.step for name, entry in entries.items()}
+    every = {name: rounds_between(entry) for name, entry in entries.items()}
+    times = take_turns(calls, clock.time, rounds, every, lambda: progress("measuring"))
+    copy_rate = clock.copy_rate() if clock.copies else None
+    for name, entry in entries.items():
+        with muted():
+            temporary = largest_temporary(entry.subject.step, device)
+        _fill(results[name], entry, times[name], temporary, copy_rate)
+    reference = results[case.contenders[0].name].ms_median
+    for result in results.values():
+        result.copy_rate_gbps = copy_rate
+        if reference and result.ms_median:
+            result.ratio_to_memkern = result.ms_median / reference
+    return list(results.values())
+
+
+def _fill(result: Result, entry: _Entry, times: list[float], temporary: int, copy_rate: float | None) -> None:
+    cuts = statistics.quantiles(times, n=5, method="inclusive")
+    median = statistics.median(times)
+    state = entry.subject.state_bytes() if entry.subject.state_bytes else None
+    moved = entry.subject.io_bytes + 2 * (state or 0)
+    result.peer = _version(result.contender)
+    result.rounds = len(times)
+    result.ms_median, result.ms_p20, result.ms_p80 = (1e3 * t for t in (median, cuts[0], cuts[-1]))
+    result.ns_per_param = 1e9 * median / result.numel
+    result.bytes_per_param = moved / result.numel
+    result.copy_share = moved / median / 1e9 / copy_rate if copy_rate else None
+    result.state_bytes_per_param = None if state is None else state / result.numel
+    result.temp_bytes_per_param = temporary / result.numel
+    result.note = entry.note

@@ -1,0 +1,53 @@
+"""Where, when and with what a figure was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing where it is not there or fails."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        return f"{torch.cuda.get_device_name()}, driver {driver[0] if driver else 'unknown'}"
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    # the threads that torch uses, not the machine's cores: they are what the figures were measured with
+    return f"{name}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def slug(hardware: str) -> str:
+    """A file name's part; the driver's version does not make another machine."""
+    return re.sub(r"[^a-z0-9]+", "-", hardware.split(", driver")[0].lower()).strip("-")
+
+
+def provenance(device: str) -> dict[str, str]:
+    import memkern
+
+    changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or "unknown",
+        "dirty": "yes" if changed else "no",
+        "hardware": hardware(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "memkern": memkern.__version__,
+    }

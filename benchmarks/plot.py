@@ -1,0 +1,65 @@
+"""One picture per results file: time per parameter, and the least that the measured copy rate allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .report import Row, latest, title
+
+OURS, OTHERS, FLOOR, FAINT, GRID = "#0b7285", "#adb5bd", "#e8590c", "#868e96", "#e9ecef"
+INCHES_PER_BAR = 0.28
+
+
+def draw(csv_path: Path) -> Path:
+    """Draws the last run of each case in the CSV into a PNG beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = list(latest(csv_path).values())
+    heights = [len(case_rows) + 1.6 for case_rows in cases]
+    figure, axes = plt.subplots(
+        len(cases),
+        figsize=(9, INCHES_PER_BAR * sum(heights) + 0.9),
+        height_ratios=heights,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, case_rows in zip(axes.flat, cases, strict=True):
+        _draw_case(axis, case_rows)
+    times = [float(row["ns_per_param"]) for case_rows in cases for row in case_rows if row["ns_per_param"]]
+    last = axes.flat[-1]
+    last.set_xscale("log")
+    last.set_xlim(min(times, default=1) / 3, max(times, default=1) * 3)
+    last.set_xlabel("ns per parameter, logarithmic; orange: its bytes at the copy rate", color=FAINT)
+    topic, hardware = csv_path.stem.split("_")[0], cases[0][0]["hardware"]
+    figure.suptitle(f"{topic}  ·  {hardware}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    png = csv_path.with_suffix(".png")
+    figure.savefig(png, dpi=140)
+    plt.close(figure)
+    return png
+
+
+def _draw_case(axis: Any, case_rows: list[Row]) -> None:
+    axis.set_title(title(case_rows), fontsize=10, loc="left")
+    for y, row in enumerate(case_rows):
+        if not row["ns_per_param"]:
+            across = axis.get_yaxis_transform()
+            axis.text(0.01, y, "absent", transform=across, va="center", color=FAINT, fontsize=9)
+            continue
+        time = float(row["ns_per_param"])
+        low, high = (float(row[q]) * 1e6 / int(row["numel"]) for q in ("ms_p20", "ms_p80"))
+        floor = float(row["bytes_per_param"]) / float(row["copy_rate_gbps"])
+        axis.barh(y, time, height=0.72, color=OURS if row["contender"].startswith("memkern") else OTHERS)
+        axis.hlines(y, low, high, color="black", linewidth=1)
+        axis.vlines(floor, y - 0.42, y + 0.42, color=FLOOR, linewidth=2)
+        axis.text(max(high, floor) * 1.06, y, f"{time:.3g}", va="center", fontsize=9)
+    axis.set_yticks(range(len(case_rows)), [row["contender"] for row in case_rows], fontsize=9)
+    axis.invert_yaxis()
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color=GRID)
+    axis.set_axisbelow(True)

@@ -1,0 +1,129 @@
+"""Results: the CSV that carries them, and the tables drawn from it."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from rich.table import Table
+
+from .harness import Result
+
+PROVENANCE = ("date", "commit", "dirty", "hardware", "python", "torch", "memkern")
+COLUMNS = (*PROVENANCE, *(field.name for field in fields(Result)))
+# heading, column, format
+SHOWN = (
+    ("ms", "ms_median", ".2f"),
+    ("ns/param", "ns_per_param", ".3f"),
+    ("B/param moved", "bytes_per_param", ".2f"),
+    ("of copy rate", "copy_share", ".0%"),
+    ("state B/param", "state_bytes_per_param", ".3f"),
+    ("temporary B/param", "temp_bytes_per_param", ".2f"),
+    ("time / memkern's", "ratio_to_memkern", ".2f"),
+)
+ALIGN = "|---|" + "---:|" * len(SHOWN)
+
+Row = dict[str, str]
+
+
+def rows(provenance: dict[str, str], results: Iterable[Result]) -> list[Row]:
+    """Results as the CSV has them: text, five significant digits, empty where nothing was measured."""
+
+    def text(value: object) -> str:
+        if value is None:
+            return ""
+        return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+    return [provenance | {name: text(value) for name, value in asdict(r).items()} for r in results]
+
+
+def append(path: Path, new: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerows(new)
+
+
+def latest(path: Path) -> dict[str, list[Row]]:
+    """The rows of each case's last run, by case: contenders of one run are compared, never those of two."""
+    with path.open(newline="") as file:
+        everything = list(csv.DictReader(file))
+    last = {row["case"]: row["date"] for row in everything}
+    return {
+        case: [row for row in everything if row["case"] == case and row["date"] == date]
+        for case, date in last.items()
+    }
+
+
+def figures(row: Row) -> list[str]:
+    return [format(float(row[column]), form) if row[column] else "" for _, column, form in SHOWN]
+
+
+def title(case_rows: Sequence[Row]) -> str:
+    row = case_rows[0]
+    rate = f", copy rate {float(row['copy_rate_gbps']):.0f} GB/s" if row["copy_rate_gbps"] else ""
+    return f"{row['case']}: {int(row['numel']) / 1e6:.3g} M parameters{rate}"
+
+
+def case_table(case_rows: Sequence[Row]) -> Table:
+    """For the terminal: the figures, the spread, and the notes below."""
+    notes = [f"{row['contender']}: {row['note']}" for row in case_rows if row["note"]]
+    table = Table(
+        title=title(case_rows), title_justify="left", caption="\n".join(notes) or None, caption_justify="left"
+    )
+    table.add_column("")
+    for heading, *_ in SHOWN:
+        table.add_column(heading, justify="right")
+    table.add_column("p20 to p80, ms", justify="right")
+    for row in case_rows:
+        spread = f"{float(row['ms_p20']):.2f} to {float(row['ms_p80']):.2f}" if row["ms_p20"] else "absent"
+        style = "bold cyan" if row["contender"].startswith("memkern") else ""
+        table.add_row(row["contender"], *figures(row), spread, style=style)
+    return table
+
+
+def markdown(paths: Iterable[Path]) -> str:
+    """The README's tables: per results file the conditions and one table, a line per case and contender."""
+    parts = []
+    for path in sorted(paths):
+        cases = latest(path)
+        everything = [row for case_rows in cases.values() for row in case_rows]
+        commits = {row["commit"] + (" with changes" if row["dirty"] == "yes" else "") for row in everything}
+        conditions = (
+            everything[0]["hardware"],
+            ", ".join(sorted({row["peer"] for row in everything if row["peer"]})),
+            "commit " + ", ".join(sorted(commits)),
+            ", ".join(sorted({row["date"][:10] for row in everything})),
+            f"medians of interleaved rounds ([all figures](benchmarks/results/{path.name}))",
+        )
+        lines = [
+            "; ".join(conditions) + ".",
+            "",
+            "| | " + " | ".join(heading for heading, *_ in SHOWN) + " |",
+            ALIGN,
+        ]
+        for case_rows in cases.values():
+            lines.append(f"| **{title(case_rows)}** |" + " |" * len(SHOWN))
+            for row in case_rows:
+                cells = figures(row) if row["ms_median"] else ["absent", *[""] * (len(SHOWN) - 1)]
+                lines.append("| " + " | ".join([row["contender"], *cells]) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def fill_markers(readme: str, tables: dict[str, str]) -> str:
+    """The text with each `<!-- bench:TOPIC -->` ... `<!-- /bench -->` holding its topic's table."""
+
+    def replaced(match: re.Match[str]) -> str:
+        topic = match[1]
+        if topic not in tables:
+            raise KeyError(f"no results for bench:{topic}; run python -m benchmarks --only {topic}")
+        return f"<!-- bench:{topic} -->\n{tables[topic]}\n<!-- /bench -->"
+
+    return re.sub(r"<!-- bench:(\w+) -->.*?<!-- /bench -->", replaced, readme, flags=re.DOTALL)

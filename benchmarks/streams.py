@@ -1,0 +1,131 @@
+"""Synthetic gradient streams, and the error that an optimizer's stored state adds to its updates on them.
+
+The streams imitate what a quantized moment finds hard: scales that differ inside a block, a gradient that falls
+while one element of the block does not, rows that are mostly zero, gradients near the smallest Adam can use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS, COLS = 32, 512
+BLOCK = 128  # of "one stays large"
+RUN = 64  # of "sparse": consecutive elements that are active together
+
+
+@dataclass(frozen=True)
+class Stream:
+    """gradient = scale * (mu + N(0, 1)), mu an AR(1) of coefficient .98 and innovation .06, per element."""
+
+    element_log_sd: float = 0.7
+    scale: float = 1e-3
+    falls_after: Callable[[int], float] | None = (
+        None  # steps -> the step after which gradients fall to a tenth
+    )
+    one_stays: bool = False  # the first element of each block does not fall
+    active: float = 1.0  # probability that a run has a gradient at a step
+    gain: float = 1.0
+
+
+STREAMS = {
+    "base": Stream(),
+    "heterogeneous": Stream(element_log_sd=2.0),
+    "drop": Stream(falls_after=lambda steps: steps / 3),
+    "sparse": Stream(element_log_sd=0.5, active=0.02, gain=5.0),
+    "tiny": Stream(scale=1e-7),
+    "equal": Stream(element_log_sd=0.0),
+    "log-sd 0.5": Stream(element_log_sd=0.5),
+    "one stays large": Stream(element_log_sd=0.0, falls_after=lambda steps: 500, one_stays=True),
+}
+
+
+def make(name: str, steps: int, seed: int = 0) -> Iterator[Tensor]:
+    """The gradients of one stream: `steps` fp32 tensors of shape (32, 512), the same for the same seed."""
+    stream = STREAMS[name]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    scale = stream.scale * normal(ROWS, 1).exp() * (stream.element_log_sd * normal(ROWS, COLS)).exp()
+    scale *= stream.gain
+    fallen = torch.full((ROWS, COLS), 0.1)
+    if stream.one_stays:
+        fallen.view(-1, BLOCK)[:, 0] = 1.0
+    falls_after = stream.falls_after(steps) if stream.falls_after else math.inf
+
+    mu = torch.zeros(ROWS, COLS)
+    for step in range(1, steps + 1):
+        mu = 0.98 * mu + 0.06 * normal(ROWS, COLS)
+        gradient = scale * (mu + normal(ROWS, COLS))
+        if step > falls_after:
+            gradient *= fallen
+        if stream.active < 1:
+            on = torch.rand(ROWS, COLS // RUN, generator=generator) < stream.active
+            gradient *= on.repeat_interleave(RUN, dim=1)
+        yield gradient
+
+
+class ClosedLoop(NamedTuple):
+    mean_error: float  # |update - exact update| / |exact update|, over all elements, averaged over all steps
+    last_error: float  # the same at the last step
+    sqrt_v_ratio: float  # stored sqrt(v) over its exact value, averaged over elements, after the last step
+
+
+def stored_sqrt_v(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """sqrt(v) as memkern stores it: `power` codes hold sqrt(v) itself, `dynamic` codes and fp32 hold v."""
+    import memkern
+
+    state, group = optimizer.state[param], optimizer.param_groups[0]
+    v = state["exp_avg_sq"]
+    if v.dtype is not torch.uint8:
+        return v.sqrt()
+    codec = group["codec"]
+    stored = memkern.dequantize_blockwise(
+        v, state["exp_avg_sq_scale"], codec=codec, signed=False, block_size=group["block_size"]
+    )
+    return stored if codec == "power" else stored.sqrt()
+
+
+def closed_loop(
+    optimizer_factory: Callable[..., Any],
+    stream: Iterable[Tensor],
+    betas: tuple[float, float] = (0.9, 0.999),
+    *,
+    eps: float = 1e-8,
+    sqrt_v: Callable[[Any, Tensor], Tensor] = stored_sqrt_v,
+) -> ClosedLoop:
+    """Runs an Adam of any codec over the stream, beside Adam in fp64 on the same gradients; compares updates.
+
+    optimizer_factory(params, lr=, betas=, eps=, weight_decay=) gives the optimizer, which is a black box: its
+    parameter is zero before every step and lr is 1, so that after the step the parameter is minus the update.
+    sqrt_v(optimizer, param) reads sqrt(v) back from its state.
+    """
+    param = torch.nn.Parameter(torch.zeros(ROWS, COLS))
+    optimizer = optimizer_factory([param], lr=1.0, betas=betas, eps=eps, weight_decay=0.0)
+    beta1, beta2 = betas
+    m = torch.zeros(ROWS, COLS, dtype=torch.float64)
+    v = torch.zeros_like(m)
+    errors = []
+    for step, gradient in enumerate(stream, 1):
+        with torch.no_grad():
+            param.zero_()
+        param.grad = gradient
+        optimizer.step()
+
+        g = gradient.double()
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        exact = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+        size = exact.norm()
+        if size > 0:  # a sparse stream may not have begun
+            errors.append((-param.detach().double() - exact).norm() / size)
+    touched = v > 0
+    ratio = sqrt_v(optimizer, param).double()[touched] / v.sqrt()[touched]
+    return ClosedLoop(torch.stack(errors).mean().item(), errors[-1].item(), ratio.mean().item())

@@ -1,0 +1,42 @@
+// The dynamic tree map (memkern/codec.py): a table to decode, arithmetic and one comparison each way to encode.
+#pragma once
+#include "scalar.h"
+#include "tables.h"
+
+namespace memkern {
+
+template <bool Signed> MEMKERN_FN float dynamic_value(uint8_t q) {
+  return Signed ? kDynamicMapSigned[q] : kDynamicMapUnsigned[q];
+}
+
+// The entry nearest to x / scale (a tie takes the lower one). Non-finite: zero where signed, else the largest.
+template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float inv) {
+  if (!is_finite(x)) return Signed ? kDynamicZeroSigned : 255;
+  const float t = (Signed || x > 0 ? x : 0.0f) * inv;
+  // Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
+  const float a = fabsf(t);
+  int n = 0;
+  float decade = 1e-6f;
+  int before = 0;
+  if (a > 1e-7f) {
+    n = Signed ? 1 : 2;
+    before = 1;
+    while (a > decade && decade < 0.5f) {
+      before += n;
+      n *= 2;
+      decade *= 10.0f;
+    }
+  }
+  int rank = before + static_cast<int>((a / decade - 0.1f) * (static_cast<float>(n) / 0.9f));
+  if (Signed) {
+    rank = kDynamicZeroSigned + (t < 0 ? -rank : rank);
+  }
+  int q = rank < 0 ? 0 : rank > 254 ? 254 : rank;
+  // The guess is at most one off: fp32 rounds near a boundary, and decades do not meet at a midpoint.
+  const float* midpoints = Signed ? kDynamicMidpointsSigned : kDynamicMidpointsUnsigned;
+  if (q > 0 && !(t > midpoints[q - 1])) --q;
+  if (t > midpoints[q]) ++q;
+  return static_cast<uint8_t>(q);
+}
+
+}  // namespace memkern

@@ -1,0 +1,38 @@
+// Lion. Order of operations: memkern/reference/lion.py.
+#pragma once
+#include "scalar.h"
+
+namespace memkern {
+
+struct LionScalars {
+  float grad_factor;  // 1 / grad_scale, negative to maximize
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
+  float decay;  // 1 - lr * weight_decay
+};
+
+MEMKERN_FN LionScalars lion_scalars(double lr, double beta1, double beta2, double weight_decay, bool maximize,
+                                    float inv_grad_scale) {
+  LionScalars s;
+  s.grad_factor = maximize ? -inv_grad_scale : inv_grad_scale;
+  s.beta1 = static_cast<float>(beta1);
+  s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
+  s.beta2 = static_cast<float>(beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+  s.lr = static_cast<float>(lr);
+  s.decay = static_cast<float>(1.0 - lr * weight_decay);
+  return s;
+}
+
+// -1, 0 or 1; NaN stays NaN.
+template <class F> MEMKERN_FN F sign(F x) {
+  return select(greater(abs(x), F(0.0f)), copysign(F(1.0f), x), x);
+}
+
+template <class F> MEMKERN_FN void lion_update(F& p, F g, F& m, const LionScalars& s) {
+  g = g * F(s.grad_factor);
+  const F update = sign(F(s.beta1) * m + F(s.one_minus_beta1) * g);
+  p = p * F(s.decay) - F(s.lr) * update;
+  m = F(s.beta2) * m + F(s.one_minus_beta2) * g;
+}
+
+}  // namespace memkern

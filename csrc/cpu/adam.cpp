@@ -1,0 +1,58 @@
+// memkern::adam_step_ on the CPU.
+#include <memory>
+
+#include "../core/power.h"
+#include "../ops.h"
+#include "kernels.h"
+#include "step.h"
+
+namespace memkern {
+
+void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors exp_avg_scales,
+                   Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr, Doubles beta1, Doubles beta2,
+                   Doubles eps, Doubles weight_decay, Ints decoupled, Ints maximize, Ints codec, Ints block_size,
+                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+  const size_t groups = lr.size();
+  for (size_t got : {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()})
+    STD_TORCH_CHECK(got == groups, "every hyperparameter must have one entry per group, ", groups, ", got ", got);
+  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
+                  " entries, one per parameter, got ", steps.size());
+  const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
+  const MomentArgs v{"exp_avg_sqs", exp_avg_sqs, ScalarType::Byte, exp_avg_sq_scales};
+  auto jobs = make_jobs<AdamJob>(params, grads, {&m, &v}, group, groups, codec, block_size);
+  for (const Tensor& step : steps)
+    STD_TORCH_CHECK(step.numel() == 1 && step.is_cpu() && step.scalar_type() == ScalarType::Float,
+                    "steps must be float32 tensors of one element on the CPU");
+  const float inv_grad_scale = inverse_grad_scale(grad_scale);
+  std::vector<double> rate;
+  for (const Tensor& t : lr) rate.push_back(read_number(t, "lr"));
+  if (skipped(found_inf)) return;
+
+  // Tensors of one group and age share their scalars, and those of one age and block size their rounding.
+  std::map<std::pair<int64_t, uint64_t>, AdamScalars> scalars;
+  std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<float[]>> rounding;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    AdamJob& job = jobs[i];
+    const int64_t k = group[i];
+    const uint64_t step = static_cast<uint64_t>(*static_cast<float*>(steps[i].data_ptr()) += 1.0f);
+    auto [s, is_new] = scalars.try_emplace({k, step});
+    if (is_new)
+      s->second = adam_scalars(rate[k], beta1[k], beta2[k], eps[k], weight_decay[k], decoupled[k] != 0,
+                               maximize[k] != 0, inv_grad_scale, step);
+    job.scalars = &s->second;
+    const StateKind kind = state_kind(exp_avgs[i], codec[k]);
+    if (kind == StateKind::kPower) {
+      auto& u = rounding[{job.layout.block, step}];
+      if (!u) {
+        u.reset(new float[job.layout.block + 16]());
+        for (int64_t j = 0; j < job.layout.block; ++j)
+          u[j] = dither(static_cast<uint32_t>(j), static_cast<uint32_t>(step));
+      }
+      job.rounding = u.get();
+    }
+    job.run = MEMKERN_PICK(adam_kernel, kind, float_type(params[i]), float_type(grads[i]));
+  }
+  run_jobs(jobs);
+}
+
+}  // namespace memkern

@@ -1,0 +1,61 @@
+// memkern::quantize_blockwise and memkern::dequantize_blockwise on the CPU.
+#include <memory>
+
+#include "../core/power.h"
+#include "../ops.h"
+#include "multi_tensor.h"
+
+namespace memkern {
+namespace {
+
+// An empty tensor laid out as x is.
+Tensor empty_like(const Tensor& x, ScalarType dtype) {
+  Tensor y = torch::stable::new_empty(x, {x.numel()}, dtype);
+  AtenTensorHandle view;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(y.get(), x.dim(), x.sizes().data(), x.strides().data(), 0, &view));
+  return Tensor(view);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
+                                                  std::optional<int64_t> step) {
+  check_codec(codec);
+  check_block_size(block_size);
+  STD_TORCH_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
+  CodecJob job{};
+  job.layout = layout_of(x, block_size, "x");
+  Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
+  Tensor scale = torch::stable::new_empty(x, scale_shape(job.layout), ScalarType::Float);
+  std::unique_ptr<float[]> rounding(new float[job.layout.block + 16]());
+  for (int64_t j = 0; j < job.layout.block; ++j)
+    rounding[j] = step ? dither(static_cast<uint32_t>(j), static_cast<uint32_t>(*step)) : 0.5f;
+  job.values = x.data_ptr();
+  job.codes = codes.data_ptr();
+  job.scale = static_cast<float*>(scale.data_ptr());
+  job.rounding = rounding.get();
+  job.run = MEMKERN_PICK(codec_kernel, code_kind(codec), float_type(x), is_signed, true);
+  run_jobs(std::vector<CodecJob>{job});
+  return {codes, scale};
+}
+
+Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64_t block_size, ScalarType dtype) {
+  check_codec(codec);
+  check_block_size(block_size);
+  const bool is_signed = codes.scalar_type() == ScalarType::Char;
+  STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte, "codes must be int8 (signed) or uint8");
+  STD_TORCH_CHECK(is_float_type(dtype), "dtype must be float32, bfloat16 or float16");
+  CodecJob job{};
+  job.layout = layout_of(codes, block_size, "codes");
+  check_scale(scale, job.layout, "codes");
+  Tensor values = empty_like(codes, dtype);
+  job.values = values.data_ptr();
+  job.codes = codes.data_ptr();
+  job.scale = static_cast<float*>(scale.data_ptr());
+  job.run = MEMKERN_PICK(codec_kernel, code_kind(codec), float_type(values), is_signed, false);
+  run_jobs(std::vector<CodecJob>{job});
+  return values;
+}
+
+}  // namespace memkern

@@ -1,0 +1,46 @@
+// Blocks to codes and back. Compiled once per instruction set (isa_*.cpp).
+#pragma once
+#include "moment.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+template <class T, class Code, StateKind Kind> void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+  Moment<Code, Kind> moment;
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+    const T* x = static_cast<const T*>(job.values) + offset;
+    moment.begin(job.codes, job.scale, job.rounding, offset, block);
+    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      moment.put(i, load_from(x + i), store_to);
+    });
+    moment.finish(n);
+  });
+}
+
+template <class T, class Code, StateKind Kind> void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+  Moment<Code, Kind> moment;
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+    T* x = static_cast<T*>(job.values) + offset;
+    moment.begin(job.codes, job.scale, nullptr, offset, block);
+    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      store_to(x + i, moment.decoded(i, load_from));
+    });
+  });
+}
+
+template <class T, class Code> decltype(CodecJob::run) codec_run(StateKind kind, bool quantize) {
+  if (kind == StateKind::kPower)
+    return quantize ? quantize_run<T, Code, StateKind::kPower> : dequantize_run<T, Code, StateKind::kPower>;
+  return quantize ? quantize_run<T, Code, StateKind::kDynamic> : dequantize_run<T, Code, StateKind::kDynamic>;
+}
+
+}  // namespace
+
+decltype(CodecJob::run) codec_kernel(StateKind kind, FloatType values, bool is_signed, bool quantize) {
+  return with_type(values, [&](auto t) {
+    using T = decltype(t);
+    return is_signed ? codec_run<T, int8_t>(kind, quantize) : codec_run<T, uint8_t>(kind, quantize);
+  });
+}
+
+}  // namespace memkern::MEMKERN_ISA

@@ -1,0 +1,51 @@
+// Which instruction set the CPU kernels use.
+#pragma once
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define MEMKERN_X86 1
+#endif
+
+namespace memkern {
+
+enum class Isa { kGeneric, kAvx2, kAvx512 };
+
+inline const char* isa_name(Isa isa) {
+  return isa == Isa::kAvx512 ? "avx512" : isa == Isa::kAvx2 ? "avx2" : "generic";
+}
+
+inline Isa best_isa() {
+#ifdef MEMKERN_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide ? Isa::kAvx512 : Isa::kAvx2;
+  }
+#endif
+  return Isa::kGeneric;
+}
+
+// The best one, or a lesser one that MEMKERN_CPU_ISA names (generic, avx2, avx512). Read at every call, so that one
+// process can compare them; this costs nothing beside a step.
+inline Isa cpu_isa() {
+  static const Isa best = best_isa();
+  const char* wish = std::getenv("MEMKERN_CPU_ISA");
+  if (!wish) return best;
+  if (!std::strcmp(wish, "generic")) return Isa::kGeneric;
+  if (!std::strcmp(wish, "avx2") && best > Isa::kAvx2) return Isa::kAvx2;
+  return best;
+}
+
+// NAME(...) of the instruction set in use.
+#ifdef MEMKERN_X86
+#define MEMKERN_PICK(NAME, ...)                                    \
+  (cpu_isa() == Isa::kAvx512 ? avx512::NAME(__VA_ARGS__) \
+   : cpu_isa() == Isa::kAvx2 ? avx2::NAME(__VA_ARGS__)   \
+                                        : generic::NAME(__VA_ARGS__))
+#else
+#define MEMKERN_PICK(NAME, ...) generic::NAME(__VA_ARGS__)
+#endif
+
+}  // namespace memkern

@@ -1,0 +1,6 @@
+// The CPU kernels in plain C++.
+#include "simd_generic.h"
+#define MEMKERN_ISA generic
+#include "adam_kernel.h"
+#include "blockwise_kernel.h"
+#include "lion_kernel.h"

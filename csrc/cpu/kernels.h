@@ -1,0 +1,48 @@
+// The jobs that the CPU kernels do, and the kernels that each instruction set offers for them. No torch in here:
+// isa_*.cpp compile the kernels for one instruction set each, and must not compile anybody else's inline functions.
+#pragma once
+#include "../core/adam.h"
+#include "../core/layout.h"
+#include "../core/lion.h"
+
+namespace memkern {
+
+enum class StateKind { kFp32, kPower, kDynamic };
+enum class FloatType { kFp32, kBf16, kFp16 };
+
+// One tensor of a step. `run` updates its blocks [begin, end).
+template <class Scalars> struct Job {
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  float* exp_avg_scale;
+  void* exp_avg_sq;
+  float* exp_avg_sq_scale;
+  BlockLayout layout;
+  const Scalars* scalars;
+  const float* rounding;  // for each place in a block, what exp_avg_sq's code adds before it rounds down
+  void (*run)(const Job&, int64_t begin, int64_t end);
+};
+using AdamJob = Job<AdamScalars>;
+using LionJob = Job<LionScalars>;
+
+struct CodecJob {
+  void* values;
+  void* codes;
+  float* scale;
+  const float* rounding;
+  BlockLayout layout;
+  void (*run)(const CodecJob&, int64_t begin, int64_t end);
+};
+
+#define MEMKERN_DECLARE_KERNELS(ISA)                                                                      \
+  namespace ISA {                                                                                         \
+  decltype(AdamJob::run) adam_kernel(StateKind, FloatType param, FloatType grad);                         \
+  decltype(LionJob::run) lion_kernel(StateKind, FloatType param, FloatType grad);                         \
+  decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize);       \
+  }
+MEMKERN_DECLARE_KERNELS(generic)
+MEMKERN_DECLARE_KERNELS(avx2)
+MEMKERN_DECLARE_KERNELS(avx512)
+
+}  // namespace memkern

@@ -1,0 +1,23 @@
+// A "vector" of one float, for any processor: what simd_avx2.h and simd_avx512.h give in 8 and 16 lanes.
+#pragma once
+#include "../core/scalar.h"
+#include "half.h"
+
+namespace memkern::generic {
+
+using F = float;
+constexpr int kLanes = 1;
+
+MEMKERN_FN F load(const float* p) { return *p; }
+MEMKERN_FN F load(const bf16* p) { return to_float(*p); }
+MEMKERN_FN F load(const fp16* p) { return to_float(*p); }
+MEMKERN_FN F load(const int8_t* p) { return *p; }
+MEMKERN_FN F load(const uint8_t* p) { return *p; }
+MEMKERN_FN void store(float* p, F x) { *p = x; }
+MEMKERN_FN void store(bf16* p, F x) { *p = to_bf16(x); }
+MEMKERN_FN void store(fp16* p, F x) { *p = to_fp16(x); }
+MEMKERN_FN void store(int8_t* p, F x) { *p = static_cast<int8_t>(x); }
+MEMKERN_FN void store(uint8_t* p, F x) { *p = static_cast<uint8_t>(x); }
+MEMKERN_FN float max_of(F x) { return x; }
+
+}  // namespace memkern::generic

@@ -1,0 +1,47 @@
+"""memkern: training that fits. 8-bit optimizers and few-bit activations for PyTorch, as fast kernels.
+
+``import memkern`` imports nothing heavy; names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from . import backend, memory, optim, train
+    from .backend import report, use_backend
+    from .blockwise import dequantize_blockwise, quantize_blockwise
+
+__all__ = [
+    "__version__",
+    "backend",
+    "dequantize_blockwise",
+    "memory",
+    "optim",
+    "quantize_blockwise",
+    "report",
+    "train",
+    "use_backend",
+]
+
+_LAZY = {
+    "dequantize_blockwise": "blockwise",
+    "quantize_blockwise": "blockwise",
+    "report": "backend",
+    "use_backend": "backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

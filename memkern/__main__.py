@@ -1,0 +1,66 @@
+"""``python -m memkern``: ``info`` shows what is installed and what is missing, ``train`` trains a GPT."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .train import cli as train_cli
+from .train.config import ArgumentError
+
+
+def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    """``value`` as indented names and texts; nested dicts become nested lines."""
+    label = "  " * depth + name
+    if isinstance(value, dict) and set(value) == {"available", "reason"}:
+        yield label, "yes" if value["available"] else f"no: {value['reason']}"
+    elif isinstance(value, dict):
+        yield label, ""
+        for key, inner in value.items():
+            yield from lines(key, inner, depth + 1)
+    elif isinstance(value, list | tuple):
+        yield label, " ".join(map(str, value)) or "none"
+    elif value is None or isinstance(value, bool):
+        yield label, {True: "yes", False: "no", None: "none"}[value]
+    else:
+        yield label, str(value) or "none"
+
+
+def info(args: argparse.Namespace) -> None:
+    """Prints ``memkern.backend.report()``."""
+    from . import backend
+
+    report = backend.report()
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    pairs = [pair for key, value in report.items() for pair in lines(key, value)]
+    width = max(len(label) for label, _ in pairs)
+    for label, text in pairs:
+        print(f"{label:<{width}}  {text}".rstrip())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command; an option that cannot be used ends it with status 2 and a line that says why."""
+    parser = argparse.ArgumentParser(prog="python -m memkern", description=__doc__.replace("``", ""))
+    commands = parser.add_subparsers(dest="command", required=True)
+    info_parser = commands.add_parser("info", help="versions, backends, CPU features, build")
+    info_parser.add_argument("--json", action="store_true", help="as JSON")
+    train_parser = commands.add_parser("train", help="train a byte-level GPT on text")
+    train_cli.add_arguments(train_parser)
+    args = parser.parse_args(argv)
+    if args.command == "info":
+        return info(args)
+    try:
+        train_cli.main(args)
+    except ArgumentError as error:
+        train_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

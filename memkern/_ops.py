@@ -1,0 +1,107 @@
+"""Every op: its schema where C++ is absent, its fake, and the function that the rest of memkern calls.
+
+Ops live twice: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built, else the
+reference), and in ``torch.ops.memkern_reference``, the specification for any device. :func:`memkern.backend.select`
+decides which of them a call goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backend, reference
+from .codec import CODECS
+from .layout import check_block_size, layout_of
+
+SCHEMAS = {
+    "quantize_blockwise": (
+        "(Tensor x, int codec, bool signed, int block_size, int? step=None) -> (Tensor, Tensor)"
+    ),
+    "dequantize_blockwise": (
+        "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
+    ),
+    "adam_step_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+        "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, Tensor[] lr, "
+        "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] decoupled, int[] maximize, "
+        "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    ),
+    "lion_step_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
+        "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
+        "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    ),
+}
+
+
+def _fake_quantize(
+    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    check_block_size(block_size)
+    layout = layout_of(x, block_size)
+    codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
+    return codes, x.new_empty(layout.scale_shape, dtype=torch.float32)
+
+
+def _fake_dequantize(codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(codes, dtype=dtype)
+
+
+def _fake_step(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+FAKES = {
+    "quantize_blockwise": _fake_quantize,
+    "dequantize_blockwise": _fake_dequantize,
+    "adam_step_": _fake_step,
+    "lion_step_": _fake_step,
+}
+
+_libraries: list[torch.library.Library] = []  # a library unregisters its ops when it is collected
+
+
+def _register() -> None:
+    has_cpp = backend.load_library() is None
+    for namespace in ("memkern", "memkern_reference"):
+        defined = has_cpp and namespace == "memkern"
+        library = torch.library.Library(namespace, "FRAGMENT" if defined else "DEF")
+        _libraries.append(library)
+        for name, schema in SCHEMAS.items():
+            if not defined:
+                library.define(name + schema)
+            # The kernel of every device that has none of its own.
+            library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
+
+
+_register()
+
+
+def _op(name: str, device: str) -> Any:
+    namespace = torch.ops.memkern_reference if backend.select(device) == "reference" else torch.ops.memkern
+    return getattr(namespace, name).default
+
+
+def quantize_blockwise(
+    x: Tensor, codec: str, signed: bool, block_size: int, step: int | None
+) -> tuple[Tensor, Tensor]:
+    return _op("quantize_blockwise", x.device.type)(x, CODECS[codec], signed, block_size, step)
+
+
+def dequantize_blockwise(
+    codes: Tensor, scale: Tensor, codec: str, block_size: int, dtype: torch.dtype
+) -> Tensor:
+    return _op("dequantize_blockwise", codes.device.type)(codes, scale, CODECS[codec], block_size, dtype)
+
+
+def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
+    """Calls the op ``name`` on many tensors of one device, in place."""
+    _op(name, params[0].device.type)(params, *args)
+    if not torch.compiler.is_compiling():
+        # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
+        torch.autograd.graph.increment_version(params)

@@ -1,0 +1,167 @@
+"""Which implementation of the ops runs where.
+
+===============  ========================================================================
+``cpu``          C++ for CPU tensors (AVX-512, AVX2 or plain C++, chosen at run time)
+``cuda``         CUDA C++ for CUDA tensors
+``triton``       Triton kernels
+``reference``    plain PyTorch, for any device: the specification
+===============  ========================================================================
+
+CPU tensors take ``cpu``, else ``reference``; CUDA tensors take ``cuda``, else ``triton``, else ``reference``; other
+devices take ``triton``, else ``reference``. ``MEMKERN_BACKEND=name`` or ``with memkern.use_backend("name"):`` asks for
+one; where that one is impossible, an error says why and what helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ._version import __version__
+
+log = logging.getLogger("memkern")
+
+BACKENDS = ("cpu", "cuda", "triton", "reference")
+PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+OTHER_DEVICES = ("triton", "reference")
+LIBRARY = Path(__file__).with_name("libmemkern.so")
+
+_asked_for: str | None = None
+
+
+@functools.cache
+def load_library() -> str | None:
+    """Loads the C++ ops once. Returns None, or why they are not there."""
+    if not LIBRARY.exists():
+        return (
+            "the C++ extension was not built; install a C++ compiler and reinstall memkern, "
+            "or see MEMKERN_BUILD in setup.py"
+        )
+    import torch
+
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"{LIBRARY} does not load ({error.__cause__ or error}); reinstall memkern against this torch"
+    return None
+
+
+@functools.cache
+def _missing(backend: str) -> str | None:
+    if backend == "reference":
+        return None
+    if backend == "cpu":
+        return load_library()
+    if backend == "cuda":
+        return "this version of memkern has no CUDA kernels; the reference runs in their place"
+    return "this version of memkern has no Triton kernels; the reference runs in their place"
+
+
+def available() -> dict[str, str | None]:
+    """Each backend, with None where it can run and the reason where it cannot."""
+    return {name: _missing(name) for name in BACKENDS}
+
+
+def _check(name: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+    reason = _missing(name)
+    if reason:
+        raise RuntimeError(f"backend {name!r} is not available: {reason}")
+    return name
+
+
+@functools.cache
+def _from_environment() -> str | None:
+    name = os.environ.get("MEMKERN_BACKEND")
+    return _check(name) if name else None
+
+
+@functools.cache
+def _automatic(device: str) -> str:
+    wanted = PREFERENCE.get(device, OTHER_DEVICES)
+    for name in wanted:
+        reason = _missing(name)
+        if reason is None:
+            return name
+        log.info("backend %r is not available for %s tensors: %s", name, device, reason)
+    raise AssertionError("the reference is always available")
+
+
+def select(device: str) -> str:
+    """The backend for tensors of a device type (``"cpu"``, ``"cuda"``, ...).
+
+    Raises:
+        RuntimeError: the backend that was asked for cannot run on such tensors, with the reason and the cure.
+    """
+    name = _asked_for or _from_environment()
+    if name is None:
+        return _automatic(device)
+    if (name == "cpu") != (device == "cpu") and name in ("cpu", "cuda"):
+        raise RuntimeError(
+            f"backend {name!r} was asked for and does not run on {device} tensors; "
+            f"move the tensors, or ask for one of {', '.join(PREFERENCE.get(device, OTHER_DEVICES))}"
+        )
+    return name
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Runs every op inside the ``with`` block on one backend.
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: it is not available here; the message says why and what helps.
+    """
+    global _asked_for
+    before, _asked_for = _asked_for, _check(name)
+    try:
+        yield
+    finally:
+        _asked_for = before
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def report() -> dict[str, Any]:
+    """Versions, backends with the reason for each missing one, CPU features, build facts: what a bug report needs."""
+    import torch
+
+    try:
+        from . import _host  # type: ignore[attr-defined]
+    except ImportError:
+        _host = None
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": {
+            "memkern": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _version("triton"),
+            "cuda": torch.version.cuda,
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        "backends": {n: {"available": reason is None, "reason": reason} for n, reason in available().items()},
+        "selected": {device: select(device) for device in ["cpu", *(["cuda"] if cuda else [])]},
+        "cpu": {
+            "threads": torch.get_num_threads(),
+            "instruction_set": _host.cpu_isa() if _host else None,
+            "features": _host.cpu_features() if _host else None,
+        },
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "build": {**(_host.build_info() if _host else {}), "library": str(LIBRARY) if LIBRARY.exists() else None},
+        "executable": sys.executable,
+    }

@@ -1,0 +1,84 @@
+"""Block-wise 8-bit quantization of any tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from .codec import CODECS
+from .layout import check_block_size
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_codec(codec: str) -> None:
+    """Raises ValueError unless ``codec`` is the name of one."""
+    if codec not in CODECS:
+        raise ValueError(f"codec must be one of {', '.join(map(repr, CODECS))}, got {codec!r}")
+
+
+def quantize_blockwise(
+    x: Tensor, *, codec: str = "power", signed: bool = True, block_size: int = 128, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Stores a tensor as 8-bit codes and one fp32 scale per block, the block's largest finite magnitude ``s``.
+
+    With ``t = |x| / s``: ``power`` takes ``sign(x) * rint(127 * sqrt(t))`` where signed and
+    ``min(255, max(1, floor(255 * sqrt(t) + u)))`` where not (0 only for 0); ``dynamic`` takes the nearest entry of the
+    dynamic tree map of Dettmers et al. (arXiv 2110.02861). Formulas in full: :mod:`memkern.codec`; how a tensor is cut
+    into blocks: :mod:`memkern.layout`.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape, dense in memory (channels_last is).
+        codec: ``"power"`` or ``"dynamic"``.
+        signed: False for values that are not negative (a negative one is stored as 0).
+        block_size: elements per block, a multiple of 8 from 8 to 4096.
+        step: the step whose dither ``u`` rounds the unsigned power codes; None rounds to the nearest (``u = 1/2``).
+
+    Returns:
+        codes: int8 where signed, else uint8 (signed ``dynamic``: the byte is the map's index), shape and strides of x.
+        scale: float32, (rows, blocks per row), or (blocks,) where rows are shorter than a block.
+
+    A non-finite value is stored as 0 where signed and as the largest code where not, and never reaches the scale. A
+    block of zeros, or one whose reciprocal overflows, is stored as zeros. Bytes per element: 1 + 4 / block_size.
+
+    Raises:
+        ValueError: unknown codec, a block size out of range, a tensor that is not dense.
+        TypeError: a dtype that is not supported.
+    """
+    check_codec(codec)
+    check_block_size(block_size)
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+    if step is not None and (signed or codec != "power"):
+        raise ValueError(f"step belongs to unsigned power codes, got codec={codec!r}, signed={signed}")
+    if x.layout != torch.strided:
+        raise ValueError(f"x must be a dense tensor, got layout {x.layout}")
+    return _ops.quantize_blockwise(x.detach(), codec, signed, block_size, step)
+
+
+def dequantize_blockwise(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    codec: str = "power",
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The values that :func:`quantize_blockwise` stored: ``(s / N^2) * (q * |q|)`` or ``table[q] * s``.
+
+    Args:
+        codes, scale: as returned by :func:`quantize_blockwise`, with the same ``codec`` and ``block_size``.
+        dtype: of the result: float32, bfloat16 or float16.
+
+    Raises:
+        ValueError: unknown codec, a block size out of range, a scale that does not fit the codes.
+        TypeError: a dtype that is not supported.
+    """
+    check_codec(codec)
+    check_block_size(block_size)
+    if codes.dtype not in (torch.int8, torch.uint8):
+        raise TypeError(f"codes must be int8 (signed) or uint8, got {codes.dtype}")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    return _ops.dequantize_blockwise(codes, scale, codec, block_size, dtype)

@@ -1,0 +1,144 @@
+"""The codecs' constants and tables: the one source that C++, Triton and the reference read.
+
+Plain Python, nothing imported but the standard library: ``setup.py`` runs this file to write
+``csrc/core/tables.h``, so that a number stands in one place.
+
+A block of up to ``block_size`` values is stored as 8-bit codes and one fp32 scale, the block's largest finite
+magnitude ``s``. With ``inv = 1 / s`` and ``t = |x| * inv``:
+
+``power``
+    A square-root law. Signed (N = 127): ``q = sign(x) * rint(N * sqrt(t))``. Unsigned (N = 255):
+    ``q = min(255, max(1, floor(N * sqrt(t) + u)))`` for ``x > 0``, else 0, where ``u`` is 1/2 or the dither below.
+    Decoded: ``x = (s / N^2) * (q * |q|)``. The second moment is stored as ``w = sqrt(v)``.
+``dynamic``
+    The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):
+    the nearest of 256 fixed values, entry for entry those of bitsandbytes. The second moment is stored as ``v``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+CODECS = {"power": 0, "dynamic": 1}
+"""Codec names and the numbers that stand for them in op arguments."""
+
+POWER_LEVELS_SIGNED = 127
+POWER_LEVELS_UNSIGNED = 255
+
+# Rounding of the second moment: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> 8) * 2^-24, j the position
+# inside the block. DITHER_J is 2^32 over the golden ratio, so that u is evenly spread along a block.
+DITHER_J = 2654435769
+DITHER_STEP = 1640531527
+DITHER_SHIFT = 8
+
+DYNAMIC_EXPONENTS = 7
+"""Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (signed, a side) or 2^(i + 1) (unsigned)."""
+
+MIN_BLOCK_SIZE = 8
+MAX_BLOCK_SIZE = 4096
+
+
+def to_fp32(x: float) -> float:
+    """``x`` rounded once to fp32."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
+def _down_to_fp32(x: float) -> float:
+    y = to_fp32(x)
+    if y <= x:
+        return y
+    bits = struct.unpack("i", struct.pack("f", y))[0]
+    return float(struct.unpack("f", struct.pack("i", bits + (1 if y < 0 else -1)))[0])
+
+
+def _linspace_fp32(start: float, end: float, n: int) -> list[float]:
+    # torch.linspace in fp32, which bitsandbytes builds its maps with: from both ends towards the middle, one
+    # rounding for the product and the sum (a fused multiply-add; the product is exact in a Python float).
+    start, end = to_fp32(start), to_fp32(end)
+    step = to_fp32(to_fp32(end - start) / (n - 1))
+    half = n // 2
+    return [to_fp32(start + step * i) if i < half else to_fp32(end - step * (n - i - 1)) for i in range(n)]
+
+
+def dynamic_map(signed: bool) -> tuple[float, ...]:
+    """The 256 fp32 values of the dynamic map, ascending. The code of a value is its index.
+
+    Source: ``create_dynamic_map`` of bitsandbytes (max_exponent_bits 7, total_bits 8).
+    """
+    values = [0.0, 1.0]
+    for i in range(DYNAMIC_EXPONENTS):
+        edges = _linspace_fp32(0.1, 1.0, 2 ** (i if signed else i + 1) + 1)
+        decade = to_fp32(10.0 ** (i - DYNAMIC_EXPONENTS + 1))
+        means = [to_fp32(decade * to_fp32(to_fp32(a + b) / 2)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        values += means
+        if signed:
+            values += [-m for m in means]
+    return tuple(sorted(values))
+
+
+def dynamic_midpoints(signed: bool) -> tuple[float, ...]:
+    """255 fp32 boundaries: the nearest entry of ``t`` is the number of boundaries below ``t``.
+
+    Each is the midpoint of two neighbours rounded down, so that ``t > boundary`` decides exactly and a tie takes
+    the lower entry.
+    """
+    values = dynamic_map(signed)
+    return tuple(_down_to_fp32((a + b) / 2) for a, b in zip(values[:-1], values[1:], strict=True))
+
+
+def dynamic_zero(signed: bool) -> int:
+    """The code of 0 in the dynamic map."""
+    return dynamic_map(signed).index(0.0)
+
+
+def _c_array(name: str, values: tuple[float, ...]) -> str:
+    lines = [
+        ", ".join(f"{float.hex(v)}f" for v in values[i : i + 4]) for i in range(0, len(values), 4)
+    ]
+    return f"MEMKERN_TABLE float {name}[{len(values)}] = {{\n    " + ",\n    ".join(lines) + "};\n"
+
+
+def c_header() -> str:
+    """The text of ``csrc/core/tables.h``."""
+    constants = {
+        "kPower": CODECS["power"],
+        "kDynamic": CODECS["dynamic"],
+        "kPowerLevelsSigned": POWER_LEVELS_SIGNED,
+        "kPowerLevelsUnsigned": POWER_LEVELS_UNSIGNED,
+        "kDynamicExponents": DYNAMIC_EXPONENTS,
+        "kDynamicZeroSigned": dynamic_zero(True),
+        "kDynamicZeroUnsigned": dynamic_zero(False),
+        "kMinBlockSize": MIN_BLOCK_SIZE,
+        "kMaxBlockSize": MAX_BLOCK_SIZE,
+        "kDitherShift": DITHER_SHIFT,
+    }
+    tables = {
+        f"kDynamic{kind}{'Signed' if signed else 'Unsigned'}": make(signed)
+        for kind, make in (("Map", dynamic_map), ("Midpoints", dynamic_midpoints))
+        for signed in (True, False)
+    }
+    return "\n".join(
+        [
+            "// Written by setup.py from memkern/codec.py: change it there.",
+            "#pragma once",
+            "#include <cstdint>",
+            "",
+            "#ifdef __CUDACC__",
+            "#define MEMKERN_TABLE static __device__ __constant__ const",
+            "#else",
+            "#define MEMKERN_TABLE inline constexpr",
+            "#endif",
+            "",
+            "namespace memkern {",
+            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
+            f"constexpr uint32_t kDitherJ = {DITHER_J}u, kDitherStep = {DITHER_STEP}u;",
+            "",
+            *(_c_array(name, values) for name, values in tables.items()),
+            "}  // namespace memkern",
+            "",
+        ]
+    )
+
+
+assert math.isclose(DITHER_J / 2**32, (math.sqrt(5) - 1) / 2, rel_tol=1e-9)

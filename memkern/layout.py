@@ -1,0 +1,95 @@
+"""How a parameter is cut into blocks. The C++ twin of this page is ``csrc/core/layout.h``.
+
+A dense tensor, taken in memory order, is ``rows`` (its outermost dimension in memory) times
+``cols = numel / rows``. Where ``cols >= block_size`` a block is a run of ``block_size`` consecutive elements inside
+one row, the last of a row may be short. Where rows are shorter, a block is ``block_size // cols`` whole rows.
+So a shard of whole rows (of whole groups of rows where rows are short) has the same blocks as the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .codec import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+
+
+class BlockLayout(NamedTuple):
+    """``numel`` elements in segments of ``segment``, each cut into blocks of ``block``; a scale per block."""
+
+    numel: int
+    segment: int
+    block: int
+    scale_shape: tuple[int, ...]
+
+    @property
+    def blocks_per_segment(self) -> int:
+        return -(-self.segment // self.block) if self.numel else 0
+
+    @property
+    def blocks(self) -> int:
+        return self.numel // self.segment * self.blocks_per_segment if self.numel else 0
+
+
+def check_block_size(block_size: int) -> None:
+    """Raises ValueError unless ``block_size`` is a multiple of 8 from 8 to 4096."""
+    if (
+        not isinstance(block_size, int)
+        or isinstance(block_size, bool)
+        or block_size % 8
+        or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE
+    ):
+        raise ValueError(
+            f"block_size must be a multiple of 8 from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, got {block_size!r}"
+        )
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill one run of memory, each place once (in any order of dimensions)."""
+    expected = 1
+    for stride, size in sorted((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1):
+        if size == 0:
+            return True
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def block_layout(shape: Sequence[int], strides: Sequence[int], block_size: int) -> BlockLayout:
+    """The layout of a dense tensor of ``shape`` and ``strides`` (in elements).
+
+    Raises:
+        ValueError: the tensor is not dense (its elements leave gaps or overlap).
+    """
+    if not is_dense(shape, strides):
+        raise ValueError(
+            f"a dense tensor is needed, got shape {tuple(shape)} with strides {tuple(strides)}; "
+            "use tensor.contiguous() or clone()"
+        )
+    numel = 1
+    for size in shape:
+        numel *= size
+    if numel == 0:
+        return BlockLayout(0, 0, block_size, (0,))
+    rows = 1
+    # A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
+    if len(shape) and shape[0] != 1:
+        rows = max((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1)[1]
+    cols = numel // rows
+    if cols >= block_size:
+        return BlockLayout(numel, cols, block_size, (rows, -(-cols // block_size)))
+    group = block_size // cols
+    return BlockLayout(numel, numel, group * cols, (-(-rows // group),))
+
+
+def layout_of(tensor: torch.Tensor, block_size: int) -> BlockLayout:
+    """:func:`block_layout` of a tensor."""
+    return block_layout(tensor.shape, tensor.stride(), block_size)
+
+
+def memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D view of a dense tensor's elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

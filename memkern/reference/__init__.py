@@ -1,0 +1,10 @@
+"""The specification: every op in plain PyTorch, in the order of operations that all backends follow.
+
+fp32, IEEE round-to-nearest, one rounding an operation. Written to be read, not to be fast.
+"""
+
+from .adam import adam_step_
+from .blockwise import dequantize_blockwise, quantize_blockwise
+from .lion import lion_step_
+
+__all__ = ["adam_step_", "dequantize_blockwise", "lion_step_", "quantize_blockwise"]

@@ -1,0 +1,89 @@
+"""Adam and AdamW. Sources: Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..codec import to_fp32
+from ..layout import layout_of
+from .blockwise import from_blocks, sqrt, to_blocks
+from .state import Scales, check_tensors, gradient, load_moment, power_of, skipped, store_moment
+
+
+def adam_moments(
+    m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float
+) -> tuple[Tensor, Tensor]:
+    """m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g g."""
+    m = to_fp32(beta1) * m + to_fp32(1 - beta1) * g
+    v = to_fp32(beta2) * v + (to_fp32(1 - beta2) * g) * g
+    return m, v
+
+
+def adam_direction(m: Tensor, v: Tensor, beta2: float, eps: float, step: int) -> Tensor:
+    """m / (sqrt(v) / sqrt(1 - beta2^step) + eps), without the correction of m."""
+    correction = to_fp32(1.0 / math.sqrt(1.0 - power_of(beta2, step)))
+    return m / (sqrt(v) * correction + to_fp32(eps))
+
+
+def adam_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    exp_avg_scales: Sequence[Tensor],
+    exp_avg_sq_scales: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    group: Sequence[int],
+    lr: Sequence[Tensor],
+    beta1: Sequence[float],
+    beta2: Sequence[float],
+    eps: Sequence[float],
+    weight_decay: Sequence[float],
+    decoupled: Sequence[int],
+    maximize: Sequence[int],
+    codec: Sequence[int],
+    block_size: Sequence[int],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step for many tensors, in place.
+
+    Lists run over tensors down to ``group``, which numbers the hyperparameters that follow, one entry per group.
+    ``exp_avg_scales`` and ``exp_avg_sq_scales`` have an entry for each tensor whose state is codes, in order.
+    """
+    moments = [
+        ("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),
+        ("exp_avg_sqs", exp_avg_sqs, torch.uint8, exp_avg_sq_scales),
+    ]
+    check_tensors(params, grads, group, len(lr), moments, codec, block_size)
+    if skipped(found_inf):
+        return
+    scales = Scales(exp_avg_scales, exp_avg_sq_scales)
+    for p, g, m8, v8, step_t, i in zip(params, grads, exp_avgs, exp_avg_sqs, steps, group, strict=True):
+        m_scale, v_scale = scales.next_for(m8, v8)
+        layout = layout_of(p, block_size[i])
+        step_t += 1
+        step = int(step_t)
+        rate = float(lr[i])
+        x = to_blocks(p, layout)
+        g = gradient(g, layout, maximize[i], grad_scale)
+        if decoupled[i]:
+            x = x * to_fp32(1.0 - rate * weight_decay[i])
+        elif (decay := to_fp32(weight_decay[i])) != 0:
+            g = g + decay * x
+        m, v = adam_moments(
+            load_moment(m8, m_scale, layout, codec[i]),
+            load_moment(v8, v_scale, layout, codec[i]),
+            g,
+            beta1[i],
+            beta2[i],
+        )
+        step_size = to_fp32(rate / (1.0 - power_of(beta1[i], step)))
+        x = x - step_size * adam_direction(m, v, beta2[i], eps[i], step)
+        from_blocks(x, layout, p)
+        store_moment(m, m8, m_scale, layout, codec[i])
+        store_moment(v, v8, v_scale, layout, codec[i], step)

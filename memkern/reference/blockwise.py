@@ -1,0 +1,137 @@
+"""Block-wise 8-bit codes: the formulas of ``memkern.codec`` on tensors of shape (blocks, block)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import codec as C
+from ..layout import BlockLayout, check_block_size, layout_of, memory_order
+
+POWER, DYNAMIC = C.CODECS["power"], C.CODECS["dynamic"]
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded fp32 square root (torch.sqrt on CPU is one ulp off for a fifth of all inputs)."""
+    return x.double().sqrt().float()
+
+
+def to_blocks(x: Tensor, layout: BlockLayout) -> Tensor:
+    """A dense tensor as (blocks, block) in fp32, short blocks padded with zeros."""
+    if layout.numel == 0:
+        return torch.zeros(0, layout.block, device=x.device)
+    rows = memory_order(x).float().reshape(-1, layout.segment)
+    pad = layout.blocks_per_segment * layout.block - layout.segment
+    return torch.nn.functional.pad(rows, (0, pad)).reshape(-1, layout.block)
+
+
+def from_blocks(blocks: Tensor, layout: BlockLayout, out: Tensor) -> None:
+    """Writes (blocks, block) back into the dense tensor ``out``, rounding once to its dtype."""
+    if layout.numel:
+        rows = blocks.reshape(layout.numel // layout.segment, -1)[:, : layout.segment]
+        memory_order(out).copy_(rows.reshape(-1))
+
+
+def dither(block: int, step: int, device: torch.device) -> Tensor:
+    """The rounding offset u in [0, 1) of each position of a block, fp32."""
+    j = torch.arange(block, device=device, dtype=torch.int64)
+    h = (j * C.DITHER_J + step * C.DITHER_STEP) % 2**32
+    return (h >> C.DITHER_SHIFT).float() * 2.0**-24
+
+
+@lru_cache
+def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.tensor(C.dynamic_map(signed), device=device),
+        torch.tensor(C.dynamic_midpoints(signed), device=device),
+    )
+
+
+def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+    """Codes (int8 where signed, else uint8) and scale (blocks,) of x (blocks, block).
+
+    The scale is the largest finite magnitude; where there is none, or its reciprocal overflows, all codes stand for
+    zero. A non-finite x is stored as zero where signed, as the largest code where not. Unsigned: negative is zero.
+    ``u`` is what the unsigned power codec adds before it rounds down.
+    """
+    finite = x.isfinite()
+    magnitude = torch.where(finite, x.abs() if signed else x.clamp_min(0), 0)
+    scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
+    inv = 1 / scale
+    usable = inv.isfinite()[:, None]
+    t = magnitude * torch.where(usable, inv[:, None], 0)
+    if codec == POWER:
+        if signed:
+            q = torch.copysign((C.POWER_LEVELS_SIGNED * sqrt(t)).round(), x)
+            q = torch.where(finite & usable, q, 0)
+            return q.to(torch.int8), scale
+        q = (C.POWER_LEVELS_UNSIGNED * sqrt(t) + u).floor().clamp(1, C.POWER_LEVELS_UNSIGNED)
+        q = torch.where(magnitude > 0, q, 0)
+        q = torch.where(finite, q, C.POWER_LEVELS_UNSIGNED)
+        return torch.where(usable, q, 0).to(torch.uint8), scale
+    _, midpoints = _dynamic_tables(signed, x.device)
+    zero = C.dynamic_zero(signed)
+    q = torch.bucketize(torch.copysign(t, x) if signed else t, midpoints)
+    q = torch.where(finite, q, zero if signed else 255)
+    q = torch.where(usable, q, zero).to(torch.uint8)
+    return (q.view(torch.int8) if signed else q), scale
+
+
+def decode(q: Tensor, scale: Tensor, codec: int) -> Tensor:
+    """fp32 values of the codes q (blocks, block); int8 codes are signed, uint8 codes are not."""
+    signed = q.dtype == torch.int8
+    if codec == POWER:
+        levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
+        qf = q.float()
+        return (scale / (levels * levels))[:, None] * (qf * qf.abs())
+    table, _ = _dynamic_tables(signed, q.device)
+    return table[q.view(torch.uint8).long()] * scale[:, None]
+
+
+def code_blocks(codes: Tensor, layout: BlockLayout) -> Tensor:
+    """Codes as (blocks, block), in their dtype."""
+    return to_blocks(codes, layout).to(codes.dtype)
+
+
+def check_codec(codec: int) -> None:
+    if codec not in C.CODECS.values():
+        raise ValueError(f"codec must be one of {C.CODECS}, got {codec}")
+
+
+def quantize_blockwise(
+    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The op behind :func:`memkern.quantize_blockwise`."""
+    check_codec(codec)
+    check_block_size(block_size)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+    layout = layout_of(x, block_size)
+    u = 0.5 if step is None else dither(layout.block, step, x.device)
+    q, scale = encode(to_blocks(x, layout), codec, signed, u)
+    codes = torch.empty_like(x, dtype=q.dtype)
+    from_blocks(q, layout, codes)
+    return codes, scale.reshape(layout.scale_shape)
+
+
+def dequantize_blockwise(
+    codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype
+) -> Tensor:
+    """The op behind :func:`memkern.dequantize_blockwise`."""
+    check_codec(codec)
+    check_block_size(block_size)
+    if codes.dtype not in (torch.int8, torch.uint8):
+        raise TypeError(f"codes must be int8 (signed) or uint8, got {codes.dtype}")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    layout = layout_of(codes, block_size)
+    if scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
+        raise ValueError(
+            f"scale must be float32 of shape {layout.scale_shape} for codes of shape {tuple(codes.shape)} and "
+            f"block_size {block_size}, got {scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    out = torch.empty_like(codes, dtype=dtype)
+    from_blocks(decode(code_blocks(codes, layout), scale.reshape(-1), codec), layout, out)
+    return out

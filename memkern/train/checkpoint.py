@@ -1,0 +1,63 @@
+"""Checkpoint files: written whole or not at all, read without running code from them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .config import ArgumentError, TrainConfig
+from .loop import FORMAT
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes ``path`` in one move, once its bytes are on the disk; never on an error.
+
+    The temporary file lies in the same folder under a fixed name, so what a killed run left is overwritten.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # so that the new name survives a power cut too
+        finally:
+            os.close(folder)
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Writes ``Trainer.state_dict()`` to ``path``, atomically."""
+    with replacing(path) as file:
+        torch.save(state, file)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads what ``save`` wrote, with ``weights_only=True`` and tensors on the CPU.
+
+    Raises ArgumentError for any other file.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ArgumentError("resume", f"{str(path)!r} cannot be read: {error}") from error
+    except Exception as error:  # torch.load raises whatever the bytes of a foreign file lead it to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError("resume", f"{str(path)!r} is no checkpoint of memkern train: {reason}") from error
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    if not isinstance(state, dict) or state.get("format") != FORMAT or set(state.get("config", ())) != fields:
+        raise ArgumentError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train")
+    return state

@@ -1,0 +1,143 @@
+"""What a training run is: one frozen dataclass, its defaults and its checks. Needs no torch to import."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+# layers, heads, width
+MODELS = {
+    "tiny": (4, 4, 256),
+    "small": (6, 8, 512),
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+}
+
+# Usual learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it; Lion's
+# sign makes every step as long as the learning rate: a tenth of the rate, and ten times the decay to match.
+OPTIMIZERS = {
+    "adamw8bit": (2e-3, 0.1),
+    "adam8bit": (2e-3, 0.0),
+    "lion8bit": (2e-4, 1.0),
+    "adamw": (2e-3, 0.1),
+    "adam": (2e-3, 0.0),
+    "lion": (2e-4, 1.0),
+    "torch-adamw": (2e-3, 0.1),
+    "torch-adam": (2e-3, 0.0),
+}
+
+# torch.optim has no Lion: its 8-bit states are compared with the same update on fp32 states.
+BASELINES = {
+    "adamw8bit": "torch-adamw",
+    "adam8bit": "torch-adam",
+    "lion8bit": "lion",
+    "adamw": "torch-adamw",
+    "adam": "torch-adam",
+}
+
+AMP = ("off", "bf16", "fp16")
+
+COUNTS = (
+    *("layers", "heads", "width", "seq_len", "steps", "batch_size", "accumulate"),
+    *("threads", "eval_every", "eval_tokens", "save_every"),
+)
+
+# What may change on resume: none of these moves the losses (threads and device do so in the last bits only).
+FREE_ON_RESUME = frozenset(
+    {"data", "device", "threads", "eval_every", "save_every", "checkpoint_activations"}
+)
+
+
+class ArgumentError(ValueError):
+    """An option that cannot be used: which one (the field's name), what was given and what is allowed."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name}: {message}")
+        self.name = name
+        self.message = message
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. ``None`` stands for a default that depends on another field; the properties resolve it.
+
+    data: files and folders of text, empty for the running Python's library (``data.load_corpus``).
+    model: a preset of ``MODELS``; layers, heads and width override its sizes.
+    optimizer: a key of ``OPTIMIZERS``. lr (peak) and weight_decay: default ``OPTIMIZERS[optimizer]``.
+    steps: optimizer steps, each over accumulate * batch_size windows of seq_len bytes.
+    clip: largest global gradient norm, 0 for no clipping.
+    warmup: steps of linear warm-up, default a tenth of the steps, at most 100; a cosine to lr / 10 follows.
+    amp: autocast type of the forward pass; fp16 adds a GradScaler.
+    eval_every: steps between validations (the last step always has one) over at most eval_tokens bytes.
+    device: default cuda where there is one, else cpu. threads: CPU threads, default torch's own choice.
+    """
+
+    data: tuple[str, ...] = ()
+    model: str = "tiny"
+    layers: int | None = None
+    heads: int | None = None
+    width: int | None = None
+    seq_len: int = 128
+    optimizer: str = "adamw8bit"
+    steps: int = 400
+    batch_size: int = 8
+    accumulate: int = 1
+    checkpoint_activations: bool = False
+    amp: str = "off"
+    lr: float | None = None
+    weight_decay: float | None = None
+    clip: float = 1.0
+    warmup: int | None = None
+    seed: int = 0
+    device: str | None = None
+    threads: int | None = None
+    eval_every: int = 50
+    eval_tokens: int = 32768
+    save_every: int = 100
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(layers, heads, width) of the model."""
+        layers, heads, width = MODELS[self.model]
+        return self.layers or layers, self.heads or heads, self.width or width
+
+    @property
+    def peak_lr(self) -> float:
+        return OPTIMIZERS[self.optimizer][0] if self.lr is None else self.lr
+
+    @property
+    def decay(self) -> float:
+        return OPTIMIZERS[self.optimizer][1] if self.weight_decay is None else self.weight_decay
+
+    @property
+    def warmup_steps(self) -> int:
+        return min(100, self.steps // 10) if self.warmup is None else self.warmup
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.accumulate * self.batch_size * self.seq_len
+
+    def validate(self) -> None:
+        """Raises ArgumentError for the first option that is out of range. Looks at no file and no device."""
+        for name, names in (("model", MODELS), ("optimizer", OPTIMIZERS), ("amp", AMP)):
+            given = getattr(self, name)
+            if given not in names:
+                raise ArgumentError(name, f"{given!r} given; allowed: {', '.join(names)}")
+        for fields, low in ((COUNTS, 1), (("seed", "warmup"), 0)):
+            for name in fields:
+                given = getattr(self, name)
+                if given is not None and (type(given) is not int or given < low):
+                    raise ArgumentError(name, f"{given!r} given; allowed: an integer of {low} or more")
+        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+            raise ArgumentError("warmup", f"{self.warmup} given; allowed: fewer than the {self.steps} steps")
+        for name in ("lr", "weight_decay", "clip"):
+            given = getattr(self, name)
+            if given is not None and not (math.isfinite(given) and given >= 0):
+                raise ArgumentError(name, f"{given} given; allowed: a finite number of 0 or more")
+        if self.lr == 0:
+            raise ArgumentError("lr", "0 given; allowed: a finite number above 0")
+        _, heads, width = self.shape
+        if width % heads and self.heads is not None:
+            raise ArgumentError("heads", f"{heads} given; allowed: divisors of the width, {width}")
+        if width % heads:
+            raise ArgumentError("width", f"{width} given; allowed: multiples of the heads, {heads}")

@@ -1,0 +1,92 @@
+"""A byte-level GPT (GPT-2's architecture, without dropout) from torch's own parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (B, T, C) -> (B, T, C), C divisible by the number of heads."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """(B, T, C) -> (B, T, C) through 4C hidden units and the tanh form of GELU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.act = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(heads, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Bytes (B, T) int64 -> logits (B, T, 256), T at most seq_len; the head is the transposed embedding.
+
+    Parameters: 12 layers width^2 + (256 + seq_len) width, and 13 layers width + 2 width in biases and norms.
+    checkpoint_activations keeps a block's input only and computes the block again in the backward pass.
+    """
+
+    def __init__(
+        self, *, layers: int, heads: int, width: int, seq_len: int, checkpoint_activations: bool = False
+    ) -> None:
+        super().__init__()
+        self.checkpoint_activations = checkpoint_activations
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.empty(seq_len, width))
+        self.blocks = nn.ModuleList(Block(heads, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's: N(0, 0.02^2), divided by sqrt(2 layers) where a layer adds to the residual stream."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * len(self.blocks)) ** 0.5)
+            elif parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)

@@ -1,0 +1,123 @@
+"""What is left after a run: the table, one sentence, and a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .. import backend
+from .checkpoint import replacing
+from .config import TrainConfig
+from .data import Corpus
+from .loop import RunResult, Trainer
+
+TIE = 0.01  # losses less than 1 % apart are called the same
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def summary(results: Sequence[RunResult]) -> str:
+    """One plain sentence on the figures, which says so where the losses differ."""
+    ours = results[-1]
+    if len(results) == 1:
+        return (
+            f"Validation loss {ours.validation_loss:.4f}; "
+            f"optimizer state {ours.bytes_per_parameter:.2f} bytes per parameter."
+        )
+    baseline = results[0]
+    share = 100 * ours.optimizer_bytes / baseline.optimizer_bytes
+    state = f"optimizer state {share:.1f} % of {baseline.optimizer}'s"
+    difference = ours.validation_loss / baseline.validation_loss - 1
+    if not math.isfinite(difference):
+        return f"No loss to compare; {state}."
+    if abs(difference) < TIE:
+        within = max(0.1, math.ceil(abs(difference) * 1000) / 10)  # rounded up: it is a bound
+        return f"Same validation loss within {within:.1f} %; {state}."
+    direction = "higher" if difference > 0 else "lower"
+    return (
+        f"Validation loss {100 * abs(difference):.1f} % {direction} "
+        f"({ours.validation_loss:.4f} against {baseline.validation_loss:.4f}); {state}."
+    )
+
+
+def table(results: Sequence[RunResult]) -> Table:
+    """The figures, a column for each run, and for two runs the second's over the first's."""
+    grid = Table(title=f"{results[0].parameters:,} parameters", title_justify="left")
+    grid.add_column("")
+    for result in results:
+        grid.add_column(result.optimizer, justify="right")
+    rows: list[tuple[str, Any, Any]] = [
+        ("validation loss, nats per byte", lambda r: r.validation_loss, "{:.4f}".format),
+        ("optimizer state", lambda r: r.optimizer_bytes, size),
+        ("optimizer state per parameter", lambda r: r.bytes_per_parameter, "{:.3f} B".format),
+        ("peak tensor bytes of a step", lambda r: r.peak_bytes, size),
+        ("median step", lambda r: r.median_step_seconds * 1000, "{:.1f} ms".format),
+        ("tokens per second", lambda r: r.tokens_per_second, "{:,.0f}".format),
+    ]
+    if len(results) == 2:
+        grid.add_column("ratio", justify="right")
+    for title, value, form in rows:
+        values = [value(result) for result in results]
+        cells = [form(given) for given in values]
+        if len(values) == 2:
+            cells.append(f"{values[1] / values[0]:.3f}")
+        grid.add_row(title, *cells)
+    return grid
+
+
+def print_report(results: Sequence[RunResult], file: Any = None) -> None:
+    """The table and the sentence."""
+    console = Console(file=file or sys.stdout, highlight=False)
+    console.print(table(results))
+    console.print(summary(results))
+
+
+def to_json(
+    config: TrainConfig, corpus: Corpus, trainers: Sequence[Trainer], results: Sequence[RunResult]
+) -> dict[str, Any]:
+    """Everything that the figures depend on, and the figures; plain JSON values."""
+    device = trainers[0].device
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "summary": summary(results),
+        "config": {
+            **dataclasses.asdict(config),
+            "lr": config.peak_lr,
+            "weight_decay": config.decay,
+            "warmup": config.warmup_steps,
+        },
+        "data": {
+            "name": corpus.name,
+            "files": corpus.files,
+            "train_bytes": len(corpus.train),
+            "validation_bytes": len(corpus.validation),
+            "digest": corpus.digest,
+        },
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "environment": backend.report(),
+        "runs": [dataclasses.asdict(result) for result in results],
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes ``content`` to ``path``, atomically."""
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")

@@ -1,0 +1,276 @@
+"""``python -m memkern``: what it prints, writes and refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memkern import backend
+from memkern.__main__ import main
+from memkern.train import History, RunResult
+from memkern.train.report import size, summary
+
+SMALL = [
+    *("--layers", "1", "--heads", "2", "--width", "64", "--seq-len", "32", "--batch-size", "2"),
+    *("--steps", "4", "--eval-every", "2", "--eval-tokens", "128", "--device", "cpu"),
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    return str(path)
+
+
+# info
+
+
+def test_info_shows_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads(json.dumps(backend.report()))
+    main(["info"])
+    shown = capsys.readouterr().out
+    for name, state in report["backends"].items():
+        text = "yes" if state["available"] else f"no: {state['reason']}"
+        assert re.search(rf"^  {name} +{re.escape(text)}$", shown, re.MULTILINE), name
+
+
+def test_info_needs_no_extra() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['rich', 'matplotlib', 'numpy']))"
+    code = f"{blocked}; from memkern.__main__ import main; main(['info'])"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert torch.__version__ in shown
+
+
+# train
+
+
+def test_train_prints_lines_and_a_table(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "--data", text, *SMALL])
+    shown = capsys.readouterr().out
+    assert "text.txt (1 files): 8,100 bytes for training, 900 for validation" in shown
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("adamw8bit ")] == [
+        "1/4", "2/4", "3/4", "4/4",
+    ]  # fmt: skip
+    for row in (
+        "validation loss",
+        "optimizer state",
+        "peak tensor bytes",
+        "median step",
+        "tokens per second",
+    ):
+        assert row in shown
+    assert "ratio" not in shown
+    assert not list(Path(text).parent.glob("*.pt"))
+
+
+def test_train_shows_bars_on_a_terminal(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["train", "--data", text, *SMALL])
+    shown = capsys.readouterr().out
+    assert "4/4" in shown
+    assert "tokens/s" in shown
+    assert "step 4/4" not in shown
+
+
+def test_compare_writes_json_and_a_picture(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "out"
+    main(["train", "--data", text, "--compare", "--out", str(out), *SMALL])
+    shown = capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["losses.png", "results.json"]
+    written = json.loads((out / "results.json").read_text())
+    baseline, ours = written["runs"]
+    assert (baseline["optimizer"], ours["optimizer"]) == ("torch-adamw", "adamw8bit")
+    assert baseline["history"]["train_loss"][0] == ours["history"]["train_loss"][0]
+    for result in (baseline, ours):
+        assert [step for step, _ in result["history"]["validation"]] == [2, 4]
+        assert result["history"]["validation"][-1][1] == result["validation_loss"]
+        assert len(result["history"]["train_loss"]) == 4
+        assert f"{result['validation_loss']:.4f}" in shown
+    assert f"{ours['optimizer_bytes'] / baseline['optimizer_bytes']:.3f}" in shown  # the ratio column
+    assert written["summary"] in shown.replace("\n", " ")
+    assert written["config"]["lr"] == 2e-3
+    assert written["data"]["train_bytes"] == 8100
+    assert written["environment"]["backends"] == json.loads(json.dumps(backend.report()))["backends"]
+    picture = (out / "losses.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    assert len(picture) > 20_000
+
+
+def test_resume_takes_the_options_it_is_not_given(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "run.pt")
+    main(["train", "--data", text, *SMALL, "--lr", "1e-3", "--save", path, "--out", str(tmp_path / "first")])
+    main(["train", "--resume", path, "--eval-every", "1", "--out", str(tmp_path / "again")])
+    capsys.readouterr()
+    first, again = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("first", "again"))
+    assert again["runs"] == first["runs"]
+    assert again["config"] == first["config"] | {"eval_every": 1}
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--resume", path, "--lr", "2e-3"])
+    assert ended.value.code == 2
+    assert "argument --lr: 0.002 given; allowed: 0.001" in capsys.readouterr().err
+
+
+BAD = [
+    (["--steps", "0"], "--steps", "0 given", "1 or more"),
+    (["--steps", "many"], "--steps", "invalid int value: 'many'"),
+    (["--batch-size", "-3"], "--batch-size", "-3 given", "1 or more"),
+    (["--lr", "nan"], "--lr", "nan given", "finite"),
+    (["--lr", "0"], "--lr", "0 given", "above 0"),
+    (["--weight-decay", "-1"], "--weight-decay", "-1.0 given", "0 or more"),
+    (["--clip", "inf"], "--clip", "inf given", "finite"),
+    (["--warmup", "4"], "--warmup", "4 given", "fewer than the 4 steps"),
+    (["--heads", "3"], "--heads", "3 given", "divisors of the width, 64"),
+    (["--width", "63"], "--heads", "2 given", "divisors of the width, 63"),
+    (["--model", "huge"], "--model", "'huge'", "tiny"),
+    (["--optimizer", "sgd"], "--optimizer", "'sgd'", "adamw8bit"),
+    (["--amp", "fp8"], "--amp", "'fp8'", "bf16"),
+    (["--device", "toaster"], "--device", "'toaster' given", "cpu, cuda"),
+    (["--device", "meta"], "--device", "'meta' given", "cpu, cuda"),
+    (["--device", "cuda:99"], "--device", "'cuda:99' given", "cpu"),
+    (["--seq-len", "900"], "--seq-len", "900 given", "900 for validation", "1 to 899"),
+    (["--data", "missing"], "--data", "'missing' given", "neither a file nor a folder"),
+    (["--compare", "--optimizer", "lion"], "--compare", "lion", "allowed with: adamw8bit"),
+    (["--compare", "--save", "run.pt"], "--compare", "--save", "without"),
+    (["--resume", "missing.pt"], "--resume", "'missing.pt' cannot be read"),
+    (["--resume", "text.txt"], "--resume", "'text.txt' is no checkpoint"),
+    (["--resume", "other.pt"], "--resume", "'other.pt' is no checkpoint of this version"),
+    (["--save", "absent/run.pt"], "--save", "'absent/run.pt' given", "existing folder"),
+    (["--save", "."], "--save", "a folder"),
+    (["--out", "text.txt"], "--out", "'text.txt' given", "a folder that exists or can be made"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name", "pieces"), [(a, n, p) for a, n, *p in BAD])
+def test_bad_input_is_named_and_nothing_is_written(
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    name: str,
+    pieces: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weights": torch.zeros(3)}, "other.pt")
+    before = sorted(os.listdir())
+    data = [] if "--data" in arguments else ["--data", "text.txt"]
+    output = [] if {"--out", "--save"} & {*arguments} else ["--out", "new"]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *data, *SMALL, *output, *arguments])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"python -m memkern train: error: argument {name}: ")
+    assert all(piece in last for piece in pieces), last
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "pieces"), [(b"", ["--data", "no text"]), (b"ten bytes.", ["--seq-len", "32 given"])]
+)
+def test_too_little_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, pieces: list[str]
+) -> None:
+    (tmp_path / "short").write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--data", str(tmp_path), *SMALL])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert all(piece in error for piece in pieces), error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads and writes everything")
+def test_what_may_not_be_read_or_written(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    (locked / "text.txt").write_text("text " * 1000)
+    locked.chmod(0)
+    for option in ("--data", "--save", "--out"):
+        data = [] if option == "--data" else ["--data", text]
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *data, *SMALL, option, str(locked / "text.txt" if option == "--save" else locked)])
+        assert ended.value.code == 2
+        assert f"argument {option}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("absent", "arguments"), [("rich", []), ("matplotlib", ["--out", "new"])])
+def test_an_absent_extra_is_named_with_its_cure(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(SystemExit, match=rf"needs {absent}: pip install memkern\[train\]"):
+        main(["train", "--data", text, *SMALL, *arguments])
+    assert not Path("new").exists()
+
+
+def test_divergence_ends_with_a_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"the loss is nan at step .* try a lower --lr"):
+        main(["train", "--data", text, *SMALL, "--lr", "1e30", "--clip", "0"])
+
+
+# The sentence
+
+
+def result(optimizer: str, loss: float, held: int) -> RunResult:
+    return RunResult(
+        optimizer=optimizer,
+        parameters=1000,
+        optimizer_bytes=held,
+        bytes_per_parameter=held / 1000,
+        validation_loss=loss,
+        peak_bytes=10_000,
+        median_step_seconds=0.1,
+        tokens_per_second=1.0,
+        history=History(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        (2.0, "Same validation loss within 0.1 %; optimizer state 25.9 % of torch-adamw's."),
+        (2.0051, "Same validation loss within 0.3 %; optimizer state 25.9 % of torch-adamw's."),
+        (1.9949, "Same validation loss within 0.3 %; optimizer state 25.9 % of torch-adamw's."),
+        (
+            2.1,
+            "Validation loss 5.0 % higher (2.1000 against 2.0000); optimizer state 25.9 % of torch-adamw's.",
+        ),
+        (
+            1.9,
+            "Validation loss 5.0 % lower (1.9000 against 2.0000); optimizer state 25.9 % of torch-adamw's.",
+        ),
+    ],
+)
+def test_the_sentence_says_what_the_losses_are(ours: float, expected: str) -> None:
+    assert summary([result("torch-adamw", 2.0, 8000), result("adamw8bit", ours, 2072)]) == expected
+
+
+def test_the_sentence_of_one_run() -> None:
+    assert summary([result("adamw8bit", 2.0, 2072)]) == (
+        "Validation loss 2.0000; optimizer state 2.07 bytes per parameter."
+    )
+
+
+def test_sizes_are_decimal() -> None:
+    assert [size(n) for n in (999, 1000, 26_063_056, 3_100_000_000)] == [
+        "999 B",
+        "1.00 kB",
+        "26.06 MB",
+        "3.10 GB",
+    ]

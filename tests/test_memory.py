@@ -1,0 +1,117 @@
+"""memkern.memory against counts by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memkern import memory, optim
+
+KB = 1024
+
+
+def test_optimizer_bytes_of_torch_adamw() -> None:
+    parameters = [nn.Parameter(torch.zeros(7, 5)), nn.Parameter(torch.zeros(11))]
+    optimizer = torch.optim.AdamW(parameters)
+    assert memory.optimizer_bytes(optimizer) == 0
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert memory.optimizer_bytes(optimizer) == 2 * 4 * (35 + 11) + 2 * 4  # moments, and a step each
+
+
+def test_optimizer_bytes_of_8_bit_states() -> None:
+    parameter = nn.Parameter(torch.zeros(64, 256))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = optim.AdamW8bit([parameter])
+    optimizer.step()
+    codes, scales = 2 * 64 * 256, 2 * 4 * 64 * 2
+    assert codes + scales <= memory.optimizer_bytes(optimizer) <= codes + scales + 64
+
+
+def test_a_shared_storage_counts_once() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter])
+    buffer = torch.zeros(100)
+    optimizer.state[parameter] = {"first": buffer[:4], "rest": [buffer[4:], "no tensor", 3]}
+    assert memory.optimizer_bytes(optimizer) == 400
+
+
+def test_peak_follows_allocations_and_frees() -> None:
+    x = torch.zeros(256)  # 1 KiB
+
+    def chain() -> None:
+        a = x + 1  # 2 KiB live with x
+        b = a + 1  # 3
+        b += 1  # in place
+        view = b[3:].view(-1)
+        del a
+        c = view + 1  # 3, and 12 bytes less
+        torch.cat([c, c])  # 5, and 36 bytes less
+
+    assert memory.peak_bytes(chain, x) == 5 * KB - 3 * 3 * 4
+
+
+def test_what_is_held_counts_and_what_others_hold_does_not() -> None:
+    held = torch.zeros(KB)
+    x = torch.zeros(256)
+    assert memory.peak_bytes(lambda: x.view(2, 128) + 1) == KB
+    assert memory.peak_bytes(lambda: x.view(2, 128) + 1, x) == 2 * KB
+    assert memory.peak_bytes(lambda: x.view(2, 128) + 1, x, held, held[:5]) == 6 * KB
+
+
+def test_peak_of_a_backward_pass() -> None:
+    B, I, H = 64, 128, 256  # noqa: E741
+    x, w = torch.randn(B, I), nn.Parameter(torch.randn(I, H))
+    held, activation, gradient = 4 * (B * I + I * H), 4 * B * H, 4 * I * H
+    assert gradient > activation
+    peak = memory.peak_bytes(lambda: torch.relu(x @ w).sum().backward(), x, w)
+    # At the weight gradient relu's output is gone, and the loss and its gradient are left.
+    assert peak == held + activation + gradient + 8
+
+
+def test_peak_of_a_module_and_its_optimizer() -> None:
+    model = nn.Linear(100, 50)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    size = 4 * (100 * 50 + 50)
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    state = 2 * size + 2 * 4
+    assert memory.peak_bytes(lambda: None, model, optimizer) == 2 * size + state
+    # A gradient that the call drops makes room for its successor.
+    drop = lambda: (optimizer.zero_grad(), torch.empty(100 * 50 + 50))  # noqa: E731
+    assert memory.peak_bytes(drop, model, optimizer) == 2 * size + state
+
+
+@pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
+def test_measuring_changes_no_bit(build: type[torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    x = torch.randn(16, 64)
+    runs = []
+    for measured in (False, True):
+        twin = copy.deepcopy(model)
+        optimizer = build(twin.parameters(), lr=1e-2)
+
+        def step(twin: nn.Module = twin, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            twin(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            if measured:
+                assert memory.peak_bytes(step, twin, optimizer) > 0
+            else:
+                step()
+        runs.append(list(twin.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_peak_on_cuda_leaves_out_what_others_hold() -> None:
+    others = torch.zeros(1 << 20, device="cuda")
+    x = torch.zeros(1 << 20, device="cuda")
+    assert memory.peak_bytes(lambda: x + 1, x) == 2 * x.nbytes
+    del others
