@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from memkern.memory import optimizer_bytes
+from memkern.memory import optimizer_bytes, tensor_bytes
 
 from .harness import Case, Contender, Subject
 
 Shapes = Sequence[tuple[int, ...]]
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+IDLE = {"DeepSpeed CPULion": "exp_avg_sq"}  # allocated, and never touched
 
 
 def stepper(
@@ -28,8 +30,12 @@ def stepper(
         for param in params:
             param.grad = torch.randn_like(param) * 1e-3
         optimizer = make(params)
-        io_bytes = 3 * sum(param.nbytes for param in params)  # parameter in and out, gradient in
-        return Subject(optimizer.step, io_bytes, lambda: optimizer_bytes(optimizer))
+
+        def moved_bytes() -> int:  # parameter and states in and out, gradient in
+            idle = tensor_bytes(state.get(IDLE.get(name)) for state in optimizer.state.values())
+            return 3 * tensor_bytes(params) + 2 * (optimizer_bytes(optimizer) - idle)
+
+        return Subject(optimizer.step, moved_bytes, lambda: optimizer_bytes(optimizer))
 
     return Contender(name, setup)
 

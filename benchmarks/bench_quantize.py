@@ -20,8 +20,8 @@ def contender(name: str, device: str, size: int, direction: str, prepare: Callab
         x = torch.randn(size // 4096, 4096, device=device)
         quantize, dequantize = prepare(x)
         codes, scale = quantize()
-        io_bytes = x.nbytes + codes.nbytes + scale.nbytes
-        return Subject(quantize if direction == "quantize" else lambda: dequantize(codes, scale), io_bytes)
+        step = quantize if direction == "quantize" else lambda: dequantize(codes, scale)
+        return Subject(step, lambda: x.nbytes + codes.nbytes + scale.nbytes)
 
     return Contender(name, setup)
 

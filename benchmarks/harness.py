@@ -30,8 +30,8 @@ class Subject:
     """What a contender set up: the call to time, and what its bytes are counted from."""
 
     step: Callable[[], object]
-    io_bytes: int  # read and written by one call, the state aside
-    state_bytes: Callable[[], int] | None = None  # of what stays; read and written once by a call
+    moved_bytes: Callable[[], int]  # the least that one call reads and writes
+    state_bytes: Callable[[], int] | None = None  # of what stays between calls
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _fill(result: Result, entry: _Entry, times: list[float], temporary: int, cop
     cuts = statistics.quantiles(times, n=5, method="inclusive")
     median = statistics.median(times)
     state = entry.subject.state_bytes() if entry.subject.state_bytes else None
-    moved = entry.subject.io_bytes + 2 * (state or 0)
+    moved = entry.subject.moved_bytes()
     result.peer = _version(result.contender)
     result.rounds = len(times)
     result.ms_median, result.ms_p20, result.ms_p80 = (1e3 * t for t in (median, cuts[0], cuts[-1]))

@@ -30,10 +30,11 @@ def draw(csv_path: Path) -> Path:
     )
     for axis, case_rows in zip(axes.flat, cases, strict=True):
         _draw_case(axis, case_rows)
-    times = [float(row["ns_per_param"]) for case_rows in cases for row in case_rows if row["ns_per_param"]]
+    marks = [mark for case_rows in cases for row in case_rows if row["ms_median"] for mark in _marks(row)]
     last = axes.flat[-1]
     last.set_xscale("log")
-    last.set_xlim(min(times, default=1) / 3, max(times, default=1) * 3)
+    last.set_xlim(min(marks, default=1) / 1.5, max(marks, default=1) * 2)
+    last.xaxis.set_major_formatter("{x:g}")
     last.set_xlabel("ns per parameter, logarithmic; orange: its bytes at the copy rate", color=FAINT)
     topic, hardware = csv_path.stem.split("_")[0], cases[0][0]["hardware"]
     figure.suptitle(f"{topic}  ·  {hardware}", x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -43,23 +44,28 @@ def draw(csv_path: Path) -> Path:
     return png
 
 
+def _marks(row: Row) -> tuple[float, float, float, float]:
+    """ns per parameter: at the copy rate, p20, median, p80."""
+    low, high = (float(row[q]) * 1e6 / int(row["numel"]) for q in ("ms_p20", "ms_p80"))
+    floor = float(row["bytes_per_param"]) / float(row["copy_rate_gbps"])
+    return floor, low, float(row["ns_per_param"]), high
+
+
 def _draw_case(axis: Any, case_rows: list[Row]) -> None:
     axis.set_title(title(case_rows), fontsize=10, loc="left")
     for y, row in enumerate(case_rows):
-        if not row["ns_per_param"]:
+        if not row["ms_median"]:
             across = axis.get_yaxis_transform()
             axis.text(0.01, y, "absent", transform=across, va="center", color=FAINT, fontsize=9)
             continue
-        time = float(row["ns_per_param"])
-        low, high = (float(row[q]) * 1e6 / int(row["numel"]) for q in ("ms_p20", "ms_p80"))
-        floor = float(row["bytes_per_param"]) / float(row["copy_rate_gbps"])
+        floor, low, time, high = _marks(row)
         axis.barh(y, time, height=0.72, color=OURS if row["contender"].startswith("memkern") else OTHERS)
         axis.hlines(y, low, high, color="black", linewidth=1)
         axis.vlines(floor, y - 0.42, y + 0.42, color=FLOOR, linewidth=2)
         axis.text(max(high, floor) * 1.06, y, f"{time:.3g}", va="center", fontsize=9)
     axis.set_yticks(range(len(case_rows)), [row["contender"] for row in case_rows], fontsize=9)
-    axis.invert_yaxis()
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(len(case_rows) - 0.5, -0.6)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(which="both", length=0)
     axis.grid(axis="x", color=GRID)
     axis.set_axisbelow(True)

@@ -77,10 +77,10 @@ def case_table(case_rows: Sequence[Row]) -> Table:
     table = Table(
         title=title(case_rows), title_justify="left", caption="\n".join(notes) or None, caption_justify="left"
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for heading, *_ in SHOWN:
         table.add_column(heading, justify="right")
-    table.add_column("p20 to p80, ms", justify="right")
+    table.add_column("p20 to p80, ms", justify="right", no_wrap=True)
     for row in case_rows:
         spread = f"{float(row['ms_p20']):.2f} to {float(row['ms_p80']):.2f}" if row["ms_p20"] else "absent"
         style = "bold cyan" if row["contender"].startswith("memkern") else ""

@@ -1,7 +1,8 @@
 """Synthetic gradient streams, and the error that an optimizer's stored state adds to its updates on them.
 
-The streams imitate what a quantized moment finds hard: scales that differ inside a block, a gradient that falls
-while one element of the block does not, rows that are mostly zero, gradients near the smallest Adam can use.
+The streams imitate what a quantized moment finds hard: scales that differ inside a block, a gradient that
+falls while one element of the block does not, rows that are mostly zero, gradients near the smallest that
+Adam can use.
 """
 
 from __future__ import annotations
@@ -86,11 +87,10 @@ def stored_sqrt_v(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     v = state["exp_avg_sq"]
     if v.dtype is not torch.uint8:
         return v.sqrt()
-    codec = group["codec"]
     stored = memkern.dequantize_blockwise(
-        v, state["exp_avg_sq_scale"], codec=codec, signed=False, block_size=group["block_size"]
+        v, state["exp_avg_sq_scale"], codec=group["codec"], block_size=group["block_size"]
     )
-    return stored if codec == "power" else stored.sqrt()
+    return stored if group["codec"] == "power" else stored.sqrt()
 
 
 def closed_loop(

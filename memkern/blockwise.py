@@ -36,7 +36,7 @@ def quantize_blockwise(
         step: the step whose dither ``u`` rounds the unsigned power codes; None rounds to the nearest (``u = 1/2``).
 
     Returns:
-        codes: int8 where signed, else uint8 (signed ``dynamic``: the byte is the map's index), shape and strides of x.
+        codes: int8 where signed, else uint8 (0 stands for 0 in both codecs); shape and strides of x.
         scale: float32, (rows, blocks per row), or (blocks,) where rows are shorter than a block.
 
     A non-finite value is stored as 0 where signed and as the largest code where not, and never reaches the scale. A

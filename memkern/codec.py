@@ -12,7 +12,8 @@ magnitude ``s``. With ``inv = 1 / s`` and ``t = |x| * inv``:
     Decoded: ``x = (s / N^2) * (q * |q|)``. The second moment is stored as ``w = sqrt(v)``.
 ``dynamic``
     The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):
-    the nearest of 256 fixed values, entry for entry those of bitsandbytes. The second moment is stored as ``v``.
+    the nearest of 256 fixed values, entry for entry those of bitsandbytes. A code is the entry's index less that of 0,
+    modulo 256, so that code 0 is 0 here too. The second moment is stored as ``v``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _linspace_fp32(start: float, end: float, n: int) -> list[float]:
 
 
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """The 256 fp32 values of the dynamic map, ascending. The code of a value is its index.
+    """The 256 fp32 values of the dynamic map, ascending. A value's code is its index less :func:`dynamic_zero`.
 
     Source: ``create_dynamic_map`` of bitsandbytes (max_exponent_bits 7, total_bits 8).
     """
@@ -88,7 +89,7 @@ def dynamic_midpoints(signed: bool) -> tuple[float, ...]:
 
 
 def dynamic_zero(signed: bool) -> int:
-    """The code of 0 in the dynamic map."""
+    """The index of 0 in the dynamic map."""
     return dynamic_map(signed).index(0.0)
 
 
@@ -108,7 +109,6 @@ def c_header() -> str:
         "kPowerLevelsUnsigned": POWER_LEVELS_UNSIGNED,
         "kDynamicExponents": DYNAMIC_EXPONENTS,
         "kDynamicZeroSigned": dynamic_zero(True),
-        "kDynamicZeroUnsigned": dynamic_zero(False),
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,
         "kDitherShift": DITHER_SHIFT,

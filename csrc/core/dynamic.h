@@ -5,13 +5,14 @@
 
 namespace memkern {
 
-template <bool Signed> MEMKERN_FN float dynamic_value(uint8_t q) {
-  return Signed ? kDynamicMapSigned[q] : kDynamicMapUnsigned[q];
+// A code is an entry's index less that of 0 (modulo 256), so that code 0 is 0 in both maps.
+template <bool Signed> MEMKERN_FN float dynamic_decode(uint8_t code) {
+  return Signed ? kDynamicMapSigned[static_cast<uint8_t>(code + kDynamicZeroSigned)] : kDynamicMapUnsigned[code];
 }
 
-// The entry nearest to x / scale (a tie takes the lower one). Non-finite: zero where signed, else the largest.
+// The code of the entry nearest to x / scale (a tie takes the lower one). Non-finite: 0 where signed, else the largest.
 template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float inv) {
-  if (!is_finite(x)) return Signed ? kDynamicZeroSigned : 255;
+  if (!is_finite(x)) return Signed ? 0 : 255;
   const float t = (Signed || x > 0 ? x : 0.0f) * inv;
   // Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
   const float a = fabsf(t);
@@ -36,7 +37,7 @@ template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float inv) {
   const float* midpoints = Signed ? kDynamicMidpointsSigned : kDynamicMidpointsUnsigned;
   if (q > 0 && !(t > midpoints[q - 1])) --q;
   if (t > midpoints[q]) ++q;
-  return static_cast<uint8_t>(q);
+  return static_cast<uint8_t>(Signed ? q - kDynamicZeroSigned : q);
 }
 
 }  // namespace memkern

@@ -76,7 +76,7 @@ template <class Code, StateKind Kind> struct Moment {
       alignas(64) float lane[kLanes];
       store(lane, stored);
       for (int k = 0; k < kLanes; ++k)
-        lane[k] = dynamic_value<kSigned>(static_cast<uint8_t>(static_cast<int>(lane[k])));
+        lane[k] = dynamic_decode<kSigned>(static_cast<uint8_t>(static_cast<int>(lane[k])));
       return load(lane) * F(*scale);
     } else {
       return stored;
@@ -100,11 +100,9 @@ template <class Code, StateKind Kind> struct Moment {
       *scale = max_of(largest);
       float inv;
       const bool usable = usable_inverse(*scale, &inv);
-      if constexpr (Kind == StateKind::kPower) {
-        if (!usable) {
-          std::memset(state, 0, n);
-          return;
-        }
+      if (!usable) {
+        std::memset(state, 0, n);
+      } else if constexpr (Kind == StateKind::kPower) {
         for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
           const F x = load(values + i);
           if constexpr (kSigned)
@@ -113,9 +111,7 @@ template <class Code, StateKind Kind> struct Moment {
             store_to(state + i, power_encode_unsigned(x, F(inv), load(rounding + i)));
         });
       } else {
-        constexpr uint8_t zero = kSigned ? kDynamicZeroSigned : kDynamicZeroUnsigned;
-        for (int i = 0; i < n; ++i)
-          state[i] = static_cast<Code>(usable ? dynamic_encode<kSigned>(values[i], inv) : zero);
+        for (int i = 0; i < n; ++i) state[i] = static_cast<Code>(dynamic_encode<kSigned>(values[i], inv));
       }
     }
   }

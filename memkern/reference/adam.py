@@ -47,8 +47,8 @@ def adam_step_(
     maximize: Sequence[int],
     codec: Sequence[int],
     block_size: Sequence[int],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step for many tensors, in place.
 

@@ -72,10 +72,10 @@ def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tupl
         q = torch.where(finite, q, C.POWER_LEVELS_UNSIGNED)
         return torch.where(usable, q, 0).to(torch.uint8), scale
     _, midpoints = _dynamic_tables(signed, x.device)
-    zero = C.dynamic_zero(signed)
-    q = torch.bucketize(torch.copysign(t, x) if signed else t, midpoints)
-    q = torch.where(finite, q, zero if signed else 255)
-    q = torch.where(usable, q, zero).to(torch.uint8)
+    index = torch.bucketize(torch.copysign(t, x) if signed else t, midpoints)
+    q = (index - C.dynamic_zero(signed)) % 256
+    q = torch.where(finite, q, 0 if signed else 255)
+    q = torch.where(usable, q, 0).to(torch.uint8)
     return (q.view(torch.int8) if signed else q), scale
 
 
@@ -87,7 +87,7 @@ def decode(q: Tensor, scale: Tensor, codec: int) -> Tensor:
         qf = q.float()
         return (scale / (levels * levels))[:, None] * (qf * qf.abs())
     table, _ = _dynamic_tables(signed, q.device)
-    return table[q.view(torch.uint8).long()] * scale[:, None]
+    return table[(q.view(torch.uint8).long() + C.dynamic_zero(signed)) % 256] * scale[:, None]
 
 
 def code_blocks(codes: Tensor, layout: BlockLayout) -> Tensor:

@@ -31,8 +31,8 @@ def lion_step_(
     maximize: Sequence[int],
     codec: Sequence[int],
     block_size: Sequence[int],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step for many tensors, in place; lists as in :func:`memkern.reference.adam_step_`."""
     moments = [("exp_avgs", exp_avgs, torch.int8, exp_avg_scales)]

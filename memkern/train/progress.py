@@ -24,9 +24,9 @@ def tokens_per_second(trainer: Trainer) -> float:
 def status(trainer: Trainer) -> str:
     """Losses and speed in one line."""
     history = trainer.history
-    validation = f"{history.validation[-1][1]:.4f}" if history.validation else "  ...  "
+    validation = f"{history.validation[-1][1]:.3f}" if history.validation else " ... "
     speed = tokens_per_second(trainer)
-    return f"loss {history.train_loss[-1]:.4f}  validation {validation}  {speed:,.0f} tokens/s"
+    return f"loss {history.train_loss[-1]:.3f}  val {validation}  {speed:>6,.0f} tokens/s"
 
 
 class Lines:

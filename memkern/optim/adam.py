@@ -1,0 +1,178 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import BlockwiseOptimizer, check_torch_options
+
+
+class Adam(BlockwiseOptimizer):
+    r"""Adam with 32-bit or block-wise 8-bit states, and coupled (L2) weight decay.
+
+    With gradient ``g``, at step ``t``, all in fp32::
+
+        g = g + weight_decay * p                     (decoupled_weight_decay: p = p * (1 - lr * weight_decay) instead)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Args:
+        params: tensors, named tensors or groups; float32, bfloat16 or float16, dense in memory.
+        lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
+        betas: decay of the two moments. Default (0.9, 0.999).
+        eps: added to the root. Default 1e-8.
+        weight_decay: default 0.
+        amsgrad, differentiable: not supported, must be False.
+        maximize: ascend instead of descend. Default False.
+        foreach, fused: accepted and ignored; every step is one fused call for all tensors.
+        capturable: not supported yet, must be False.
+        decoupled_weight_decay: as in torch.optim.Adam. Default False.
+        state_bits: 32, or 8 for moments as codes. Default 32.
+        block_size: elements that share one fp32 scale, a multiple of 8 from 8 to 4096. Default 128.
+        codec: ``"power"`` or ``"dynamic"`` (see :mod:`memkern.codec`). Default ``"power"``.
+        min_8bit_size: tensors with fewer elements, and 1-D tensors with fewer than 16 times as many, keep 32-bit
+            states. Default 4096.
+
+    ``state_bits``, ``block_size``, ``codec`` and ``min_8bit_size`` can differ between groups. The state is
+    ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and ``exp_avg_sq_scale``;
+    ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take 2 + 8 / block_size bytes
+    per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16).
+
+    Differs from torch.optim: states are fp32 (or 8 bits) whatever the parameter's dtype, gradients stay as they are
+    under a GradScaler.
+
+    Raises:
+        ValueError: an option out of range or not supported, a parameter that is not dense.
+        TypeError: a parameter of another dtype.
+
+    Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (arXiv 1412.6980); Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization" (arXiv 2110.02861).
+    """
+
+    op = "adam_step_"
+    moments = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}  # noqa: RUF012
+    has_step = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        state_bits: int = 32,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
+    ) -> None:
+        check_torch_options(
+            type(self).__name__, amsgrad=amsgrad, differentiable=differentiable, capturable=capturable
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "state_bits": state_bits,
+            "block_size": block_size,
+            "codec": codec,
+            "min_8bit_size": min_8bit_size,
+        }
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if not group["eps"] >= 0:
+            raise ValueError(f"eps must be 0 or more, got {group['eps']}")
+
+    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
+        return [
+            [float(g["betas"][0]) for g in groups],
+            [float(g["betas"][1]) for g in groups],
+            [float(g["eps"]) for g in groups],
+            [float(g["weight_decay"]) for g in groups],
+            [int(g["decoupled_weight_decay"]) for g in groups],
+            [int(g["maximize"]) for g in groups],
+        ]
+
+
+class AdamW(Adam):
+    r"""AdamW with 32-bit or block-wise 8-bit states: :class:`Adam` with decoupled weight decay.
+
+    ::
+
+        p = p * (1 - lr * weight_decay)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Arguments, state and errors as for :class:`Adam`; weight_decay is 1e-2 by default.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_bits: int = 32,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            state_bits=state_bits,
+            block_size=block_size,
+            codec=codec,
+            min_8bit_size=min_8bit_size,
+        )
+
+
+class Adam8bit(Adam):
+    """:class:`Adam` with ``state_bits=8``."""
+
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any) -> None:
+        super().__init__(params, lr, *args, state_bits=state_bits, **options)
+
+
+class AdamW8bit(AdamW):
+    """:class:`AdamW` with ``state_bits=8``."""
+
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any) -> None:
+        super().__init__(params, lr, *args, state_bits=state_bits, **options)

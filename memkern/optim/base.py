@@ -1,0 +1,319 @@
+"""What every block-wise optimizer shares: groups, states, checks, the call of the op, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import _ops
+from ..blockwise import FLOATS, check_codec
+from ..codec import CODECS
+from ..layout import check_block_size, is_dense, layout_of
+from ..reference.state import same_layout
+
+# 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
+# shards that data-parallel wrappers make are far larger.
+MIN_1D_FACTOR = 16
+
+
+class BlockwiseOptimizer(Optimizer):
+    """Base of the optimizers. A subclass names its op, its moments and the op's hyperparameters."""
+
+    op: ClassVar[str]
+    moments: ClassVar[dict[str, torch.dtype]]  # state name -> dtype of its 8-bit codes
+    has_step: ClassVar[bool]
+    _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to step()
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    _held: dict[Any, Any] | None = None
+
+    # ---- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; raises before the group is added where an option or a parameter is not supported."""
+        if isinstance(param_group, dict) and "params" in param_group:
+            params = param_group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            param_group = {**param_group, "params": params}
+            self._check_group({**self.defaults, **param_group})
+            for item in params:
+                p = item[1] if isinstance(item, tuple) else item
+                if isinstance(p, Tensor):
+                    _check_param(p)
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1 or not lr.is_floating_point():
+                raise ValueError(f"lr must be a float or a 0-dim float tensor, got {lr.dtype}, {tuple(lr.shape)}")
+        elif not lr >= 0:
+            raise ValueError(f"lr must be 0 or more, got {lr}")
+        if len(betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas):
+            raise ValueError(f"betas must be two floats from 0 to below 1, got {betas}")
+        if not weight_decay >= 0:
+            raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
+        if group["state_bits"] not in (8, 32):
+            raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
+        check_block_size(group["block_size"])
+        check_codec(group["codec"])
+        if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
+            raise ValueError(f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}")
+
+    # ---- state
+
+    def _state_keys(self) -> list[str]:
+        scales = [f"{name}_scale" for name in self.moments]
+        return [*self.moments, *scales, *(["step"] if self.has_step else [])]
+
+    def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Zero states; the keys of :meth:`_state_keys`, without scales where the state is fp32."""
+        state: dict[str, Tensor] = {}
+        coded = takes_8bit_state(p, group)
+        for name, dtype in self.moments.items():
+            state[name] = torch.zeros_like(p, dtype=dtype if coded else torch.float32, requires_grad=False)
+        if coded:
+            shape = layout_of(p, group["block_size"]).scale_shape
+            for name in self.moments:
+                state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
+        if self.has_step:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        return state
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
+        """Appends the group's tensors that have a gradient to ``params``, and their states to ``lists``.
+
+        The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
+        """
+        keys = self._state_keys()
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            _check_gradient(p)
+            state = self.state[p]
+            if not state:
+                state.update(self._init_state(p, group))
+            params.append(p)
+            for key, tensors in zip(keys, lists, strict=True):
+                if key in state:
+                    tensors.append(state[key])
+
+    # ---- step
+
+    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
+        """The op's hyperparameters between lr and codec: a list per hyperparameter, an entry per group."""
+        raise NotImplementedError
+
+    def _learning_rates(self, groups: list[dict[str, Any]]) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return [
+                g["lr"] if isinstance(g["lr"], Tensor) else torch.full((), g["lr"], dtype=torch.float64)
+                for g in groups
+            ]
+        # Reused, so that a step allocates nothing.
+        if len(getattr(self, "_lr_buffers", ())) != len(groups):
+            self._lr_buffers = [torch.zeros((), dtype=torch.float64) for _ in groups]
+        return [
+            g["lr"] if isinstance(g["lr"], Tensor) else buffer.fill_(g["lr"])
+            for g, buffer in zip(groups, self._lr_buffers, strict=True)
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. ``closure``: recomputes the loss with gradients, and its value is returned.
+
+        With a GradScaler the gradients are unscaled inside the kernel, and where one is not finite the whole step is
+        skipped: parameters, states and step counters stay as they were.
+
+        Raises:
+            RuntimeError, TypeError: a gradient that is sparse, complex or of another shape or device; before
+                anything is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        groups = self.param_groups
+        per_group = []
+        for group in groups:
+            params: list[Tensor] = []
+            states: list[list[Tensor]] = [[] for _ in self._state_keys()]
+            self._init_group(group, params, *states)
+            per_group.append((params, states))
+
+        devices = {p.device for params, _ in per_group for p in params}
+        if len(devices) == 1:
+            self._step_device(per_group, *devices)
+        for device in devices if len(devices) > 1 else ():
+            self._step_device([self._on_device(params, device) for params, _ in per_group], device)
+        return loss
+
+    def _on_device(self, params: list[Tensor], device: torch.device) -> tuple[list[Tensor], list[list[Tensor]]]:
+        own = [p for p in params if p.device == device]
+        return own, [[self.state[p][key] for p in own if key in self.state[p]] for key in self._state_keys()]
+
+    def _step_device(
+        self, per_group: list[tuple[list[Tensor], list[list[Tensor]]]], device: torch.device
+    ) -> None:
+        params = [p for ps, _ in per_group for p in ps]
+        states = [[t for _, lists in per_group for t in lists[k]] for k in range(len(self._state_keys()))]
+        scaler = [getattr(self, "grad_scale", None), getattr(self, "found_inf", None)]
+        groups = self.param_groups
+        _ops.step_(
+            self.op,
+            params,
+            [aligned_gradient(p) for p in params],
+            *states,
+            [i for i, (ps, _) in enumerate(per_group) for _ in ps],
+            self._learning_rates(groups),
+            *self._hyperparameters(groups),
+            [CODECS[g["codec"]] for g in groups],
+            [g["block_size"] for g in groups],
+            *(t if t is None else t.to(device) for t in scaler),
+        )
+
+    # ---- loading
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch.optim's, but every state tensor keeps its dtype, whatever the parameter's.
+
+        Options of the groups (``state_bits``, ``block_size``, ``codec``, ...) come with the state.
+
+        Raises:
+            ValueError: the state is not memkern's, or does not fit the parameters; before anything is changed.
+        """
+
+        def hold(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+            # Runs after the user's own pre-hooks. torch would cast every tensor to the parameter's dtype, which
+            # destroys codes, so it gets to see none.
+            self._check_state_dict(incoming)
+            held = {
+                index: {key: _Held(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+                for index, state in incoming["state"].items()
+            }
+            return {**incoming, "state": held}
+
+        handle = self.register_load_state_dict_pre_hook(hold)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for p, values in self.state.items():
+            for key, value in values.items():
+                if isinstance(value, _Held):
+                    device = value.tensor.device if key == "step" and not p.is_cuda else p.device
+                    values[key] = value.tensor.detach().to(device=device, copy=True)
+
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        if len(groups) != len(saved) or any(
+            len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved, strict=True)
+        ):
+            return  # torch has a message for this
+        own = {*self.defaults}
+        for k, s in enumerate(saved):
+            if missing := own - {*s}:
+                raise ValueError(
+                    f"the state_dict is not one of memkern's {type(self).__name__}: its group {k} has no "
+                    f"{', '.join(sorted(missing))}; for a torch.optim or bitsandbytes state see "
+                    "memkern.optim.from_torch_state_dict and from_bitsandbytes_state_dict"
+                )
+            self._check_group({**s, "params": groups[k]["params"]})
+        of_index = {
+            i: (p, s) for g, s in zip(groups, saved, strict=True) for p, i in zip(g["params"], s["params"], strict=True)
+        }
+        for i, state in state_dict["state"].items():
+            if i in of_index and state:
+                self._check_state(i, state, *of_index[i])
+
+    def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
+        def fail(what: str) -> None:
+            raise ValueError(f"the state of parameter {i} does not fit {type(self).__name__}: {what}")
+
+        first = state.get(next(iter(self.moments)))
+        coded = isinstance(first, Tensor) and first.dtype != torch.float32
+        keys = [k for k in self._state_keys() if coded or not k.endswith("_scale")]
+        if {*state} != {*keys}:
+            fail(f"keys {sorted(state)}, expected {sorted(keys)}")
+        shape = layout_of(p, group["block_size"]).scale_shape
+        for key in keys:
+            value = state[key]
+            if not isinstance(value, Tensor):
+                fail(f"{key} must be a tensor, got {type(value).__name__}")
+            if key == "step":
+                if value.numel() != 1 or value.dtype != torch.float32 or not float(value) >= 0:
+                    fail(f"step must be one float32, 0 or more, got {value}")
+            elif key.endswith("_scale"):
+                if value.dtype != torch.float32 or tuple(value.shape) != shape:
+                    fail(f"{key} must be float32 of shape {shape}, got {value.dtype} of shape {tuple(value.shape)}")
+                if not bool(((value >= 0) & value.isfinite()).all()):
+                    fail(f"{key} has entries that are negative or not finite")
+            else:
+                dtype = self.moments[key] if coded else torch.float32
+                if value.dtype != dtype or value.shape != p.shape:
+                    fail(
+                        f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape "
+                        f"{tuple(value.shape)}"
+                    )
+
+
+class _Held:
+    """A tensor that torch's load_state_dict does not see."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter's moments are stored in 8 bits: the group asks for it and the tensor is large enough."""
+    least = group["min_8bit_size"] * (MIN_1D_FACTOR if p.dim() <= 1 else 1)
+    return group["state_bits"] == 8 and p.numel() >= least
+
+
+def _check_param(p: Tensor) -> None:
+    if p.dtype not in FLOATS:
+        raise TypeError(f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}")
+    if p.layout != torch.strided or not is_dense(p.shape, p.stride()):
+        raise ValueError(
+            f"params must be dense (their elements must fill one run of memory), got shape {tuple(p.shape)} with "
+            f"{p.layout}" + (f" and strides {p.stride()}" if p.layout == torch.strided else "")
+        )
+
+
+def _check_gradient(p: Tensor) -> None:
+    g = p.grad
+    assert g is not None
+    if g.layout != torch.strided:
+        raise RuntimeError(f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam")
+    if g.dtype not in FLOATS:
+        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {g.dtype}")
+    if g.shape != p.shape or g.device != p.device:
+        raise RuntimeError(
+            f"a gradient must have its parameter's shape and device, {tuple(p.shape)} on {p.device}, "
+            f"got {tuple(g.shape)} on {g.device}"
+        )
+
+
+def aligned_gradient(p: Tensor) -> Tensor:
+    """The gradient with the parameter's strides: itself, or a copy where autograd laid it out otherwise."""
+    g = p.grad
+    assert g is not None
+    if g.stride() == p.stride() or same_layout(g, p):
+        return g
+    return torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
+
+
+def check_torch_options(optimizer: str, **options: bool) -> None:
+    """Raises ValueError for options of torch.optim's that are not supported and were asked for."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")

@@ -1,0 +1,164 @@
+"""The benchmarks run, name who is absent, take turns, and their results make the README's tables."""
+
+import csv
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
+pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
+
+from benchmarks import harness, report, streams
+from benchmarks.__main__ import main, topics
+from benchmarks.bench_optim import gpt2_shapes
+
+PEERS = ("bitsandbytes", "torchao", "deepspeed")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The CSV rows of one quick run of everything, by topic; without peers, which would compile first."""
+    out = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        for peer in PEERS:
+            for module in [name for name in sys.modules if name.split(".")[0] == peer]:
+                patch.delitem(sys.modules, module)
+            patch.setitem(sys.modules, peer, None)
+        main(["--quick", "--out", str(out)])
+    rows = {}
+    for path in out.glob("*.csv"):
+        with path.open(newline="") as file:
+            rows[path.name.split("_")[0]] = list(csv.DictReader(file))
+    return out, rows
+
+
+def test_every_topic_has_results_and_a_picture(results):
+    out, rows = results
+    assert sorted(rows) == topics()
+    for path in out.glob("*.csv"):
+        assert path.with_suffix(".png").stat().st_size > 0
+
+
+def test_rows_carry_their_conditions_and_figures(results):
+    _, rows = results
+    for row in (row for topic in rows.values() for row in topic):
+        assert tuple(row) == report.COLUMNS
+        assert all(row[column] for column in report.PROVENANCE)
+        if row["contender"].split()[0] in ("memkern", "torch"):
+            assert not row["note"].startswith("absent"), row["note"]
+            assert float(row["ms_p20"]) <= float(row["ms_median"]) <= float(row["ms_p80"])
+            assert float(row["bytes_per_param"]) > 0
+            assert float(row["copy_rate_gbps"]) > 0
+
+
+def test_absent_peers_are_named_with_the_reason(results):
+    _, rows = results
+    absent = [row for topic in rows.values() for row in topic if row["contender"].lower().startswith(PEERS)]
+    assert {row["contender"].split()[0].lower() for row in absent} == set(PEERS)
+    for row in absent:
+        assert row["note"].startswith("absent: ModuleNotFoundError")
+        assert row["ms_median"] == row["ratio_to_memkern"] == ""
+
+
+def test_bytes_of_a_step(results):
+    _, rows = results
+    one_tensor = {row["contender"]: row for row in rows["optim"] if row["case"] == "AdamW, one tensor"}
+    for contender, moved, state in (
+        ("memkern AdamW8bit", 16.125, 2.0625),
+        ("memkern AdamW", 28, 8),
+        ("torch AdamW fused", 28, 8),
+    ):
+        assert float(one_tensor[contender]["bytes_per_param"]) == pytest.approx(moved, abs=0.01)
+        assert float(one_tensor[contender]["state_bytes_per_param"]) == pytest.approx(state, abs=0.01)
+    assert float(one_tensor["torch AdamW foreach"]["temp_bytes_per_param"]) >= 4
+
+
+def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
+    out, rows = results
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:optim -->\nold\n<!-- /bench -->\nafter\n")
+    arguments = ["table", "--readme", str(readme), "--out", str(out)]
+    main(arguments)
+    once = readme.read_text()
+    main(arguments)
+    assert readme.read_text() == once
+    assert once.startswith("before\n<!-- bench:optim -->\n")
+    assert once.endswith("\n<!-- /bench -->\nafter\n")
+    assert "old" not in once
+    figure = next(row for row in rows["optim"] if row["contender"] == "torch AdamW fused")["ns_per_param"]
+    assert f"| {float(figure):.3f} |" in once
+
+
+def test_a_marker_without_results_is_an_error():
+    with pytest.raises(KeyError, match="--only nothing"):
+        report.fill_markers("<!-- bench:nothing --><!-- /bench -->", {})
+
+
+def test_only_the_last_run_of_a_case_is_shown(tmp_path):
+    path = tmp_path / "optim_x.csv"
+    for date, contenders in (("1", "ABC"), ("2", "AB")):
+        new = [
+            dict.fromkeys(report.COLUMNS, "") | {"date": date, "case": "c", "contender": c}
+            for c in contenders
+        ]
+        report.append(path, new)
+    assert [(row["date"], row["contender"]) for row in report.latest(path)["c"]] == [("2", "A"), ("2", "B")]
+
+
+def test_contenders_take_turns():
+    calls = []
+    record = {name: (lambda name=name: calls.append(name)) for name in "ABC"}
+
+    def time_call(call):
+        call()
+        return 1.0
+
+    times = harness.take_turns(record, time_call, rounds=4, every={"A": 1, "B": 1, "C": 3})
+    assert "".join(calls) == "ABCABABABC"
+    assert {name: len(seconds) for name, seconds in times.items()} == {"A": 4, "B": 4, "C": 2}
+
+
+def test_a_contender_that_fails_is_a_row():
+    def broken():
+        raise RuntimeError("no such kernel\nand a traceback")
+
+    def contender(name, step):
+        return harness.Contender(name, lambda: harness.Subject(step, lambda: 8))
+
+    case = harness.Case("c", 1, [contender("memkern works", lambda: None), contender("torch broken", broken)])
+    works, failed = harness.measure(case, harness.Clock("cpu"), rounds=5)
+    assert works.ratio_to_memkern == 1
+    assert failed.note == "absent: RuntimeError: no such kernel"
+    assert failed.ms_median is None
+
+
+def test_largest_temporary_sees_what_a_call_allocates():
+    x = torch.ones(1000)
+    assert harness.largest_temporary(lambda: x.zero_(), "cpu") == 0
+    assert 8000 <= harness.largest_temporary(lambda: x.add(1).add(1).sum(), "cpu") <= 8200
+
+
+def test_gpt2_shapes():
+    assert sum(torch.Size(shape).numel() for shape in gpt2_shapes(124_439_808)) == 124_439_808
+    assert gpt2_shapes(124_439_808)[0] == (50257, 768)
+    shapes = gpt2_shapes(2**24)
+    assert len(shapes) == 148
+    assert 2**24 - 256 < sum(torch.Size(shape).numel() for shape in shapes) <= 2**24
+
+
+@pytest.mark.parametrize("name", streams.STREAMS)
+def test_streams_repeat_and_have_their_shape(name):
+    once, again = (list(streams.make(name, 3, seed=1)) for _ in range(2))
+    assert len(once) == 3
+    for a, b in zip(once, again, strict=True):
+        assert a.shape == (32, 512)
+        assert a.dtype is torch.float32
+        assert torch.equal(a, b)
+
+
+def test_fp32_adam_has_no_closed_loop_error():
+    error = streams.closed_loop(torch.optim.Adam, streams.make("base", 50))
+    assert error.mean_error < 1e-5
+    assert error.last_error < 1e-5
+    assert error.sqrt_v_ratio == pytest.approx(1, abs=1e-5)
