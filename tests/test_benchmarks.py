@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import harness, report, streams
+from benchmarks import closed_loop, harness, report, streams
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
@@ -162,3 +162,20 @@ def test_fp32_adam_has_no_closed_loop_error():
     assert error.mean_error < 1e-5
     assert error.last_error < 1e-5
     assert error.sqrt_v_ratio == pytest.approx(1, abs=1e-5)
+
+
+def test_closed_loop_table(tmp_path, monkeypatch):
+    setting = closed_loop.Setting("base", 0.999, 20, 1, {"power": 0.03, "dynamic": 0.05})
+    monkeypatch.setattr(closed_loop, "SETTINGS", (setting,))
+    threads = torch.get_num_threads()
+    try:
+        closed_loop.main(["--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    with (tmp_path / "closed-loop.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["codec"] for row in rows] == ["power", "dynamic"]
+    for row in rows:
+        assert tuple(row) == closed_loop.COLUMNS
+        assert 0 < float(row["error"]) < 0.1
+        assert 0.97 < float(row["sqrt_v_ratio"]) < 1.05

@@ -100,7 +100,7 @@ def test_compare_writes_json_and_a_picture(
         assert f"{result['validation_loss']:.4f}" in shown
     assert f"{ours['optimizer_bytes'] / baseline['optimizer_bytes']:.3f}" in shown  # the ratio column
     assert written["summary"] in shown.replace("\n", " ")
-    assert written["config"]["lr"] == 2e-3
+    assert written["config"]["lr"] == 1e-3
     assert written["data"]["train_bytes"] == 8100
     assert written["environment"]["backends"] == json.loads(json.dumps(backend.report()))["backends"]
     picture = (out / "losses.png").read_bytes()
@@ -112,7 +112,7 @@ def test_resume_takes_the_options_it_is_not_given(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "run.pt")
-    main(["train", "--data", text, *SMALL, "--lr", "1e-3", "--save", path, "--out", str(tmp_path / "first")])
+    main(["train", "--data", text, *SMALL, "--lr", "5e-4", "--save", path, "--out", str(tmp_path / "first")])
     main(["train", "--resume", path, "--eval-every", "1", "--out", str(tmp_path / "again")])
     capsys.readouterr()
     first, again = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("first", "again"))
@@ -121,7 +121,7 @@ def test_resume_takes_the_options_it_is_not_given(
     with pytest.raises(SystemExit) as ended:
         main(["train", "--resume", path, "--lr", "2e-3"])
     assert ended.value.code == 2
-    assert "argument --lr: 0.002 given; allowed: 0.001" in capsys.readouterr().err
+    assert "argument --lr: 0.002 given; allowed: 0.0005" in capsys.readouterr().err
 
 
 BAD = [
@@ -192,7 +192,6 @@ def test_too_little_text(
     assert all(piece in error for piece in pieces), error
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads and writes everything")
 def test_what_may_not_be_read_or_written(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +199,8 @@ def test_what_may_not_be_read_or_written(
     locked.mkdir()
     (locked / "text.txt").write_text("text " * 1000)
     locked.chmod(0)
+    if os.access(locked, os.R_OK):
+        pytest.skip("this user reads and writes everything")
     for option in ("--data", "--save", "--out"):
         data = [] if option == "--data" else ["--data", text]
         with pytest.raises(SystemExit) as ended:

@@ -137,8 +137,7 @@ def test_validation_windows_are_apart_and_spread() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_learns(corpus: Corpus, optimizer: str) -> None:
-    lr = 2e-3 if "lion" in optimizer else None  # so few steps need longer ones
-    trainer = trained(corpus, optimizer=optimizer, steps=40, warmup=4, batch_size=8, eval_every=40, lr=lr)
+    trainer = trained(corpus, optimizer=optimizer, steps=40, warmup=4, batch_size=8, eval_every=40, lr=2e-3)
     assert trainer.history.train_loss[0] == pytest.approx(math.log(256), abs=0.1)
     assert trainer.history.validation[-1][0] == 40
     assert trainer.history.validation[-1][1] < 2.8
@@ -146,10 +145,10 @@ def test_every_optimizer_learns(corpus: Corpus, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adam8bit", "lion8bit"])
 def test_8_bit_states_follow_the_baseline_at_a_quarter_of_its_bytes(corpus: Corpus, optimizer: str) -> None:
-    config = dataclasses.replace(SMALL, optimizer=optimizer, steps=40, warmup=4, batch_size=8, width=128)
+    config = dataclasses.replace(SMALL, optimizer=optimizer, steps=40, lr=2e-3, batch_size=8, width=128)
     baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
     assert baseline.optimizer == BASELINES[optimizer]
-    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.02)
+    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.01)
     assert 0.25 < ours.optimizer_bytes / baseline.optimizer_bytes < 0.29
     assert baseline.peak_bytes - ours.peak_bytes == baseline.optimizer_bytes - ours.optimizer_bytes
 
@@ -193,7 +192,7 @@ def test_mixed_precision_follows_fp32(corpus: Corpus, amp: str) -> None:
     plain = trained(corpus, steps=20, warmup=2)
     assert mixed.history.train_loss != plain.history.train_loss
     assert mixed.history.train_loss[:2] == pytest.approx(plain.history.train_loss[:2], rel=5e-3)
-    assert mixed.history.validation[-1][1] == pytest.approx(plain.history.validation[-1][1], rel=5e-2)
+    assert mixed.history.validation[-1][1] == pytest.approx(plain.history.validation[-1][1], rel=1e-2)
     assert all(parameter.dtype == torch.float32 for parameter in mixed.model.parameters())
     assert mixed.scaler.is_enabled() == (amp == "fp16")
 
@@ -344,7 +343,7 @@ def test_a_failed_save_leaves_the_old_file(
 
 
 def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: Path) -> None:
-    steps, path = 400, tmp_path / "run.pt"
+    steps, path = 200, tmp_path / "run.pt"
     config = dataclasses.replace(SMALL, steps=steps, warmup=None, eval_every=25, save_every=5, threads=1)
     command = [sys.executable, "-m", "memkern", "train", "--data", str(text), "--save", str(path)]
     for field in dataclasses.fields(config):

@@ -14,18 +14,27 @@ MEMKERN_FN bool usable_inverse(float scale, float* inv) {
 // scale / N^2, once per block.
 MEMKERN_FN float power_unit(float scale, int levels) { return scale / static_cast<float>(levels * levels); }
 
-template <class F> MEMKERN_FN F power_decode(F q, F unit) { return unit * (q * abs(q)); }
+template <bool Signed, class F> MEMKERN_FN F power_decode(F q, F unit) {
+  return unit * (q * (Signed ? abs(q) : q));
+}
 
-template <class F> MEMKERN_FN F power_encode_signed(F x, F inv) {
-  const F q = copysign(rint(F(kPowerLevelsSigned) * sqrt(abs(x) * inv)), x);
-  return select(is_finite(x), q, F(0.0f));
+// From c = N * sqrt(|x| / scale) to the code.
+template <class F> MEMKERN_FN F power_round_signed(F c, F x) {
+  return select(is_finite(x), copysign(rint(c), x), F(0.0f));
 }
 
 // u: 1/2 for the nearest code, or the dither.
-template <class F> MEMKERN_FN F power_encode_unsigned(F x, F inv, F u) {
-  const F c = floor(F(kPowerLevelsUnsigned) * sqrt(x * inv) + u);
-  const F q = min(max(c, F(1.0f)), F(kPowerLevelsUnsigned));
+template <class F> MEMKERN_FN F power_round_unsigned(F c, F x, F u) {
+  const F q = min(max(floor(c + u), F(1.0f)), F(kPowerLevelsUnsigned));
   return select(is_finite(x), select(greater(x, F(0.0f)), q, F(0.0f)), F(kPowerLevelsUnsigned));
+}
+
+template <class F> MEMKERN_FN F power_encode_signed(F x, F inv) {
+  return power_round_signed(F(kPowerLevelsSigned) * sqrt(abs(x) * inv), x);
+}
+
+template <class F> MEMKERN_FN F power_encode_unsigned(F x, F inv, F u) {
+  return power_round_unsigned(F(kPowerLevelsUnsigned) * sqrt(x * inv), x, u);
 }
 
 // Position j of a block at a step: u in [0, 1).

@@ -7,13 +7,12 @@ namespace {
 
 template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, int64_t begin, int64_t end) {
   const AdamScalars s = *job.scalars;
-  Moment<int8_t, Kind> first;
-  Moment<uint8_t, Kind> second;
+  Buffer first_buffer, second_buffer;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
-    first.begin(job.exp_avg, job.exp_avg_scale, nullptr, offset, block);
-    second.begin(job.exp_avg_sq, job.exp_avg_sq_scale, job.rounding, offset, block);
+    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, nullptr, offset, block, first_buffer);
+    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, job.rounding, offset, block, second_buffer);
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = load_from(p + i);
       F m = first.get(i, load_from), v = second.get(i, load_from);
@@ -22,8 +21,7 @@ template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, in
       first.put(i, m, store_to);
       second.put(i, Kind == StateKind::kPower ? w : v, store_to);
     });
-    first.finish(n);
-    second.finish(n);
+    finish(first, second, n);
   });
 }
 

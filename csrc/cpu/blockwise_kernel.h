@@ -6,10 +6,10 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 template <class T, class Code, StateKind Kind> void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
-  Moment<Code, Kind> moment;
+  Buffer buffer;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     const T* x = static_cast<const T*>(job.values) + offset;
-    moment.begin(job.codes, job.scale, job.rounding, offset, block);
+    Moment<Code, Kind> moment(job.codes, job.scale, job.rounding, offset, block, buffer);
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       moment.put(i, load_from(x + i), store_to);
     });
@@ -18,10 +18,10 @@ template <class T, class Code, StateKind Kind> void quantize_run(const CodecJob&
 }
 
 template <class T, class Code, StateKind Kind> void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
-  Moment<Code, Kind> moment;
+  Buffer buffer;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     T* x = static_cast<T*>(job.values) + offset;
-    moment.begin(job.codes, job.scale, nullptr, offset, block);
+    const Moment<Code, Kind> moment(job.codes, job.scale, nullptr, offset, block, buffer);
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       store_to(x + i, moment.decoded(i, load_from));
     });

@@ -7,11 +7,11 @@ namespace {
 
 template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, int64_t begin, int64_t end) {
   const LionScalars s = *job.scalars;
-  Moment<int8_t, Kind> first;
+  Buffer buffer;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
-    first.begin(job.exp_avg, job.exp_avg_scale, nullptr, offset, block);
+    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, nullptr, offset, block, buffer);
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = load_from(p + i);
       F m = first.get(i, load_from);

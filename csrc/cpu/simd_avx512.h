@@ -69,4 +69,7 @@ MEMKERN_FN void store(int8_t* p, F x) {
 }
 MEMKERN_FN void store(uint8_t* p, F x) { store(reinterpret_cast<int8_t*>(p), x); }
 
+MEMKERN_FN void store(int8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
+MEMKERN_FN void store(uint8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
+
 }  // namespace memkern::avx512

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_ = "keep only the blocks' inputs and compute the blocks again in the backward pass"
     add(training, "checkpoint_activations", "", action="store_true", help=help_)
     add(training, "amp", "autocast type; fp16 scales the loss", choices=list(AMP))
-    rates = "2e-3, Lion 2e-4"
+    rates = "1e-3, Lion 1e-4"
     add(training, "lr", "peak learning rate", rates, type=float, metavar="X")
     add(training, "weight_decay", "decay of matrices", "AdamW 0.1, Adam 0, Lion 1", type=float, metavar="X")
     add(training, "clip", "largest global gradient norm, 0 for none", type=float, metavar="X")
@@ -74,16 +74,17 @@ def check_installed(names: tuple[str, ...]) -> None:
 
 def check_paths(out: Path | None, save: Path | None) -> None:
     """Raises ArgumentError for a path that could not be written at the end of the run. Writes nothing."""
+    # os.path rather than pathlib, whose tests raise inside a folder that may not be searched.
     if save is not None:
-        if save.is_dir():
+        if os.path.isdir(save):
             raise ArgumentError("save", f"{str(save)!r} given, which is a folder; allowed: a file")
         if not os.access(save.parent, os.W_OK | os.X_OK):
             raise ArgumentError(
                 "save", f"{str(save)!r} given; allowed: a file in an existing folder that can be written"
             )
     if out is not None:
-        existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        existing = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
+        if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
             raise ArgumentError("out", f"{str(out)!r} given; allowed: a folder that exists or can be made")
 
 

@@ -16,14 +16,14 @@ MODELS = {
 # Usual learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it; Lion's
 # sign makes every step as long as the learning rate: a tenth of the rate, and ten times the decay to match.
 OPTIMIZERS = {
-    "adamw8bit": (2e-3, 0.1),
-    "adam8bit": (2e-3, 0.0),
-    "lion8bit": (2e-4, 1.0),
-    "adamw": (2e-3, 0.1),
-    "adam": (2e-3, 0.0),
-    "lion": (2e-4, 1.0),
-    "torch-adamw": (2e-3, 0.1),
-    "torch-adam": (2e-3, 0.0),
+    "adamw8bit": (1e-3, 0.1),
+    "adam8bit": (1e-3, 0.0),
+    "lion8bit": (1e-4, 1.0),
+    "adamw": (1e-3, 0.1),
+    "adam": (1e-3, 0.0),
+    "lion": (1e-4, 1.0),
+    "torch-adamw": (1e-3, 0.1),
+    "torch-adam": (1e-3, 0.0),
 }
 
 # torch.optim has no Lion: its 8-bit states are compared with the same update on fp32 states.
@@ -79,8 +79,8 @@ class TrainConfig:
     width: int | None = None
     seq_len: int = 128
     optimizer: str = "adamw8bit"
-    steps: int = 400
-    batch_size: int = 8
+    steps: int = 500
+    batch_size: int = 4
     accumulate: int = 1
     checkpoint_activations: bool = False
     amp: str = "off"
@@ -92,7 +92,7 @@ class TrainConfig:
     device: str | None = None
     threads: int | None = None
     eval_every: int = 50
-    eval_tokens: int = 32768
+    eval_tokens: int = 16384
     save_every: int = 100
 
     @property

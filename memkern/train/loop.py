@@ -42,7 +42,7 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """A finished run in figures. Bytes are bytes, seconds are seconds, losses are nats per byte."""
+    """A finished run in figures; losses are nats per byte, tokens_per_second is that of the median step."""
 
     optimizer: str
     parameters: int
@@ -102,8 +102,8 @@ def resolve_device(config: TrainConfig) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ArgumentError("device", f"{name!r} given, but torch sees {count} CUDA devices; allowed: cpu"
-                                + (f", cuda:0 to cuda:{count - 1}" if count else ""))  # fmt: skip
+            others = f", cuda:0 to cuda:{count - 1}" if count else ""
+            raise ArgumentError("device", f"{name!r} given, of {count} CUDA devices; allowed: cpu{others}")
         if config.amp == "bf16" and not torch.cuda.is_bf16_supported():
             raise ArgumentError("amp", f"'bf16' given, which {name!r} does not support; allowed: fp16, off")
     return device
@@ -114,7 +114,8 @@ class Trainer:
 
     Seeds torch's global generators with config.seed, from which the model's initial values come; batches
     depend on the seed and the step alone. ``step()`` and ``evaluate()`` move the run on; ``state_dict()`` is
-    what it takes to continue it, bit for bit on the same machine with the same number of threads.
+    what it takes to continue it: bit for bit on the CPU with the same number of threads, and on CUDA if its
+    kernels repeat themselves (``torch.use_deterministic_algorithms``).
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
@@ -258,7 +259,7 @@ class Trainer:
         history = self.history
         if history.peak_bytes is None or not history.validation:
             raise RuntimeError(f"no result after {self.steps_done} of {self.config.steps} steps")
-        timed = history.seconds[:-1] or history.seconds
+        median = statistics.median(history.seconds[:-1] or history.seconds)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         held = memory.optimizer_bytes(self.optimizer)
         return RunResult(
@@ -268,8 +269,8 @@ class Trainer:
             bytes_per_parameter=held / parameters,
             validation_loss=history.validation[-1][1],
             peak_bytes=history.peak_bytes,
-            median_step_seconds=statistics.median(timed),
-            tokens_per_second=self.config.tokens_per_step * len(timed) / sum(timed),
+            median_step_seconds=median,
+            tokens_per_second=self.config.tokens_per_step / median,
             history=history,
         )
 
