@@ -2,7 +2,8 @@
 
 Before every timed call a large tensor is copied, which leaves the caches as a forward and a backward would.
 The copies' own time is the machine's copy rate in the same minutes: on a shared machine that rate doubles and
-halves within hours, so a time means little without it.
+halves within hours, so a time means little without it. A share above 100 % is no error: a copy also reads
+the lines that it overwrites, which an update in place needs anyway.
 """
 
 from __future__ import annotations

@@ -82,9 +82,13 @@ def _register() -> None:
 _register()
 
 
+@torch.compiler.assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
+def _namespace(device: str, asked_for: str | None) -> str:
+    return "memkern_reference" if backend.select(device) == "reference" else "memkern"
+
+
 def _op(name: str, device: str) -> Any:
-    namespace = torch.ops.memkern_reference if backend.select(device) == "reference" else torch.ops.memkern
-    return getattr(namespace, name).default
+    return getattr(getattr(torch.ops, _namespace(device, backend._asked_for)), name).default
 
 
 def quantize_blockwise(

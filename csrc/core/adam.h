@@ -30,6 +30,12 @@ MEMKERN_FN AdamScalars adam_scalars(double lr, double beta1, double beta2, doubl
   return s;
 }
 
+// The gradient that the moments see: unscaled, with coupled decay.
+template <class F> MEMKERN_FN F adam_gradient(F g, F p, const AdamScalars& s) {
+  if (s.grad_factor != 1.0f) g = g * F(s.grad_factor);
+  return s.coupled_decay != 0.0f ? g + F(s.coupled_decay) * p : g;
+}
+
 template <class F> MEMKERN_FN void adam_moments(F& m, F& v, F g, const AdamScalars& s) {
   m = F(s.beta1) * m + F(s.one_minus_beta1) * g;
   v = F(s.beta2) * v + (F(s.one_minus_beta2) * g) * g;
@@ -40,14 +46,8 @@ template <class F> MEMKERN_FN F adam_direction(F m, F w, const AdamScalars& s) {
   return m / (w * F(s.correction2) + F(s.eps));
 }
 
-// The whole element: updates p, m and v, returns w = sqrt(v).
-template <class F> MEMKERN_FN F adam_update(F& p, F g, F& m, F& v, const AdamScalars& s) {
-  g = g * F(s.grad_factor);
-  if (s.coupled_decay != 0.0f) g = g + F(s.coupled_decay) * p;
-  adam_moments(m, v, g, s);
-  const F w = sqrt(v);
-  p = p * F(s.decay) - F(s.step_size) * adam_direction(m, w, s);
-  return w;
+template <class F> MEMKERN_FN F adam_param(F p, F m, F w, const AdamScalars& s) {
+  return p * F(s.decay) - F(s.step_size) * adam_direction(m, w, s);
 }
 
 }  // namespace memkern

@@ -29,7 +29,7 @@ template <class F> MEMKERN_FN F sign(F x) {
 }
 
 template <class F> MEMKERN_FN void lion_update(F& p, F g, F& m, const LionScalars& s) {
-  g = g * F(s.grad_factor);
+  if (s.grad_factor != 1.0f) g = g * F(s.grad_factor);
   const F update = sign(F(s.beta1) * m + F(s.one_minus_beta1) * g);
   p = p * F(s.decay) - F(s.lr) * update;
   m = F(s.beta2) * m + F(s.one_minus_beta2) * g;

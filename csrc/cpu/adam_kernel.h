@@ -1,27 +1,73 @@
-// One block of Adam. Compiled once per instruction set (isa_*.cpp).
+// Adam's blocks. Compiled once per instruction set (isa_*.cpp).
 #pragma once
 #include "moment.h"
 
 namespace memkern::MEMKERN_ISA {
 namespace {
 
+// Two loops: first the moments and the root; then, when the scales are known, the division and the codes. In one loop a
+// vector's chain of operations is longer than what the processor looks ahead.
 template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, int64_t begin, int64_t end) {
   const AdamScalars s = *job.scalars;
-  Buffer first_buffer, second_buffer;
-  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+  constexpr bool kPower = Kind == StateKind::kPower;
+  alignas(64) float m_values[kBuffer], w_values[kBuffer];
+  const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
+    const P* p = static_cast<const P*>(job.param) + b.offset;
+    const G* g = static_cast<const G*>(job.grad) + b.offset;
+    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, b.offset, block, m_values + b.place);
+    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, b.offset, block, w_values + b.place);
+    for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+      F m = first.get(i, load_from), v = second.get(i, load_from);
+      adam_moments(m, v, adam_gradient(load_from(g + i), load_from(p + i), s), s);
+      first.put(i, m);
+      second.put(i, kPower ? sqrt(v) : v);
+    });
+    b.m_inv = first.set_scale(b.n);
+    b.w_inv = second.set_scale(b.n);
+  };
+  const auto encode_block = [&](const Waiting& b) MEMKERN_LAMBDA {
+    P* p = static_cast<P*>(job.param) + b.offset;
+    int8_t* m_codes = static_cast<int8_t*>(job.exp_avg) + b.offset;
+    uint8_t* w_codes = static_cast<uint8_t*>(job.exp_avg_sq) + b.offset;
+    const float *m = m_values + b.place, *kept = w_values + b.place;
+    const auto step = [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      const F w = kPower ? load(kept + i) : sqrt(load(kept + i));
+      store_to(p + i, adam_param(load_from(p + i), load(m + i), w, s));
+    };
+    if constexpr (kPower) {
+      if (b.m_inv != 0.0f && b.w_inv != 0.0f) {
+        SignedWriter m_writer(m_codes, m, b.m_inv);
+        UnsignedWriter w_writer(w_codes, kept, b.w_inv, job.rounding);
+        for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+          step(i, load_from, store_to);
+          m_writer.write(i, store_to);
+          w_writer.write(i, store_to);
+        });
+        w_writer.finish(b.n);
+        return;
+      }
+    }
+    for_vectors(b.n, step);
+    encode<Kind>(m_codes, m, b.n, b.m_inv, nullptr);
+    encode<Kind>(w_codes, kept, b.n, b.w_inv, job.rounding);
+  };
+  for_batches(job.layout, begin, end, update, encode_block);
+}
+
+template <class P, class G> void adam_run_fp32(const AdamJob& job, int64_t begin, int64_t end) {
+  const AdamScalars s = *job.scalars;
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
-    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, nullptr, offset, block, first_buffer);
-    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, job.rounding, offset, block, second_buffer);
+    float *exp_avg = static_cast<float*>(job.exp_avg) + offset, *exp_avg_sq = static_cast<float*>(job.exp_avg_sq) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      F x = load_from(p + i);
-      F m = first.get(i, load_from), v = second.get(i, load_from);
-      const F w = adam_update(x, load_from(g + i), m, v, s);
-      store_to(p + i, x);
-      first.put(i, m, store_to);
-      second.put(i, Kind == StateKind::kPower ? w : v, store_to);
+      const F x = load_from(p + i);
+      F m = load_from(exp_avg + i), v = load_from(exp_avg_sq + i);
+      adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
+      store_to(p + i, adam_param(x, m, sqrt(v), s));
+      store_to(exp_avg + i, m);
+      store_to(exp_avg_sq + i, v);
     });
-    finish(first, second, n);
   });
 }
 
@@ -34,7 +80,7 @@ decltype(AdamJob::run) adam_kernel(StateKind kind, FloatType param, FloatType gr
       using G = decltype(g);
       if (kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower>;
       if (kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic>;
-      return adam_run<P, G, StateKind::kFp32>;
+      return adam_run_fp32<P, G>;
     });
   });
 }

@@ -6,22 +6,26 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 template <class T, class Code, StateKind Kind> void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
-  Buffer buffer;
-  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
-    const T* x = static_cast<const T*>(job.values) + offset;
-    Moment<Code, Kind> moment(job.codes, job.scale, job.rounding, offset, block, buffer);
-    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      moment.put(i, load_from(x + i), store_to);
+  alignas(64) float values[kBuffer];
+  const auto gather = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
+    const T* x = static_cast<const T*>(job.values) + b.offset;
+    Moment<Code, Kind> moment(job.codes, job.scale, b.offset, block, values + b.place);
+    for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+      const F value = load_from(x + i);
+      // Unsigned codes are for x >= 0; a negative one, and -0, are stored as 0.
+      moment.put(i, kIsSigned<Code> ? value : select(greater(F(0x1p-149f), value), F(0.0f), value));
     });
-    moment.finish(n);
+    b.m_inv = moment.set_scale(b.n);
+  };
+  for_batches(job.layout, begin, end, gather, [&](const Waiting& b) MEMKERN_LAMBDA {
+    encode<Kind>(static_cast<Code*>(job.codes) + b.offset, values + b.place, b.n, b.m_inv, job.rounding);
   });
 }
 
 template <class T, class Code, StateKind Kind> void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
-  Buffer buffer;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     T* x = static_cast<T*>(job.values) + offset;
-    const Moment<Code, Kind> moment(job.codes, job.scale, nullptr, offset, block, buffer);
+    const Moment<Code, Kind> moment(job.codes, job.scale, offset, block, nullptr);
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       store_to(x + i, moment.decoded(i, load_from));
     });

@@ -1,4 +1,4 @@
-// One block of Lion. Compiled once per instruction set (isa_*.cpp).
+// Lion's blocks. Compiled once per instruction set (isa_*.cpp).
 #pragma once
 #include "moment.h"
 
@@ -7,19 +7,37 @@ namespace {
 
 template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, int64_t begin, int64_t end) {
   const LionScalars s = *job.scalars;
-  Buffer buffer;
-  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
-    P* p = static_cast<P*>(job.param) + offset;
-    const G* g = static_cast<const G*>(job.grad) + offset;
-    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, nullptr, offset, block, buffer);
-    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+  alignas(64) float values[kBuffer];
+  const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
+    P* p = static_cast<P*>(job.param) + b.offset;
+    const G* g = static_cast<const G*>(job.grad) + b.offset;
+    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, b.offset, block, values + b.place);
+    for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = load_from(p + i);
       F m = first.get(i, load_from);
       lion_update(x, load_from(g + i), m, s);
       store_to(p + i, x);
-      first.put(i, m, store_to);
+      first.put(i, m);
     });
-    first.finish(n);
+    b.m_inv = first.set_scale(b.n);
+  };
+  for_batches(job.layout, begin, end, update, [&](const Waiting& b) MEMKERN_LAMBDA {
+    encode<Kind>(static_cast<int8_t*>(job.exp_avg) + b.offset, values + b.place, b.n, b.m_inv, nullptr);
+  });
+}
+
+template <class P, class G> void lion_run_fp32(const LionJob& job, int64_t begin, int64_t end) {
+  const LionScalars s = *job.scalars;
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
+    P* p = static_cast<P*>(job.param) + offset;
+    const G* g = static_cast<const G*>(job.grad) + offset;
+    float* exp_avg = static_cast<float*>(job.exp_avg) + offset;
+    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      F x = load_from(p + i), m = load_from(exp_avg + i);
+      lion_update(x, load_from(g + i), m, s);
+      store_to(p + i, x);
+      store_to(exp_avg + i, m);
+    });
   });
 }
 
@@ -32,7 +50,7 @@ decltype(LionJob::run) lion_kernel(StateKind kind, FloatType param, FloatType gr
       using G = decltype(g);
       if (kind == StateKind::kPower) return lion_run<P, G, StateKind::kPower>;
       if (kind == StateKind::kDynamic) return lion_run<P, G, StateKind::kDynamic>;
-      return lion_run<P, G, StateKind::kFp32>;
+      return lion_run_fp32<P, G>;
     });
   });
 }

@@ -2,8 +2,7 @@
 //
 // On a Zen 4 core, in cycles per 16 elements: a root occupies the divider for 10 and a division for 6, and nearly
 // everything else takes 1/2 to 1 elsewhere. Adam itself needs one root and one division. So the signed moment takes its
-// root from the divider, the unsigned one beside it takes an estimate from the multipliers, and the two go in one loop:
-// 0.55 ns per parameter and thread for the whole step, where two exact roots in two loops took 1.3.
+// root from the divider, and the unsigned one beside it an estimate from the multipliers.
 #pragma once
 #include "../core/power.h"
 #include "simd_avx512.h"
@@ -26,7 +25,7 @@ struct UnsignedEncoder {
 
   MEMKERN_FN explicit UnsignedEncoder(float inv) : inv_n2(inv * (kPowerLevelsUnsigned * kPowerLevelsUnsigned)) {}
 
-  // N * sqrt(x / scale) + u by a 14-bit estimate and one Newton step, rounded down. The sum is within 2^-13 of the
+  // x >= 0 or not finite. N * sqrt(x / scale) + u by a 14-bit estimate and one Newton step, rounded down. The sum is within 2^-13 of the
   // exact formula's: five roundings to 24 bits of a root of at most 255, and two of a sum of at most 256. What is not
   // finite becomes NaN, which converts to 0x80000000 and as an unsigned number saturates to 255.
   MEMKERN_FN __m128i encode(F x, F u) {
@@ -35,9 +34,9 @@ struct UnsignedEncoder {
     const __m512 half_r = _mm512_mul_ps(r, _mm512_set1_ps(0.5f));
     const __m512 sum = _mm512_add_ps(_mm512_fmadd_ps(_mm512_fnmadd_ps(y, y, t), half_r, y), u.v);
     nearest = _mm512_range_ps(_mm512_reduce_ps(sum, _MM_FROUND_TO_NEAREST_INT), nearest, 0b1010);
-    const __mmask16 positive = _mm512_cmp_ps_mask(x.v, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512i q = _mm512_cvttps_epi32(sum);
-    return _mm512_cvtusepi32_epi8(_mm512_mask_max_epu32(q, positive, q, _mm512_set1_epi32(1)));
+    // At least 1 where x is not 0: min(bits of x, 1) is 0 for 0 alone, and cheaper than a comparison.
+    const __m512i one = _mm512_set1_epi32(1), least = _mm512_min_epu32(_mm512_castps_si512(x.v), one);
+    return _mm512_cvtusepi32_epi8(_mm512_max_epu32(_mm512_cvttps_epi32(sum), least));
   }
 
   // Whether every code since the start is surely the exact formula's. About 1 block of 128 in 30 is not.

@@ -1,6 +1,23 @@
-"""Drop-in optimizers with block-wise 8-bit or 32-bit states."""
+"""Drop-in optimizers with block-wise 8-bit or 32-bit states, and converters of other libraries' states."""
 
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
+from .convert import (
+    from_bitsandbytes_state_dict,
+    from_torch_state_dict,
+    to_bitsandbytes_state_dict,
+    to_torch_state_dict,
+)
 from .lion import Lion, Lion8bit
 
-__all__ = ["Adam", "Adam8bit", "AdamW", "AdamW8bit", "Lion", "Lion8bit"]
+__all__ = [
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "Lion",
+    "Lion8bit",
+    "from_bitsandbytes_state_dict",
+    "from_torch_state_dict",
+    "to_bitsandbytes_state_dict",
+    "to_torch_state_dict",
+]

@@ -111,8 +111,9 @@ class BlockwiseOptimizer(Optimizer):
 
     def _learning_rates(self, groups: list[dict[str, Any]]) -> list[Tensor]:
         if torch.compiler.is_compiling():
+            # A product is what the compiler can take a changing float into; torch.full would recompile at each change.
             return [
-                g["lr"] if isinstance(g["lr"], Tensor) else torch.full((), g["lr"], dtype=torch.float64)
+                g["lr"] if isinstance(g["lr"], Tensor) else torch.ones((), dtype=torch.float64) * g["lr"]
                 for g in groups
             ]
         # Reused, so that a step allocates nothing.

@@ -1,0 +1,41 @@
+// Loops over vectors with a short last one. Compiled once per instruction set (isa_*.cpp).
+#pragma once
+#include <cstring>
+
+#include "half.h"
+#include "kernels.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+// Calls f(T()) with the C++ type of a float dtype.
+template <class Call> auto with_type(FloatType t, Call f) {
+  return t == FloatType::kBf16 ? f(bf16()) : t == FloatType::kFp16 ? f(fp16()) : f(float());
+}
+
+template <class T> MEMKERN_FN F load_part(const T* p, int count) {
+  T all[kLanes] = {};
+  std::memcpy(all, p, count * sizeof(T));
+  return load(all);
+}
+template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
+  T all[kLanes];
+  store(all, x);
+  std::memcpy(p, all, count * sizeof(T));
+}
+
+// Calls body(i, load, store) for each vector of [0, n); the last may be short: lanes past n read 0, write nothing.
+template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    body(
+        i, [](const auto* p) MEMKERN_LAMBDA { return load(p); },
+        [](auto* p, auto x) MEMKERN_LAMBDA { store(p, x); });
+  if (const int left = n - i; left > 0)
+    body(
+        i, [left](const auto* p) MEMKERN_LAMBDA { return load_part(p, left); },
+        [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });
+}
+
+}  // namespace
+}  // namespace memkern::MEMKERN_ISA
