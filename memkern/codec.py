@@ -4,11 +4,11 @@ Plain Python, nothing imported but the standard library: ``setup.py`` runs this 
 ``csrc/core/tables.h``, so that a number stands in one place.
 
 A block of up to ``block_size`` values is stored as 8-bit codes and one fp32 scale, the block's largest finite
-magnitude ``s``. With ``inv = 1 / s`` and ``t = |x| * inv``:
+magnitude ``s``.
 
 ``power``
-    A square-root law. Signed (N = 127): ``q = sign(x) * rint(N * sqrt(t))``. Unsigned (N = 255):
-    ``q = min(255, max(1, floor(N * sqrt(t) + u)))`` for ``x > 0``, else 0, where ``u`` is 1/2 or the dither below.
+    A square-root law. Signed (N = 127): ``q = sign(x) * rint(c)`` with ``c = sqrt(|x| * (N^2 / s))``. Unsigned
+    (N = 255): ``q = min(255, max(1, floor(c + u)))`` for ``x > 0``, else 0, where ``u`` is 1/2 or the dither below.
     Decoded: ``x = (s / N^2) * (q * |q|)``. The second moment is stored as ``w = sqrt(v)``.
 ``dynamic``
     The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):

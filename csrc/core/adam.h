@@ -7,24 +7,26 @@ namespace memkern {
 // What one tensor's step needs, computed once: from fp64, rounded once to fp32.
 struct AdamScalars {
   float grad_factor;  // 1 / grad_scale, negative to maximize
-  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-  float correction2;  // 1 / sqrt(1 - beta2^step)
-  float step_size;    // lr / (1 - beta1^step)
-  float decay;        // 1 - lr * weight_decay where decoupled, else 1
+  float beta1, one_minus_beta1, beta2, one_minus_beta2;
+  float root_beta2;  // sqrt(beta2): what w = sqrt(v) decays by
+  float eps;         // eps * sqrt(1 - beta2^step)
+  float step_size;   // lr * sqrt(1 - beta2^step) / (1 - beta1^step)
+  float decay;       // 1 - lr * weight_decay where decoupled, else 1
   float coupled_decay;
 };
 
 MEMKERN_FN AdamScalars adam_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
                                     bool decoupled, bool maximize, float inv_grad_scale, uint64_t step) {
+  const double root2 = ::sqrt(1.0 - power_of(beta2, step));
   AdamScalars s;
   s.grad_factor = maximize ? -inv_grad_scale : inv_grad_scale;
   s.beta1 = static_cast<float>(beta1);
   s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
   s.beta2 = static_cast<float>(beta2);
   s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
-  s.eps = static_cast<float>(eps);
-  s.correction2 = static_cast<float>(1.0 / ::sqrt(1.0 - power_of(beta2, step)));
-  s.step_size = static_cast<float>(lr / (1.0 - power_of(beta1, step)));
+  s.root_beta2 = static_cast<float>(::sqrt(beta2));
+  s.eps = static_cast<float>(eps * root2);
+  s.step_size = static_cast<float>(lr * root2 / (1.0 - power_of(beta1, step)));
   s.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
   s.coupled_decay = decoupled ? 0.0f : static_cast<float>(weight_decay);
   return s;
@@ -36,15 +38,14 @@ template <class F> MEMKERN_FN F adam_gradient(F g, F p, const AdamScalars& s) {
   return s.coupled_decay != 0.0f ? g + F(s.coupled_decay) * p : g;
 }
 
+// m and v come in decayed: times beta1 and beta2.
 template <class F> MEMKERN_FN void adam_moments(F& m, F& v, F g, const AdamScalars& s) {
-  m = F(s.beta1) * m + F(s.one_minus_beta1) * g;
-  v = F(s.beta2) * v + (F(s.one_minus_beta2) * g) * g;
+  m = m + F(s.one_minus_beta1) * g;
+  v = v + (F(s.one_minus_beta2) * g) * g;
 }
 
 // w = sqrt(v)
-template <class F> MEMKERN_FN F adam_direction(F m, F w, const AdamScalars& s) {
-  return m / (w * F(s.correction2) + F(s.eps));
-}
+template <class F> MEMKERN_FN F adam_direction(F m, F w, const AdamScalars& s) { return m / (w + F(s.eps)); }
 
 template <class F> MEMKERN_FN F adam_param(F p, F m, F w, const AdamScalars& s) {
   return p * F(s.decay) - F(s.step_size) * adam_direction(m, w, s);

@@ -5,15 +5,21 @@
 
 namespace memkern {
 
+// Once per block: 1 / scale, or 0 where that overflows: the block then holds codes of zero.
+MEMKERN_FN float dynamic_factor(float scale) {
+  const float factor = 1.0f / scale;
+  return is_finite(factor) ? factor : 0.0f;
+}
+
 // A code is an entry's index less that of 0 (modulo 256), so that code 0 is 0 in both maps.
 template <bool Signed> MEMKERN_FN float dynamic_decode(uint8_t code) {
   return Signed ? kDynamicMapSigned[static_cast<uint8_t>(code + kDynamicZeroSigned)] : kDynamicMapUnsigned[code];
 }
 
 // The code of the entry nearest to x / scale (a tie takes the lower one). Non-finite: 0 where signed, else the largest.
-template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float inv) {
+template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float factor) {
   if (!is_finite(x)) return Signed ? 0 : 255;
-  const float t = (Signed || x > 0 ? x : 0.0f) * inv;
+  const float t = (Signed || x > 0 ? x : 0.0f) * factor;
   // Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
   const float a = fabsf(t);
   int n = 0;

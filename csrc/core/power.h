@@ -5,36 +5,30 @@
 
 namespace memkern {
 
-// 1 / scale, and whether it can be used; a block where it cannot be holds codes of zero.
-MEMKERN_FN bool usable_inverse(float scale, float* inv) {
-  *inv = 1.0f / scale;
-  return is_finite(*inv);
+// Once per block: what a value is multiplied by under the root, N^2 / scale, or 0 where that overflows (a block of
+// zeros, or nearly): the block then holds codes of zero.
+MEMKERN_FN float power_factor(float scale, int levels) {
+  const float factor = static_cast<float>(levels * levels) / scale;
+  return is_finite(factor) ? factor : 0.0f;
 }
 
-// scale / N^2, once per block.
-MEMKERN_FN float power_unit(float scale, int levels) { return scale / static_cast<float>(levels * levels); }
+// Once per block: what q * |q| is multiplied by, decay * scale / N^2.
+MEMKERN_FN float power_unit(float scale, float decay, int levels) {
+  return decay * scale / static_cast<float>(levels * levels);
+}
 
 template <bool Signed, class F> MEMKERN_FN F power_decode(F q, F unit) {
   return unit * (q * (Signed ? abs(q) : q));
 }
 
-// From c = N * sqrt(|x| / scale) to the code.
-template <class F> MEMKERN_FN F power_round_signed(F c, F x) {
-  return select(is_finite(x), copysign(rint(c), x), F(0.0f));
+template <class F> MEMKERN_FN F power_encode_signed(F x, F factor) {
+  return select(is_finite(x), copysign(rint(sqrt(abs(x) * factor)), x), F(0.0f));
 }
 
 // u: 1/2 for the nearest code, or the dither.
-template <class F> MEMKERN_FN F power_round_unsigned(F c, F x, F u) {
-  const F q = min(max(floor(c + u), F(1.0f)), F(kPowerLevelsUnsigned));
+template <class F> MEMKERN_FN F power_encode_unsigned(F x, F factor, F u) {
+  const F q = min(max(floor(sqrt(x * factor) + u), F(1.0f)), F(kPowerLevelsUnsigned));
   return select(is_finite(x), select(greater(x, F(0.0f)), q, F(0.0f)), F(kPowerLevelsUnsigned));
-}
-
-template <class F> MEMKERN_FN F power_encode_signed(F x, F inv) {
-  return power_round_signed(F(kPowerLevelsSigned) * sqrt(abs(x) * inv), x);
-}
-
-template <class F> MEMKERN_FN F power_encode_unsigned(F x, F inv, F u) {
-  return power_round_unsigned(F(kPowerLevelsUnsigned) * sqrt(x * inv), x, u);
 }
 
 // Position j of a block at a step: u in [0, 1).

@@ -14,16 +14,19 @@ template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, in
   const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
     const P* p = static_cast<const P*>(job.param) + b.offset;
     const G* g = static_cast<const G*>(job.grad) + b.offset;
-    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, b.offset, block, m_values + b.place);
-    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, b.offset, block, w_values + b.place);
+    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, b.offset, block, m_values + b.place);
+    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, kPower ? s.root_beta2 : s.beta2, b.offset,
+                                 block, w_values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+      // Power codes hold w = sqrt(v).
       F m = first.get(i, load_from), v = second.get(i, load_from);
+      if constexpr (kPower) v = v * v;
       adam_moments(m, v, adam_gradient(load_from(g + i), load_from(p + i), s), s);
       first.put(i, m);
       second.put(i, kPower ? sqrt(v) : v);
     });
-    b.m_inv = first.set_scale(b.n);
-    b.w_inv = second.set_scale(b.n);
+    b.m_factor = first.set_scale(b.n);
+    b.w_factor = second.set_scale(b.n);
   };
   const auto encode_block = [&](const Waiting& b) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + b.offset;
@@ -35,21 +38,21 @@ template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, in
       store_to(p + i, adam_param(load_from(p + i), load(m + i), w, s));
     };
     if constexpr (kPower) {
-      if (b.m_inv != 0.0f && b.w_inv != 0.0f) {
-        SignedWriter m_writer(m_codes, m, b.m_inv);
-        UnsignedWriter w_writer(w_codes, kept, b.w_inv, job.rounding);
+      if (b.m_factor != 0.0f && b.w_factor != 0.0f) {
+        SignedWriter m_writer(m_codes, m, b.m_factor);
+        UnsignedWriter w_writer(w_codes, kept, b.w_factor, job.rounding);
         for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
           step(i, load_from, store_to);
           m_writer.write(i, store_to);
           w_writer.write(i, store_to);
         });
-        w_writer.finish(b.n);
+        m_writer.finish(b.n);
         return;
       }
     }
     for_vectors(b.n, step);
-    encode<Kind>(m_codes, m, b.n, b.m_inv, nullptr);
-    encode<Kind>(w_codes, kept, b.n, b.w_inv, job.rounding);
+    encode<Kind>(m_codes, m, b.n, b.m_factor, nullptr);
+    encode<Kind>(w_codes, kept, b.n, b.w_factor, job.rounding);
   };
   for_batches(job.layout, begin, end, update, encode_block);
 }
@@ -62,7 +65,7 @@ template <class P, class G> void adam_run_fp32(const AdamJob& job, int64_t begin
     float *exp_avg = static_cast<float*>(job.exp_avg) + offset, *exp_avg_sq = static_cast<float*>(job.exp_avg_sq) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       const F x = load_from(p + i);
-      F m = load_from(exp_avg + i), v = load_from(exp_avg_sq + i);
+      F m = F(s.beta1) * load_from(exp_avg + i), v = F(s.beta2) * load_from(exp_avg_sq + i);
       adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
       store_to(p + i, adam_param(x, m, sqrt(v), s));
       store_to(exp_avg + i, m);

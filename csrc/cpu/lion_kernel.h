@@ -11,7 +11,7 @@ template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, in
   const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + b.offset;
     const G* g = static_cast<const G*>(job.grad) + b.offset;
-    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, b.offset, block, values + b.place);
+    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, b.offset, block, values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = load_from(p + i);
       F m = first.get(i, load_from);
@@ -19,10 +19,10 @@ template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, in
       store_to(p + i, x);
       first.put(i, m);
     });
-    b.m_inv = first.set_scale(b.n);
+    b.m_factor = first.set_scale(b.n);
   };
   for_batches(job.layout, begin, end, update, [&](const Waiting& b) MEMKERN_LAMBDA {
-    encode<Kind>(static_cast<int8_t*>(job.exp_avg) + b.offset, values + b.place, b.n, b.m_inv, nullptr);
+    encode<Kind>(static_cast<int8_t*>(job.exp_avg) + b.offset, values + b.place, b.n, b.m_factor, nullptr);
   });
 }
 

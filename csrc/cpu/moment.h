@@ -14,10 +14,9 @@ constexpr int kBuffer = kMaxBlockSize + kLanes;  // values that wait to be encod
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
 
 // The codes that the formula itself gives, for a block where an estimate was not sure.
-__attribute__((noinline)) void encode_exactly(uint8_t* codes, const float* values, int n, float inv,
-                                              const float* rounding) {
+__attribute__((noinline)) void encode_exactly(int8_t* codes, const float* values, int n, float factor) {
   for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
-    store_to(codes + i, power_encode_unsigned(load(values + i), F(inv), load(rounding + i)));
+    store_to(codes + i, power_encode_signed(load(values + i), F(factor)));
   });
 }
 
@@ -34,11 +33,11 @@ __attribute__((noinline)) float largest_finite(const float* values, int n, bool 
 struct Waiting {
   int64_t offset;
   int place, n;
-  float m_inv, w_inv;  // 1 / scale of its moments
+  float m_factor, w_factor;  // for the encoder, of its two moments
 };
 constexpr int kBatch = 8;
 
-// Calls update(block) for each of the blocks [begin, end), which sets m_inv and w_inv, and encode(block) later.
+// Calls update(block) for each of the blocks [begin, end), which sets the factors, and encode(block) later.
 template <class Update, class Encode>
 MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin, int64_t end, Update&& update, Encode&& encode) {
   Waiting waiting[kBatch];
@@ -61,28 +60,22 @@ MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin, int64_t en
 // a store through int8_t* may change anything in memory, and reloading after each doubled the time of a step.
 template <class Code, StateKind Kind> struct Moment {
   static constexpr bool kSigned = kIsSigned<Code>;
+  static constexpr int kLevels = kSigned ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 
   Code* codes;
   float* scale;
   float* values;  // what waits to be encoded, until the block's scale is known
   F unit, largest;
 
-  MEMKERN_FN Moment(void* all_codes, float* scales, int64_t offset, int64_t block, float* values_)
+  MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block, float* values_)
       : codes(static_cast<Code*>(all_codes) + offset),
         scale(scales + block),
         values(values_),
-        unit(Kind == StateKind::kPower ? power_unit(*scale, kSigned ? kPowerLevelsSigned : kPowerLevelsUnsigned)
-                                       : *scale),
+        unit(Kind == StateKind::kPower ? power_unit(*scale, decay, kLevels) : decay * *scale),
         largest(0.0f) {}
 
-  // The moment at place i. Unsigned power codes hold w = sqrt(v): v = w * w.
+  // What is stored at place i, times decay.
   template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
-    const F x = decoded(i, load_from);
-    return Kind == StateKind::kPower && !kSigned ? x * x : x;
-  }
-
-  // What is stored at place i.
-  template <class Load> MEMKERN_FN F decoded(int i, Load load_from) const {
     const F q = load_from(codes + i);
     if constexpr (Kind == StateKind::kPower) {
       return power_decode<kSigned>(q, unit);
@@ -101,12 +94,12 @@ template <class Code, StateKind Kind> struct Moment {
     largest = max(kSigned ? abs(x) : x, largest);  // skips NaN; set_scale() sees to infinity
   }
 
-  // Stores the scale of the n values that were put. Returns its reciprocal, or 0 where the block is stored as zeros.
+  // Stores the scale of the n values that were put. Returns the encoder's factor, 0 for a block to be stored as zeros.
   MEMKERN_FN float set_scale(int n) const {
-    float s = max_of(largest), inv;
+    float s = max_of(largest);
     if (!memkern::is_finite(s)) s = largest_finite(values, n, kSigned);
     *scale = s;
-    return usable_inverse(s, &inv) ? inv : 0.0f;
+    return Kind == StateKind::kPower ? power_factor(s, kLevels) : dynamic_factor(s);
   }
 };
 
@@ -114,45 +107,44 @@ template <class Code, StateKind Kind> struct Moment {
 struct SignedWriter {
   int8_t* codes;
   const float* values;
+  float factor;
   SignedEncoder encoder;
-  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float inv)
-      : codes(codes_), values(values_), encoder(inv) {}
+  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor_)
+      : codes(codes_), values(values_), factor(factor_), encoder(factor_) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
     store_to(codes + i, encoder.encode(load(values + i)));
   }
-  MEMKERN_FN void finish(int) const {}
+  MEMKERN_FN void finish(int n) const {
+    if (!encoder.sure()) encode_exactly(codes, values, n, factor);
+  }
 };
 
 struct UnsignedWriter {
   uint8_t* codes;
   const float* values;
   const float* rounding;  // what is added before rounding down, for each place of the block
-  float inv;
   UnsignedEncoder encoder;
-  MEMKERN_FN UnsignedWriter(uint8_t* codes_, const float* values_, float inv_, const float* rounding_)
-      : codes(codes_), values(values_), rounding(rounding_), inv(inv_), encoder(inv_) {}
+  MEMKERN_FN UnsignedWriter(uint8_t* codes_, const float* values_, float factor, const float* rounding_)
+      : codes(codes_), values(values_), rounding(rounding_), encoder(factor) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
     store_to(codes + i, encoder.encode(load(values + i), load(rounding + i)));
-  }
-  MEMKERN_FN void finish(int n) const {
-    if (!encoder.sure()) encode_exactly(codes, values, n, inv, rounding);
   }
 };
 
 // Encodes a whole block of any kind.
 template <StateKind Kind, class Code>
-MEMKERN_FN void encode(Code* codes, const float* values, int n, float inv, const float* rounding) {
-  if (inv == 0.0f) {
+MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, const float* rounding) {
+  if (factor == 0.0f) {
     for (int i = 0; i < n; ++i) codes[i] = 0;
   } else if constexpr (Kind == StateKind::kDynamic) {
-    for (int i = 0; i < n; ++i) codes[i] = static_cast<Code>(dynamic_encode<kIsSigned<Code>>(values[i], inv));
+    for (int i = 0; i < n; ++i) codes[i] = static_cast<Code>(dynamic_encode<kIsSigned<Code>>(values[i], factor));
   } else if constexpr (kIsSigned<Code>) {
-    SignedWriter writer(codes, values, inv);
-    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
-  } else {
-    UnsignedWriter writer(codes, values, inv, rounding);
+    SignedWriter writer(codes, values, factor);
     for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
     writer.finish(n);
+  } else {
+    UnsignedWriter writer(codes, values, factor, rounding);
+    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
   }
 }
 

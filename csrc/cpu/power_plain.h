@@ -6,16 +6,16 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 struct SignedEncoder {
-  F inv;
-  MEMKERN_FN explicit SignedEncoder(float inv_) : inv(inv_) {}
-  MEMKERN_FN F encode(F x) { return power_encode_signed(x, inv); }
+  F factor;
+  MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
+  MEMKERN_FN F encode(F x) { return power_encode_signed(x, factor); }
+  MEMKERN_FN bool sure() const { return true; }
 };
 
 struct UnsignedEncoder {
-  F inv;
-  MEMKERN_FN explicit UnsignedEncoder(float inv_) : inv(inv_) {}
-  MEMKERN_FN F encode(F x, F u) { return power_encode_unsigned(x, inv, u); }
-  MEMKERN_FN bool sure() const { return true; }
+  F factor;
+  MEMKERN_FN explicit UnsignedEncoder(float factor_) : factor(factor_) {}
+  MEMKERN_FN F encode(F x, F u) { return power_encode_unsigned(x, factor, u); }
 };
 
 }  // namespace

@@ -14,19 +14,14 @@ from .blockwise import from_blocks, sqrt, to_blocks
 from .state import Scales, check_tensors, gradient, load_moment, power_of, skipped, store_moment
 
 
-def adam_moments(
-    m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float
-) -> tuple[Tensor, Tensor]:
-    """m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g g."""
-    m = to_fp32(beta1) * m + to_fp32(1 - beta1) * g
-    v = to_fp32(beta2) * v + (to_fp32(1 - beta2) * g) * g
-    return m, v
+def adam_moments(m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    """m = m + (1 - beta1) g; v = v + (1 - beta2) g g, of moments that come in decayed: times beta1 and beta2."""
+    return m + to_fp32(1 - beta1) * g, v + (to_fp32(1 - beta2) * g) * g
 
 
-def adam_direction(m: Tensor, v: Tensor, beta2: float, eps: float, step: int) -> Tensor:
-    """m / (sqrt(v) / sqrt(1 - beta2^step) + eps), without the correction of m."""
-    correction = to_fp32(1.0 / math.sqrt(1.0 - power_of(beta2, step)))
-    return m / (sqrt(v) * correction + to_fp32(eps))
+def adam_direction(m: Tensor, v: Tensor, eps: float) -> Tensor:
+    """m / (sqrt(v) + eps)."""
+    return m / (sqrt(v) + to_fp32(eps))
 
 
 def adam_step_(
@@ -75,15 +70,13 @@ def adam_step_(
             x = x * to_fp32(1.0 - rate * weight_decay[i])
         elif (decay := to_fp32(weight_decay[i])) != 0:
             g = g + decay * x
-        m, v = adam_moments(
-            load_moment(m8, m_scale, layout, codec[i]),
-            load_moment(v8, v_scale, layout, codec[i]),
-            g,
-            beta1[i],
-            beta2[i],
-        )
-        step_size = to_fp32(rate / (1.0 - power_of(beta1[i], step)))
-        x = x - step_size * adam_direction(m, v, beta2[i], eps[i], step)
+        m = load_moment(m8, m_scale, layout, codec[i], beta1[i])
+        v = load_moment(v8, v_scale, layout, codec[i], beta2[i])
+        m, v = adam_moments(m, v, g, beta1[i], beta2[i])
+        # m^ / (sqrt(v^) + eps) with both corrections taken out: root2 / bias1 * m / (sqrt(v) + root2 * eps).
+        root2 = math.sqrt(1.0 - power_of(beta2[i], step))
+        bias1 = 1.0 - power_of(beta1[i], step)
+        x = x - to_fp32(rate * root2 / bias1) * adam_direction(m, v, eps[i] * root2)
         from_blocks(x, layout, p)
         store_moment(m, m8, m_scale, layout, codec[i])
         store_moment(v, v8, v_scale, layout, codec[i], step)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import codec as C
+from ..codec import to_fp32
 from ..layout import BlockLayout, check_block_size, layout_of, memory_order
 
 POWER, DYNAMIC = C.CODECS["power"], C.CODECS["dynamic"]
@@ -59,17 +60,19 @@ def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tupl
     finite = x.isfinite()
     magnitude = torch.where(finite, x.abs() if signed else x.clamp_min(0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
-    inv = 1 / scale
-    usable = inv.isfinite()[:, None]
-    t = magnitude * torch.where(usable, inv[:, None], 0)
+    levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
+    # A tensor over a tensor: number / tensor would be reciprocal() * number, which rounds twice.
+    factor = scale.new_tensor(levels * levels if codec == POWER else 1) / scale
+    usable = factor.isfinite()[:, None]
+    t = magnitude * torch.where(usable, factor[:, None], 0)
     if codec == POWER:
         if signed:
-            q = torch.copysign((C.POWER_LEVELS_SIGNED * sqrt(t)).round(), x)
+            q = torch.copysign(sqrt(t).round(), x)
             q = torch.where(finite & usable, q, 0)
             return q.to(torch.int8), scale
-        q = (C.POWER_LEVELS_UNSIGNED * sqrt(t) + u).floor().clamp(1, C.POWER_LEVELS_UNSIGNED)
+        q = (sqrt(t) + u).floor().clamp(1, levels)
         q = torch.where(magnitude > 0, q, 0)
-        q = torch.where(finite, q, C.POWER_LEVELS_UNSIGNED)
+        q = torch.where(finite, q, levels)
         return torch.where(usable, q, 0).to(torch.uint8), scale
     _, midpoints = _dynamic_tables(signed, x.device)
     index = torch.bucketize(torch.copysign(t, x) if signed else t, midpoints)
@@ -79,15 +82,16 @@ def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tupl
     return (q.view(torch.int8) if signed else q), scale
 
 
-def decode(q: Tensor, scale: Tensor, codec: int) -> Tensor:
-    """fp32 values of the codes q (blocks, block); int8 codes are signed, uint8 codes are not."""
+def decode(q: Tensor, scale: Tensor, codec: int, decay: float = 1.0) -> Tensor:
+    """fp32 values of the codes q (blocks, block), times ``decay``; int8 codes are signed, uint8 codes are not."""
     signed = q.dtype == torch.int8
+    unit = to_fp32(decay) * scale
     if codec == POWER:
         levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
         qf = q.float()
-        return (scale / (levels * levels))[:, None] * (qf * qf.abs())
+        return (unit / (levels * levels))[:, None] * (qf * qf.abs())
     table, _ = _dynamic_tables(signed, q.device)
-    return table[(q.view(torch.uint8).long() + C.dynamic_zero(signed)) % 256] * scale[:, None]
+    return table[(q.view(torch.uint8).long() + C.dynamic_zero(signed)) % 256] * unit[:, None]
 
 
 def code_blocks(codes: Tensor, layout: BlockLayout) -> Tensor:

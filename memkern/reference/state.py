@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -113,12 +114,20 @@ class Scales:
         ]
 
 
-def load_moment(state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int) -> Tensor:
-    """A moment in fp32 blocks. Unsigned power codes hold w = sqrt(v), so v = w * w."""
+def load_moment(
+    state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, decay: float = 1.0
+) -> Tensor:
+    """A moment in fp32 blocks, times ``decay``, which goes into the scale.
+
+    Unsigned power codes hold w = sqrt(v), so decay * v = (sqrt(decay) * w)^2.
+    """
     if scale is None:
-        return to_blocks(state, layout)
-    x = decode(code_blocks(state, layout), scale.reshape(-1), codec)
-    return x * x if codec == POWER and state.dtype == torch.uint8 else x
+        return to_fp32(decay) * to_blocks(state, layout)
+    codes = code_blocks(state, layout)
+    if codec == POWER and state.dtype == torch.uint8:
+        w = decode(codes, scale.reshape(-1), codec, math.sqrt(decay))
+        return w * w
+    return decode(codes, scale.reshape(-1), codec, decay)
 
 
 def store_moment(
