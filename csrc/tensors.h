@@ -40,7 +40,7 @@ inline void check_codec(int64_t codec) {
                   " (dynamic), got ", codec);
 }
 
-inline BlockLayout layout_of(const Tensor& t, int64_t block_size, const std::string& name) {
+inline BlockLayout layout_of(const Tensor& t, int64_t block_size, const char* name) {
   BlockLayout layout;
   STD_TORCH_CHECK(block_layout(t.sizes().data(), t.strides().data(), t.dim(), block_size, &layout), name,
                   " must be dense (its elements must fill one run of memory); use contiguous() or clone()");
@@ -65,7 +65,7 @@ inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
   return {l.blocks};
 }
 
-inline void check_scale(const Tensor& scale, const BlockLayout& layout, const std::string& name) {
+inline void check_scale(const Tensor& scale, const BlockLayout& layout, const char* name) {
   const auto shape = scale_shape(layout);
   const auto got = scale.sizes();
   STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.is_contiguous() &&

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _ops
 from .codec import CODECS
-from .layout import check_block_size
+from .layout import check_block_size, layout_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,6 +54,7 @@ def quantize_blockwise(
         raise ValueError(f"step belongs to unsigned power codes, got codec={codec!r}, signed={signed}")
     if x.layout != torch.strided:
         raise ValueError(f"x must be a dense tensor, got layout {x.layout}")
+    layout_of(x, block_size)
     return _ops.quantize_blockwise(x.detach(), codec, signed, block_size, step)
 
 
@@ -81,4 +82,10 @@ def dequantize_blockwise(
         raise TypeError(f"codes must be int8 (signed) or uint8, got {codes.dtype}")
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    return _ops.dequantize_blockwise(codes, scale, codec, block_size, dtype)
+    shape = layout_of(codes, block_size).scale_shape
+    if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
+        raise ValueError(
+            f"scale must be float32 of shape {shape} for codes of shape {tuple(codes.shape)} and block_size "
+            f"{block_size}, got {scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    return _ops.dequantize_blockwise(codes, scale.contiguous(), codec, block_size, dtype)

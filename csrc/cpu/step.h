@@ -66,7 +66,7 @@ std::vector<J> make_jobs(const Tensors& params, const Tensors& grads, const std:
                     " must be float32, bfloat16 or float16");
     STD_TORCH_CHECK(same_layout(g, p), name_of("grads", i), " must have its parameter's shape and strides");
     J& job = jobs[i];
-    job.layout = layout_of(p, size, name_of("params", i));
+    job.layout = layout_of(p, size, "a parameter");
     job.param = p.data_ptr();
     job.grad = g.data_ptr();
     const bool coded = moments[0]->tensors[i].scalar_type() != ScalarType::Float;
@@ -81,7 +81,7 @@ std::vector<J> make_jobs(const Tensors& params, const Tensors& grads, const std:
       float* scale = nullptr;
       if (coded) {
         STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i), " holds codes and has no scale");
-        check_scale(moment->scales[used], job.layout, name_of(moment->name, i));
+        check_scale(moment->scales[used], job.layout, moment->name);
         scale = static_cast<float*>(moment->scales[used].data_ptr());
       }
       (k ? job.exp_avg_sq : job.exp_avg) = state.data_ptr();

@@ -94,7 +94,6 @@ class BlockwiseOptimizer(Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            _check_gradient(p)
             state = self.state[p]
             if not state:
                 state.update(self._init_state(p, group))
@@ -166,18 +165,25 @@ class BlockwiseOptimizer(Optimizer):
         states = [[t for _, lists in per_group for t in lists[k]] for k in range(len(self._state_keys()))]
         scaler = [getattr(self, "grad_scale", None), getattr(self, "found_inf", None)]
         groups = self.param_groups
-        _ops.step_(
-            self.op,
-            params,
-            [aligned_gradient(p) for p in params],
-            *states,
-            [i for i, (ps, _) in enumerate(per_group) for _ in ps],
-            self._learning_rates(groups),
-            *self._hyperparameters(groups),
-            [CODECS[g["codec"]] for g in groups],
-            [g["block_size"] for g in groups],
-            *(t if t is None else t.to(device) for t in scaler),
-        )
+        try:
+            _ops.step_(
+                self.op,
+                params,
+                [aligned_gradient(p) for p in params],
+                *states,
+                [i for i, (ps, _) in enumerate(per_group) for _ in ps],
+                self._learning_rates(groups),
+                *self._hyperparameters(groups),
+                [CODECS[g["codec"]] for g in groups],
+                [g["block_size"] for g in groups],
+                *(t if t is None else t.to(device) for t in scaler),
+            )
+        except Exception:
+            # The op checks everything before it changes anything. Looking at each gradient from here, at every step,
+            # would cost more than the step of a small tensor; it is only done for a better message.
+            for p in params:
+                _check_gradient(p)
+            raise
 
     # ---- loading
 

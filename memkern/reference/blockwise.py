@@ -54,10 +54,10 @@ def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tupl
     """Codes (int8 where signed, else uint8) and scale (blocks,) of x (blocks, block).
 
     The scale is the largest finite magnitude; where there is none, or its reciprocal overflows, all codes stand for
-    zero. A non-finite x is stored as zero where signed, as the largest code where not. Unsigned: negative is zero.
+    zero. A non-finite x is stored as zero where signed, as the largest code where not. Unsigned: a negative x is zero.
     ``u`` is what the unsigned power codec adds before it rounds down.
     """
-    finite = x.isfinite()
+    finite = x.isfinite() if signed else x.isfinite() | (x < 0)
     magnitude = torch.where(finite, x.abs() if signed else x.clamp_min(0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
     levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
