@@ -24,7 +24,16 @@ CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 GIB_PER_JOB = 2  # what one compilation may take
 # -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane only
 # (tests/test_optim_numerics.py, dynamic codec with maximize, fails without).
-CXX_FLAGS = ["-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+CXX_FLAGS = [
+    "-O3",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-tree-vectorize",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
 
 
 def what_to_build() -> str:
@@ -79,7 +88,9 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     link = [f for f in extra if f.startswith("-fsanitize")]
     ops = Extension(
         "memkern._ops",
-        sorted(["csrc/library.cpp", *(str(p.relative_to(ROOT)) for p in (ROOT / CSRC / "cpu").glob("*.cpp"))]),
+        sorted(
+            ["csrc/library.cpp", *(str(p.relative_to(ROOT)) for p in (ROOT / CSRC / "cpu").glob("*.cpp"))]
+        ),
         include_dirs=[str(torch_dir / "include"), str(torch_dir / "include/torch/csrc/api/include")],
         library_dirs=[str(torch_dir / "lib")],
         libraries=["torch_cpu", "c10"],

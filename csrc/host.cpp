@@ -1,5 +1,5 @@
-// memkern._host (pybind11): what is not a tensor op. Facts about this build and this machine, and the tables as C++
-// sees them.
+// memkern._host (pybind11): what is not a tensor op. Facts about this build and this machine, and the tables
+// as C++ sees them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -34,7 +34,9 @@ PYBIND11_MODULE(_host, m) {
       },
       "What this module was compiled with.");
 
-  m.def("cpu_isa", [] { return memkern::isa_name(memkern::cpu_isa()); }, "The instruction set that kernels use.");
+  m.def(
+      "cpu_isa", [] { return memkern::isa_name(memkern::cpu_isa()); },
+      "The instruction set that kernels use.");
 
   m.def(
       "cpu_features",
@@ -67,7 +69,8 @@ PYBIND11_MODULE(_host, m) {
   m.def(
       "dynamic_midpoints",
       [](bool is_signed) {
-        const float* table = is_signed ? memkern::kDynamicMidpointsSigned : memkern::kDynamicMidpointsUnsigned;
+        const float* table =
+            is_signed ? memkern::kDynamicMidpointsSigned : memkern::kDynamicMidpointsUnsigned;
         return std::vector<float>(table, table + 255);
       },
       py::arg("signed"), "The boundaries between them.");

@@ -1,20 +1,25 @@
-// Every op: its schema and its registration. Built against LibTorch's stable ABI: no Python.h, one binary for any
-// Python and torch >= 2.10. memkern/_ops.py repeats the schemas for installations without this file (a test
-// compares them).
+// Every op: its schema and its registration. Built against LibTorch's stable ABI: no Python.h, one binary for
+// any Python and torch >= 2.10. memkern/_ops.py repeats the schemas for installations without this file (a
+// test compares them).
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY(memkern, m) {
   m.def(
-      "quantize_blockwise(Tensor x, int codec, bool signed, int block_size, int? step=None) -> (Tensor, Tensor)");
-  m.def("dequantize_blockwise(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor");
+      "quantize_blockwise(Tensor x, int codec, bool signed, int block_size, int? step=None) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "dequantize_blockwise(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> "
+      "Tensor");
   m.def(
       "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, Tensor[] lr, "
+      "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, "
+      "Tensor[] lr, "
       "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] decoupled, int[] maximize, "
       "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
   m.def(
       "lion_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
-      "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
+      "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] "
+      "codec, "
       "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
 }
 

@@ -7,7 +7,7 @@ decides which of them a call goes to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def _fake_step(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
     "adam_step_": _fake_step,

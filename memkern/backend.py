@@ -141,7 +141,7 @@ def report() -> dict[str, Any]:
     import torch
 
     try:
-        from . import _host  # type: ignore[attr-defined]
+        from . import _host
     except ImportError:
         _host = None
     cuda = torch.cuda.is_available()
@@ -162,6 +162,9 @@ def report() -> dict[str, Any]:
             "features": _host.cpu_features() if _host else None,
         },
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-        "build": {**(_host.build_info() if _host else {}), "library": str(LIBRARY) if LIBRARY.exists() else None},
+        "build": {
+            **(_host.build_info() if _host else {}),
+            "library": str(LIBRARY) if LIBRARY.exists() else None,
+        },
         "executable": sys.executable,
     }

@@ -71,7 +71,9 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
     for i in range(DYNAMIC_EXPONENTS):
         edges = _linspace_fp32(0.1, 1.0, 2 ** (i if signed else i + 1) + 1)
         decade = to_fp32(10.0 ** (i - DYNAMIC_EXPONENTS + 1))
-        means = [to_fp32(decade * to_fp32(to_fp32(a + b) / 2)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        means = [
+            to_fp32(decade * to_fp32(to_fp32(a + b) / 2)) for a, b in zip(edges[:-1], edges[1:], strict=True)
+        ]
         values += means
         if signed:
             values += [-m for m in means]
@@ -94,9 +96,7 @@ def dynamic_zero(signed: bool) -> int:
 
 
 def _c_array(name: str, values: tuple[float, ...]) -> str:
-    lines = [
-        ", ".join(f"{float.hex(v)}f" for v in values[i : i + 4]) for i in range(0, len(values), 4)
-    ]
+    lines = [", ".join(f"{float.hex(v)}f" for v in values[i : i + 4]) for i in range(0, len(values), 4)]
     return f"MEMKERN_TABLE float {name}[{len(values)}] = {{\n    " + ",\n    ".join(lines) + "};\n"
 
 

@@ -1,4 +1,5 @@
-// The dynamic tree map (memkern/codec.py): a table to decode, arithmetic and one comparison each way to encode.
+// The dynamic tree map (memkern/codec.py): a table to decode, arithmetic and one comparison each way to
+// encode.
 #pragma once
 #include "scalar.h"
 #include "tables.h"
@@ -13,10 +14,12 @@ MEMKERN_FN float dynamic_factor(float scale) {
 
 // A code is an entry's index less that of 0 (modulo 256), so that code 0 is 0 in both maps.
 template <bool Signed> MEMKERN_FN float dynamic_decode(uint8_t code) {
-  return Signed ? kDynamicMapSigned[static_cast<uint8_t>(code + kDynamicZeroSigned)] : kDynamicMapUnsigned[code];
+  return Signed ? kDynamicMapSigned[static_cast<uint8_t>(code + kDynamicZeroSigned)]
+                : kDynamicMapUnsigned[code];
 }
 
-// The code of the entry nearest to x / scale (a tie takes the lower one). Non-finite: 0 where signed, else the largest.
+// The code of the entry nearest to x / scale (a tie takes the lower one). Non-finite: 0 where signed, else
+// the largest.
 template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float factor) {
   if (!is_finite(x)) return Signed ? 0 : 255;
   const float t = (Signed || x > 0 ? x : 0.0f) * factor;

@@ -15,7 +15,7 @@ struct BlockLayout {
 
 // Sizes and strides of a tensor in elements. Returns false where the tensor is not dense.
 MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64_t dims, int64_t block_size,
-                         BlockLayout* out) {
+                             BlockLayout* out) {
   *out = BlockLayout{};
   out->block = block_size;
   int64_t numel = 1;
@@ -32,7 +32,8 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
     expected *= sizes[next];
     outermost_size = sizes[next];
   }
-  // A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
+  // A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left
+  // with.
   const int64_t rows = dims == 0 || sizes[0] == 1 ? 1 : outermost_size;
   const int64_t cols = numel / rows;
   out->numel = numel;
@@ -49,7 +50,8 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
 }
 
 // Calls visit(offset, length, block) for the blocks [begin, end).
-template <class Visit> MEMKERN_FN void for_blocks(const BlockLayout& l, int64_t begin, int64_t end, Visit&& visit) {
+template <class Visit>
+MEMKERN_FN void for_blocks(const BlockLayout& l, int64_t begin, int64_t end, Visit&& visit) {
   if (begin >= end) return;
   int64_t within = begin % l.blocks_per_segment;
   int64_t base = begin / l.blocks_per_segment * l.segment;

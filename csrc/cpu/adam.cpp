@@ -8,13 +8,16 @@
 
 namespace memkern {
 
-void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors exp_avg_scales,
-                   Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr, Doubles beta1, Doubles beta2,
-                   Doubles eps, Doubles weight_decay, Ints decoupled, Ints maximize, Ints codec, Ints block_size,
-                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                   Tensors exp_avg_scales, Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr,
+                   Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, Ints decoupled,
+                   Ints maximize, Ints codec, Ints block_size, std::optional<Tensor> grad_scale,
+                   std::optional<Tensor> found_inf) {
   const size_t groups = lr.size();
-  for (size_t got : {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()})
-    STD_TORCH_CHECK(got == groups, "every hyperparameter must have one entry per group, ", groups, ", got ", got);
+  for (size_t got :
+       {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()})
+    STD_TORCH_CHECK(got == groups, "every hyperparameter must have one entry per group, ", groups, ", got ",
+                    got);
   STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
                   " entries, one per parameter, got ", steps.size());
   const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};

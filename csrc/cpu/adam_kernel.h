@@ -5,8 +5,8 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
-// Two loops: first the moments and the root; then, when the scales are known, the division and the codes. In one loop a
-// vector's chain of operations is longer than what the processor looks ahead.
+// Two loops: first the moments and the root; then, when the scales are known, the division and the codes. In
+// one loop a vector's chain of operations is longer than what the processor looks ahead.
 template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, int64_t begin, int64_t end) {
   const AdamScalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
@@ -15,8 +15,8 @@ template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, in
     const P* p = static_cast<const P*>(job.param) + b.offset;
     const G* g = static_cast<const G*>(job.grad) + b.offset;
     Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, b.offset, block, m_values + b.place);
-    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, kPower ? s.root_beta2 : s.beta2, b.offset,
-                                 block, w_values + b.place);
+    Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, kPower ? s.root_beta2 : s.beta2,
+                                 b.offset, block, w_values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
       // Power codes hold w = sqrt(v).
       F m = first.get(i, load_from), v = second.get(i, load_from);
@@ -62,7 +62,8 @@ template <class P, class G> void adam_run_fp32(const AdamJob& job, int64_t begin
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
-    float *exp_avg = static_cast<float*>(job.exp_avg) + offset, *exp_avg_sq = static_cast<float*>(job.exp_avg_sq) + offset;
+    float *exp_avg = static_cast<float*>(job.exp_avg) + offset,
+          *exp_avg_sq = static_cast<float*>(job.exp_avg_sq) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       const F x = load_from(p + i);
       F m = F(s.beta1) * load_from(exp_avg + i), v = F(s.beta2) * load_from(exp_avg_sq + i);

@@ -40,11 +40,13 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool 
   return {codes, scale};
 }
 
-Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64_t block_size, ScalarType dtype) {
+Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64_t block_size,
+                                ScalarType dtype) {
   check_codec(codec);
   check_block_size(block_size);
   const bool is_signed = codes.scalar_type() == ScalarType::Char;
-  STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte, "codes must be int8 (signed) or uint8");
+  STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte,
+                  "codes must be int8 (signed) or uint8");
   STD_TORCH_CHECK(is_float_type(dtype), "dtype must be float32, bfloat16 or float16");
   CodecJob job{};
   job.layout = layout_of(codes, block_size, "codes");

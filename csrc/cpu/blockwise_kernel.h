@@ -5,7 +5,8 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
-template <class T, class Code, StateKind Kind> void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+template <class T, class Code, StateKind Kind>
+void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
   alignas(64) float values[kBuffer];
   const auto gather = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
     const T* x = static_cast<const T*>(job.values) + b.offset;
@@ -22,13 +23,13 @@ template <class T, class Code, StateKind Kind> void quantize_run(const CodecJob&
   });
 }
 
-template <class T, class Code, StateKind Kind> void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+template <class T, class Code, StateKind Kind>
+void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     T* x = static_cast<T*>(job.values) + offset;
     const Moment<Code, Kind> moment(job.codes, job.scale, 1.0f, offset, block, nullptr);
-    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      store_to(x + i, moment.get(i, load_from));
-    });
+    for_vectors(n, [&](int i, auto load_from, auto store_to)
+                       MEMKERN_LAMBDA { store_to(x + i, moment.get(i, load_from)); });
   });
 }
 

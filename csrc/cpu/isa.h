@@ -20,15 +20,16 @@ inline Isa best_isa() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("fma");
     return wide ? Isa::kAvx512 : Isa::kAvx2;
   }
 #endif
   return Isa::kGeneric;
 }
 
-// The best one, or a lesser one that MEMKERN_CPU_ISA names (generic, avx2, avx512). Read at every call, so that one
-// process can compare them; this costs nothing beside a step.
+// The best one, or a lesser one that MEMKERN_CPU_ISA names (generic, avx2, avx512). Read at every call, so
+// that one process can compare them; this costs nothing beside a step.
 inline Isa cpu_isa() {
   static const Isa best = best_isa();
   const char* wish = std::getenv("MEMKERN_CPU_ISA");
@@ -40,10 +41,10 @@ inline Isa cpu_isa() {
 
 // NAME(...) of the instruction set in use.
 #ifdef MEMKERN_X86
-#define MEMKERN_PICK(NAME, ...)                                    \
+#define MEMKERN_PICK(NAME, ...)                          \
   (cpu_isa() == Isa::kAvx512 ? avx512::NAME(__VA_ARGS__) \
    : cpu_isa() == Isa::kAvx2 ? avx2::NAME(__VA_ARGS__)   \
-                                        : generic::NAME(__VA_ARGS__))
+                             : generic::NAME(__VA_ARGS__))
 #else
 #define MEMKERN_PICK(NAME, ...) generic::NAME(__VA_ARGS__)
 #endif

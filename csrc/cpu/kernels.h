@@ -1,5 +1,6 @@
-// The jobs that the CPU kernels do, and the kernels that each instruction set offers for them. No torch in here:
-// isa_*.cpp compile the kernels for one instruction set each, and must not compile anybody else's inline functions.
+// The jobs that the CPU kernels do, and the kernels that each instruction set offers for them. No torch in
+// here: isa_*.cpp compile the kernels for one instruction set each, and must not compile anybody else's
+// inline functions.
 #pragma once
 #include "../core/adam.h"
 #include "../core/layout.h"
@@ -35,11 +36,11 @@ struct CodecJob {
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
 };
 
-#define MEMKERN_DECLARE_KERNELS(ISA)                                                                      \
-  namespace ISA {                                                                                         \
-  decltype(AdamJob::run) adam_kernel(StateKind, FloatType param, FloatType grad);                         \
-  decltype(LionJob::run) lion_kernel(StateKind, FloatType param, FloatType grad);                         \
-  decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize);       \
+#define MEMKERN_DECLARE_KERNELS(ISA)                                                                \
+  namespace ISA {                                                                                   \
+  decltype(AdamJob::run) adam_kernel(StateKind, FloatType param, FloatType grad);                   \
+  decltype(LionJob::run) lion_kernel(StateKind, FloatType param, FloatType grad);                   \
+  decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
   }
 MEMKERN_DECLARE_KERNELS(generic)
 MEMKERN_DECLARE_KERNELS(avx2)

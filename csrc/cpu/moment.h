@@ -23,13 +23,12 @@ __attribute__((noinline)) void encode_exactly(int8_t* codes, const float* values
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float found = 0.0f;
   for (int i = 0; i < n; ++i)
-    if (memkern::is_finite(values[i]))
-      found = memkern::max(is_signed ? fabsf(values[i]) : values[i], found);
+    if (memkern::is_finite(values[i])) found = memkern::max(is_signed ? fabsf(values[i]) : values[i], found);
   return found;
 }
 
-// A block whose values wait in a buffer, from `place` on, to be encoded. Several wait together, so that the next block
-// is under way while the last one's maximum and reciprocal are still being found.
+// A block whose values wait in a buffer, from `place` on, to be encoded. Several wait together, so that the
+// next block is under way while the last one's maximum and reciprocal are still being found.
 struct Waiting {
   int64_t offset;
   int place, n;
@@ -38,8 +37,9 @@ struct Waiting {
 constexpr int kBatch = 8;
 
 // Calls update(block) for each of the blocks [begin, end), which sets the factors, and encode(block) later.
-template <class Update, class Encode>
-MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin, int64_t end, Update&& update, Encode&& encode) {
+template <class Update, class Encode> MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin,
+                                                                  int64_t end, Update&& update,
+                                                                  Encode&& encode) {
   Waiting waiting[kBatch];
   int count = 0, place = 0;
   const auto encode_all = [&]() MEMKERN_LAMBDA {
@@ -56,8 +56,9 @@ MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin, int64_t en
   encode_all();
 }
 
-// One moment of one block, in codes, while it is updated. Small and local, so that the compiler keeps it in registers:
-// a store through int8_t* may change anything in memory, and reloading after each doubled the time of a step.
+// One moment of one block, in codes, while it is updated. Small and local, so that the compiler keeps it in
+// registers: a store through int8_t* may change anything in memory, and reloading after each doubled the time
+// of a step.
 template <class Code, StateKind Kind> struct Moment {
   static constexpr bool kSigned = kIsSigned<Code>;
   static constexpr int kLevels = kSigned ? kPowerLevelsSigned : kPowerLevelsUnsigned;
@@ -67,7 +68,8 @@ template <class Code, StateKind Kind> struct Moment {
   float* values;  // what waits to be encoded, until the block's scale is known
   F unit, largest;
 
-  MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block, float* values_)
+  MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block,
+                    float* values_)
       : codes(static_cast<Code*>(all_codes) + offset),
         scale(scales + block),
         values(values_),
@@ -94,7 +96,8 @@ template <class Code, StateKind Kind> struct Moment {
     largest = max(kSigned ? abs(x) : x, largest);  // skips NaN; set_scale() sees to infinity
   }
 
-  // Stores the scale of the n values that were put. Returns the encoder's factor, 0 for a block to be stored as zeros.
+  // Stores the scale of the n values that were put. Returns the encoder's factor, 0 for a block to be stored
+  // as zeros.
   MEMKERN_FN float set_scale(int n) const {
     float s = max_of(largest);
     if (!memkern::is_finite(s)) s = largest_finite(values, n, kSigned);
@@ -137,7 +140,8 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
   if (factor == 0.0f) {
     for (int i = 0; i < n; ++i) codes[i] = 0;
   } else if constexpr (Kind == StateKind::kDynamic) {
-    for (int i = 0; i < n; ++i) codes[i] = static_cast<Code>(dynamic_encode<kIsSigned<Code>>(values[i], factor));
+    for (int i = 0; i < n; ++i)
+      codes[i] = static_cast<Code>(dynamic_encode<kIsSigned<Code>>(values[i], factor));
   } else if constexpr (kIsSigned<Code>) {
     SignedWriter writer(codes, values, factor);
     for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });

@@ -39,6 +39,8 @@ inline FloatType float_type(const Tensor& t) {
                                                  : FloatType::kFp32;
 }
 
-inline StateKind code_kind(int64_t codec) { return codec == kPower ? StateKind::kPower : StateKind::kDynamic; }
+inline StateKind code_kind(int64_t codec) {
+  return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
+}
 
 }  // namespace memkern

@@ -1,9 +1,10 @@
 // The power codec's encoder with AVX-512: the codes of csrc/core/power.h, in fewer instructions.
 //
-// On a Zen 4 core, in cycles per 16 elements: a root occupies the divider for 10 and a division for 6, and nearly
-// everything else takes 1/2 to 1 elsewhere. Adam itself needs one root and one division. So w takes its root from the
-// divider, and m beside it an estimate from the multipliers. (Not the other way round: under a steady gradient w creeps
-// up to its boundaries, and the estimate is then in doubt in every third block instead of one in 60.)
+// On a Zen 4 core, in cycles per 16 elements: a root occupies the divider for 10 and a division for 6, and
+// nearly everything else takes 1/2 to 1 elsewhere. Adam itself needs one root and one division. So w takes
+// its root from the divider, and m beside it an estimate from the multipliers. (Not the other way round:
+// under a steady gradient w creeps up to its boundaries, and the estimate is then in doubt in every third
+// block instead of one in 60.)
 #pragma once
 #include "../core/power.h"
 #include "simd_avx512.h"
@@ -16,10 +17,10 @@ struct SignedEncoder {
 
   MEMKERN_FN explicit SignedEncoder(float factor) : quarter(factor * 0.25f) {}
 
-  // sqrt(|x| * factor) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter under the root needs
-  // no halving. Within 3 units of 2^-24 of the true root, the formula within 1: the two are within 2^-14, as N = 127.
-  // The conversion rounds to nearest even. Zero and what is not finite become NaN, and that converts to 0x80000000,
-  // whose lowest byte is code 0.
+  // sqrt(|x| * factor) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter under the
+  // root needs no halving. Within 3 units of 2^-24 of the true root, the formula within 1: the two are within
+  // 2^-14, as N = 127. The conversion rounds to nearest even. Zero and what is not finite become NaN, and
+  // that converts to 0x80000000, whose lowest byte is code 0.
   MEMKERN_FN __m128i encode(F x) {
     const __m512 t = (abs(x) * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);
     const __m512 c = _mm512_mul_ps(y, _mm512_fnmadd_ps(y, r, _mm512_set1_ps(3.0f)));
@@ -35,7 +36,8 @@ struct UnsignedEncoder {
   F factor;
   MEMKERN_FN explicit UnsignedEncoder(float factor_) : factor(factor_) {}
 
-  // x >= 0 or not finite. What is not finite converts to 0x80000000, and as an unsigned number saturates to 255.
+  // x >= 0 or not finite. What is not finite converts to 0x80000000, and as an unsigned number saturates to
+  // 255.
   MEMKERN_FN __m128i encode(F x, F u) {
     const F c = sqrt(x * factor) + u;
     // At least 1 where x is not 0: min(bits of x, 1) is 0 for 0 alone, and cheaper than a comparison.

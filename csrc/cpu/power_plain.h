@@ -1,4 +1,5 @@
-// The power codec's encoder by the formulas of csrc/core/power.h, for instruction sets without one of their own.
+// The power codec's encoder by the formulas of csrc/core/power.h, for instruction sets without one of their
+// own.
 #pragma once
 #include "../core/power.h"
 

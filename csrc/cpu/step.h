@@ -1,4 +1,5 @@
-// What the optimizer steps' host sides share: checks before anything changes, and the scalars that ride on tensors.
+// What the optimizer steps' host sides share: checks before anything changes, and the scalars that ride on
+// tensors.
 #pragma once
 #include <array>
 #include <map>
@@ -7,7 +8,8 @@
 
 namespace memkern {
 
-// One moment of all tensors: its name, its tensors, the dtype of its codes, and a scale for each tensor of codes.
+// One moment of all tensors: its name, its tensors, the dtype of its codes, and a scale for each tensor of
+// codes.
 struct MomentArgs {
   const char* name;
   const Tensors& tensors;
@@ -36,9 +38,10 @@ inline StateKind state_kind(const Tensor& state, int64_t codec) {
 }
 
 // Checks everything, and makes the jobs: all but their scalars, rounding and kernel.
-template <class J>
-std::vector<J> make_jobs(const Tensors& params, const Tensors& grads, const std::array<const MomentArgs*, 2>& moments,
-                         const Ints& group, size_t groups, const Ints& codec, const Ints& block_size) {
+template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors& grads,
+                                            const std::array<const MomentArgs*, 2>& moments,
+                                            const Ints& group, size_t groups, const Ints& codec,
+                                            const Ints& block_size) {
   const size_t n = params.size();
   STD_TORCH_CHECK(grads.size() == n && group.size() == n, "grads and group must have ", n,
                   " entries, one per parameter, got ", grads.size(), " and ", group.size());
@@ -74,13 +77,15 @@ std::vector<J> make_jobs(const Tensors& params, const Tensors& grads, const std:
       const MomentArgs* moment = moments[k];
       if (!moment) continue;
       const Tensor& state = moment->tensors[i];
-      STD_TORCH_CHECK(state.scalar_type() == (coded ? moment->code : ScalarType::Float), name_of(moment->name, i),
+      STD_TORCH_CHECK(state.scalar_type() == (coded ? moment->code : ScalarType::Float),
+                      name_of(moment->name, i),
                       " must be 8-bit codes or float32, like the parameter's other states");
       STD_TORCH_CHECK(same_layout(state, p), name_of(moment->name, i),
                       " must have its parameter's shape and strides");
       float* scale = nullptr;
       if (coded) {
-        STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i), " holds codes and has no scale");
+        STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i),
+                        " holds codes and has no scale");
         check_scale(moment->scales[used], job.layout, moment->name);
         scale = static_cast<float*>(moment->scales[used].data_ptr());
       }

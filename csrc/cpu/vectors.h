@@ -24,7 +24,8 @@ template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
   std::memcpy(p, all, count * sizeof(T));
 }
 
-// Calls body(i, load, store) for each vector of [0, n); the last may be short: lanes past n read 0, write nothing.
+// Calls body(i, load, store) for each vector of [0, n); the last may be short: lanes past n read 0, write
+// nothing.
 template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
   int i = 0;
   for (; i + kLanes <= n; i += kLanes)

@@ -167,12 +167,16 @@ class AdamW(Adam):
 class Adam8bit(Adam):
     """:class:`Adam` with ``state_bits=8``."""
 
-    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any
+    ) -> None:
         super().__init__(params, lr, *args, state_bits=state_bits, **options)
 
 
 class AdamW8bit(AdamW):
     """:class:`AdamW` with ``state_bits=8``."""
 
-    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any
+    ) -> None:
         super().__init__(params, lr, *args, state_bits=state_bits, **options)

@@ -51,7 +51,9 @@ class BlockwiseOptimizer(Optimizer):
         lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
         if isinstance(lr, Tensor):
             if lr.numel() != 1 or not lr.is_floating_point():
-                raise ValueError(f"lr must be a float or a 0-dim float tensor, got {lr.dtype}, {tuple(lr.shape)}")
+                raise ValueError(
+                    f"lr must be a float or a 0-dim float tensor, got {lr.dtype}, {tuple(lr.shape)}"
+                )
         elif not lr >= 0:
             raise ValueError(f"lr must be 0 or more, got {lr}")
         if len(betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas):
@@ -63,7 +65,9 @@ class BlockwiseOptimizer(Optimizer):
         check_block_size(group["block_size"])
         check_codec(group["codec"])
         if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
-            raise ValueError(f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}")
+            raise ValueError(
+                f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}"
+            )
 
     # ---- state
 
@@ -154,7 +158,9 @@ class BlockwiseOptimizer(Optimizer):
             self._step_device([self._on_device(params, device) for params, _ in per_group], device)
         return loss
 
-    def _on_device(self, params: list[Tensor], device: torch.device) -> tuple[list[Tensor], list[list[Tensor]]]:
+    def _on_device(
+        self, params: list[Tensor], device: torch.device
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
         own = [p for p in params if p.device == device]
         return own, [[self.state[p][key] for p in own if key in self.state[p]] for key in self._state_keys()]
 
@@ -201,7 +207,9 @@ class BlockwiseOptimizer(Optimizer):
             # destroys codes, so it gets to see none.
             self._check_state_dict(incoming)
             held = {
-                index: {key: _Held(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+                index: {
+                    key: _Held(value) if isinstance(value, Tensor) else value for key, value in state.items()
+                }
                 for index, state in incoming["state"].items()
             }
             return {**incoming, "state": held}
@@ -236,7 +244,9 @@ class BlockwiseOptimizer(Optimizer):
                 )
             self._check_group({**s, "params": groups[k]["params"]})
         of_index = {
-            i: (p, s) for g, s in zip(groups, saved, strict=True) for p, i in zip(g["params"], s["params"], strict=True)
+            i: (p, s)
+            for g, s in zip(groups, saved, strict=True)
+            for p, i in zip(g["params"], s["params"], strict=True)
         }
         for i, state in state_dict["state"].items():
             if i in of_index and state:
@@ -261,7 +271,9 @@ class BlockwiseOptimizer(Optimizer):
                     fail(f"step must be one float32, 0 or more, got {value}")
             elif key.endswith("_scale"):
                 if value.dtype != torch.float32 or tuple(value.shape) != shape:
-                    fail(f"{key} must be float32 of shape {shape}, got {value.dtype} of shape {tuple(value.shape)}")
+                    fail(
+                        f"{key} must be float32 of shape {shape}, got {value.dtype} of shape {tuple(value.shape)}"
+                    )
                 if not bool(((value >= 0) & value.isfinite()).all()):
                     fail(f"{key} has entries that are negative or not finite")
             else:
@@ -288,7 +300,9 @@ def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
 
 def _check_param(p: Tensor) -> None:
     if p.dtype not in FLOATS:
-        raise TypeError(f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}")
+        raise TypeError(
+            f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}"
+        )
     if p.layout != torch.strided or not is_dense(p.shape, p.stride()):
         raise ValueError(
             f"params must be dense (their elements must fill one run of memory), got shape {tuple(p.shape)} with "
@@ -300,7 +314,9 @@ def _check_gradient(p: Tensor) -> None:
     g = p.grad
     assert g is not None
     if g.layout != torch.strided:
-        raise RuntimeError(f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam")
+        raise RuntimeError(
+            f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam"
+        )
     if g.dtype not in FLOATS:
         raise TypeError(f"gradients must be float32, bfloat16 or float16, got {g.dtype}")
     if g.shape != p.shape or g.device != p.device:

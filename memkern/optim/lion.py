@@ -86,5 +86,7 @@ class Lion(BlockwiseOptimizer):
 class Lion8bit(Lion):
     """:class:`Lion` with ``state_bits=8``."""
 
-    def __init__(self, params: Any, lr: float | Tensor = 1e-4, *args: Any, state_bits: int = 8, **options: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-4, *args: Any, state_bits: int = 8, **options: Any
+    ) -> None:
         super().__init__(params, lr, *args, state_bits=state_bits, **options)
