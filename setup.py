@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent
 CSRC = Path("csrc")
 CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 GIB_PER_JOB = 2  # what one compilation may take
-# -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane only
-# (tests/test_optim_numerics.py, dynamic codec with maximize, fails without).
+# -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane
+# only (dynamic codec with maximize, AVX-512: tests/test_optim_numerics.py fails without).
 CXX_FLAGS = [
     "-O3",
     "-fvisibility=hidden",

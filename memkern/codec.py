@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import struct
+from itertools import pairwise
 
 CODECS = {"power": 0, "dynamic": 1}
 """Codec names and the numbers that stand for them in op arguments."""
@@ -71,9 +72,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
     for i in range(DYNAMIC_EXPONENTS):
         edges = _linspace_fp32(0.1, 1.0, 2 ** (i if signed else i + 1) + 1)
         decade = to_fp32(10.0 ** (i - DYNAMIC_EXPONENTS + 1))
-        means = [
-            to_fp32(decade * to_fp32(to_fp32(a + b) / 2)) for a, b in zip(edges[:-1], edges[1:], strict=True)
-        ]
+        means = [to_fp32(decade * to_fp32(to_fp32(a + b) / 2)) for a, b in pairwise(edges)]
         values += means
         if signed:
             values += [-m for m in means]
@@ -87,7 +86,7 @@ def dynamic_midpoints(signed: bool) -> tuple[float, ...]:
     the lower entry.
     """
     values = dynamic_map(signed)
-    return tuple(_down_to_fp32((a + b) / 2) for a, b in zip(values[:-1], values[1:], strict=True))
+    return tuple(_down_to_fp32((a + b) / 2) for a, b in pairwise(values))
 
 
 def dynamic_zero(signed: bool) -> int:

@@ -7,10 +7,11 @@
 #endif
 #include "simd_avx2.h"
 #define MEMKERN_ISA avx2
+#include "power_plain.h"
+
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
 #include "lion_kernel.h"
-#include "power_plain.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

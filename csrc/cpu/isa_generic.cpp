@@ -1,7 +1,8 @@
 // The CPU kernels in plain C++.
 #include "simd_generic.h"
 #define MEMKERN_ISA generic
+#include "power_plain.h"
+
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
 #include "lion_kernel.h"
-#include "power_plain.h"
