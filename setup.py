@@ -3,9 +3,10 @@
 ``memkern/libmemkern.so``  every op, against LibTorch's stable ABI: no Python.h, one binary for torch >= 2.10.
 ``memkern/_host``          pybind11: build facts, CPU features, tables.
 
-MEMKERN_BUILD   auto (default): what this machine can build; cpu; cuda; none. cpu and cuda fail where they cannot.
-MAX_JOBS        parallel compilations; by default as many as cores and free memory allow.
-TORCH_CUDA_ARCH_LIST   overrides the list of CUDA architectures.
+MEMKERN_BUILD          auto (default): what this machine can build; cpu; cuda; none. cpu, cuda: or fail.
+MAX_JOBS               parallel compilations; by default as many as cores and free memory allow.
+TORCH_CUDA_ARCH_LIST   CUDA architectures, such as "8.0;9.0+PTX", in place of the default list.
+MEMKERN_CXX_FLAGS      more flags for the C++ compiler; -fsanitize=... also reaches the linker.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import os
 import runpy
 import shutil
+import subprocess
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -22,18 +25,14 @@ ROOT = Path(__file__).parent
 CSRC = Path("csrc")
 CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 GIB_PER_JOB = 2  # what one compilation may take
+TARGET_TORCH = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10
 # -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane
 # only (dynamic codec with maximize, AVX-512: tests/test_optim_numerics.py fails without).
 CXX_FLAGS = [
-    "-O3",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-tree-vectorize",
-    "-Wall",
-    "-Wno-psabi",
-    "-Wno-maybe-uninitialized",
+    *("-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-g0"),
+    *("-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),
 ]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 def what_to_build() -> str:
@@ -45,29 +44,64 @@ def what_to_build() -> str:
         return mode
     compiler = os.environ.get("CXX", "c++").split()[0]
     has_cxx = shutil.which(compiler) is not None
-    has_nvcc = shutil.which(os.environ.get("NVCC", "nvcc")) is not None
     if mode in ("cpu", "cuda") and not has_cxx:
         raise SystemExit(f"MEMKERN_BUILD={mode} needs a C++ compiler; {compiler!r} was not found")
-    if mode == "cuda" and not has_nvcc:
-        raise SystemExit("MEMKERN_BUILD=cuda needs nvcc, which was not found")
+    if mode == "cuda" and not (nvcc() and cuda_sources()):
+        reason = "nvcc, which was not found" if cuda_sources() else "CUDA sources, and this version has none"
+        raise SystemExit(f"MEMKERN_BUILD=cuda needs {reason}")
     if not has_cxx:
         print(f"memkern: no C++ compiler ({compiler!r}): installing without compiled kernels")
         return "none"
-    return "cuda" if has_nvcc and cuda_sources() and mode != "cpu" else "cpu"
+    return "cuda" if nvcc() and cuda_sources() and mode != "cpu" else "cpu"
+
+
+def nvcc() -> str | None:
+    return shutil.which(os.environ.get("NVCC", "nvcc"))
 
 
 def cuda_sources() -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / CSRC / "cuda").glob("*.cu"))
+    return sources("cuda/*.cu")
 
 
-def limit_jobs() -> None:
-    if "MAX_JOBS" in os.environ:
-        return
-    jobs = os.cpu_count() or 1
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        jobs = min(jobs, int(free // GIB_PER_JOB))
-    os.environ["MAX_JOBS"] = str(max(1, jobs))
+def sources(pattern: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / CSRC).glob(pattern))
+
+
+def cuda_archs() -> list[str]:
+    """Architectures such as "8.0" or "12.0+PTX"."""
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS).replace(" ", ";").split(";")
+
+
+def gencode(arch: str) -> list[str]:
+    """nvcc's flags for an architecture: machine code, and PTX where the name ends in +PTX."""
+    number = arch.removesuffix("+PTX").replace(".", "")
+    kinds = ["sm", "compute"] if arch.endswith("+PTX") else ["sm"]
+    return [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+
+
+def limit_jobs() -> int:
+    if "MAX_JOBS" not in os.environ:
+        jobs = os.cpu_count() or 1
+        if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+            jobs = min(jobs, int(free // GIB_PER_JOB))
+        os.environ["MAX_JOBS"] = str(max(1, jobs))
+    return int(os.environ["MAX_JOBS"])
+
+
+def compile_cuda(includes: list[str], folder: Path) -> list[str]:
+    """Compiles every .cu with nvcc itself: beside a CPU-only torch, torch's CUDAExtension would ask for its CUDA."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = [*NVCC_FLAGS, *(flag for arch in cuda_archs() for flag in gencode(arch))]
+    flags += [f"-D{'='.join(TARGET_TORCH)}", "-DUSE_CUDA", *(f"-I{path}" for path in includes)]
+
+    def compile_one(source: str) -> str:
+        target = str(folder / (Path(source).stem + ".cu.o"))
+        subprocess.run([str(nvcc()), *flags, "-c", source, "-o", target], cwd=ROOT, check=True)
+        return target
+
+    with ThreadPoolExecutor(limit_jobs()) as pool:
+        return list(pool.map(compile_one, cuda_sources()))
 
 
 def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
@@ -77,24 +111,26 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     from torch.utils import cpp_extension
 
     limit_jobs()
-    codec = runpy.run_path(str(ROOT / "memkern" / "codec.py"))
     header = ROOT / CSRC / "core" / "tables.h"
-    text = codec["c_header"]()
+    text = runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]()
     if not header.exists() or header.read_text() != text:
         header.write_text(text)
 
     torch_dir = Path(torch.__file__).parent
+    includes = [str(torch_dir / "include"), str(torch_dir / "include/torch/csrc/api/include")]
     extra = os.environ.get("MEMKERN_CXX_FLAGS", "").split()
-    link = [f for f in extra if f.startswith("-fsanitize")]
+    link = [flag for flag in extra if flag.startswith("-fsanitize")]
+    archs = ";".join(cuda_archs()) if kind == "cuda" else ""
+    cuda = (
+        {"define_macros": [("USE_CUDA", None)], "libraries": ["cudart_static", "rt", "dl"]} if archs else {}
+    )
     ops = Extension(
         "memkern._ops",
-        sorted(
-            ["csrc/library.cpp", *(str(p.relative_to(ROOT)) for p in (ROOT / CSRC / "cpu").glob("*.cpp"))]
-        ),
-        include_dirs=[str(torch_dir / "include"), str(torch_dir / "include/torch/csrc/api/include")],
-        library_dirs=[str(torch_dir / "lib")],
-        libraries=["torch_cpu", "c10"],
-        define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000")],
+        sources("*/*.cpp") + sources("library.cpp"),
+        include_dirs=includes,
+        library_dirs=[str(torch_dir / "lib"), *cuda_libraries(archs)],
+        libraries=["torch_cpu", "c10", *cuda.get("libraries", [])],
+        define_macros=[TARGET_TORCH, *cuda.get("define_macros", [])],
         extra_compile_args={"cxx": CXX_FLAGS + extra},
         extra_link_args=link,
         depends=[str(p) for p in CSRC.rglob("*.h")],
@@ -104,12 +140,13 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     if (Path(sysconfig.get_path("include")) / "Python.h").exists():
         import pybind11
 
+        facts = [("MEMKERN_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKERN_CUDA_ARCHS", f'"{archs}"')]
         found.append(
             Extension(
                 "memkern._host",
                 ["csrc/host.cpp"],
                 include_dirs=[pybind11.get_include()],
-                define_macros=[("MEMKERN_TORCH_VERSION", f'"{torch.__version__}"')],
+                define_macros=facts,
                 extra_compile_args={"cxx": [*CXX_FLAGS, "-std=c++17", *extra]},
                 extra_link_args=link,
                 language="c++",
@@ -123,7 +160,22 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
                 return os.path.join(*ext_name.split(".")[:-1], "libmemkern.so")
             return super().get_ext_filename(ext_name)
 
+        def build_extensions(self) -> None:
+            if archs:
+                ops.extra_objects = compile_cuda(includes, Path(self.build_temp).resolve() / "cuda")
+            super().build_extensions()
+
     return found, {"build_ext": BuildExtension}
+
+
+def cuda_libraries(archs: str) -> list[str]:
+    """Where nvcc's toolkit keeps the CUDA runtime; nvcc itself may be a link or a script somewhere else."""
+    if not archs:
+        return []
+    dry = [str(nvcc()), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    lines = subprocess.run(dry, capture_output=True, text=True).stderr.splitlines()
+    top = next((line.split("TOP=", 1)[1].strip() for line in lines if "TOP=" in line), "")
+    return [str(Path(top, name).resolve()) for name in ("lib64", "lib") if Path(top, name).exists()]
 
 
 ext_modules, cmdclass = extensions(what_to_build())

@@ -10,7 +10,9 @@ namespace {
 template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, int64_t begin, int64_t end) {
   const AdamScalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
-  alignas(64) float m_values[kBuffer], w_values[kBuffer];
+  alignas(64) float room[2 * (kBuffer + kPage)];
+  float* const m_values = apart(room, job.param, kPage / 4);
+  float* const w_values = apart(room + kBuffer + kPage, job.param, kPage / 2);
   const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
     const P* p = static_cast<const P*>(job.param) + b.offset;
     const G* g = static_cast<const G*>(job.grad) + b.offset;
