@@ -61,8 +61,8 @@ def _missing(backend: str) -> str | None:
     if backend == "cpu":
         return load_library()
     if backend == "cuda":
-        return "this version of memkern has no CUDA kernels; the reference runs in their place"
-    return "this version of memkern has no Triton kernels; the reference runs in their place"
+        return "this version of memkern has no CUDA kernels yet"
+    return "this version of memkern has no Triton kernels yet"
 
 
 def available() -> dict[str, str | None]:
@@ -129,6 +129,13 @@ def use_backend(name: str) -> Iterator[None]:
         _asked_for = before
 
 
+def _selected(device: str) -> str:
+    try:
+        return select(device)
+    except (RuntimeError, ValueError) as error:
+        return f"none: {error}"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -155,7 +162,7 @@ def report() -> dict[str, Any]:
             "platform": f"{platform.system()} {platform.machine()}",
         },
         "backends": {n: {"available": reason is None, "reason": reason} for n, reason in available().items()},
-        "selected": {device: select(device) for device in ["cpu", *(["cuda"] if cuda else [])]},
+        "selected": {device: _selected(device) for device in ["cpu", *(["cuda"] if cuda else [])]},
         "cpu": {
             "threads": torch.get_num_threads(),
             "instruction_set": _host.cpu_isa() if _host else None,

@@ -36,8 +36,8 @@ class BlockwiseOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; raises before the group is added where an option or a parameter is not supported."""
-        if isinstance(param_group, dict) and "params" in param_group:
-            params = param_group["params"]
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if params is not None and not isinstance(params, set):  # torch has messages for these
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
             self._check_group({**self.defaults, **param_group})
@@ -50,9 +50,10 @@ class BlockwiseOptimizer(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
         if isinstance(lr, Tensor):
-            if lr.numel() != 1 or not lr.is_floating_point():
+            if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
-                    f"lr must be a float or a 0-dim float tensor, got {lr.dtype}, {tuple(lr.shape)}"
+                    f"lr must be a float or a float32 or float64 tensor of one element, got {lr.dtype} of shape "
+                    f"{tuple(lr.shape)}"
                 )
         elif not lr >= 0:
             raise ValueError(f"lr must be 0 or more, got {lr}")
@@ -225,8 +226,12 @@ class BlockwiseOptimizer(Optimizer):
         for p, values in self.state.items():
             for key, value in values.items():
                 if isinstance(value, _Held):
-                    device = value.tensor.device if key == "step" and not p.is_cuda else p.device
-                    values[key] = value.tensor.detach().to(device=device, copy=True)
+                    tensor = value.tensor.detach()
+                    device = tensor.device if key == "step" and not p.is_cuda else p.device
+                    fresh = torch.empty_like(
+                        p if tensor.shape == p.shape else tensor, dtype=tensor.dtype, device=device
+                    )
+                    values[key] = fresh.requires_grad_(False).copy_(tensor)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups, saved = self.param_groups, state_dict["param_groups"]
@@ -234,7 +239,7 @@ class BlockwiseOptimizer(Optimizer):
             len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved, strict=True)
         ):
             return  # torch has a message for this
-        own = {*self.defaults}
+        own = {*self.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
         for k, s in enumerate(saved):
             if missing := own - {*s}:
                 raise ValueError(
@@ -283,6 +288,9 @@ class BlockwiseOptimizer(Optimizer):
                         f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape "
                         f"{tuple(value.shape)}"
                     )
+                if coded and not same_layout(value, p):
+                    # Another memory format cuts other blocks.
+                    fail(f"{key} must have strides {p.stride()} like its parameter, got {value.stride()}")
 
 
 class _Held:

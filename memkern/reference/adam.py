@@ -11,7 +11,16 @@ from torch import Tensor
 from ..codec import to_fp32
 from ..layout import layout_of
 from .blockwise import from_blocks, sqrt, to_blocks
-from .state import Scales, check_tensors, gradient, load_moment, power_of, skipped, store_moment
+from .state import (
+    Scales,
+    check_tensors,
+    gradient,
+    inverse_grad_scale,
+    load_moment,
+    power_of,
+    skipped,
+    store_moment,
+)
 
 
 def adam_moments(m: Tensor, v: Tensor, g: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
@@ -54,7 +63,9 @@ def adam_step_(
         ("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),
         ("exp_avg_sqs", exp_avg_sqs, torch.uint8, exp_avg_sq_scales),
     ]
-    check_tensors(params, grads, group, len(lr), moments, codec, block_size)
+    hyperparameters = (beta1, beta2, eps, weight_decay, decoupled, maximize)
+    check_tensors(params, grads, steps, group, lr, hyperparameters, moments, codec, block_size)
+    unscale = inverse_grad_scale(grad_scale)
     if skipped(found_inf):
         return
     scales = Scales(exp_avg_scales, exp_avg_sq_scales)
@@ -65,7 +76,7 @@ def adam_step_(
         step = int(step_t)
         rate = float(lr[i])
         x = to_blocks(p, layout)
-        g = gradient(g, layout, maximize[i], grad_scale)
+        g = gradient(g, layout, maximize[i], unscale)
         if decoupled[i]:
             x = x * to_fp32(1.0 - rate * weight_decay[i])
         elif (decay := to_fp32(weight_decay[i])) != 0:

@@ -18,16 +18,37 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def check_tensors(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
+    steps: Sequence[Tensor] | None,
     group: Sequence[int],
-    groups: int,
+    lr: Sequence[Tensor],
+    hyperparameters: Sequence[Sequence[float]],
     moments: Sequence[tuple[str, Sequence[Tensor], torch.dtype, Sequence[Tensor]]],
     codec: Sequence[int],
     block_size: Sequence[int],
 ) -> None:
-    """Raises before anything is changed unless all tensors fit together.
+    """Raises before anything is changed unless all arguments fit together.
 
     ``moments``: name, tensors, dtype of its codes, scales (one for each tensor that holds codes, in order).
     """
+    groups = len(lr)
+    for values in (*hyperparameters, codec, block_size):
+        if len(values) != groups:
+            raise ValueError(
+                f"every hyperparameter must have one entry per group, {groups}, got {len(values)}"
+            )
+    for t in lr:
+        if t.numel() != 1 or t.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"lr must hold float32 or float64 tensors of one element, got {t.dtype} {tuple(t.shape)}"
+            )
+    if steps is not None:
+        if len(steps) != len(params):
+            raise ValueError(f"steps must have {len(params)} entries, one per parameter, got {len(steps)}")
+        for t in steps:
+            if t.numel() != 1 or t.dtype != torch.float32:
+                raise ValueError(
+                    f"steps must hold float32 tensors of one element, got {t.dtype} {tuple(t.shape)}"
+                )
     for name, tensors in [("grads", grads), ("group", group), *((m[0], m[1]) for m in moments)]:
         if len(tensors) != len(params):
             raise ValueError(f"{name} must have {len(params)} entries, one per parameter, got {len(tensors)}")
@@ -93,11 +114,18 @@ def skipped(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf != 0)
 
 
-def gradient(grad: Tensor, layout: BlockLayout, maximize: int, grad_scale: Tensor | None) -> Tensor:
-    """The gradient in fp32 blocks, unscaled by ``1 / grad_scale`` (one reciprocal, rounded to fp32)."""
-    g = to_blocks(grad, layout)
-    if grad_scale is not None:
-        g = g * to_fp32(1.0 / float(grad_scale))
+def inverse_grad_scale(grad_scale: Tensor | None) -> float:
+    """What a GradScaler's gradients are multiplied by: one reciprocal, rounded to fp32."""
+    if grad_scale is None:
+        return 1.0
+    if grad_scale.numel() != 1:
+        raise ValueError(f"grad_scale must be a tensor of one element, got {tuple(grad_scale.shape)}")
+    return to_fp32(1.0 / float(grad_scale))
+
+
+def gradient(grad: Tensor, layout: BlockLayout, maximize: int, unscale: float) -> Tensor:
+    """The gradient in fp32 blocks, times ``unscale``."""
+    g = to_blocks(grad, layout) * unscale
     return -g if maximize else g
 
 

@@ -1,0 +1,17 @@
+"""The same conditions for every test: backend, seed, threads, hypothesis examples."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples every run: a failure that comes and goes tells less than one that stays.
+settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
+settings.load_profile("memkern")
+
+
+@pytest.fixture(autouse=True)
+def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEMKERN_BACKEND", "MEMKERN_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the tensors are small: a second thread would only be waited for

@@ -1,0 +1,120 @@
+"""What the tests of the state converters share: parameters, training, comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import dequantize_blockwise
+
+State = dict[str, Any]
+
+# Rows that 256 divides, that divide 256, and neither; one row; 1-D, large and small; other strides; a number.
+SHAPES: dict[str, Callable[[], Tensor]] = {
+    "long_rows": lambda: torch.randn(10, 512),
+    "short_rows": lambda: torch.randn(200, 64),
+    "odd_rows": lambda: torch.randn(40, 300),
+    "odd_short_rows": lambda: torch.randn(150, 48),
+    "one_row": lambda: torch.randn(1, 5001),
+    "flat": lambda: torch.randn(70000),
+    "bias": lambda: torch.randn(300),
+    "channels_last": lambda: torch.randn(16, 32, 3, 3).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(64, 96).t(),
+    "one": lambda: torch.randn(()),
+}
+SAME_BLOCKS = {"long_rows", "short_rows", "one_row", "flat"}
+HYPER: State = {"lr": 3e-3, "betas": (0.8, 0.97), "eps": 1e-7, "weight_decay": 0.1}
+OPTIONS: dict[str, State] = {
+    "power": {"state_bits": 8},
+    "dynamic256": {"state_bits": 8, "codec": "dynamic", "block_size": 256},
+    "dynamic64": {"state_bits": 8, "codec": "dynamic", "block_size": 64},
+    "fp32": {"state_bits": 32},
+}
+over_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(make().to(dtype)) for make in SHAPES.values()]
+
+
+def twins(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int, *others: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for place, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        for each in (params, *others):
+            each[place].grad = torch.empty_like(each[place]).copy_(grad)
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int, first: int = 0) -> None:
+    for seed in range(first, first + steps):
+        give_gradients(params, seed)
+        optimizer.step()
+
+
+def value(state: dict[str, Tensor], name: str, group: State) -> Tensor:
+    """A moment of memkern's as floats, decoded by hand."""
+    if state[name].dtype == torch.float32:
+        return state[name]
+    x = dequantize_blockwise(
+        state[name], state[f"{name}_scale"], codec=group["codec"], block_size=group["block_size"]
+    )
+    return x * x if name == "exp_avg_sq" and group["codec"] == "power" else x
+
+
+def assert_same_tree(a: Any, b: Any) -> None:
+    if isinstance(a, Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert {*a} == {*b}
+        for key in a:
+            assert_same_tree(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same_tree(x, y)
+    else:
+        assert a == b
+
+
+def assert_steps_agree(
+    a: torch.optim.Optimizer,
+    params_a: list[nn.Parameter],
+    b: torch.optim.Optimizer,
+    params_b: list[nn.Parameter],
+    tolerance: float = 1e-6,
+) -> None:
+    """One more step of two optimizers with the same moments differs by a few fp32 roundings of the update."""
+    before = [p.detach().clone() for p in params_a]
+    give_gradients(params_a, 99, params_b)
+    a.step()
+    b.step()
+    for old, x, y in zip(before, params_a, params_b, strict=True):
+        bound = tolerance * (old.abs() + 10 * HYPER["lr"])
+        assert bool(((x - y).abs() <= bound).all())
+        assert not torch.equal(x, old)
+
+
+DROP = object()
+
+
+def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of nested dicts and lists with the value at one place replaced, or dropped."""
+    copy = dict(tree) if isinstance(tree, dict) else list(tree)
+    key, *rest = path
+    if rest:
+        copy[key] = changed(copy[key], tuple(rest), value)
+    elif value is DROP:
+        del copy[key]
+    else:
+        copy[key] = value
+    return copy

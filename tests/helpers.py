@@ -1,0 +1,228 @@
+"""What the tests share: backends, layouts, values that are hard to quantize, comparison in every bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkern
+from memkern import backend as backends
+from memkern import optim
+
+ISAS = ("generic", "avx2", "avx512")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CODECS = ("power", "dynamic")
+
+
+def _why_not(backend: str) -> str | None:
+    """None where the tests can run on a backend or an instruction set of the CPU's, else the reason."""
+    if backend not in ISAS:
+        reason = backends.available()[backend]
+        no_gpu = backend in ("cuda", "triton") and not torch.cuda.is_available()
+        return reason or ("torch sees no CUDA device" if no_gpu else None)
+    if reason := backends.available()["cpu"]:
+        return reason
+    try:
+        from memkern import _host
+    except ImportError:
+        return "memkern._host is not built, so that nothing tells the instruction set"
+    with _environment("MEMKERN_CPU_ISA", backend):
+        runs = _host.cpu_isa()
+    return None if runs == backend else f"this processor has no {backend}: {runs} would run"
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _param(backend: str) -> Any:
+    reason = _why_not(backend)
+    marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
+    return pytest.param(backend, marks=[*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks)
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend in ("cuda", "triton") else "cpu"
+
+
+GPU = ("cuda", "triton")
+over_fast = pytest.mark.parametrize("backend", [_param(name) for name in (*ISAS, *GPU)])
+"""The backends that are compared with the reference."""
+over_all = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS, *GPU)])
+over_cpu = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS)])
+over_codecs = pytest.mark.parametrize("codec", CODECS)
+over_signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+
+
+needs_cpp = pytest.mark.skipif(_why_not("cpu") is not None, reason=str(_why_not("cpu")))
+
+
+def name_of(x: Any) -> str | None:
+    """The id of a parameter that is a dtype or a class."""
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else getattr(x, "__name__", None)
+
+
+over_dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+
+
+def fast_here() -> list[str]:
+    """The fast backends that run on this machine's CPU."""
+    return [name for name in ISAS if _why_not(name) is None]
+
+
+@contextlib.contextmanager
+def on(backend: str) -> Iterator[None]:
+    """Runs every op on one backend; on the CPU's C++ with one instruction set."""
+    if backend in ISAS:
+        with _environment("MEMKERN_CPU_ISA", backend), memkern.use_backend("cpu"):
+            yield
+    else:
+        with memkern.use_backend(backend):
+            yield
+
+
+# ---- tensors
+
+LAYOUTS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "0-dim": lambda new: new(),
+    "one element": lambda new: new(1),
+    "empty": lambda new: new(0),
+    "empty rows": lambda new: new(3, 0),
+    "1-D": lambda new: new(1001),
+    "odd": lambda new: new(37, 53),
+    "long rows": lambda new: new(3, 1000),
+    "one long row": lambda new: new(1, 1500),
+    "short rows": lambda new: new(150, 7),
+    "rows of one": lambda new: new(261, 1),
+    "whole blocks": lambda new: new(6, 128),
+    "channels_last": lambda new: new(4, 9, 5, 3).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda new: new(131, 33).t(),
+    "permuted": lambda new: new(5, 7, 60).permute(1, 2, 0),
+    "unaligned": lambda new: new(33 * 131 + 1)[1:].view(33, 131),
+}
+over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def hard(shape: Any, seed: int, scale: float = 1e-3, signed: bool = True) -> Tensor:
+    """fp32 values of many magnitudes, with zeros, a run of zeros and denormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * (2 * torch.randn(shape, generator=generator)).exp() * scale
+    x[torch.rand(shape, generator=generator) < 0.05] = 0
+    flat = x.view(-1)
+    flat[200:460] = 0
+    flat[480:484] *= 1e-37
+    return x if signed else x.abs()
+
+
+def tensor(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Tensor:
+    """Hard values in one of the layouts."""
+    return LAYOUTS[layout](lambda *shape: hard(shape, seed, **options).to(dtype))
+
+
+def like(p: Tensor, seed: int, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """Hard values with the shape and strides of another tensor."""
+    return torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(hard(p.shape, seed, **options))
+
+
+def at(x: Tensor, backend: str) -> Tensor:
+    """A copy on the device of a backend, laid out as x is and at the same offset into its storage."""
+    offset = x.storage_offset()
+    room = torch.empty(offset + x.numel(), dtype=x.dtype, device=device_of(backend))
+    return room.as_strided(x.shape, x.stride(), offset).copy_(x)
+
+
+def set_grad(p: Tensor, g: Tensor) -> None:
+    """p.grad = g, also where their dtypes differ."""
+    p.grad = None
+    if hasattr(p, "grad_dtype"):
+        p.grad_dtype = g.dtype
+    elif g.dtype != p.dtype:
+        pytest.skip(f"torch {torch.__version__} has no gradients of another dtype")
+    p.grad = g
+
+
+# ---- comparison
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
+    """Equal in every bit (any NaN equals any other), dtype, shape and strides; through lists and dicts."""
+    if isinstance(expected, dict):
+        assert [*actual] == [*expected], f"{what}: keys {[*actual]}, expected {[*expected]}"
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{what}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), f"{what}: {len(actual)} entries, expected {len(expected)}"
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(a, b, f"{what}[{i}]")
+    elif isinstance(expected, Tensor):
+        a, b = actual.detach().cpu(), expected.detach().cpu()
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (
+            f"{what}: {a.dtype} {a.shape}, not {b.dtype} {b.shape}"
+        )
+        assert a.stride() == b.stride() or a.numel() <= 1 or 1 in a.shape, (
+            f"{what}: strides {a.stride()}, not {b.stride()}"
+        )
+        wrong = a.contiguous().view(_BITS[a.element_size()]) != b.contiguous().view(_BITS[b.element_size()])
+        if a.dtype.is_floating_point:
+            wrong &= ~(a.isnan() & b.isnan())
+        if wrong.any():
+            i = tuple(wrong.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, the first at {i}: "
+                f"{a[i].item()!r}, expected {b[i].item()!r}"
+            )
+    else:
+        assert actual == expected, f"{what}: {actual!r}, expected {expected!r}"
+
+
+# ---- optimizers
+
+OPTIMIZERS = [optim.AdamW, optim.Adam, optim.Lion, optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit]
+EIGHT_BIT = [optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit]
+over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
+# A matrix that takes 8-bit states, a small one and a bias that do not.
+SHAPES = [(64, 128), (10, 10), (300,)]
+
+
+def make_params(shapes: Any = SHAPES, seed: int = 0) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(hard(shape, seed + i, scale=0.1)) for i, shape in enumerate(shapes)]
+
+
+def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
+    for i, p in enumerate(params):
+        p.grad = like(p, 1000 * seed + i)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int = 3, first: int = 0) -> dict[str, Any]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(first, first + steps):
+        give_gradients(params, step)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copies of everything that a step may change: parameters and states."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "params": [p.detach().clone() for p in params],
+        "states": [{k: v.clone() for k, v in optimizer.state.get(p, {}).items()} for p in params],
+    }
