@@ -77,8 +77,8 @@ def test_32_bit_states_add_nothing(beta2: float) -> None:
     assert abs(result.sqrt_v_ratio - 1) < 1e-6
 
 
-def test_the_dynamic_map_is_what_facts_say() -> None:
-    # FACTS.md has .083 for blocks of 256; with 128 it is a little less.
+def test_the_dynamic_map_is_as_facts_say() -> None:
+    # That the streams and the measure are those of FACTS.md, whose .083 is for blocks of 256.
     factory = functools.partial(optim.Adam8bit, codec="dynamic", block_size=256)
-    result = streams.closed_loop(factory, streams.make("base", 1000), (0.9, 0.999))
-    assert 0.07 < result.mean_error < 0.083 * MEAN_MARGIN
+    errors = [streams.closed_loop(factory, streams.make("base", 1000, seed)).mean_error for seed in SEEDS]
+    assert sum(errors) / len(errors) == pytest.approx(0.083, rel=0.03)

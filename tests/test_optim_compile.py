@@ -14,6 +14,7 @@ from helpers import (
     hard,
     make_params,
     name_of,
+    needs_cpp,
     over_optimizers,
     snapshot,
 )
@@ -203,6 +204,7 @@ def test_a_gradient_that_goes_missing() -> None:
     assert graphs() <= 2
 
 
+@needs_cpp
 def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params()
     optimizer = optim.AdamW8bit(params)

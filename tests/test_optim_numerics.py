@@ -14,6 +14,7 @@ from helpers import (
     hard,
     like,
     name_of,
+    needs_cpp,
     on,
     over_cpu,
     over_fast,
@@ -185,6 +186,7 @@ def test_late_steps_give_the_same_bits(backend: str, step: int) -> None:
     assert_same(*runs)
 
 
+@needs_cpp
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     params = [hard((300, 700), 0), hard((40, 7), 1), hard((200, 513), 2)]  # blocks enough for three threads
     threads, runs = torch.get_num_threads(), []

@@ -11,6 +11,7 @@ from helpers import (
     hard,
     like,
     make_params,
+    needs_cpp,
     on,
     over_8bit,
     over_cpu,
@@ -181,6 +182,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@needs_cpp
 @over_optimizers
 def test_a_step_allocates_no_tensor_memory_after_the_first(build: type) -> None:
     params = make_params([(64, 128), (300, 7), (10,), (4, 5000)])

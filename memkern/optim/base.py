@@ -52,7 +52,7 @@ class BlockwiseOptimizer(Optimizer):
         if isinstance(lr, Tensor):
             if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
-                    f"lr must be a float or a float32 or float64 tensor of one element, got {lr.dtype} of shape "
+                    f"lr must be a float or a 0-dim tensor of float32 or float64, got {lr.dtype} of shape "
                     f"{tuple(lr.shape)}"
                 )
         elif not lr >= 0:
