@@ -64,6 +64,7 @@ def drive(tree: Path, runtime: str, *arguments: str) -> subprocess.CompletedProc
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0:exitcode=99",  # Python and torch keep what they have until the end
         "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_WAIT_POLICY": "passive",  # on busy cores threads that spin take most of the time
     }
     return subprocess.run(
         [sys.executable, str(DRIVER), *arguments], cwd=tree.parent, env=environment,

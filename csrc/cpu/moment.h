@@ -11,21 +11,23 @@ namespace {
 
 constexpr int kBuffer = kMaxBlockSize + kLanes;  // values that wait to be encoded
 
-// The first place from x on that lies `floats` behind p within a page. A load that follows a store at the same place of
-// another page waits for it (processors compare the low 12 bits first), and these streams move in step.
+// The first place from x on that lies `floats` behind p within a page. A load that follows a store at the
+// same place of another page waits for it (processors compare the low 12 bits first), and these streams move
+// in step.
 constexpr int kPage = 4096 / sizeof(float);
 MEMKERN_FN float* apart(float* x, const void* p, int floats) {
-  const auto place = [](const void* q) { return static_cast<int>(reinterpret_cast<uintptr_t>(q) / 64 * 16 % kPage); };
+  const auto place = [](const void* q) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(q) / 64 * 16 % kPage);
+  };
   return x + (place(p) + floats - place(x) + kPage) % kPage;
 }
 
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
 
-// The codes that the formula itself gives, for a block where an estimate was not sure.
 __attribute__((noinline)) void encode_exactly(int8_t* codes, const float* values, int n, float factor) {
-  for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
-    store_to(codes + i, power_encode_signed(load(values + i), F(factor)));
-  });
+  SignedEncoder encoder(factor);
+  for_vectors(n, [&](int i, auto, auto store_to)
+                     MEMKERN_LAMBDA { store_to(codes + i, encoder.encode(load(values + i))); });
 }
 
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
@@ -35,9 +37,9 @@ __attribute__((noinline)) float largest_finite(const float* values, int n, bool 
   return found;
 }
 
-// A block whose values wait in a buffer, from `place` on, to be encoded. Two wait together, so that one is under way
-// while the other's maximum and reciprocal are still being found. (Eight gain nothing more in cache, and in memory cost
-// 15 %: each stream then comes in bursts.)
+// A block whose values wait in a buffer, from `place` on, to be encoded. Two wait together, so that one is
+// under way while the other's maximum and reciprocal are still being found. (Eight gain nothing more in
+// cache, and in memory cost 15 %: each stream then comes in bursts.)
 struct Waiting {
   int64_t offset;
   int place, n;
@@ -120,7 +122,7 @@ struct SignedWriter {
   int8_t* codes;
   const float* values;
   float factor;
-  SignedEncoder encoder;
+  SignedEstimator encoder;
   MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor_)
       : codes(codes_), values(values_), factor(factor_), encoder(factor_) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
@@ -152,9 +154,7 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
     for (int i = 0; i < n; ++i)
       codes[i] = static_cast<Code>(dynamic_encode<kIsSigned<Code>>(values[i], factor));
   } else if constexpr (kIsSigned<Code>) {
-    SignedWriter writer(codes, values, factor);
-    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
-    writer.finish(n);
+    encode_exactly(codes, values, n, factor);
   } else {
     UnsignedWriter writer(codes, values, factor, rounding);
     for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });

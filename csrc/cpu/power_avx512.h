@@ -11,11 +11,23 @@
 
 namespace memkern::avx512 {
 
+// The low byte of a whole number, rounded to nearest even. Infinity and NaN convert to 0x80000000: code 0.
+MEMKERN_FN __m128i signed_code(F c, F x) {
+  return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(copysign(c, x).v));
+}
+
 struct SignedEncoder {
+  F factor;
+  MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
+  MEMKERN_FN __m128i encode(F x) { return signed_code(sqrt(abs(x) * factor), x); }
+};
+
+// The same without the divider, for beside an UnsignedEncoder.
+struct SignedEstimator {
   F quarter;                              // N^2 / scale / 4
   __m512 farthest = _mm512_setzero_ps();  // of all values of the block, from a whole number
 
-  MEMKERN_FN explicit SignedEncoder(float factor) : quarter(factor * 0.25f) {}
+  MEMKERN_FN explicit SignedEstimator(float factor) : quarter(factor * 0.25f) {}
 
   // sqrt(|x| * factor) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter under the
   // root needs no halving. Within 3 units of 2^-24 of the true root, the formula within 1: the two are within
@@ -25,7 +37,7 @@ struct SignedEncoder {
     const __m512 t = (abs(x) * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);
     const __m512 c = _mm512_mul_ps(y, _mm512_fnmadd_ps(y, r, _mm512_set1_ps(3.0f)));
     farthest = _mm512_range_ps(farthest, _mm512_reduce_ps(c, _MM_FROUND_TO_NEAREST_INT), 0b1011);
-    return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(copysign(F(c), x).v));
+    return signed_code(F(c), x);
   }
 
   // Whether every code is surely the formula's: no value was too near the boundary between two.

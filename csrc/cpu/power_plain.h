@@ -10,6 +10,10 @@ struct SignedEncoder {
   F factor;
   MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
   MEMKERN_FN F encode(F x) { return power_encode_signed(x, factor); }
+};
+
+struct SignedEstimator : SignedEncoder {
+  MEMKERN_FN explicit SignedEstimator(float factor_) : SignedEncoder(factor_) {}
   MEMKERN_FN bool sure() const { return true; }
 };
 
