@@ -110,6 +110,8 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     import torch
     from torch.utils import cpp_extension
 
+    # A virtual environment's ninja, also where the environment is not activated; without one, one file at a time.
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     limit_jobs()
     header = ROOT / CSRC / "core" / "tables.h"
     text = runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]()

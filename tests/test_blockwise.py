@@ -22,7 +22,7 @@ from helpers import (
     over_signs,
     tensor,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import memkern
@@ -142,6 +142,7 @@ block_like = st.builds(
     step=st.one_of(st.none(), st.integers(0, 2**24)),
     block_size=st.sampled_from([8, 16, 64]),
 )
+@example(bits=[2**31] * 9, codec="power", signed=False, step=None, block_size=8)  # -0.0 only
 def test_backends_agree_on_any_values(
     bits: list[int], codec: str, signed: bool, step: int | None, block_size: int
 ) -> None:
