@@ -82,9 +82,10 @@ def gencode(arch: str) -> list[str]:
 def limit_jobs() -> int:
     if "MAX_JOBS" not in os.environ:
         jobs = os.cpu_count() or 1
-        if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-            jobs = min(jobs, int(free // GIB_PER_JOB))
+        meminfo = Path("/proc/meminfo")
+        if meminfo.exists():
+            kib = int(meminfo.read_text().split("MemAvailable:")[1].split()[0])
+            jobs = min(jobs, kib // (GIB_PER_JOB << 20))
         os.environ["MAX_JOBS"] = str(max(1, jobs))
     return int(os.environ["MAX_JOBS"])
 

@@ -204,6 +204,22 @@ def test_codes_do_not_move_between_memory_formats() -> None:
     assert_same(train(same, 1), train(source, 1, first=0))
 
 
+@pytest.mark.parametrize("build", [optim.AdamW, optim.Lion], ids=name_of)
+def test_fp32_states_move_between_memory_formats(build: type) -> None:
+    x = hard((8, 16, 8, 8), 0)
+    last = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
+    source = build([last])
+    train(source)
+    flat = torch.nn.Parameter(last.detach().clone(memory_format=torch.contiguous_format))
+    target = build([flat])
+    target.load_state_dict(saved(source.state_dict()))
+    assert target.state[flat]["exp_avg"].stride() == flat.stride() != last.stride()
+    for optimizer in (source, target):
+        train(optimizer, 2, first=3)
+    assert torch.equal(flat, last)
+    assert torch.equal(target.state[flat]["exp_avg"], source.state[last]["exp_avg"])
+
+
 # ---- what does not fit
 
 
@@ -234,6 +250,7 @@ CORRUPT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "scale infinite": put("exp_avg_sq_scale", lambda x: spoil(x, float("inf"))),
     "step negative": put("step", lambda x: x - 10),
     "step NaN": put("step", lambda x: x * float("nan")),
+    "step infinite": put("step", lambda x: x * float("inf")),
     "step as an int": put("step", lambda x: 3),
     "step as int64": put("step", lambda x: x.long()),
     "codes as a list": put("exp_avg", lambda x: x.tolist()),
