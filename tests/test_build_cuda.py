@@ -36,7 +36,9 @@ def test_cuda_sources_are_compiled_and_linked(tmp_path: Path) -> None:
     subprocess.run(build, cwd=tmp_path, env={**os.environ, **options}, check=True, capture_output=True)
 
     code = "import json, memkern; print(json.dumps(memkern.report()['build']['cuda_archs']))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
     assert run.stdout.strip() == '"9.0+PTX"'
     import torch  # noqa: F401  (the library needs torch's libraries in the process)
 

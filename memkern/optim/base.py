@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -272,8 +273,8 @@ class BlockwiseOptimizer(Optimizer):
             if not isinstance(value, Tensor):
                 fail(f"{key} must be a tensor, got {type(value).__name__}")
             if key == "step":
-                if value.numel() != 1 or value.dtype != torch.float32 or not float(value) >= 0:
-                    fail(f"step must be one float32, 0 or more, got {value}")
+                if value.numel() != 1 or value.dtype != torch.float32 or not 0 <= float(value) < math.inf:
+                    fail(f"step must be one finite float32, 0 or more, got {value}")
             elif key.endswith("_scale"):
                 if value.dtype != torch.float32 or tuple(value.shape) != shape:
                     fail(

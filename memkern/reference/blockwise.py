@@ -58,7 +58,7 @@ def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tupl
     ``u`` is what the unsigned power codec adds before it rounds down.
     """
     finite = x.isfinite() if signed else x.isfinite() | (x < 0)
-    magnitude = torch.where(finite, x.abs() if signed else x.clamp_min(0), 0)
+    magnitude = torch.where(finite, x.abs() if signed else torch.where(x > 0, x, 0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
     levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
     # A tensor over a tensor: number / tensor would be reciprocal() * number, which rounds twice.
