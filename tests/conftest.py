@@ -1,6 +1,7 @@
 """The same conditions for every test: backend, seed, threads, hypothesis examples."""
 
 import pytest
+import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
 from hypothesis import settings
 
