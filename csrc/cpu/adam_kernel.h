@@ -10,9 +10,10 @@ namespace {
 template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, int64_t begin, int64_t end) {
   const AdamScalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
+  const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
   alignas(64) float room[2 * (kBuffer + kPage)];
-  float* const m_values = apart(room, job.param, kPage / 4);
-  float* const w_values = apart(room + kBuffer + kPage, job.param, kPage / 2);
+  float* const m_values = apart(room, start, kPage / 4);
+  float* const w_values = apart(room + kBuffer + kPage, start, kPage / 2);
   const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + b.offset;
     const G* g = static_cast<const G*>(job.grad) + b.offset;

@@ -7,8 +7,9 @@ namespace {
 
 template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, int64_t begin, int64_t end) {
   const LionScalars s = *job.scalars;
+  const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
   alignas(64) float room[kBuffer + kPage];
-  float* const values = apart(room, job.param, kPage / 4);
+  float* const values = apart(room, start, kPage / 4);
   const auto update = [&](Waiting& b, int64_t block) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + b.offset;
     const G* g = static_cast<const G*>(job.grad) + b.offset;

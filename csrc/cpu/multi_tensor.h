@@ -1,6 +1,7 @@
 // Many tensors as one run of blocks, spread over torch's threads.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "../tensors.h"
@@ -11,6 +12,7 @@ namespace memkern {
 
 // Fewer blocks than this for each thread, and waking it costs more than it saves.
 constexpr int64_t kGrainElements = 1 << 15;
+constexpr int64_t kChunksPerThread = 32;
 
 template <class J> void run_jobs(const std::vector<J>& jobs) {
   if (jobs.empty()) return;
@@ -22,14 +24,22 @@ template <class J> void run_jobs(const std::vector<J>& jobs) {
   }
   const int64_t blocks = first.back();
   if (blocks == 0) return;
-  const int64_t grain = std::max<int64_t>(1, kGrainElements * blocks / elements);
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+  const auto run = [&](int64_t begin, int64_t end) {
     size_t i = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
     for (; begin < end; ++i) {
       const int64_t stop = std::min(end, first[i + 1]);
       if (begin < stop) jobs[i].run(jobs[i], begin - first[i], stop - first[i]);
       begin = std::max(begin, stop);
     }
+  };
+  // Threads fetch chunks, so that one that is held up does not hold up the step.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t grain = std::max<int64_t>(1, kGrainElements * blocks / elements);
+  const int64_t chunk = std::max(grain, blocks / (kChunksPerThread * threads));
+  const int64_t chunks = (blocks + chunk - 1) / chunk;
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, std::min(threads, chunks), 1, [&](int64_t, int64_t) {
+    for (int64_t k; (k = next.fetch_add(1)) < chunks;) run(k * chunk, std::min(blocks, (k + 1) * chunk));
   });
 }
 

@@ -96,7 +96,7 @@ class BlockwiseOptimizer(Optimizer):
 
         The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
         """
-        keys = self._state_keys()
+        append = {key: tensors.append for key, tensors in zip(self._state_keys(), lists, strict=True)}
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -104,9 +104,9 @@ class BlockwiseOptimizer(Optimizer):
             if not state:
                 state.update(self._init_state(p, group))
             params.append(p)
-            for key, tensors in zip(keys, lists, strict=True):
-                if key in state:
-                    tensors.append(state[key])
+            for key, value in state.items():
+                if key in append:
+                    append[key](value)
 
     # ---- step
 
