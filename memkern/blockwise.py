@@ -7,9 +7,7 @@ from torch import Tensor
 
 from . import _ops
 from .codec import CODECS
-from .layout import check_block_size, layout_of
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from .layout import FLOATS, check_block_size, check_codes, layout_of
 
 
 def check_codec(codec: str) -> None:
@@ -78,14 +76,5 @@ def dequantize_blockwise(
     """
     check_codec(codec)
     check_block_size(block_size)
-    if codes.dtype not in (torch.int8, torch.uint8):
-        raise TypeError(f"codes must be int8 (signed) or uint8, got {codes.dtype}")
-    if dtype not in FLOATS:
-        raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    shape = layout_of(codes, block_size).scale_shape
-    if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
-        raise ValueError(
-            f"scale must be float32 of shape {shape} for codes of shape {tuple(codes.shape)} and block_size "
-            f"{block_size}, got {scale.dtype} of shape {tuple(scale.shape)}"
-        )
+    check_codes(codes, scale, block_size, dtype)
     return _ops.dequantize_blockwise(codes, scale.contiguous(), codec, block_size, dtype)

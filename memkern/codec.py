@@ -106,7 +106,6 @@ def c_header() -> str:
         "kDynamic": CODECS["dynamic"],
         "kPowerLevelsSigned": POWER_LEVELS_SIGNED,
         "kPowerLevelsUnsigned": POWER_LEVELS_UNSIGNED,
-        "kDynamicExponents": DYNAMIC_EXPONENTS,
         "kDynamicZeroSigned": dynamic_zero(True),
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,

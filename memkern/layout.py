@@ -15,6 +15,9 @@ import torch
 
 from .codec import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of parameters, gradients and everything else that is quantized."""
+
 
 class BlockLayout(NamedTuple):
     """``numel`` elements in segments of ``segment``, each cut into blocks of ``block``; a scale per block."""
@@ -93,3 +96,27 @@ def layout_of(tensor: torch.Tensor, block_size: int) -> BlockLayout:
 def memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D view of a dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def same_layout(x: torch.Tensor, p: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` lie in memory as those of ``p`` do (a dimension of size 1 lies anywhere)."""
+    return x.shape == p.shape and (
+        x.stride() == p.stride()
+        or all(a == b for a, b, n in zip(x.stride(), p.stride(), p.shape, strict=True) if n > 1)
+        or p.numel() == 0
+    )
+
+
+def check_codes(codes: torch.Tensor, scale: torch.Tensor, block_size: int, dtype: torch.dtype) -> BlockLayout:
+    """The layout of 8-bit codes. Raises TypeError or ValueError unless they, their scale and ``dtype`` fit together."""
+    if codes.dtype not in (torch.int8, torch.uint8):
+        raise TypeError(f"codes must be int8 (signed) or uint8, got {codes.dtype}")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    layout = layout_of(codes, block_size)
+    if scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
+        raise ValueError(
+            f"scale must be float32 of shape {layout.scale_shape} for codes of shape {tuple(codes.shape)} and "
+            f"block_size {block_size}, got {scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    return layout

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _ops
-from ..blockwise import FLOATS, check_codec
+from ..blockwise import check_codec
 from ..codec import CODECS
-from ..layout import check_block_size, is_dense, layout_of
-from ..reference.state import same_layout
+from ..layout import FLOATS, check_block_size, is_dense, layout_of, same_layout
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
@@ -31,7 +30,6 @@ class BlockwiseOptimizer(Optimizer):
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _held: dict[Any, Any] | None = None
 
     # ---- groups
 
@@ -156,8 +154,9 @@ class BlockwiseOptimizer(Optimizer):
         devices = {p.device for params, _ in per_group for p in params}
         if len(devices) == 1:
             self._step_device(per_group, *devices)
-        for device in devices if len(devices) > 1 else ():
-            self._step_device([self._on_device(params, device) for params, _ in per_group], device)
+        else:
+            for device in devices:
+                self._step_device([self._on_device(params, device) for params, _ in per_group], device)
         return loss
 
     def _on_device(

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import codec as C
 from ..codec import to_fp32
-from ..layout import BlockLayout, check_block_size, layout_of, memory_order
+from ..layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of, memory_order
 
-POWER, DYNAMIC = C.CODECS["power"], C.CODECS["dynamic"]
+POWER = C.CODECS["power"]
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def quantize_blockwise(
     """The op behind :func:`memkern.quantize_blockwise`."""
     check_codec(codec)
     check_block_size(block_size)
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in FLOATS:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
     layout = layout_of(x, block_size)
     u = 0.5 if step is None else dither(layout.block, step, x.device)
@@ -126,16 +126,7 @@ def dequantize_blockwise(
     """The op behind :func:`memkern.dequantize_blockwise`."""
     check_codec(codec)
     check_block_size(block_size)
-    if codes.dtype not in (torch.int8, torch.uint8):
-        raise TypeError(f"codes must be int8 (signed) or uint8, got {codes.dtype}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    layout = layout_of(codes, block_size)
-    if scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
-        raise ValueError(
-            f"scale must be float32 of shape {layout.scale_shape} for codes of shape {tuple(codes.shape)} and "
-            f"block_size {block_size}, got {scale.dtype} of shape {tuple(scale.shape)}"
-        )
+    layout = check_codes(codes, scale, block_size, dtype)
     out = torch.empty_like(codes, dtype=dtype)
     from_blocks(decode(code_blocks(codes, layout), scale.reshape(-1), codec), layout, out)
     return out

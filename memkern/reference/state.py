@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from ..codec import to_fp32
-from ..layout import BlockLayout, check_block_size, layout_of
+from ..layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
 from .blockwise import POWER, check_codec, code_blocks, decode, dither, encode, from_blocks, sqrt, to_blocks
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensors(
@@ -59,8 +57,8 @@ def check_tensors(
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         if not 0 <= group[i] < groups:
             raise ValueError(f"group[{i}] must be from 0 to {groups - 1}, got {group[i]}")
-        for name, x, dtypes in (("params", p, FLOATS), ("grads", g, FLOATS)):
-            if x.dtype not in dtypes:
+        for name, x in (("params", p), ("grads", g)):
+            if x.dtype not in FLOATS:
                 raise TypeError(f"{name}[{i}] must be float32, bfloat16 or float16, got {x.dtype}")
         layout = layout_of(p, block_size[group[i]])
         for name, x in [("grads", g), *((m[0], m[1][i]) for m in moments)]:
@@ -87,15 +85,6 @@ def check_tensors(
     for k, (name, _, _, scales) in enumerate(moments):
         if used[k] != len(scales):
             raise ValueError(f"{name} has {used[k]} tensors of codes, but {len(scales)} scales were given")
-
-
-def same_layout(x: Tensor, p: Tensor) -> bool:
-    """Whether the elements of ``x`` lie in memory as those of ``p`` do (a dimension of size 1 lies anywhere)."""
-    return x.shape == p.shape and (
-        x.stride() == p.stride()
-        or all(a == b for a, b, n in zip(x.stride(), p.stride(), p.shape, strict=True) if n > 1)
-        or p.numel() == 0
-    )
 
 
 def power_of(beta: float, step: int) -> float:
