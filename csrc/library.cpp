@@ -24,6 +24,14 @@ STABLE_TORCH_LIBRARY(memkern, m) {
       "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
       "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
   m.def("grad_norm_(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()");
+  m.def("few_bit_encode(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor");
+  m.def(
+      "few_bit_forward(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int "
+      "symmetry) -> (Tensor, Tensor)");
+  m.def("few_bit_backward(Tensor grad, Tensor codes, float[] levels) -> Tensor");
+  m.def(
+      "few_bit_backward_from_output(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, "
+      "float[] rising, float falling_reach, float rising_reach) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
