@@ -24,4 +24,10 @@ void lion_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
 
 void grad_norm_cpu(Tensor norm, Tensors grads, std::optional<Tensor> grad_scale);
 
+Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips, int64_t symmetry);
+Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels);
+Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes, double minimum,
+                                        Doubles falling, Doubles rising, double falling_reach,
+                                        double rising_reach);
+
 }  // namespace memkern

@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..codec import ACTIVATIONS, to_fp32
+from ..codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, PLANE_ALIGNMENT, to_fp32
 from ..layout import FLOATS, is_dense, memory_order, same_layout
-from ..levels import MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, SYMMETRIES, Levels
+from ..levels import SYMMETRIES, Levels
 from .blockwise import sqrt
-
-PLANE_ALIGNMENT = 16
 
 _FUNCTIONS: dict[str, Callable[[Tensor, float, float, bool], Tensor]] = {
     "gelu": lambda x, a, b, inplace: F.gelu(x),
