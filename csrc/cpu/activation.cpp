@@ -1,17 +1,27 @@
 // memkern::few_bit_encode, few_bit_backward and few_bit_backward_from_output on the CPU. The forward pass is
-// torch's own (memkern/_ops.py).
+// torch's own (memkern/_cpu.py).
 #include "../activation.h"
 
+#include "huge_pages.h"
 #include "multi_tensor.h"
 
 namespace memkern {
+namespace {
+
+Tensor with_huge_pages(Tensor t) {
+  const size_t bytes = t.numel() * t.element_size();
+  if (bytes >= kHugePagesFrom) memkern_use_huge_pages(t.data_ptr(), bytes);
+  return t;
+}
+
+}  // namespace
 
 Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips, int64_t symmetry) {
   const Thresholds table = thresholds_of(bits, thresholds, flips, symmetry);
   ActivationJob job{};
   job.layout = flat_layout(x, "x", kGroup);
   job.plane = plane_bytes(job.layout.numel);
-  Tensor codes = torch::stable::new_empty(x, {bits, job.plane}, ScalarType::Byte);
+  Tensor codes = with_huge_pages(torch::stable::new_empty(x, {bits, job.plane}, ScalarType::Byte));
   PlaneThresholds planes{table.symmetry, table.bits};
   int count = 0;
   for (int p = 0; p < bits; ++p) {
@@ -34,7 +44,7 @@ namespace {
 ActivationJob backward_job(const Tensor& grad, const Tensor& codes, const Tensor& result) {
   ActivationJob job{};
   job.layout = flat_layout(grad, "grad", kGroup);
-  check_planes(codes, grad, job.layout.numel);
+  check_planes(codes, grad, job.layout.numel, true);
   job.plane = plane_bytes(job.layout.numel);
   job.input = grad.data_ptr();
   job.codes = static_cast<uint8_t*>(codes.data_ptr());
@@ -46,7 +56,7 @@ ActivationJob backward_job(const Tensor& grad, const Tensor& codes, const Tensor
 
 Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels) {
   flat_layout(grad, "grad", kGroup);
-  Tensor result = empty_like(grad, grad.scalar_type());
+  Tensor result = with_huge_pages(empty_like(grad, grad.scalar_type()));
   ActivationJob job = backward_job(grad, codes, result);
   const int bits = static_cast<int>(codes.sizes()[0]);
   float table[1 << kMaxBits];
@@ -61,9 +71,9 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
                                         Doubles falling, Doubles rising, double falling_reach,
                                         double rising_reach) {
   flat_layout(grad, "grad", kGroup);
-  check_output(output, grad);
+  check_output(output, grad, true);
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
-  Tensor result = empty_like(grad, grad.scalar_type());
+  Tensor result = with_huge_pages(empty_like(grad, grad.scalar_type()));
   ActivationJob job = backward_job(grad, codes, result);
   STD_TORCH_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   job.output = output.data_ptr();

@@ -96,6 +96,7 @@ def decode(codes: Tensor, numel: int) -> Tensor:
     return (bits * weight[:, None]).sum(0)
 
 
+@torch.no_grad()
 def few_bit_forward(
     x: Tensor,
     fn: int,
@@ -122,6 +123,7 @@ def check_codes(codes: Tensor, numel: int) -> None:
         )
 
 
+@torch.no_grad()
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
     check_dense(grad, "grad")
@@ -136,6 +138,7 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     return result
 
 
+@torch.no_grad()
 def few_bit_backward_from_output(
     grad: Tensor,
     output: Tensor,
