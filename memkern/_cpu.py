@@ -1,6 +1,6 @@
 """What C++ leaves to torch on the CPU: the forward pass of an activation, which must give torch's own bits.
 
-On a part of a tensor torch's operations give other bits than on the whole, so that no kernel of ours can stand for them.
+On a part of a tensor torch's operations give other bits than on the whole: no kernel of ours can stand for them.
 """
 
 from __future__ import annotations

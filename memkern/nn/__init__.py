@@ -16,9 +16,11 @@ from .activation import (
     few_bit,
 )
 from .fit import Fit, fit_levels
+from .mlp import MLP
 
 __all__ = [
     "GELU",
+    "MLP",
     "FewBit",
     "Fit",
     "Hardswish",
