@@ -21,7 +21,7 @@ MEMKERN_DEVICE Span span_of(int64_t offset, int64_t left, bool aligned) {
   return {offset, n, aligned && n == kEight && offset % kEight == 0};
 }
 
-MEMKERN_DEVICE bool on_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+MEMKERN_FN bool on_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // Eight floats as they are stored: fp32 in eight words, 16-bit types in the first four. Loaded raw and converted
 // later, so that the loads of several arrays are under way together.

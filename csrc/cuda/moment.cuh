@@ -43,17 +43,18 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE float factor_of(float scal
   return Kind == StateKind::kPower ? power_factor(scale, kLevels<Signed>) : dynamic_factor(scale);
 }
 
-// The larger of `largest` and the values' magnitudes, NaN where one of them is.
-template <bool Signed> MEMKERN_DEVICE float larger(float largest, const float (&x)[kEight]) {
+// The largest finite magnitude; `finite` becomes false where a value is not.
+template <bool Signed> MEMKERN_DEVICE float largest_of(const float (&x)[kEight], bool& finite) {
+  float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kEight; ++i) largest = max_or_nan(largest, Signed ? fabsf(x[i]) : x[i]);
-  return largest;
-}
-
-template <bool Signed> MEMKERN_DEVICE float larger_finite(float largest, const float (&x)[kEight]) {
+  if (!is_finite(largest)) {
+    finite = false;
+    largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kEight; ++i)
-    if (is_finite(x[i])) largest = max(Signed ? fabsf(x[i]) : x[i], largest);
+    for (int i = 0; i < kEight; ++i)
+      if (is_finite(x[i])) largest = max(Signed ? fabsf(x[i]) : x[i], largest);
+  }
   return largest;
 }
 
@@ -64,25 +65,79 @@ struct Rounding {
   MEMKERN_DEVICE float operator()(int j) const {
     return nearest ? 0.5f : dither(static_cast<uint32_t>(j), step);
   }
+  MEMKERN_DEVICE float add(float c, int j) const { return c + (*this)(j); }
 };
 
-// Formula by formula, any values; j is the first one's place in its block.
+// The low bytes of four words.
+MEMKERN_DEVICE uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+MEMKERN_DEVICE Codes pack(const uint32_t (&code)[kEight]) {
+  return {low_bytes(code[0], code[1], code[2], code[3]), low_bytes(code[4], code[5], code[6], code[7])};
+}
+
+// Formula by formula, for any values; j is the first one's place in its block.
 template <StateKind Kind, bool Signed>
 MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kEight], float factor, int j, const Rounding& rounding) {
-  uint32_t word[2] = {0, 0};
+  uint32_t code[kEight];
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    uint32_t code;
     if constexpr (Kind == StateKind::kDynamic)
-      code = dynamic_encode<Signed>(x[i], factor);
+      code[i] = dynamic_encode<Signed>(x[i], factor);
     else if constexpr (Signed)
-      code = static_cast<uint32_t>(static_cast<int>(power_encode_signed(x[i], factor))) & 0xFF;
+      code[i] = static_cast<uint32_t>(static_cast<int>(power_encode_signed(x[i], factor)));
     else
-      code = static_cast<uint32_t>(power_encode_unsigned(x[i], factor, rounding(j + i)));
-    word[i / 4] |= code << 8 * (i % 4);
+      code[i] = static_cast<uint32_t>(power_encode_unsigned(x[i], factor, rounding(j + i)));
   }
   if (factor == 0.0f) return {0, 0};
-  return {word[0], word[1]};
+  return pack(code);
+}
+
+// Power codes of finite values from approximate roots, and how far they came from a boundary between two codes:
+// where sure() holds, they are the formula's. A number plus 2^23 has its whole part in its low bits, which spares
+// the conversion.
+template <bool Signed> struct PowerEstimate {
+  // The root of the formula is within 2^-24, the approximate one within 2^-23, relatively. Unsigned, the sum with u is
+  // rounded too, both times by up to 2^-17.
+  static constexpr float kDoubt = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
+  float farthest = 0.0f;  // from the middle between two boundaries
+
+  MEMKERN_DEVICE bool sure() const { return farthest < 0.5f - kDoubt; }
+
+  MEMKERN_DEVICE Codes encode(const float (&x)[kEight], float factor, int j, const Rounding& rounding) {
+    uint32_t code[kEight];
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      const float root = approximate_sqrt((Signed ? fabsf(x[i]) : x[i]) * factor);
+      if constexpr (Signed) {
+        constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
+        const float c = copysignf(root, x[i]), rounded = c + kRound;
+        farthest = fmaxf(farthest, fabsf(c - (rounded - kRound)));
+        code[i] = bits_of(rounded);
+      } else {
+        constexpr float kDown = 8388608.0f;  // 2^23
+        const float c = rounding.add(root, j + i), down = __fadd_rd(c, kDown);
+        farthest = fmaxf(farthest, fabsf(c - (down - kDown) - 0.5f));
+        code[i] = bits_of(fminf(fmaxf(down, x[i] > 0.0f ? kDown + 1.0f : kDown), kDown + kPowerLevelsUnsigned));
+      }
+    }
+    if (factor == 0.0f) return {0, 0};
+    return pack(code);
+  }
+};
+
+// The codes of eight values of a block. `finite`: whether all of this lane's values of the block are. Warps call it
+// whole: what one lane is not sure of, all its lanes encode by the formula.
+template <StateKind Kind, bool Signed>
+MEMKERN_DEVICE Codes encode(const float (&x)[kEight], float factor, bool finite, int j,
+                            const Rounding& rounding) {
+  if constexpr (Kind == StateKind::kPower) {
+    PowerEstimate<Signed> estimate;
+    const Codes codes = estimate.encode(x, factor, j, rounding);
+    if (!__any_sync(kAllLanes, !(finite && estimate.sure()))) return codes;
+  }
+  return encode_exactly<Kind, Signed>(x, factor, j, rounding);
 }
 
 }  // namespace memkern

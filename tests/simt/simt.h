@@ -62,8 +62,8 @@ struct Machine {
   Index block{0}, grid{0};
   unsigned current = 0;
   uint32_t seed = 1;
-  int errors = 0;
   std::vector<std::function<void()>> recorded;  // launches of the graph that is being captured
+  std::vector<std::function<void()>> kept;      // memory of that graph
 };
 inline Machine machine;
 
@@ -199,6 +199,9 @@ inline void run(const std::function<void()>& body, int64_t blocks, int threads) 
     run_block(order);
   }
 }
+
+// Whether tensors of one number count as the host's, and not as the device's.
+inline bool host_numbers() { return std::getenv("SIMT_HOST_NUMBERS") != nullptr; }
 
 inline bool capturing() { return std::getenv("SIMT_CAPTURE") != nullptr; }
 inline void replay() {

@@ -1,0 +1,34 @@
+// memkern::adam_step_ on CUDA devices.
+#include "../ops.h"
+#include "adam_kernel.cuh"
+#include "step_table.h"
+
+namespace memkern {
+
+void adam_step_cuda(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors exp_avg_scales,
+                    Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr, Doubles beta1, Doubles beta2,
+                    Doubles eps, Doubles weight_decay, Ints decoupled, Ints maximize, Ints codec, Ints block_size,
+                    std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                    std::optional<Tensor> grad_norm, double max_grad_norm) {
+  const size_t groups = lr.size();
+  check_hyperparameters(
+      {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()}, groups);
+  const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
+  const MomentArgs v{"exp_avg_sqs", exp_avg_sqs, ScalarType::Byte, exp_avg_sq_scales};
+  const auto jobs = make_jobs<StepTensor>(params, grads, {&m, &v}, group, groups, codec, block_size);
+  check_steps(steps, params);
+  if (params.empty()) return;
+  const StepHeader header = header_of(grad_scale, found_inf, grad_norm, max_grad_norm, params[0]);
+  std::vector<AdamGroup> records;
+  for (size_t k = 0; k < groups; ++k)
+    records.push_back({number_of(lr[k], params[0], "lr"), beta1[k], beta2[k], eps[k], weight_decay[k],
+                       decoupled[k] != 0, maximize[k] != 0});
+
+  const OnDevice on(params[0]);
+  const auto step = upload_step<AdamGroup, AdamTensor>("adam_step_", header, records, jobs, params, steps, group,
+                                                       on.stream);
+  launch_step("adam_step_", step, adam_prologue, adam_tiles<StateKind::kPower>, adam_tiles<StateKind::kDynamic>,
+              on.stream);
+}
+
+}  // namespace memkern
