@@ -5,7 +5,7 @@
 
 namespace memkern {
 
-void grad_norm_cuda(Tensor norm, Tensors grads, std::optional<Tensor> grad_scale) {
+void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
   STD_TORCH_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
                   "norm must be float64 of one element on the gradients' device");
   const StepHeader header = header_of(grad_scale, std::nullopt, std::nullopt, 0.0, norm);

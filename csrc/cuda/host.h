@@ -33,6 +33,7 @@ struct OnDevice {
 };
 
 inline bool is_host(const Tensor& t) { return t.is_cpu(); }
+inline bool same_device(const Tensor& a, const Tensor& b) { return same_device(a, b, false); }
 inline void keep_for_replay(const Tensor&) {}  // torch's pool of the graph does
 #else
 struct OnDevice {
@@ -41,6 +42,7 @@ struct OnDevice {
 };
 
 inline bool is_host(const Tensor&) { return simt::host_numbers(); }
+inline bool same_device(const Tensor&, const Tensor&) { return true; }
 inline void keep_for_replay(const Tensor& t) {
   simt::machine.kept.push_back([t] {});
 }
