@@ -4,6 +4,9 @@ Functions have the ops' names and take their arguments. ``codec``, ``tiles``, ``
 kernels share.
 """
 
+from .adam import adam_step_
 from .blockwise import dequantize_blockwise, quantize_blockwise
+from .grad_norm import grad_norm_
+from .lion import lion_step_
 
-__all__ = ["dequantize_blockwise", "quantize_blockwise"]
+__all__ = ["adam_step_", "dequantize_blockwise", "grad_norm_", "lion_step_", "quantize_blockwise"]

@@ -12,7 +12,7 @@ from ..layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_
 from ..reference.blockwise import check_codec
 from .codec import code_unit, decode, dither, dynamic_tables, encode
 from .launch import OPTIONS, cdiv, guard, rows_of
-from .tiles import is_aligned, is_flat, next_power_of_two, tile_of
+from .tiles import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
 _JIT = {"do_not_specialize": [*_LAYOUT_ARGS, "step_offset"], "do_not_specialize_on_alignment": ["values", "codes", "scales"]}
@@ -23,15 +23,14 @@ def quantize_kernel(
     values, codes, scales, tables, step_offset,
     numel, segment, block, per_segment, blocks,
     KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, FLAT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     start, offset, mask, row, row_mask = tile_of(
-        tl.program_id(0), numel, segment, block, per_segment, blocks, ROWS, BLOCK, ALIGN, FLAT
+        tl.program_id(0), numel, segment, block, per_segment, blocks, ROWS, BLOCK, VECTOR, FLAT
     )
-    if ALIGN:
-        values = tl.multiple_of(values, 16)
-        codes = tl.multiple_of(codes, 8)
-    x = tl.load(values + start + offset, mask=mask, other=0.0).to(tl.float32)
+    values = pointer(values, values.dtype.element_ty, VECTOR) + start
+    codes = pointer(codes, codes.dtype.element_ty, VECTOR) + start
+    x = tl.load(values + offset, mask=mask, other=0.0).to(tl.float32)
     if not SIGNED:
         x = tl.where(x < 0, 0.0, x)
     if DITHERED:
@@ -39,7 +38,7 @@ def quantize_kernel(
     else:
         u = 0.5
     q, scale = encode(x, u, tables, KIND, SIGNED)
-    tl.store(codes + start + offset, q, mask=mask)
+    tl.store(codes + offset, q, mask=mask)
     tl.store(scales + row, scale, mask=row_mask)
 
 
@@ -48,26 +47,25 @@ def dequantize_kernel(
     values, codes, scales, tables,
     numel, segment, block, per_segment, blocks,
     KIND: tl.constexpr, SIGNED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, FLAT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     start, offset, mask, row, row_mask = tile_of(
-        tl.program_id(0), numel, segment, block, per_segment, blocks, ROWS, BLOCK, ALIGN, FLAT
+        tl.program_id(0), numel, segment, block, per_segment, blocks, ROWS, BLOCK, VECTOR, FLAT
     )
-    if ALIGN:
-        values = tl.multiple_of(values, 16)
-        codes = tl.multiple_of(codes, 8)
+    values = pointer(values, values.dtype.element_ty, VECTOR) + start
+    codes = pointer(codes, codes.dtype.element_ty, VECTOR) + start
     unit = code_unit(tl.load(scales + row, mask=row_mask, other=0.0), 1.0, KIND, SIGNED)
-    q = tl.load(codes + start + offset, mask=mask, other=0)
+    q = tl.load(codes + offset, mask=mask, other=0)
     x = decode(q, unit, tables, KIND, SIGNED)
-    tl.store(values + start + offset, x.to(values.dtype.element_ty), mask=mask)
+    tl.store(values + offset, x.to(values.dtype.element_ty), mask=mask)
 
 
-def _shape(layout: BlockLayout, block_size: int, *pointers: int) -> dict[str, int]:
+def _shape(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor) -> dict[str, int]:
     block = next_power_of_two(block_size)
     return {
         "ROWS": rows_of(block),
         "BLOCK": block,
-        "ALIGN": is_aligned(layout, *pointers),
+        "VECTOR": vector_of(layout, values.element_size(), (values.data_ptr(), codes.data_ptr())),
         "FLAT": is_flat(layout, block),
     }
 
@@ -88,7 +86,7 @@ def quantize_blockwise(
     codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
     scale = x.new_empty(layout.scale_shape, dtype=torch.float32)
     if layout.numel:
-        shape = _shape(layout, block_size, x.data_ptr(), codes.data_ptr())
+        shape = _shape(layout, block_size, x, codes)
         with guard(x.device):
             quantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
                 x, codes, scale, dynamic_tables(x.device), (step or 0) * C.DITHER_STEP % 2**32,
@@ -108,7 +106,7 @@ def dequantize_blockwise(
     scale = scale.contiguous()
     out = torch.empty_like(codes, dtype=dtype)
     if layout.numel:
-        shape = _shape(layout, block_size, codes.data_ptr(), out.data_ptr())
+        shape = _shape(layout, block_size, out, codes)
         with guard(codes.device):
             dequantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
                 out, codes, scale, dynamic_tables(codes.device), *_layout_args(layout),

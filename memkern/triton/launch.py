@@ -37,3 +37,15 @@ def triton_type(dtype: torch.dtype) -> Any:
         torch.bfloat16: triton.language.bfloat16,
         torch.float16: triton.language.float16,
     }[dtype]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of the current device, as a number."""
+    if device.type == "cuda":
+        return torch.cuda.current_stream().cuda_stream
+    return 0
