@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -81,7 +82,10 @@ def _missing(backend: str) -> str | None:
         return load_library()
     if backend == "cuda":
         return _missing_cuda()
-    return "this version of memkern has no Triton kernels yet"
+    # Only looked for: importing it takes a second.
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'memkern[triton]' (Linux)"
+    return None
 
 
 def available() -> dict[str, str | None]:
