@@ -21,7 +21,19 @@ from activation_helpers import (
 from activation_helpers import (
     LAYOUTS as DENSE,
 )
-from helpers import FLOATS, assert_same, at, fast_here, hard, on, over_all, over_cpu, over_dtypes, over_fast
+from helpers import (
+    FLOATS,
+    assert_same,
+    at,
+    device_of,
+    fast_here,
+    hard,
+    on,
+    over_all,
+    over_cpu,
+    over_dtypes,
+    over_fast,
+)
 from torch import Tensor
 
 from memkern import _ops
@@ -175,7 +187,7 @@ def test_gradient_is_the_level_of_each_element(backend: str, name: str, layout: 
 
 
 def at_any(x: Tensor, backend: str) -> Tensor:
-    return x.to("cuda") if backend in ("cuda", "triton") else x
+    return x.to(device_of(backend))
 
 
 @over_cpu
