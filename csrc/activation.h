@@ -33,10 +33,9 @@ inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block)
   return layout;
 }
 
-inline void check_planes(const Tensor& codes, const Tensor& grad, int64_t numel, bool on_cpu) {
+inline void check_planes(const Tensor& codes, int64_t numel) {
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 2 && codes.is_contiguous(),
                   "codes must be contiguous uint8 with a row per bit");
-  STD_TORCH_CHECK(same_device(codes, grad, on_cpu), "codes must be on grad's device");
   const int64_t bits = codes.sizes()[0], bytes = codes.sizes()[1];
   STD_TORCH_CHECK(bits >= 1 && bits <= kMaxBits && bytes == plane_bytes(numel), "codes of ", numel,
                   " elements must have 1 to ", kMaxBits, " rows of ", plane_bytes(numel), " bytes, got ",
@@ -68,10 +67,9 @@ inline Valley valley_of(double minimum, const Doubles& falling, const Doubles& r
   return v;
 }
 
-inline void check_output(const Tensor& output, const Tensor& grad, bool on_cpu) {
-  STD_TORCH_CHECK(
-      is_float_type(output.scalar_type()) && same_layout(output, grad) && same_device(output, grad, on_cpu),
-      "output must be float32, bfloat16 or float16 and have grad's shape, strides and device");
+inline void check_output(const Tensor& output, const Tensor& grad) {
+  STD_TORCH_CHECK(is_float_type(output.scalar_type()) && same_layout(output, grad),
+                  "output must be float32, bfloat16 or float16 and have grad's shape and strides");
 }
 
 }  // namespace memkern

@@ -144,6 +144,7 @@ def c_header() -> str:
         "kMaxThresholds": MAX_THRESHOLDS,
         "kMaxCoefficients": MAX_COEFFICIENTS,
         "kPlaneAlignment": PLANE_ALIGNMENT,
+        "kActivations": len(ACTIVATIONS),
         **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in ACTIVATIONS.items()},
     }
     tables = {

@@ -44,7 +44,7 @@ namespace {
 ActivationJob backward_job(const Tensor& grad, const Tensor& codes, const Tensor& result) {
   ActivationJob job{};
   job.layout = flat_layout(grad, "grad", kGroup);
-  check_planes(codes, grad, job.layout.numel, true);
+  check_planes(codes, job.layout.numel);
   job.plane = plane_bytes(job.layout.numel);
   job.input = grad.data_ptr();
   job.codes = static_cast<uint8_t*>(codes.data_ptr());
@@ -71,7 +71,7 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
                                         Doubles falling, Doubles rising, double falling_reach,
                                         double rising_reach) {
   flat_layout(grad, "grad", kGroup);
-  check_output(output, grad, true);
+  check_output(output, grad);
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
   Tensor result = with_huge_pages(empty_like(grad, grad.scalar_type()));
   ActivationJob job = backward_job(grad, codes, result);
