@@ -32,8 +32,8 @@ MOST_LAUNCHES = 4
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
-    return build.load(build.compile_library(tmp_path_factory.mktemp("simt")))
+def library(simt_library: tuple[CDLL, Path]) -> CDLL:
+    return simt_library[0]
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def test_many_tiles_of_one_tensor(name: str) -> None:
 
 def test_long_run() -> None:
     """What the approximate roots of the encoder are not sure of is encoded by the formula."""
-    compare_steps("adam_step_", step_args("adam_step_", codec=(0, 0), layouts=("odd", "whole blocks")), {}, 30)
+    compare_steps(
+        "adam_step_", step_args("adam_step_", codec=(0, 0), layouts=("odd", "whole blocks")), {}, 30
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
@@ -193,9 +195,7 @@ def test_launches_are_few_whatever_the_number_of_tensors(
 
 
 @over_steps
-def test_a_graph_replays_while_lr_changes(
-    name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     args = step_args(name)
     rates = args[drive.RATES[name]]
     options = scaler()
@@ -225,7 +225,9 @@ def test_a_graph_replays_while_lr_changes(
 
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     def path(name: str) -> str:
-        return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
 
     runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(os.path.isabs(name) for name in runtime):
