@@ -47,7 +47,7 @@ class BlockwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
+        lr, betas, weight_decay = group["lr"], group.get("betas", (0.0, 0.0)), group["weight_decay"]
         if isinstance(lr, Tensor):
             if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
@@ -281,7 +281,7 @@ class BlockwiseOptimizer(Optimizer):
                     )
                 if not bool(((value >= 0) & value.isfinite()).all()):
                     fail(f"{key} has entries that are negative or not finite")
-            else:
+            elif key in self.moments:
                 dtype = self.moments[key] if coded else torch.float32
                 if value.dtype != dtype or value.shape != p.shape:
                     fail(
