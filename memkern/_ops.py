@@ -1,12 +1,14 @@
 """Every op: its schema where C++ is absent, its fake, and the function that the rest of memkern calls.
 
-Ops live twice: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built, else the
-reference), and in ``torch.ops.memkern_reference``, the specification for any device. :func:`memkern.backend.select`
-decides which of them a call goes to.
+Ops live three times: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built,
+else the reference), in ``torch.ops.memkern_triton``, and in ``torch.ops.memkern_reference``, the specification for any
+device. :func:`memkern.backend.select` decides which of them a call goes to.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +30,8 @@ SCHEMAS = {
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
         "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, Tensor[] lr, "
         "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] decoupled, int[] maximize, "
-        "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+        "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
+        "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
     "lamb_step_": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -36,20 +39,22 @@ SCHEMAS = {
         "Tensor(g!)[] trust_ratios, int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] eps, "
         "float[] weight_decay, int[] decoupled, int[] bias_correction, int[] trust_clip, int[] always_adapt, "
         "int[] layers, int[] maximize, int[] codec, int[] block_size, Tensor? grad_scale=None, "
-        "Tensor? found_inf=None) -> ()"
+        "Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
     "lars_step_": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
         "Tensor(d!)[] steps, Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] momentum, "
         "float[] dampening, float[] weight_decay, int[] nesterov, float[] trust_coeff, float[] eps, "
         "int[] trust_clip, int[] always_adapt, int[] layers, int[] maximize, int[] codec, int[] block_size, "
-        "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+        "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
     "lion_step_": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
         "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
-        "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+        "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
+        "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
+    "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
 }
 
 
@@ -77,22 +82,36 @@ FAKES: dict[str, Callable[..., Any]] = {
     "lamb_step_": _fake_step,
     "lars_step_": _fake_step,
     "lion_step_": _fake_step,
+    "grad_norm_": _fake_step,
 }
+
+NAMESPACES = {
+    "cpu": "memkern",
+    "cuda": "memkern",
+    "triton": "memkern_triton",
+    "reference": "memkern_reference",
+}
+"""Where the ops of each backend are."""
 
 _libraries: list[torch.library.Library] = []  # a library unregisters its ops when it is collected
 
 
+def _triton(name: str, *args: Any) -> Any:
+    return getattr(importlib.import_module("memkern.triton"), name)(*args)
+
+
 def _register() -> None:
     has_cpp = backend.load_library() is None
-    for namespace in ("memkern", "memkern_reference"):
+    for namespace in {*NAMESPACES.values()}:
         defined = has_cpp and namespace == "memkern"
         library = torch.library.Library(namespace, "FRAGMENT" if defined else "DEF")
         _libraries.append(library)
         for name, schema in SCHEMAS.items():
             if not defined:
                 library.define(name + schema)
-            # The kernel of every device that has none of its own.
-            library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+            # The kernel of every device that has none of its own. Triton is imported when it is first used.
+            kernel = functools.partial(_triton, name) if "triton" in namespace else getattr(reference, name)
+            library.impl(name, kernel, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
 
 
@@ -101,7 +120,7 @@ _register()
 
 @torch.compiler.assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
 def _namespace(device: str, asked_for: str | None) -> str:
-    return "memkern_reference" if backend.select(device) == "reference" else "memkern"
+    return NAMESPACES[backend.select(device)]
 
 
 def _op(name: str, device: str) -> Any:
@@ -126,3 +145,8 @@ def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
     if not torch.compiler.is_compiling():
         # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
         torch.autograd.graph.increment_version(params)
+
+
+def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:
+    """norm = sqrt(sum of g^2 over all tensors) / grad_scale, for gradients of one device."""
+    _op("grad_norm_", norm.device.type)(norm, grads, grad_scale)

@@ -41,8 +41,7 @@ class LAMB(LayerwiseOptimizer):
             ``"rows"`` for a ratio per row. Layers are whole blocks: rows shorter than a block may not divide. Default 1.
         maximize: ascend instead of descend. Default False.
         foreach: accepted and ignored; every step is one fused call for all tensors.
-        capturable: not supported yet, must be False.
-        state_bits, block_size, codec, min_8bit_size: as for :class:`memkern.optim.Adam`.
+        capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
 
     The state is that of Adam, and ``trust_ratio``, float32 of shape (layers,). A step with 8-bit states reads and
     writes 26.19 bytes per fp32 parameter (16.19 in bf16): one pass reads everything for the norms, one updates.
@@ -90,7 +89,6 @@ class LAMB(LayerwiseOptimizer):
             type(self).__name__,
             caution=caution,
             corrected_weight_decay=corrected_weight_decay,
-            capturable=capturable,
         )
         if not grad_averaging:
             raise ValueError(
@@ -111,6 +109,8 @@ class LAMB(LayerwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "max_grad_norm": max_grad_norm,
+            "capturable": capturable,
         }
         super().__init__(params, defaults)
 

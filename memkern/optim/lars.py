@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import check_torch_options
 from .layerwise import LayerwiseOptimizer, layers_number
 
 
@@ -46,8 +45,7 @@ class LARS(LayerwiseOptimizer):
         foreach: accepted and ignored; every step is one fused call for all tensors.
         layers: as for :class:`memkern.optim.LAMB`. Default 1.
         maximize: ascend instead of descend. Default False.
-        capturable: not supported yet, must be False.
-        state_bits, block_size, codec, min_8bit_size: as for :class:`memkern.optim.Adam`.
+        capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
 
     The state is ``step``, ``exp_avg`` (m), in 8 bits with ``exp_avg_scale``, and ``trust_ratio``, float32 of shape
     (layers,). A step with an 8-bit state reads and writes 23.09 bytes per fp32 parameter (13.09 in bf16) in the
@@ -92,7 +90,6 @@ class LARS(LayerwiseOptimizer):
         codec: str = "power",
         min_8bit_size: int = 4096,
     ) -> None:
-        check_torch_options(type(self).__name__, capturable=capturable)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -109,6 +106,8 @@ class LARS(LayerwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "max_grad_norm": max_grad_norm,
+            "capturable": capturable,
         }
         super().__init__(params, defaults)
 

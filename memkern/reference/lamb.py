@@ -15,7 +15,7 @@ from .state import (
     Scales,
     check_tensors,
     gradient,
-    inverse_grad_scale,
+    gradient_factor,
     load_moment,
     skipped,
     store_moment,
@@ -48,6 +48,8 @@ def lamb_step_(
     block_size: Sequence[int],
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    max_grad_norm: float = 0.0,
 ) -> None:
     """One step for many tensors, in place; lists as in :func:`memkern.reference.adam_step_`.
 
@@ -62,7 +64,7 @@ def lamb_step_(
         params, grads, steps, group, lr, (*hyperparameters, layers, maximize), moments, codec, block_size
     )
     check_trust(params, trust_ratios, group, layers, block_size)
-    unscale = inverse_grad_scale(grad_scale)
+    factor = gradient_factor(grad_scale, grad_norm, max_grad_norm)
     if skipped(found_inf):
         return
     scales = Scales(exp_avg_scales, exp_avg_sq_scales)
@@ -75,7 +77,7 @@ def lamb_step_(
         step = int(step_t)
         rate = float(lr[i])
         x = to_blocks(p, layout)
-        g = gradient(g, layout, maximize[i], unscale)
+        g = gradient(g, layout, maximize[i], factor)
         if decoupled[i]:
             x = x * to_fp32(1.0 - rate * weight_decay[i])
         m = load_moment(m8, m_scale, layout, codec[i], beta1[i])

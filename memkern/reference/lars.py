@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codec import to_fp32
 from ..layout import layout_of
 from .blockwise import from_blocks, to_blocks
-from .state import Scales, check_tensors, gradient, inverse_grad_scale, load_moment, skipped, store_moment
+from .state import Scales, check_tensors, gradient, gradient_factor, load_moment, skipped, store_moment
 from .trust import both_or_one, check_trust, norms, of_blocks
 
 
@@ -37,24 +37,33 @@ def lars_step_(
     block_size: Sequence[int],
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    max_grad_norm: float = 0.0,
 ) -> None:
     """One step for many tensors, in place; lists as in :func:`memkern.reference.lamb_step_`.
 
     A ``trust_coeff`` of 0 asks for the paper's form, which has no coefficient; the classic form's is above 0.
     """
     moments = [("exp_avgs", exp_avgs, torch.int8, exp_avg_scales)]
-    hyperparameters = (momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt)
+    hyperparameters = (
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        trust_coeff,
+        eps,
+        trust_clip,
+        always_adapt,
+    )
     check_tensors(
         params, grads, steps, group, lr, (*hyperparameters, layers, maximize), moments, codec, block_size
     )
     check_trust(params, trust_ratios, group, layers, block_size)
-    unscale = inverse_grad_scale(grad_scale)
+    factor = gradient_factor(grad_scale, grad_norm, max_grad_norm)
     if skipped(found_inf):
         return
     scales = Scales(exp_avg_scales)
-    for p, g, m8, step_t, ratio, i in zip(
-        params, grads, exp_avgs, steps, trust_ratios, group, strict=True
-    ):
+    for p, g, m8, step_t, ratio, i in zip(params, grads, exp_avgs, steps, trust_ratios, group, strict=True):
         (m_scale,) = scales.next_for(m8)
         layout = layout_of(p, block_size[i])
         step_t += 1
@@ -62,7 +71,7 @@ def lars_step_(
         decay, classic = weight_decay[i], trust_coeff[i] != 0
         adapt = decay != 0 or always_adapt[i] != 0
         x = to_blocks(p, layout)
-        g = gradient(g, layout, maximize[i], unscale)
+        g = gradient(g, layout, maximize[i], factor)
         x_norm = norms(x, layout, len(ratio))
         ratio.fill_(1.0)
         if classic and adapt:
