@@ -17,6 +17,20 @@ void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
                    Ints maximize, Ints codec, Ints block_size, std::optional<Tensor> grad_scale,
                    std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_grad_norm);
 
+void lamb_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
+                   Tensors exp_avg_scales, Tensors exp_avg_sq_scales, Tensors steps, Tensors trust_ratios,
+                   Ints group, Tensors lr, Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay,
+                   Ints decoupled, Ints bias_correction, Ints trust_clip, Ints always_adapt, Ints layers,
+                   Ints maximize, Ints codec, Ints block_size, std::optional<Tensor> grad_scale,
+                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_grad_norm);
+
+void lars_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_scales, Tensors steps,
+                   Tensors trust_ratios, Ints group, Tensors lr, Doubles momentum, Doubles dampening,
+                   Doubles weight_decay, Ints nesterov, Doubles trust_coeff, Doubles eps, Ints trust_clip,
+                   Ints always_adapt, Ints layers, Ints maximize, Ints codec, Ints block_size,
+                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                   std::optional<Tensor> grad_norm, double max_grad_norm);
+
 void lion_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_scales, Ints group,
                    Tensors lr, Doubles beta1, Doubles beta2, Doubles weight_decay, Ints maximize, Ints codec,
                    Ints block_size, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,

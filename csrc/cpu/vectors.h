@@ -1,6 +1,7 @@
 // Loops over vectors with a short last one. Compiled once per instruction set (isa_*.cpp).
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 #include "half.h"
 #include "kernels.h"
@@ -36,6 +37,19 @@ template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
     body(
         i, [left](const auto* p) MEMKERN_LAMBDA { return load_part(p, left); },
         [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });
+}
+
+// In a body of for_vectors: a function that makes lanes past n zero, whatever came of reading 0 there.
+template <class Store> MEMKERN_FN auto kept_by(Store store_to) {
+  return [store_to](F x) MEMKERN_LAMBDA {
+    if constexpr (std::is_empty_v<Store>) {  // a whole vector
+      return x;
+    } else {
+      float lane[kLanes] = {};
+      store_to(lane, x);
+      return load(lane);
+    }
+  };
 }
 
 }  // namespace
