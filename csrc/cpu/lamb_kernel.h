@@ -25,9 +25,13 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     const P* p = static_cast<const P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
+    fetch_ahead(p, n);
+    fetch_ahead(g, n);
     if constexpr (Kind == StateKind::kFp32) {
       const float *exp_avg = static_cast<const float*>(job.exp_avg) + offset,
                   *exp_avg_sq = static_cast<const float*>(job.exp_avg_sq) + offset;
+      fetch_ahead(exp_avg, n);
+      fetch_ahead(exp_avg_sq, n);
       for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
         add(load_from(p + i), F(s.beta1) * load_from(exp_avg + i), F(s.beta2) * load_from(exp_avg_sq + i),
             load_from(g + i), kept_by(store_to));
@@ -36,6 +40,8 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
       const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, offset, block, nullptr);
       const Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale,
                                          kPower ? s.root_beta2 : s.beta2, offset, block, nullptr);
+      fetch_ahead(first.codes, n);
+      fetch_ahead(second.codes, n);
       for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
         const F v = second.get(i, load_from);
         add(load_from(p + i), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),

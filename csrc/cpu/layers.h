@@ -66,9 +66,10 @@ template <class L> void run_wave(const std::vector<L*>& wave, std::vector<Piece<
     if (layer.trust.adapt) *layer.ratio = trust_ratio(all, layer.trust);
     set_trust_ratio(layer.own, layer.trust.lr, *layer.ratio);
   }
-  // Backwards: what was read last is in the cache still.
+  // Not backwards, from what was read last: that gains no more from the cache than it costs (1.1 times as
+  // long).
   for_pieces(count, elements, [&](int64_t i) {
-    const Piece<L>& piece = pieces[count - 1 - i];
+    const Piece<L>& piece = pieces[i];
     piece.layer->run(*piece.layer, piece.begin, piece.end);
   });
 }
