@@ -6,12 +6,14 @@
 
 namespace memkern {
 
-void lars_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_scales, Tensors steps,
-                   Tensors trust_ratios, Ints group, Tensors lr, Doubles momentum, Doubles dampening,
-                   Doubles weight_decay, Ints nesterov, Doubles trust_coeff, Doubles eps, Ints trust_clip,
-                   Ints always_adapt, Ints layers, Ints maximize, Ints codec, Ints block_size,
-                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
-                   std::optional<Tensor> grad_norm, double max_grad_norm) {
+void lars_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                   const Tensors& exp_avg_scales, const Tensors& steps, const Tensors& trust_ratios,
+                   const Ints& group, const Tensors& lr, const Doubles& momentum, const Doubles& dampening,
+                   const Doubles& weight_decay, const Ints& nesterov, const Doubles& trust_coeff,
+                   const Doubles& eps, const Ints& trust_clip, const Ints& always_adapt, const Ints& layers,
+                   const Ints& maximize, const Ints& codec, const Ints& block_size,
+                   const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                   const std::optional<Tensor>& grad_norm, double max_grad_norm) {
   const size_t groups = lr.size();
   check_hyperparameters(
       {momentum.size(), dampening.size(), weight_decay.size(), nesterov.size(), trust_coeff.size(),
