@@ -49,3 +49,13 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
   m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cpu));
   m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cpu));
 }
+
+#ifdef USE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
+  m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
+  m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cuda));
+  m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cuda));
+  m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cuda));
+  m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cuda));
+}
+#endif
