@@ -5,5 +5,7 @@
 
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
+#include "lamb_kernel.h"
+#include "lars_kernel.h"
 #include "lion_kernel.h"
 #include "squares_kernel.h"
