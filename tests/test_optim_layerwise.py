@@ -1,26 +1,15 @@
 """LAMB and LARS: their published updates, trust ratios, layers."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import (
-    LAYERWISE,
-    LAYOUTS,
-    assert_same,
-    give_gradients,
-    hard,
-    like,
     make_params,
-    name_of,
-    needs_cpp,
     on,
     over_cpu,
-    over_layerwise,
     snapshot,
-    tensor,
     train,
 )
 from torch import Tensor
