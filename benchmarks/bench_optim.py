@@ -67,6 +67,19 @@ LION = {
 }
 
 
+def torch_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's fused AdamW behind clip_grad_norm_: one pass over the gradients reads them, one scales them."""
+    optimizer = torch.optim.AdamW(params, fused=True)
+    optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, 1.0) and None)
+    return optimizer
+
+
+CLIPPED = {  # memkern's is one read of the gradients (grad_norm_) and the step
+    "memkern AdamW8bit": of("memkern.optim", "AdamW8bit", max_grad_norm=1.0),
+    "torch AdamW fused": torch_clipped,
+}
+
+
 def gpt2_shapes(size: int) -> Shapes:
     """GPT-2's 148 tensors, its width scaled to the size and the rest made up by the vocabulary.
 
@@ -119,6 +132,7 @@ def cases(size: int, device: str) -> list[Case]:
         ),
         Case(f"AdamW, {len(small):,} tensors of 1,000", 1000 * len(small), group(ADAMW, small, "torchao")),
         Case("AdamW, one bf16 tensor", numel, group(ADAMW, one, "torchao", dtype=torch.bfloat16)),
+        Case("AdamW clipped to a norm, one tensor", numel, group(CLIPPED, one)),
         Case("Adam, one tensor", numel, group(ADAM, one)),
         Case("Lion, one tensor", numel, group(LION, one)),
     ]

@@ -15,12 +15,23 @@ STABLE_TORCH_LIBRARY(memkern, m) {
       "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, "
       "Tensor[] lr, "
       "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] decoupled, int[] maximize, "
-      "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+      "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
+      "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
   m.def(
       "lion_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
       "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] "
       "codec, "
-      "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+      "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
+      "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
+  m.def("grad_norm_(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()");
+  m.def("few_bit_encode(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor");
+  m.def(
+      "few_bit_forward(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int "
+      "symmetry) -> (Tensor, Tensor)");
+  m.def("few_bit_backward(Tensor grad, Tensor codes, float[] levels) -> Tensor");
+  m.def(
+      "few_bit_backward_from_output(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, "
+      "float[] rising, float falling_reach, float rising_reach) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
@@ -28,4 +39,5 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
   m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cpu));
   m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cpu));
   m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cpu));
+  m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cpu));
 }

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/layout.h"
+#include "core/job.h"
 #include "core/tables.h"
 
 namespace memkern {
@@ -23,6 +23,16 @@ using Doubles = std::vector<double>;
 
 inline bool is_float_type(ScalarType t) {
   return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
+}
+
+inline FloatType float_type(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 ? FloatType::kBf16
+         : t.scalar_type() == ScalarType::Half   ? FloatType::kFp16
+                                                 : FloatType::kFp32;
+}
+
+inline StateKind code_kind(int64_t codec) {
+  return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
 }
 
 inline std::string name_of(const char* name, size_t i) {
@@ -58,6 +68,10 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
     if (as[d] != 1 && at[d] != bt[d]) same = false;
   }
   return same || empty;
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device() == b.get_device();
 }
 
 inline std::vector<int64_t> scale_shape(const BlockLayout& l) {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import backend, memory, optim, train
+    from . import backend, functional, memory, nn, optim, train
     from .backend import report, use_backend
     from .blockwise import dequantize_blockwise, quantize_blockwise
 
@@ -19,7 +19,9 @@ __all__ = [
     "__version__",
     "backend",
     "dequantize_blockwise",
+    "functional",
     "memory",
+    "nn",
     "optim",
     "quantize_blockwise",
     "report",

@@ -1,12 +1,14 @@
 """Every op: its schema where C++ is absent, its fake, and the function that the rest of memkern calls.
 
-Ops live twice: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built, else the
-reference), and in ``torch.ops.memkern_reference``, the specification for any device. :func:`memkern.backend.select`
-decides which of them a call goes to.
+Ops live three times: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built,
+else the reference), in ``torch.ops.memkern_triton``, and in ``torch.ops.memkern_reference``, the specification for any
+device. :func:`memkern.backend.select` decides which of them a call goes to.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 from . import backend, reference
 from .codec import CODECS
 from .layout import check_block_size, layout_of
+from .levels import Levels, Valley
+from .reference.activation import activate, plane_bytes
 
 SCHEMAS = {
     "quantize_blockwise": (
@@ -28,12 +32,25 @@ SCHEMAS = {
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
         "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, Tensor[] lr, "
         "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] decoupled, int[] maximize, "
-        "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+        "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
+        "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
     "lion_step_": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
         "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
-        "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+        "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
+        "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    ),
+    "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
+    "few_bit_encode": "(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor",
+    "few_bit_forward": (
+        "(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int symmetry) "
+        "-> (Tensor, Tensor)"
+    ),
+    "few_bit_backward": "(Tensor grad, Tensor codes, float[] levels) -> Tensor",
+    "few_bit_backward_from_output": (
+        "(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, float[] rising, "
+        "float falling_reach, float rising_reach) -> Tensor"
     ),
 }
 
@@ -55,28 +72,67 @@ def _fake_step(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _fake_encode(
+    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
+) -> Tensor:
+    return x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
+
+
+def _fake_forward(x: Tensor, fn: int, a: float, b: float, bits: int, *table: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _fake_encode(x, bits, *table)
+
+
+def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(grad)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
     "adam_step_": _fake_step,
     "lion_step_": _fake_step,
+    "grad_norm_": _fake_step,
+    "few_bit_encode": _fake_encode,
+    "few_bit_forward": _fake_forward,
+    "few_bit_backward": _fake_backward,
+    "few_bit_backward_from_output": _fake_backward,
 }
+
+NAMESPACES = {
+    "cpu": "memkern",
+    "cuda": "memkern",
+    "triton": "memkern_triton",
+    "reference": "memkern_reference",
+}
+"""Where the ops of each backend are."""
 
 _libraries: list[torch.library.Library] = []  # a library unregisters its ops when it is collected
 
 
+def _forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any) -> tuple[Tensor, Tensor]:
+    # torch's op gives other bits on a part of a tensor than on the whole: no kernel of ours can stand for it.
+    return activate(x, fn, a, b), torch.ops.memkern.few_bit_encode.default(x, *table)
+
+
+def _triton(name: str, *args: Any) -> Any:
+    return getattr(importlib.import_module("memkern.triton"), name)(*args)
+
+
 def _register() -> None:
     has_cpp = backend.load_library() is None
-    for namespace in ("memkern", "memkern_reference"):
+    for namespace in {*NAMESPACES.values()}:
         defined = has_cpp and namespace == "memkern"
         library = torch.library.Library(namespace, "FRAGMENT" if defined else "DEF")
         _libraries.append(library)
         for name, schema in SCHEMAS.items():
             if not defined:
                 library.define(name + schema)
-            # The kernel of every device that has none of its own.
-            library.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+            # The kernel of every device that has none of its own. Triton is imported when it is first used.
+            kernel = functools.partial(_triton, name) if "triton" in namespace else getattr(reference, name)
+            library.impl(name, kernel, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
+        if defined:
+            library.impl("few_bit_forward", _forward_on_cpu, "CPU")
 
 
 _register()
@@ -84,7 +140,7 @@ _register()
 
 @torch.compiler.assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
 def _namespace(device: str, asked_for: str | None) -> str:
-    return "memkern_reference" if backend.select(device) == "reference" else "memkern"
+    return NAMESPACES[backend.select(device)]
 
 
 def _op(name: str, device: str) -> Any:
@@ -109,3 +165,26 @@ def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
     if not torch.compiler.is_compiling():
         # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
         torch.autograd.graph.increment_version(params)
+
+
+def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:
+    """norm = sqrt(sum of g^2 over all tensors) / grad_scale, for gradients of one device."""
+    _op("grad_norm_", norm.device.type)(norm, grads, grad_scale)
+
+
+def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
+    bits, _, thresholds, flips, symmetry = table
+    return _op("few_bit_encode", x.device.type)(x, bits, thresholds, flips, symmetry)
+
+
+def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
+    bits, _, thresholds, flips, symmetry = table
+    return _op("few_bit_forward", x.device.type)(x, fn, a, b, bits, thresholds, flips, symmetry)
+
+
+def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    return _op("few_bit_backward", grad.device.type)(grad, codes, levels)
+
+
+def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, valley: Valley) -> Tensor:
+    return _op("few_bit_backward_from_output", grad.device.type)(grad, output, codes, *valley[1:])

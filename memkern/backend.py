@@ -110,6 +110,11 @@ def select(device: str) -> str:
             f"backend {name!r} was asked for and does not run on {device} tensors; "
             f"move the tensors, or ask for one of {', '.join(PREFERENCE.get(device, OTHER_DEVICES))}"
         )
+    if name == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "backend 'triton' was asked for and does not run on cpu tensors; move the tensors, ask for one of "
+            f"{', '.join(PREFERENCE['cpu'])}, or set TRITON_INTERPRET=1 to debug"
+        )
     return name
 
 

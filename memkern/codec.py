@@ -25,6 +25,22 @@ from itertools import pairwise
 CODECS = {"power": 0, "dynamic": 1}
 """Codec names and the numbers that stand for them in op arguments."""
 
+ACTIVATIONS = {
+    "gelu": 0,
+    "gelu_tanh": 1,
+    "silu": 2,
+    "tanh": 3,
+    "sigmoid": 4,
+    "softplus": 5,
+    "mish": 6,
+    "hardswish": 7,
+    "quick_gelu": 8,
+    "relu": 9,
+    "leaky_relu": 10,
+    "hardtanh": 11,
+}
+"""Activation names and the numbers that stand for them in op arguments."""
+
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
 

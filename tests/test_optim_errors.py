@@ -45,7 +45,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"min_8bit_size": -1}, "min_8bit_size must be a whole number"),
     ({"min_8bit_size": 4096.0}, "min_8bit_size must be a whole number"),
     ({"differentiable": True}, "does not support differentiable=True"),
-    ({"capturable": True}, "does not support capturable=True"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be None or more than 0"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm must be None or more than 0"),
+    ({"max_grad_norm": math.nan}, "max_grad_norm must be None or more than 0"),
 ]
 ADAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"eps": -1e-8}, "eps must be 0 or more"),
@@ -53,9 +55,7 @@ ADAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"amsgrad": True}, "does not support amsgrad=True"),
 ]
 # Without those of torch.optim's that a group cannot ask for.
-GROUP_OPTIONS = [
-    o for o in OPTIONS + ADAM_OPTIONS if not {"differentiable", "capturable", "amsgrad"} & o[0].keys()
-]
+GROUP_OPTIONS = [o for o in OPTIONS + ADAM_OPTIONS if not {"differentiable", "amsgrad"} & o[0].keys()]
 
 
 def option_id(value: Any) -> str | None:

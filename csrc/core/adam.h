@@ -6,7 +6,7 @@ namespace memkern {
 
 // What one tensor's step needs, computed once: from fp64, rounded once to fp32.
 struct AdamScalars {
-  float grad_factor;  // 1 / grad_scale, negative to maximize
+  float grad_factor;  // gradient_factor(), negative to maximize
   float beta1, one_minus_beta1, beta2, one_minus_beta2;
   float root_beta2;  // sqrt(beta2): what w = sqrt(v) decays by
   float eps;         // eps * sqrt(1 - beta2^step)
@@ -16,10 +16,10 @@ struct AdamScalars {
 };
 
 MEMKERN_FN AdamScalars adam_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
-                                    bool decoupled, bool maximize, float inv_grad_scale, uint64_t step) {
+                                    bool decoupled, bool maximize, double grad_factor, uint64_t step) {
   const double root2 = ::sqrt(1.0 - power_of(beta2, step));
   AdamScalars s;
-  s.grad_factor = maximize ? -inv_grad_scale : inv_grad_scale;
+  s.grad_factor = static_cast<float>(maximize ? -grad_factor : grad_factor);
   s.beta1 = static_cast<float>(beta1);
   s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
   s.beta2 = static_cast<float>(beta2);

@@ -5,15 +5,15 @@
 namespace memkern {
 
 struct LionScalars {
-  float grad_factor;  // 1 / grad_scale, negative to maximize
+  float grad_factor;  // gradient_factor(), negative to maximize
   float beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
   float decay;  // 1 - lr * weight_decay
 };
 
 MEMKERN_FN LionScalars lion_scalars(double lr, double beta1, double beta2, double weight_decay, bool maximize,
-                                    float inv_grad_scale) {
+                                    double grad_factor) {
   LionScalars s;
-  s.grad_factor = maximize ? -inv_grad_scale : inv_grad_scale;
+  s.grad_factor = static_cast<float>(maximize ? -grad_factor : grad_factor);
   s.beta1 = static_cast<float>(beta1);
   s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
   s.beta2 = static_cast<float>(beta2);

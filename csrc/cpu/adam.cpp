@@ -1,10 +1,11 @@
 // memkern::adam_step_ on the CPU.
+#include <map>
 #include <memory>
 
 #include "../core/power.h"
 #include "../ops.h"
-#include "kernels.h"
-#include "step.h"
+#include "multi_tensor.h"
+#include "scaler.h"
 
 namespace memkern {
 
@@ -12,12 +13,11 @@ void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
                    Tensors exp_avg_scales, Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr,
                    Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, Ints decoupled,
                    Ints maximize, Ints codec, Ints block_size, std::optional<Tensor> grad_scale,
-                   std::optional<Tensor> found_inf) {
+                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_grad_norm) {
   const size_t groups = lr.size();
-  for (size_t got :
-       {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()})
-    STD_TORCH_CHECK(got == groups, "every hyperparameter must have one entry per group, ", groups, ", got ",
-                    got);
+  check_hyperparameters(
+      {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()},
+      groups);
   STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
                   " entries, one per parameter, got ", steps.size());
   const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
@@ -26,7 +26,7 @@ void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
   for (const Tensor& step : steps)
     STD_TORCH_CHECK(step.numel() == 1 && step.is_cpu() && step.scalar_type() == ScalarType::Float,
                     "steps must be float32 tensors of one element on the CPU");
-  const float inv_grad_scale = inverse_grad_scale(grad_scale);
+  const double grad_factor = gradient_factor(grad_scale, grad_norm, max_grad_norm);
   std::vector<double> rate;
   for (const Tensor& t : lr) rate.push_back(read_number(t, "lr"));
   if (skipped(found_inf)) return;
@@ -41,10 +41,9 @@ void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
     auto [s, is_new] = scalars.try_emplace({k, step});
     if (is_new)
       s->second = adam_scalars(rate[k], beta1[k], beta2[k], eps[k], weight_decay[k], decoupled[k] != 0,
-                               maximize[k] != 0, inv_grad_scale, step);
+                               maximize[k] != 0, grad_factor, step);
     job.scalars = &s->second;
-    const StateKind kind = state_kind(exp_avgs[i], codec[k]);
-    if (kind == StateKind::kPower) {
+    if (job.kind == StateKind::kPower) {
       auto& u = rounding[{job.layout.block, step}];
       if (!u) {
         u.reset(new float[job.layout.block + 16]());
@@ -53,7 +52,7 @@ void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_
       }
       job.rounding = u.get();
     }
-    job.run = MEMKERN_PICK(adam_kernel, kind, float_type(params[i]), float_type(grads[i]));
+    job.run = MEMKERN_PICK(adam_kernel, job.kind, job.param_type, job.grad_type);
   }
   run_jobs(jobs);
 }

@@ -12,6 +12,7 @@
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
 #include "lion_kernel.h"
+#include "squares_kernel.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

@@ -6,3 +6,4 @@
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
 #include "lion_kernel.h"
+#include "squares_kernel.h"

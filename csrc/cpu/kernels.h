@@ -3,29 +3,27 @@
 // inline functions.
 #pragma once
 #include "../core/adam.h"
-#include "../core/layout.h"
+#include "../core/job.h"
 #include "../core/lion.h"
 
 namespace memkern {
 
-enum class StateKind { kFp32, kPower, kDynamic };
-enum class FloatType { kFp32, kBf16, kFp16 };
-
-// One tensor of a step. `run` updates its blocks [begin, end).
-template <class Scalars> struct Job {
-  void* param;
-  const void* grad;
-  void* exp_avg;
-  float* exp_avg_scale;
-  void* exp_avg_sq;
-  float* exp_avg_sq_scale;
-  BlockLayout layout;
+// `run` updates the blocks [begin, end).
+template <class Scalars> struct Job : StepTensor {
   const Scalars* scalars;
   const float* rounding;  // for each place in a block, what exp_avg_sq's code adds before it rounds down
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 using AdamJob = Job<AdamScalars>;
 using LionJob = Job<LionScalars>;
+
+// A tensor whose squares are summed: a partial sum for each chunk (a "block" of the layout).
+struct SquaresJob {
+  const void* values;
+  double* partial;
+  BlockLayout layout;
+  void (*run)(const SquaresJob&, int64_t begin, int64_t end);
+};
 
 struct CodecJob {
   void* values;
@@ -41,6 +39,7 @@ struct CodecJob {
   decltype(AdamJob::run) adam_kernel(StateKind, FloatType param, FloatType grad);                   \
   decltype(LionJob::run) lion_kernel(StateKind, FloatType param, FloatType grad);                   \
   decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
+  decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
   }
 MEMKERN_DECLARE_KERNELS(generic)
 MEMKERN_DECLARE_KERNELS(avx2)

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <vector>
 
-#include "../tensors.h"
 #include "isa.h"
 #include "kernels.h"
 
@@ -41,16 +40,6 @@ template <class J> void run_jobs(const std::vector<J>& jobs) {
   torch::stable::parallel_for(0, std::min(threads, chunks), 1, [&](int64_t, int64_t) {
     for (int64_t k; (k = next.fetch_add(1)) < chunks;) run(k * chunk, std::min(blocks, (k + 1) * chunk));
   });
-}
-
-inline FloatType float_type(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 ? FloatType::kBf16
-         : t.scalar_type() == ScalarType::Half   ? FloatType::kFp16
-                                                 : FloatType::kFp32;
-}
-
-inline StateKind code_kind(int64_t codec) {
-  return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
 }
 
 }  // namespace memkern

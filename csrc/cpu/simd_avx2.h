@@ -43,6 +43,23 @@ MEMKERN_FN float max_of(F x) {
   return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
 }
 
+// A sum of squares in fp64, where a square is exact.
+struct SquareSum {
+  __m256d low, high;
+  MEMKERN_FN SquareSum() : low(_mm256_setzero_pd()), high(low) {}
+  MEMKERN_FN void add(F x) {
+    const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x.v));
+    const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x.v, 1));
+    low = _mm256_add_pd(low, _mm256_mul_pd(a, a));
+    high = _mm256_add_pd(high, _mm256_mul_pd(b, b));
+  }
+  MEMKERN_FN double total() const {
+    double lane[4];
+    _mm256_storeu_pd(lane, _mm256_add_pd(low, high));
+    return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+  }
+};
+
 MEMKERN_FN F load(const float* p) { return _mm256_loadu_ps(p); }
 MEMKERN_FN F load(const bf16* p) {
   const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

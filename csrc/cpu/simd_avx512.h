@@ -39,6 +39,19 @@ MEMKERN_FN Mask is_finite(F x) {
 MEMKERN_FN F select(Mask yes, F a, F b) { return _mm512_mask_blend_ps(yes.m, b.v, a.v); }
 MEMKERN_FN float max_of(F x) { return _mm512_reduce_max_ps(x.v); }
 
+// A sum of squares in fp64, where a square is exact: fused or not, the bits are the same.
+struct SquareSum {
+  __m512d low, high;
+  MEMKERN_FN SquareSum() : low(_mm512_setzero_pd()), high(low) {}
+  MEMKERN_FN void add(F x) {
+    const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
+    const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
+    low = _mm512_fmadd_pd(a, a, low);
+    high = _mm512_fmadd_pd(b, b, high);
+  }
+  MEMKERN_FN double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low, high)); }
+};
+
 MEMKERN_FN F load(const float* p) { return _mm512_loadu_ps(p); }
 MEMKERN_FN F load(const bf16* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -20,4 +20,11 @@ MEMKERN_FN void store(int8_t* p, F x) { *p = static_cast<int8_t>(x); }
 MEMKERN_FN void store(uint8_t* p, F x) { *p = static_cast<uint8_t>(x); }
 MEMKERN_FN float max_of(F x) { return x; }
 
+// A sum of squares in fp64, where a square is exact.
+struct SquareSum {
+  double sum = 0.0;
+  MEMKERN_FN void add(F x) { sum += static_cast<double>(x) * x; }
+  MEMKERN_FN double total() const { return sum; }
+};
+
 }  // namespace memkern::generic

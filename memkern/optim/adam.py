@@ -29,13 +29,16 @@ class Adam(BlockwiseOptimizer):
         amsgrad, differentiable: not supported, must be False.
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
-        capturable: not supported yet, must be False.
+        capturable: for CUDA graphs: lr becomes a tensor on the parameters' device, which schedulers fill in place, so
+            that a replay sees their changes. Everything else of a step is on the device already. Default False.
         decoupled_weight_decay: as in torch.optim.Adam. Default False.
         state_bits: 32, or 8 for moments as codes. Default 32.
         block_size: elements that share one fp32 scale, a multiple of 8 from 8 to 4096. Default 128.
         codec: ``"power"`` or ``"dynamic"`` (see :mod:`memkern.codec`). Default ``"power"``.
         min_8bit_size: tensors with fewer elements, and 1-D tensors with fewer than 16 times as many, keep 32-bit
             states. Default 4096.
+        max_grad_norm: clips all gradients together to this norm inside the step, by the formula of
+            torch.nn.utils.clip_grad_norm_, after unscaling; ``p.grad`` is not written. Default None.
 
     ``state_bits``, ``block_size``, ``codec`` and ``min_8bit_size`` can differ between groups. The state is
     ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and ``exp_avg_sq_scale``;
@@ -76,10 +79,9 @@ class Adam(BlockwiseOptimizer):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
-        check_torch_options(
-            type(self).__name__, amsgrad=amsgrad, differentiable=differentiable, capturable=capturable
-        )
+        check_torch_options(type(self).__name__, amsgrad=amsgrad, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -91,6 +93,8 @@ class Adam(BlockwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "max_grad_norm": max_grad_norm,
+            "capturable": capturable,
         }
         super().__init__(params, defaults)
 
@@ -143,6 +147,7 @@ class AdamW(Adam):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -161,6 +166,7 @@ class AdamW(Adam):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            max_grad_norm=max_grad_norm,
         )
 
 

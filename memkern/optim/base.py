@@ -19,6 +19,10 @@ from ..layout import FLOATS, check_block_size, is_dense, layout_of, same_layout
 # shards that data-parallel wrappers make are far larger.
 MIN_1D_FACTOR = 16
 
+Part = tuple[
+    list[Tensor], list[list[Tensor]]
+]  # a group's parameters that take part in a step, and their states
+
 
 class BlockwiseOptimizer(Optimizer):
     """Base of the optimizers. A subclass names its op, its moments and the op's hyperparameters."""
@@ -40,11 +44,25 @@ class BlockwiseOptimizer(Optimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
             self._check_group({**self.defaults, **param_group})
+            for key in ("max_grad_norm", "capturable"):
+                if param_group.get(key, self.defaults[key]) != self.defaults[key]:
+                    raise ValueError(
+                        f"{key} belongs to the whole optimizer, which has {self.defaults[key]}; a group cannot have "
+                        f"{param_group[key]}"
+                    )
             for item in params:
                 p = item[1] if isinstance(item, tuple) else item
                 if isinstance(p, Tensor):
                     _check_param(p)
         super().add_param_group(param_group)
+        self._place_lr(self.param_groups[-1])
+
+    def _place_lr(self, group: dict[str, Any]) -> None:
+        """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
+        if self.defaults["capturable"] and group["params"]:
+            device, lr = group["params"][0].device, group["lr"]
+            dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
+            group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
@@ -64,6 +82,9 @@ class BlockwiseOptimizer(Optimizer):
             raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
         check_block_size(group["block_size"])
         check_codec(group["codec"])
+        norm = group["max_grad_norm"]
+        if norm is not None and not norm > 0:
+            raise ValueError(f"max_grad_norm must be None or more than 0, got {norm}")
         if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
             raise ValueError(
                 f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}"
@@ -86,7 +107,7 @@ class BlockwiseOptimizer(Optimizer):
             for name in self.moments:
                 state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
         if self.has_step:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state
 
     def _init_group(self, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
@@ -151,46 +172,72 @@ class BlockwiseOptimizer(Optimizer):
             self._init_group(group, params, *states)
             per_group.append((params, states))
 
-        devices = {p.device for params, _ in per_group for p in params}
-        if len(devices) == 1:
-            self._step_device(per_group, *devices)
-        else:
-            for device in devices:
-                self._step_device([self._on_device(params, device) for params, _ in per_group], device)
-        return loss
-
-    def _on_device(
-        self, params: list[Tensor], device: torch.device
-    ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        own = [p for p in params if p.device == device]
-        return own, [[self.state[p][key] for p in own if key in self.state[p]] for key in self._state_keys()]
-
-    def _step_device(
-        self, per_group: list[tuple[list[Tensor], list[list[Tensor]]]], device: torch.device
-    ) -> None:
-        params = [p for ps, _ in per_group for p in ps]
-        states = [[t for _, lists in per_group for t in lists[k]] for k in range(len(self._state_keys()))]
-        scaler = [getattr(self, "grad_scale", None), getattr(self, "found_inf", None)]
-        groups = self.param_groups
+        devices = list(dict.fromkeys(p.device for params, _ in per_group for p in params))
+        work = {devices[0]: per_group} if len(devices) == 1 else self._split(per_group, devices)
         try:
-            _ops.step_(
-                self.op,
-                params,
-                [aligned_gradient(p) for p in params],
-                *states,
-                [i for i, (ps, _) in enumerate(per_group) for _ in ps],
-                self._learning_rates(groups),
-                *self._hyperparameters(groups),
-                [CODECS[g["codec"]] for g in groups],
-                [g["block_size"] for g in groups],
-                *(t if t is None else t.to(device) for t in scaler),
-            )
+            grads = {d: [aligned_gradient(p) for ps, _ in part for p in ps] for d, part in work.items()}
+            norms = self._grad_norms(grads)
+            for device, part in work.items():
+                self._step_device(device, part, grads[device], norms.get(device))
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient from here, at every step,
             # would cost more than the step of a small tensor; it is only done for a better message.
-            for p in params:
-                _check_gradient(p)
+            for params, _ in per_group:
+                for p in params:
+                    _check_gradient(p)
             raise
+        return loss
+
+    def _split(self, per_group: list[Part], devices: list[torch.device]) -> dict[torch.device, list[Part]]:
+        def part(params: list[Tensor], device: torch.device) -> Part:
+            own = [p for p in params if p.device == device]
+            return own, [
+                [self.state[p][key] for p in own if key in self.state[p]] for key in self._state_keys()
+            ]
+
+        return {device: [part(params, device) for params, _ in per_group] for device in devices}
+
+    def _scaler(self, name: str, device: torch.device) -> Tensor | None:
+        """What a GradScaler set for this step: ``grad_scale`` or ``found_inf``."""
+        value = getattr(self, name, None)
+        return None if value is None else value.to(device)
+
+    def _grad_norms(self, grads: dict[torch.device, list[Tensor]]) -> dict[torch.device, Tensor]:
+        """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
+        if self.defaults["max_grad_norm"] is None:
+            return {}
+        if torch.compiler.is_compiling() or {*getattr(self, "_norm_buffers", ())} != {*grads}:
+            self._norm_buffers = {d: torch.zeros((), dtype=torch.float64, device=d) for d in grads}
+        norms = self._norm_buffers  # reused, so that a step allocates nothing
+        for device, tensors in grads.items():
+            _ops.grad_norm_(norms[device], tensors, self._scaler("grad_scale", device))
+        if len(norms) > 1:
+            first = next(iter(norms))
+            total = torch.stack([norm.to(first) for norm in norms.values()]).square().sum().sqrt()
+            return {device: total.to(device) for device in norms}
+        return norms
+
+    def _step_device(
+        self, device: torch.device, per_group: list[Part], grads: list[Tensor], grad_norm: Tensor | None
+    ) -> None:
+        params = [p for ps, _ in per_group for p in ps]
+        states = [[t for _, lists in per_group for t in lists[k]] for k in range(len(self._state_keys()))]
+        groups = self.param_groups
+        _ops.step_(
+            self.op,
+            params,
+            grads,
+            *states,
+            [i for i, (ps, _) in enumerate(per_group) for _ in ps],
+            self._learning_rates(groups),
+            *self._hyperparameters(groups),
+            [CODECS[g["codec"]] for g in groups],
+            [g["block_size"] for g in groups],
+            self._scaler("grad_scale", device),
+            self._scaler("found_inf", device),
+            grad_norm,
+            float(self.defaults["max_grad_norm"] or 0.0),
+        )
 
     # ---- loading
 
@@ -220,6 +267,9 @@ class BlockwiseOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+        for group in self.param_groups:
+            group.update({key: self.defaults[key] for key in ("max_grad_norm", "capturable")})
+            self._place_lr(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -227,10 +277,8 @@ class BlockwiseOptimizer(Optimizer):
             for key, value in values.items():
                 if isinstance(value, _Held):
                     tensor = value.tensor.detach()
-                    device = tensor.device if key == "step" and not p.is_cuda else p.device
-                    fresh = torch.empty_like(
-                        p if tensor.shape == p.shape else tensor, dtype=tensor.dtype, device=device
-                    )
+                    like = p if tensor.shape == p.shape else tensor
+                    fresh = torch.empty_like(like, dtype=tensor.dtype, device=p.device)
                     values[key] = fresh.requires_grad_(False).copy_(tensor)
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:

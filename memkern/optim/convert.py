@@ -21,7 +21,8 @@ from .adam import Adam
 from .base import BlockwiseOptimizer, takes_8bit_state
 from .lion import Lion
 
-OPTIONS = ("state_bits", "block_size", "codec", "min_8bit_size")  # memkern's own, which no other state has
+# memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
+OPTIONS = ("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable")
 TORCH_ONLY = {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
 BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in every group
 

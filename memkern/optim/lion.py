@@ -26,9 +26,10 @@ class Lion(BlockwiseOptimizer):
         weight_decay: three to ten times AdamW's. Default 0.
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
-        capturable: not supported yet, must be False.
+        capturable: for CUDA graphs: lr becomes a tensor on the parameters' device, which schedulers fill in place, so
+            that a replay sees their changes. Everything else of a step is on the device already. Default False.
         differentiable: not supported, must be False.
-        state_bits, block_size, codec, min_8bit_size: as for :class:`memkern.optim.Adam`.
+        state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
 
     The state is ``exp_avg``, in 8 bits with ``exp_avg_scale``: 1 + 4 / block_size bytes per parameter. A step reads
     and writes 14.06 bytes per fp32 parameter (8.06 in bf16).
@@ -60,8 +61,9 @@ class Lion(BlockwiseOptimizer):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
-        check_torch_options(type(self).__name__, differentiable=differentiable, capturable=capturable)
+        check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -71,6 +73,8 @@ class Lion(BlockwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "max_grad_norm": max_grad_norm,
+            "capturable": capturable,
         }
         super().__init__(params, defaults)
 

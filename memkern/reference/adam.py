@@ -15,7 +15,7 @@ from .state import (
     Scales,
     check_tensors,
     gradient,
-    inverse_grad_scale,
+    gradient_factor,
     load_moment,
     power_of,
     skipped,
@@ -53,6 +53,8 @@ def adam_step_(
     block_size: Sequence[int],
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    max_grad_norm: float = 0.0,
 ) -> None:
     """One step for many tensors, in place.
 
@@ -65,7 +67,7 @@ def adam_step_(
     ]
     hyperparameters = (beta1, beta2, eps, weight_decay, decoupled, maximize)
     check_tensors(params, grads, steps, group, lr, hyperparameters, moments, codec, block_size)
-    unscale = inverse_grad_scale(grad_scale)
+    factor = gradient_factor(grad_scale, grad_norm, max_grad_norm)
     if skipped(found_inf):
         return
     scales = Scales(exp_avg_scales, exp_avg_sq_scales)
@@ -76,7 +78,7 @@ def adam_step_(
         step = int(step_t)
         rate = float(lr[i])
         x = to_blocks(p, layout)
-        g = gradient(g, layout, maximize[i], unscale)
+        g = gradient(g, layout, maximize[i], factor)
         if decoupled[i]:
             x = x * to_fp32(1.0 - rate * weight_decay[i])
         elif (decay := to_fp32(weight_decay[i])) != 0:

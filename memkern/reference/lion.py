@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codec import to_fp32
 from ..layout import layout_of
 from .blockwise import from_blocks, to_blocks
-from .state import Scales, check_tensors, gradient, inverse_grad_scale, load_moment, skipped, store_moment
+from .state import Scales, check_tensors, gradient, gradient_factor, load_moment, skipped, store_moment
 
 
 def sign(x: Tensor) -> Tensor:
@@ -33,12 +33,14 @@ def lion_step_(
     block_size: Sequence[int],
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    max_grad_norm: float = 0.0,
 ) -> None:
     """One step for many tensors, in place; lists as in :func:`memkern.reference.adam_step_`."""
     moments = [("exp_avgs", exp_avgs, torch.int8, exp_avg_scales)]
     hyperparameters = (beta1, beta2, weight_decay, maximize)
     check_tensors(params, grads, None, group, lr, hyperparameters, moments, codec, block_size)
-    unscale = inverse_grad_scale(grad_scale)
+    factor = gradient_factor(grad_scale, grad_norm, max_grad_norm)
     if skipped(found_inf):
         return
     scales = Scales(exp_avg_scales)
@@ -47,7 +49,7 @@ def lion_step_(
         layout = layout_of(p, block_size[i])
         rate = float(lr[i])
         x = to_blocks(p, layout) * to_fp32(1.0 - rate * weight_decay[i])
-        g = gradient(g, layout, maximize[i], unscale)
+        g = gradient(g, layout, maximize[i], factor)
         m = load_moment(m8, m_scale, layout, codec[i])
         update = sign(to_fp32(beta1[i]) * m + to_fp32(1 - beta1[i]) * g)
         from_blocks(x - to_fp32(rate) * update, layout, p)

@@ -103,19 +103,26 @@ def skipped(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf != 0)
 
 
-def inverse_grad_scale(grad_scale: Tensor | None) -> float:
-    """What a GradScaler's gradients are multiplied by: one reciprocal, rounded to fp32."""
-    if grad_scale is None:
-        return 1.0
-    if grad_scale.numel() != 1:
-        raise ValueError(f"grad_scale must be a tensor of one element, got {tuple(grad_scale.shape)}")
-    return to_fp32(1.0 / float(grad_scale))
+def gradient_factor(
+    grad_scale: Tensor | None, grad_norm: Tensor | None = None, max_grad_norm: float = 0.0
+) -> float:
+    """What gradients are multiplied by: unscaled, and clipped to a global norm where one is given.
+
+    The clip is torch.nn.utils.clip_grad_norm_'s; a norm that is NaN gives NaN.
+    """
+    for name, t in (("grad_scale", grad_scale), ("grad_norm", grad_norm)):
+        if t is not None and t.numel() != 1:
+            raise ValueError(f"{name} must be a tensor of one element, got {tuple(t.shape)}")
+    factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+    if grad_norm is None:
+        return factor
+    clip = max_grad_norm / (float(grad_norm) + 1e-6)
+    return factor if clip >= 1.0 else factor * clip
 
 
-def gradient(grad: Tensor, layout: BlockLayout, maximize: int, unscale: float) -> Tensor:
-    """The gradient in fp32 blocks, times ``unscale``."""
-    g = to_blocks(grad, layout) * unscale
-    return -g if maximize else g
+def gradient(grad: Tensor, layout: BlockLayout, maximize: int, factor: float) -> Tensor:
+    """The gradient in fp32 blocks, times ``factor``, which is rounded to fp32; negated to maximize."""
+    return to_blocks(grad, layout) * to_fp32(-factor if maximize else factor)
 
 
 class Scales:

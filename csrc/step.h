@@ -1,10 +1,8 @@
-// What the optimizer steps' host sides share: checks before anything changes, and the scalars that ride on
-// tensors.
+// What the optimizer steps' host sides share on every device: checks before anything changes, and jobs.
 #pragma once
 #include <array>
-#include <map>
 
-#include "multi_tensor.h"
+#include "tensors.h"
 
 namespace memkern {
 
@@ -25,19 +23,14 @@ inline double read_number(const Tensor& t, const char* name) {
   return *static_cast<const float*>(t.data_ptr());
 }
 
-inline bool skipped(const std::optional<Tensor>& found_inf) {
-  return found_inf && read_number(*found_inf, "found_inf") != 0;
+// What is not a tensor comes as one entry per group.
+inline void check_hyperparameters(std::initializer_list<size_t> sizes, size_t groups) {
+  for (size_t got : sizes)
+    STD_TORCH_CHECK(got == groups, "every hyperparameter must have one entry per group, ", groups, ", got ",
+                    got);
 }
 
-inline float inverse_grad_scale(const std::optional<Tensor>& grad_scale) {
-  return grad_scale ? static_cast<float>(1.0 / read_number(*grad_scale, "grad_scale")) : 1.0f;
-}
-
-inline StateKind state_kind(const Tensor& state, int64_t codec) {
-  return state.scalar_type() == ScalarType::Float ? StateKind::kFp32 : code_kind(codec);
-}
-
-// Checks everything, and makes the jobs: all but their scalars, rounding and kernel.
+// Checks everything, and makes the jobs (J: a StepTensor): all that the tensors tell.
 template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors& grads,
                                             const std::array<const MomentArgs*, 2>& moments,
                                             const Ints& group, size_t groups, const Ints& codec,
@@ -45,8 +38,7 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
   const size_t n = params.size();
   STD_TORCH_CHECK(grads.size() == n && group.size() == n, "grads and group must have ", n,
                   " entries, one per parameter, got ", grads.size(), " and ", group.size());
-  STD_TORCH_CHECK(codec.size() == groups && block_size.size() == groups,
-                  "every hyperparameter must have one entry per group");
+  check_hyperparameters({codec.size(), block_size.size()}, groups);
   for (size_t k = 0; k < groups; ++k) {
     check_codec(codec[k]);
     check_block_size(block_size[k]);
@@ -68,11 +60,16 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
     STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
                     " must be float32, bfloat16 or float16");
     STD_TORCH_CHECK(same_layout(g, p), name_of("grads", i), " must have its parameter's shape and strides");
+    STD_TORCH_CHECK(same_device(g, p) && same_device(p, params[0]), name_of("grads", i),
+                    " and its parameter must be on the device of the first parameter");
     J& job = jobs[i];
     job.layout = layout_of(p, size, "a parameter");
     job.param = p.data_ptr();
     job.grad = g.data_ptr();
+    job.param_type = float_type(p);
+    job.grad_type = float_type(g);
     const bool coded = moments[0]->tensors[i].scalar_type() != ScalarType::Float;
+    job.kind = coded ? code_kind(codec[group[i]]) : StateKind::kFp32;
     for (int k = 0; k < 2; ++k) {
       const MomentArgs* moment = moments[k];
       if (!moment) continue;
@@ -82,12 +79,16 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
                       " must be 8-bit codes or float32, like the parameter's other states");
       STD_TORCH_CHECK(same_layout(state, p), name_of(moment->name, i),
                       " must have its parameter's shape and strides");
+      STD_TORCH_CHECK(same_device(state, p), name_of(moment->name, i), " must be on its parameter's device");
       float* scale = nullptr;
       if (coded) {
         STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i),
                         " holds codes and has no scale");
-        check_scale(moment->scales[used], job.layout, moment->name);
-        scale = static_cast<float*>(moment->scales[used].data_ptr());
+        const Tensor& all = moment->scales[used];
+        check_scale(all, job.layout, moment->name);
+        STD_TORCH_CHECK(same_device(all, p), "the scale of ", name_of(moment->name, i),
+                        " must be on its parameter's device");
+        scale = static_cast<float*>(all.data_ptr());
       }
       (k ? job.exp_avg_sq : job.exp_avg) = state.data_ptr();
       (k ? job.exp_avg_sq_scale : job.exp_avg_scale) = scale;
