@@ -24,6 +24,7 @@ from . import _ops
 from .codec import ACTIVATIONS
 from .layout import is_dense, same_layout
 from .levels import Levels, Valley, check_bits, hardtanh_levels, relu_levels
+from .randomized import randomized_linear
 from .reference.activation import activate
 from .tables import LEVELS, VALLEYS
 
@@ -35,6 +36,7 @@ __all__ = [
     "leaky_relu",
     "mish",
     "quick_gelu",
+    "randomized_linear",
     "relu",
     "sigmoid",
     "silu",

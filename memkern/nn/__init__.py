@@ -16,6 +16,7 @@ from .activation import (
     few_bit,
 )
 from .fit import Fit, fit_levels
+from .linear import RandomizedLinear
 
 __all__ = [
     "GELU",
@@ -26,6 +27,7 @@ __all__ = [
     "LeakyReLU",
     "Mish",
     "QuickGELU",
+    "RandomizedLinear",
     "ReLU",
     "SiLU",
     "Sigmoid",
