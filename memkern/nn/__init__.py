@@ -15,11 +15,15 @@ from .activation import (
     Tanh,
     few_bit,
 )
+from .advise import Advice, advise
+from .embedding import StableEmbedding
 from .fit import Fit, fit_levels
 from .linear import RandomizedLinear
+from .swap import compress, restore
 
 __all__ = [
     "GELU",
+    "Advice",
     "FewBit",
     "Fit",
     "Hardswish",
@@ -32,7 +36,11 @@ __all__ = [
     "SiLU",
     "Sigmoid",
     "Softplus",
+    "StableEmbedding",
     "Tanh",
+    "advise",
+    "compress",
     "few_bit",
     "fit_levels",
+    "restore",
 ]

@@ -56,3 +56,41 @@ class RandomizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, keep={self.keep}, projection={self.projection!r}"
+
+
+class RandomizedConv1D(nn.Module):
+    """What ``memkern.compress`` makes of GPT-2's Conv1D in transformers: a linear layer whose weight is (in, out)."""
+
+    weight: Tensor
+    bias: Tensor
+    nx: int
+    nf: int
+
+    def __init__(
+        self,
+        *,
+        keep: float = 0.2,
+        projection: str = "rows",
+        generator: torch.Generator | None = None,
+        min_tokens: int = MIN_TOKENS,
+    ) -> None:
+        check_options(keep, projection, min_tokens)
+        super().__init__()
+        self.keep = keep
+        self.projection = projection
+        self.generator = generator
+        self.min_tokens = min_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        return randomized_linear(
+            x,
+            self.weight.t(),
+            self.bias,
+            keep=self.keep,
+            projection=self.projection,
+            generator=self.generator,
+            min_tokens=self.min_tokens,
+        )
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.nx}, keep={self.keep}, projection={self.projection!r}"
