@@ -11,17 +11,22 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool 
 Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64_t block_size,
                                 ScalarType dtype);
 
-void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
-                   Tensors exp_avg_scales, Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr,
-                   Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, Ints decoupled,
-                   Ints maximize, Ints codec, Ints block_size, std::optional<Tensor> grad_scale,
-                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_grad_norm);
+void adam_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                   const Tensors& exp_avg_sqs, const Tensors& exp_avg_scales,
+                   const Tensors& exp_avg_sq_scales, const Tensors& steps, const Ints& group,
+                   const Tensors& lr, const Doubles& beta1, const Doubles& beta2, const Doubles& eps,
+                   const Doubles& weight_decay, const Ints& decoupled, const Ints& maximize,
+                   const Ints& codec, const Ints& block_size, const std::optional<Tensor>& grad_scale,
+                   const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
+                   double max_grad_norm);
 
-void lion_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_scales, Ints group,
-                   Tensors lr, Doubles beta1, Doubles beta2, Doubles weight_decay, Ints maximize, Ints codec,
-                   Ints block_size, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
-                   std::optional<Tensor> grad_norm, double max_grad_norm);
+void lion_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                   const Tensors& exp_avg_scales, const Ints& group, const Tensors& lr, const Doubles& beta1,
+                   const Doubles& beta2, const Doubles& weight_decay, const Ints& maximize, const Ints& codec,
+                   const Ints& block_size, const std::optional<Tensor>& grad_scale,
+                   const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
+                   double max_grad_norm);
 
-void grad_norm_cpu(Tensor norm, Tensors grads, std::optional<Tensor> grad_scale);
+void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale);
 
 }  // namespace memkern

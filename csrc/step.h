@@ -49,25 +49,25 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
                       " entries, one per parameter, got ", moment->tensors.size());
 
   std::vector<J> jobs(n);
+  const bool on_cpu = n == 0 || params[0].is_cpu();
   size_t used = 0;
   for (size_t i = 0; i < n; ++i) {
     STD_TORCH_CHECK(group[i] >= 0 && static_cast<size_t>(group[i]) < groups, name_of("group", i),
                     " must be from 0 to ", groups - 1, ", got ", group[i]);
     const int64_t size = block_size[group[i]];
     const Tensor &p = params[i], &g = grads[i];
-    STD_TORCH_CHECK(is_float_type(p.scalar_type()), name_of("params", i),
-                    " must be float32, bfloat16 or float16");
-    STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
-                    " must be float32, bfloat16 or float16");
+    const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
+    STD_TORCH_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
+    STD_TORCH_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
     STD_TORCH_CHECK(same_layout(g, p), name_of("grads", i), " must have its parameter's shape and strides");
-    STD_TORCH_CHECK(same_device(g, p) && same_device(p, params[0]), name_of("grads", i),
+    STD_TORCH_CHECK(same_device(g, p, on_cpu) && same_device(p, params[0], on_cpu), name_of("grads", i),
                     " and its parameter must be on the device of the first parameter");
     J& job = jobs[i];
     job.layout = layout_of(p, size, "a parameter");
     job.param = p.data_ptr();
     job.grad = g.data_ptr();
-    job.param_type = float_type(p);
-    job.grad_type = float_type(g);
+    job.param_type = float_type(p_type);
+    job.grad_type = float_type(g_type);
     const bool coded = moments[0]->tensors[i].scalar_type() != ScalarType::Float;
     job.kind = coded ? code_kind(codec[group[i]]) : StateKind::kFp32;
     for (int k = 0; k < 2; ++k) {
@@ -79,14 +79,15 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
                       " must be 8-bit codes or float32, like the parameter's other states");
       STD_TORCH_CHECK(same_layout(state, p), name_of(moment->name, i),
                       " must have its parameter's shape and strides");
-      STD_TORCH_CHECK(same_device(state, p), name_of(moment->name, i), " must be on its parameter's device");
+      STD_TORCH_CHECK(same_device(state, p, on_cpu), name_of(moment->name, i),
+                      " must be on its parameter's device");
       float* scale = nullptr;
       if (coded) {
         STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i),
                         " holds codes and has no scale");
         const Tensor& all = moment->scales[used];
         check_scale(all, job.layout, moment->name);
-        STD_TORCH_CHECK(same_device(all, p), "the scale of ", name_of(moment->name, i),
+        STD_TORCH_CHECK(same_device(all, p, on_cpu), "the scale of ", name_of(moment->name, i),
                         " must be on its parameter's device");
         scale = static_cast<float*>(all.data_ptr());
       }

@@ -25,11 +25,12 @@ inline bool is_float_type(ScalarType t) {
   return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
 }
 
-inline FloatType float_type(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 ? FloatType::kBf16
-         : t.scalar_type() == ScalarType::Half   ? FloatType::kFp16
-                                                 : FloatType::kFp32;
+inline FloatType float_type(ScalarType t) {
+  return t == ScalarType::BFloat16 ? FloatType::kBf16
+         : t == ScalarType::Half   ? FloatType::kFp16
+                                   : FloatType::kFp32;
 }
+inline FloatType float_type(const Tensor& t) { return float_type(t.scalar_type()); }
 
 inline StateKind code_kind(int64_t codec) {
   return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
@@ -59,8 +60,8 @@ inline BlockLayout layout_of(const Tensor& t, int64_t block_size, const char* na
 
 // The elements of a lie in memory as those of b do (a dimension of size 1 lies anywhere).
 inline bool same_layout(const Tensor& a, const Tensor& b) {
-  if (a.dim() != b.dim()) return false;
   const auto as = a.sizes(), bs = b.sizes(), at = a.strides(), bt = b.strides();
+  if (as.size() != bs.size()) return false;
   bool same = true, empty = false;
   for (size_t d = 0; d < as.size(); ++d) {
     if (as[d] != bs[d]) return false;
@@ -70,8 +71,9 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return same || empty;
 }
 
-inline bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.get_device() == b.get_device();
+// A CPU kernel gets no other tensors: the dispatcher has seen to that.
+inline bool same_device(const Tensor& a, const Tensor& b, bool on_cpu) {
+  return on_cpu || (!a.is_cpu() && a.get_device() == b.get_device());
 }
 
 inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
@@ -80,12 +82,12 @@ inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
 }
 
 inline void check_scale(const Tensor& scale, const BlockLayout& layout, const char* name) {
-  const auto shape = scale_shape(layout);
   const auto got = scale.sizes();
-  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float && scale.is_contiguous() &&
-                      std::vector<int64_t>(got.begin(), got.end()) == shape,
-                  "the scale of ", name, " must be contiguous float32 with ", layout.blocks, " entries, got ",
-                  scale.numel());
+  const bool fits = layout.long_rows ? got.size() == 2 && got[0] == layout.numel / layout.segment &&
+                                           got[1] == layout.blocks_per_segment
+                                     : got.size() == 1 && got[0] == layout.blocks;
+  STD_TORCH_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(), "the scale of ",
+                  name, " must be contiguous float32 with ", layout.blocks, " entries, got ", scale.numel());
 }
 
 }  // namespace memkern

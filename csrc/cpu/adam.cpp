@@ -9,11 +9,14 @@
 
 namespace memkern {
 
-void adam_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
-                   Tensors exp_avg_scales, Tensors exp_avg_sq_scales, Tensors steps, Ints group, Tensors lr,
-                   Doubles beta1, Doubles beta2, Doubles eps, Doubles weight_decay, Ints decoupled,
-                   Ints maximize, Ints codec, Ints block_size, std::optional<Tensor> grad_scale,
-                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_grad_norm) {
+void adam_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                   const Tensors& exp_avg_sqs, const Tensors& exp_avg_scales,
+                   const Tensors& exp_avg_sq_scales, const Tensors& steps, const Ints& group,
+                   const Tensors& lr, const Doubles& beta1, const Doubles& beta2, const Doubles& eps,
+                   const Doubles& weight_decay, const Ints& decoupled, const Ints& maximize,
+                   const Ints& codec, const Ints& block_size, const std::optional<Tensor>& grad_scale,
+                   const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
+                   double max_grad_norm) {
   const size_t groups = lr.size();
   check_hyperparameters(
       {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()},

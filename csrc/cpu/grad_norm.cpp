@@ -10,7 +10,7 @@ namespace memkern {
 // A partial sum for each chunk, whatever the number of threads, and all added in order.
 constexpr int64_t kChunk = 1 << 14;
 
-void grad_norm_cpu(Tensor norm, Tensors grads, std::optional<Tensor> grad_scale) {
+void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
   STD_TORCH_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double && norm.is_cpu(),
                   "norm must be float64 of one element on the gradients' device");
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);

@@ -5,10 +5,12 @@
 
 namespace memkern {
 
-void lion_step_cpu(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_scales, Ints group,
-                   Tensors lr, Doubles beta1, Doubles beta2, Doubles weight_decay, Ints maximize, Ints codec,
-                   Ints block_size, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
-                   std::optional<Tensor> grad_norm, double max_grad_norm) {
+void lion_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                   const Tensors& exp_avg_scales, const Ints& group, const Tensors& lr, const Doubles& beta1,
+                   const Doubles& beta2, const Doubles& weight_decay, const Ints& maximize, const Ints& codec,
+                   const Ints& block_size, const std::optional<Tensor>& grad_scale,
+                   const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
+                   double max_grad_norm) {
   const size_t groups = lr.size();
   check_hyperparameters({beta1.size(), beta2.size(), weight_decay.size(), maximize.size()}, groups);
   const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};

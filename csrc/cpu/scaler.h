@@ -13,7 +13,7 @@ inline double gradient_factor(const std::optional<Tensor>& grad_scale, const std
                               double max_grad_norm) {
   const double scale = grad_scale ? read_number(*grad_scale, "grad_scale") : 1.0;
   const double norm = grad_norm ? read_number(*grad_norm, "grad_norm") : 0.0;
-  return gradient_factor(grad_scale ? &scale : nullptr, grad_norm ? &norm : nullptr, max_grad_norm);
+  return gradient_factor(scale, grad_norm.has_value(), norm, max_grad_norm);
 }
 
 }  // namespace memkern

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -115,17 +116,14 @@ class BlockwiseOptimizer(Optimizer):
 
         The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
         """
-        append = {key: tensors.append for key, tensors in zip(self._state_keys(), lists, strict=True)}
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
+        ready = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in ready]
+        for p, state in zip(ready, states, strict=True):
             if not state:
                 state.update(self._init_state(p, group))
-            params.append(p)
-            for key, value in state.items():
-                if key in append:
-                    append[key](value)
+        params += ready
+        for key, tensors in zip(self._state_keys(), lists, strict=True):
+            tensors += [state[key] for state in states if key in state]
 
     # ---- step
 
@@ -220,15 +218,17 @@ class BlockwiseOptimizer(Optimizer):
     def _step_device(
         self, device: torch.device, per_group: list[Part], grads: list[Tensor], grad_norm: Tensor | None
     ) -> None:
-        params = [p for ps, _ in per_group for p in ps]
-        states = [[t for _, lists in per_group for t in lists[k]] for k in range(len(self._state_keys()))]
+        params = [*chain.from_iterable(ps for ps, _ in per_group)]
+        states = [
+            [*chain.from_iterable(lists[k] for _, lists in per_group)] for k in range(len(self._state_keys()))
+        ]
         groups = self.param_groups
         _ops.step_(
             self.op,
             params,
             grads,
             *states,
-            [i for i, (ps, _) in enumerate(per_group) for _ in ps],
+            [*chain.from_iterable([i] * len(ps) for i, (ps, _) in enumerate(per_group))],
             self._learning_rates(groups),
             *self._hyperparameters(groups),
             [CODECS[g["codec"]] for g in groups],
