@@ -183,7 +183,10 @@ def test_timm_moves_parameters_alike(name: str) -> None:
     if update is lars:
         pytest.skip("timm has the classic form only")
     runs = []
-    for make, own in ((build, {}), (timm.Lamb, {"max_grad_norm": None}) if update is lamb else (timm.Lars, {"momentum": 0.9})):
+    for make, own in (
+        (build, {}),
+        (timm.Lamb, {"max_grad_norm": None}) if update is lamb else (timm.Lars, {"momentum": 0.9}),
+    ):
         params = make_params(seed=3)
         optimizer = make(params, **own | options)
         train(optimizer, 50)
@@ -213,5 +216,5 @@ def test_8_bit_trust_ratios_are_within_two_percent(backend: str, name: str, code
             full.step()
             for a, b in zip(eight.trust_ratios().values(), full.trust_ratios().values(), strict=True):
                 worst = max(worst, float(abs(a - b) / b))
-    print('WORST', name, codec, worst)
+    print("WORST", name, codec, worst)
     assert {state["exp_avg"].dtype for state in eight.state.values()} == {torch.int8}

@@ -170,7 +170,9 @@ def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0)
     finite = truth.isfinite() & (truth.abs() < 6e4) & (x.abs() < 80)
     y64, own64, truth, x64 = (t.double()[finite] for t in (y, own, truth, x))
     # x (1 + erf) / 2 cancels where x is negative, in torch's kernels too: an ulp is one of x / 2 there.
-    ulp = torch.finfo(x.dtype).eps * torch.maximum(truth.abs(), x64.abs() / 2).clamp(min=torch.finfo(x.dtype).tiny)
+    ulp = torch.finfo(x.dtype).eps * torch.maximum(truth.abs(), x64.abs() / 2).clamp(
+        min=torch.finfo(x.dtype).tiny
+    )
     error, others = ((t - truth).abs() / ulp for t in (y64, own64))
     assert (error <= torch.maximum(others, torch.full_like(others, 2.0))).all(), name
     if name != "quick_gelu" and x.dtype != torch.float32:  # torch's own rounds that one three times
