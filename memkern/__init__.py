@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, train
     from .backend import report, use_backend
     from .blockwise import dequantize_blockwise, quantize_blockwise
+    from .nn.swap import compress, restore
 
 __all__ = [
     "__version__",
     "backend",
+    "compress",
     "dequantize_blockwise",
     "functional",
     "memory",
@@ -25,14 +27,17 @@ __all__ = [
     "optim",
     "quantize_blockwise",
     "report",
+    "restore",
     "train",
     "use_backend",
 ]
 
 _LAZY = {
+    "compress": "nn.swap",
     "dequantize_blockwise": "blockwise",
     "quantize_blockwise": "blockwise",
     "report": "backend",
+    "restore": "nn.swap",
     "use_backend": "backend",
 }
 

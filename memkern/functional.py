@@ -23,6 +23,7 @@ from ._autograd import Codes, Output, Wrapped
 from ._mlp import mlp
 from .codec import ACTIVATIONS
 from .levels import Levels, check_bits, hardtanh_levels, relu_levels
+from .randomized import randomized_linear
 from .reference.activation import activate
 from .tables import LEVELS, VALLEYS
 
@@ -35,6 +36,7 @@ __all__ = [
     "mish",
     "mlp",
     "quick_gelu",
+    "randomized_linear",
     "relu",
     "sigmoid",
     "silu",

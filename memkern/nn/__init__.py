@@ -15,12 +15,17 @@ from .activation import (
     Tanh,
     few_bit,
 )
+from .advise import Advice, advise
+from .embedding import StableEmbedding
 from .fit import Fit, fit_levels
+from .linear import RandomizedLinear
 from .mlp import MLP
+from .swap import compress, restore
 
 __all__ = [
     "GELU",
     "MLP",
+    "Advice",
     "FewBit",
     "Fit",
     "Hardswish",
@@ -28,11 +33,16 @@ __all__ = [
     "LeakyReLU",
     "Mish",
     "QuickGELU",
+    "RandomizedLinear",
     "ReLU",
     "SiLU",
     "Sigmoid",
     "Softplus",
+    "StableEmbedding",
     "Tanh",
+    "advise",
+    "compress",
     "few_bit",
     "fit_levels",
+    "restore",
 ]
