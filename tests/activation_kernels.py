@@ -18,8 +18,8 @@ ARGUMENTS = {"softplus": (2.0, 4.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.
 """The activations' parameters a and b, where they have any."""
 
 
-def compare_activations(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
-    """Codes and gradients of ``ops``, equal in every bit; forward, close to torch's own."""
+def compare_gradients(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
+    """Codes and gradients of ``ops``, equal in every bit."""
     x = values(layout, dtype)
     for name in ("gelu", "tanh", "mish"):
         table = LEVELS[name, bits]
@@ -33,6 +33,12 @@ def compare_activations(ops: Any, layout: str, dtype: torch.dtype, bits: int) ->
                 args = grad, x, codes, *VALLEYS["gelu"][1:]
                 expected = reference.few_bit_backward_from_output(*args)
                 assert_same(ops.few_bit_backward_from_output(*args), expected, name)
+
+
+def compare_activations(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
+    """As :func:`compare_gradients`; forward, close to torch's own."""
+    compare_gradients(ops, layout, dtype, bits)
+    x, table = values(layout, dtype), LEVELS["mish", bits]
     for name, fn in ACTIVATIONS.items():
         a, b = ARGUMENTS.get(name, (0.0, 0.0))
         y, codes = ops.few_bit_forward(x, fn, a, b, bits, *table[2:])
