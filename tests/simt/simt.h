@@ -268,6 +268,8 @@ inline float __fadd_rd(float a, float b) {
 
 namespace memkern {
 
+inline float approximate_reciprocal(float x) { return 1.0f / x; }
+inline float approximate_reciprocal_sqrt(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline uint32_t to_bf16x2(float low, float high) {
   return to_bf16(low).bits | static_cast<uint32_t>(to_bf16(high).bits) << 16;
@@ -300,9 +302,9 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
 namespace memkern {
 
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {
+void launch_simt(void (*kernel)(Params...), int64_t blocks, int threads, const Args&... args) {
   const std::function<void()> call = [=] {
-    simt::run([=] { kernel(args...); }, blocks, 256);
+    simt::run([=] { kernel(args...); }, blocks, threads);
   };
   if (simt::capturing())
     simt::machine.recorded.push_back(call);
