@@ -56,6 +56,10 @@ def repair() -> None:
 
         setattr(InterpreterBuilder, name, checked)
 
+    def rsqrt(self: Any, x: Any) -> Any:  # as good as a GPU's: off by less than one unit in the last place
+        return TensorHandle((1 / np.sqrt(x.data.astype(np.float64))).astype(x.data.dtype), x.dtype.scalar)
+
+    InterpreterBuilder.create_rsqrt = rsqrt
     InterpreterBuilder.cast_impl = exact_cast
     InterpreterBuilder.create_fp_to_fp = exact_fp_to_fp
     no_bf16("binary_op")
