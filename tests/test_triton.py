@@ -19,7 +19,12 @@ INTERPRETED = {
     "steps": ["triton_steps.py"],
     "quantizers": ["test_blockwise.py", "test_layout.py", "-k", "triton and not boundary and not large"],
     "boundaries": ["test_blockwise.py", "-k", "triton and boundary and (1.0 or e-38 or dynamic)"],
-    "optimizers": ["test_optim_numerics.py", "test_optim_clip.py", "-k", "triton and (late or norm or ordinary)"],
+    "optimizers": [
+        "test_optim_numerics.py",
+        "test_optim_clip.py",
+        "-k",
+        "triton and (late or norm or ordinary)",
+    ],
 }
 
 

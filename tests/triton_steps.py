@@ -25,7 +25,9 @@ CODES = [(layout, p, g, "codes", group) for layout, p, g, _, group in MIXED]
 DTYPES = [
     ("whole blocks", p, g, kind, 0) for p, g, kind in itertools.product(FLOATS, FLOATS, ("codes", "fp32"))
 ]
-MANY = [("one element", torch.float32, torch.float32, ("codes", "fp32")[i % 2], i % 3 == 0) for i in range(131)]
+MANY = [
+    ("one element", torch.float32, torch.float32, ("codes", "fp32")[i % 2], i % 3 == 0) for i in range(131)
+]
 CASES: dict[str, dict[str, Any]] = {
     "every layout": {"tensors": MIXED},
     "backwards, scaled, clipped, coupled, maximized": {
@@ -49,7 +51,9 @@ STEPS = ("adam_step_", "lion_step_")
 
 def spoilt(x: Tensor) -> Tensor:
     if x.numel() > 20:
-        x.as_strided((3,), (1,), x.storage_offset() + 3).copy_(torch.tensor([torch.nan, torch.inf, -torch.inf]))
+        x.as_strided((3,), (1,), x.storage_offset() + 3).copy_(
+            torch.tensor([torch.nan, torch.inf, -torch.inf])
+        )
     return x
 
 
@@ -145,7 +149,11 @@ def test_a_plan_is_kept_while_nothing_moves() -> None:
 CHANGES = {
     "gradients move": lambda a: a.__setitem__(1, [x.clone() for x in a[1]]),
     "gradients lose their alignment": lambda a: a.__setitem__(
-        1, [torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x) for x in a[1]]
+        1,
+        [
+            torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
+            for x in a[1]
+        ],
     ),
     "gradients change their dtype": lambda a: a.__setitem__(1, [x.bfloat16() for x in a[1]]),
     "a state moves": lambda a: a.__setitem__(2, [x.clone() for x in a[2]]),

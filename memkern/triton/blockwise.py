@@ -15,7 +15,10 @@ from .launch import OPTIONS, cdiv, guard, rows_of
 from .tiles import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
-_JIT = {"do_not_specialize": [*_LAYOUT_ARGS, "step_offset"], "do_not_specialize_on_alignment": ["values", "codes", "scales"]}
+_JIT = {
+    "do_not_specialize": [*_LAYOUT_ARGS, "step_offset"],
+    "do_not_specialize_on_alignment": ["values", "codes", "scales"],
+}
 
 
 @triton.jit(**_JIT)
@@ -33,10 +36,7 @@ def quantize_kernel(
     x = tl.load(values + offset, mask=mask, other=0.0).to(tl.float32)
     if not SIGNED:
         x = tl.where(x < 0, 0.0, x)
-    if DITHERED:
-        u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :]
-    else:
-        u = 0.5
+    u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :] if DITHERED else 0.5
     q, scale = encode(x, u, tables, KIND, SIGNED)
     tl.store(codes + offset, q, mask=mask)
     tl.store(scales + row, scale, mask=row_mask)

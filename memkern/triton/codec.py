@@ -1,4 +1,4 @@
-"""The codecs' formulas (``memkern.codec``) on tiles of (blocks, block); the twin of ``csrc/core/power.h`` and ``dynamic.h``.
+"""The codecs' formulas (``memkern.codec``) on tiles of (blocks, block). Twins: ``csrc/core/power.h``, ``dynamic.h``.
 
 Every operation rounds once, to nearest: kernels are compiled with ``enable_fp_fusion=False``.
 """

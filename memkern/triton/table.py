@@ -26,7 +26,16 @@ from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
 MAX_PLANS = 64
-CONSTANTS = ("KIND", "P", "G", "TILES", "ROWS", "BLOCK_SIZE", "VECTOR", "FLAT")  # of the kernels that plans launch
+CONSTANTS = (
+    "KIND",
+    "P",
+    "G",
+    "TILES",
+    "ROWS",
+    "BLOCK_SIZE",
+    "VECTOR",
+    "FLAT",
+)  # of the kernels that plans launch
 
 
 class Moment(NamedTuple):
@@ -60,7 +69,7 @@ class Launch(NamedTuple):
     """The tensors that one launch of a kernel works on: a run of slots, and the kernel's constants."""
 
     first: int
-    count: int
+    members: int
     programs: int
     programs_before: int  # of all launches before
     constants: dict[str, Any]
@@ -157,7 +166,12 @@ class Plan:
     """``sizes`` and ``room`` are what kernels take; ``launches`` which they are."""
 
     def __init__(
-        self, args: StepArgs, signature: tuple[Any, ...], addresses: list[int], tiles: int, sums_per_program: int
+        self,
+        args: StepArgs,
+        signature: tuple[Any, ...],
+        addresses: list[int],
+        tiles: int,
+        sums_per_program: int,
     ) -> None:
         self.signature, self.addresses = signature, addresses
         self.front: list[int] = []
@@ -209,6 +223,10 @@ class Plan:
         for t, (g, layout) in enumerate(zip(args.grads, layouts, strict=True)):
             if layout.numel == 0:
                 continue
+            if layout.blocks >= 2**31:
+                raise ValueError(
+                    f"tensor {t} has {layout.blocks} blocks, and Triton's kernels take less than 2^31"
+                )
             p = args.params[t] if args.params else g
             coded = any(m.tensors[t].dtype != torch.float32 for m in args.moments)
             kind = args.codec[args.group[t]] + 1 if coded else FP32.value
@@ -218,7 +236,8 @@ class Plan:
                 layout = layout._replace(segment=layout.numel, block=block)
             widest = max(p.element_size(), g.element_size(), 4 if args.moments and not coded else 1)
             vector = vector_of(layout, widest, addresses[t])
-            key = kind, triton_type(p.dtype), triton_type(g.dtype), tiles, rows_of(block), block, vector, flat
+            types = triton_type(p.dtype), triton_type(g.dtype)
+            key = kind, *types, tiles, rows_of(block), block, vector, flat
             members.setdefault(key, []).append(t)
         order: list[int] = []
         first_programs: list[int] = []
@@ -246,12 +265,17 @@ _spares: dict[tuple[Any, ...], Room] = {}
 
 
 def plan_for(
-    op: str, args: StepArgs, device: torch.device, check: Callable[[], None], tiles: int, sums_per_program: int = 0
+    op: str,
+    args: StepArgs,
+    device: torch.device,
+    check: Callable[[], None],
+    tiles: int,
+    sums_per_program: int = 0,
 ) -> Plan:
     """The plan of a step, with its table on the device as this step needs it.
 
     ``check`` raises unless the arguments fit together; it is called where there is no plan for them yet, before
-    anything is changed. ``tiles``: of one tensor, for one program. ``sums_per_program``: fp64 words in ``room.sums`` for each program.
+    anything is changed. ``tiles``: of one tensor, for one program. ``sums_per_program``: fp64 words of ``room.sums``.
     """
     signature, addresses = _signature(args), _addresses(args)
     grads = [g.data_ptr() for g in args.grads]
@@ -317,7 +341,7 @@ def _captured_plan(
 
 def launch(kernel: Any, plan: Plan, part: Launch, *args: Any) -> None:
     """``kernel(*args, groups, tensors, first, count, **constants)``, a program for each tile."""
-    kernel[(part.programs,)](*args, *plan.sizes, part.first, part.count, **part.constants, **OPTIONS)
+    kernel[(part.programs,)](*args, *plan.sizes, part.first, part.members, **part.constants, **OPTIONS)
 
 
 def check_step(args: StepArgs, device: torch.device) -> None:
