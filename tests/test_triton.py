@@ -11,17 +11,17 @@ import pytest
 
 from memkern import backend
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 missing = backend.available()["triton"]
 pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 INTERPRETED = {
-    "steps": ["triton_steps.py"],
-    "quantizers": ["test_blockwise.py", "test_layout.py", "-k", "triton and not boundary and not large"],
-    "boundaries": ["test_blockwise.py", "-k", "triton and boundary and (1.0 or e-38 or dynamic)"],
+    "steps": ["tests/triton_steps.py"],
+    "quantizers": ["tests/test_blockwise.py", "tests/test_layout.py", "-k", "triton and not boundary and not large"],
+    "boundaries": ["tests/test_blockwise.py", "-k", "triton and boundary and (1.0 or e-38 or dynamic)"],
     "optimizers": [
-        "test_optim_numerics.py",
-        "test_optim_clip.py",
+        "tests/test_optim_numerics.py",
+        "tests/test_optim_clip.py",
         "-k",
         "triton and (late or norm or ordinary)",
     ],
@@ -31,10 +31,10 @@ INTERPRETED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", INTERPRETED)
 def test_interpreted(what: str) -> None:
-    files, options = INTERPRETED[what], ["-q", "-x", "-p", "no:cacheprovider"]
+    what_to_run, options = INTERPRETED[what], ["-q", "-x", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
-        cwd=TESTS,
+        [sys.executable, "-m", "pytest", *options, *what_to_run],
+        cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
