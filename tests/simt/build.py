@@ -16,7 +16,7 @@ from memkern import _ops
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-g1"),
-    *("-Wall", "-Wno-attributes", "-Wno-unknown-pragmas", "-DTORCH_TARGET_VERSION=0x020a000000000000"),
+    *("-Wall", "-Wno-attributes", "-Wno-unknown-pragmas"),
 ]
 _library: list[torch.library.Library] = []  # its ops live as long as it does
 
