@@ -198,7 +198,9 @@ def test_bad_gradients_raise_before_anything_changes(build: type, name: str, ste
         assert_same(after["states"], before["states"])
     else:
         rest = {"trust_ratio": 1.0}
-        assert all((value == rest.get(key, 0)).all() for state in after["states"] for key, value in state.items())
+        assert all(
+            (value == rest.get(key, 0)).all() for state in after["states"] for key, value in state.items()
+        )
     if name != "another shape":  # and goes on as if nothing had been
         params[1].grad = None
         optimizer.step()

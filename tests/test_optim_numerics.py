@@ -41,12 +41,25 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "LAMB": (optim.LAMB, {"lr": 1e-2, "weight_decay": 0.1}),
     "LAMB, decoupled, clipped": (
         optim.LAMB,
-        {"decoupled_decay": True, "trust_clip": True, "bias_correction": False, "maximize": True, "eps": 1e-3},
+        {
+            "decoupled_decay": True,
+            "trust_clip": True,
+            "bias_correction": False,
+            "maximize": True,
+            "eps": 1e-3,
+        },
     ),
     "LARS": (optim.LARS, {"lr": 1e-2, "weight_decay": 0.1}),
     "LARS, classic": (
         optim.LARS,
-        {"lr": 0.5, "trust_coeff": 1e-2, "momentum": 0.8, "nesterov": True, "always_adapt": True, "weight_decay": 0.0},
+        {
+            "lr": 0.5,
+            "trust_coeff": 1e-2,
+            "momentum": 0.8,
+            "nesterov": True,
+            "always_adapt": True,
+            "weight_decay": 0.0,
+        },
     ),
     "LARS, classic, clipped": (
         optim.LARS,
