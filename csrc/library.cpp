@@ -38,6 +38,15 @@ STABLE_TORCH_LIBRARY(memkern, m) {
       "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
       "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
   m.def("grad_norm_(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()");
+  m.def("few_bit_encode(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor");
+  m.def(
+      "few_bit_forward(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int "
+      "symmetry) -> (Tensor, Tensor)");
+  m.def("few_bit_backward(Tensor grad, Tensor codes, float[] levels) -> Tensor");
+  m.def(
+      "few_bit_backward_from_output(Tensor grad, Tensor output, Tensor codes, float minimum, float[] "
+      "falling, "
+      "float[] rising, float falling_reach, float rising_reach) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
@@ -48,6 +57,9 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
   m.impl("lars_step_", TORCH_BOX(&memkern::lars_step_cpu));
   m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cpu));
   m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cpu));
+  m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cpu));
+  m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cpu));
+  m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cpu));
 }
 
 #ifdef USE_CUDA
@@ -57,5 +69,9 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
   m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cuda));
   m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cuda));
   m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cuda));
+  m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cuda));
+  m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
+  m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cuda));
+  m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cuda));
 }
 #endif

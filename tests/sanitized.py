@@ -18,6 +18,7 @@ from torch import Tensor
 from memkern import backend
 from memkern.codec import CODECS
 from memkern.layout import layout_of
+from memkern.tables import LEVELS, VALLEYS
 
 ISAS = ("generic", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,6 +128,21 @@ def step_results(optimizer: str) -> Iterator[Tensor]:
             yield from (*v, *v_scale, *steps)
 
 
+def activation_results() -> Iterator[Tensor]:
+    ops = torch.ops.memkern
+    for layout, dtype, bits, name in product(LAYOUTS, DTYPES, (1, 2, 3, 4), ("gelu", "mish", "tanh")):
+        x, table = values(layout, 5, dtype), LEVELS[name, bits]
+        codes = ops.few_bit_encode(x, bits, *table[2:])
+        yield codes
+        grad = values(layout, 6, dtype)
+        yield ops.few_bit_backward(grad, codes, table.levels)
+        if bits == 1:
+            for output in DTYPES:
+                yield ops.few_bit_backward_from_output(
+                    grad, values(layout, 7, output), codes, *VALLEYS["gelu"][1:]
+                )
+
+
 def refused() -> None:
     """Arguments that do not fit together raise before a byte is touched."""
     ops = torch.ops.memkern
@@ -140,6 +156,10 @@ def refused() -> None:
         lambda: ops.dequantize_blockwise(codes, scale[:-1], 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale.double(), 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale, 0, 128, torch.float64),
+        lambda: ops.few_bit_encode(x[:, :5], *LEVELS["gelu", 3][:1], *LEVELS["gelu", 3][2:]),
+        lambda: ops.few_bit_encode(x, 2, [0.0], [4], 0),
+        lambda: ops.few_bit_backward(x, torch.zeros(3, 112, dtype=torch.uint8), [0.0] * 8),
+        lambda: ops.few_bit_backward(x, torch.zeros(3, 128, dtype=torch.uint8), [0.0] * 4),
     ]
     rate, one = [torch.tensor(1.0)], [0.5]
     for grads, moments, scales, group in (
@@ -171,7 +191,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def check() -> None:
     torch.set_num_threads(2)
     steps = (functools.partial(step_results, name) for name in ("adam", "lamb", "lars", "lion"))
-    for drive in (codec_results, *steps):
+    for drive in (codec_results, activation_results, *steps):
         first: list[Tensor] = []
         for isa in ISAS:
             os.environ["MEMKERN_CPU_ISA"] = isa

@@ -28,7 +28,7 @@ MEMKERN_DEVICE bool skipped(const StepHeader& h) { return h.has_found_inf && rea
 
 MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
   const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0, norm = h.has_grad_norm ? read(h.grad_norm) : 0.0;
-  return gradient_factor(h.has_grad_scale ? &scale : nullptr, h.has_grad_norm ? &norm : nullptr, h.max_grad_norm);
+  return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
 }
 
 // One tensor. Gradients, which come and go, are in a list of their own.

@@ -7,6 +7,7 @@ from .convert import (
     to_bitsandbytes_state_dict,
     to_torch_state_dict,
 )
+from .groups import param_groups
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
@@ -24,6 +25,7 @@ __all__ = [
     "Lion8bit",
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
+    "param_groups",
     "to_bitsandbytes_state_dict",
     "to_torch_state_dict",
 ]

@@ -35,7 +35,11 @@ def adam_prologue(table, scalars, groups, tensors):
     _, columns = mt.columns_of(table, groups, tensors)
     t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
     mask = t < tensors
-    at = table + mt.HEADER_WORDS + tl.load(columns + mt.GROUP * tensors + t, mask=mask, other=0) * mt.GROUP_WORDS
+    at = (
+        table
+        + mt.HEADER_WORDS
+        + tl.load(columns + mt.GROUP * tensors + t, mask=mask, other=0) * mt.GROUP_WORDS
+    )
     lr = mt.read_number(at, mask)
     beta1 = mt.read_fp64(at + 2, mask)
     beta2 = mt.read_fp64(at + 3, mask)

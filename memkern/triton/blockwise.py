@@ -15,7 +15,10 @@ from .launch import OPTIONS, cdiv, guard, rows_of
 from .tiles import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
-_JIT = {"do_not_specialize": [*_LAYOUT_ARGS, "step_offset"], "do_not_specialize_on_alignment": ["values", "codes", "scales"]}
+_JIT = {
+    "do_not_specialize": [*_LAYOUT_ARGS, "step_offset"],
+    "do_not_specialize_on_alignment": ["values", "codes", "scales"],
+}
 
 
 @triton.jit(**_JIT)

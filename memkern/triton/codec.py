@@ -147,7 +147,8 @@ def encode_dynamic(x, magnitude, factor, tables, SIGNED: tl.constexpr):
     usable = (factor > 0)[:, None]
     if SIGNED:
         return tl.where(finite & usable, q - _DYNAMIC_ZERO, 0).to(tl.int8)
-    return tl.where(usable, tl.where(finite, q, 255), 0).to(tl.uint8)
+    else:
+        return tl.where(usable, tl.where(finite, q, 255), 0).to(tl.uint8)
 
 
 @triton.jit

@@ -15,7 +15,9 @@ from .launch import OPTIONS, TILE, guard
 from .table import StepArgs, launch, plan_for
 from .tiles import pointer
 
-PASSES = tl.constexpr(8)  # tiles a program adds up: the last kernel then adds one number for every 16,384 gradients
+PASSES = tl.constexpr(
+    8
+)  # tiles a program adds up: the last kernel then adds one number for every 16,384 gradients
 _SUMS = tl.constexpr(4096)
 
 

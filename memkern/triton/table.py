@@ -21,7 +21,7 @@ from ..layout import BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of, triton_type
+from .launch import OPTIONS, cdiv, guard, is_capturing, stream_of, triton_type
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
@@ -224,7 +224,9 @@ class Plan:
         first_tiles: list[int] = []
         before = 0
         for key, tensors in members.items():
-            constants = dict(zip(("KIND", "P", "G", "ROWS", "BLOCK_SIZE", "VECTOR", "FLAT"), key, strict=True))
+            constants = dict(
+                zip(("KIND", "P", "G", "ROWS", "BLOCK_SIZE", "VECTOR", "FLAT"), key, strict=True)
+            )
             elements = constants["ROWS"] * constants["BLOCK_SIZE"]
             first, tiles = len(order), 0
             for t in tensors:
@@ -246,7 +248,12 @@ _spares: dict[tuple[Any, ...], Room] = {}
 
 
 def plan_for(
-    op: str, args: StepArgs, device: torch.device, check: Callable[[], None], tile: int, sums_per_tile: int = 0
+    op: str,
+    args: StepArgs,
+    device: torch.device,
+    check: Callable[[], None],
+    tile: int,
+    sums_per_tile: int = 0,
 ) -> Plan:
     """The plan of a step, with its table on the device as this step needs it.
 

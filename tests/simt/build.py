@@ -29,21 +29,26 @@ def missing() -> str | None:
     return None if os.uname().machine == "x86_64" else "the fibers' switch is written for x86-64"
 
 
-def compile_library(folder: Path, *flags: str) -> Path:
-    """The shared library, in ``folder``."""
-    header = folder / "generated" / "core" / "tables.h"  # csrc/core/tables.h, where setup.py has not written it
+def includes(folder: Path) -> list[str]:
+    """Where csrc/ finds its headers; core/tables.h is made in ``folder``, as setup.py may not have written it."""
+    header = folder / "generated" / "core" / "tables.h"
     header.parent.mkdir(parents=True, exist_ok=True)
     header.write_text(runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]())
-    torch_dir = Path(torch.__file__).parent
-    includes = [
+    torch_dir = Path(torch.__file__).parent / "include"
+    paths = [
         ROOT / "tests" / "simt",
         ROOT / "csrc",
         header.parent,
         header.parent.parent,
-        torch_dir / "include",
-        torch_dir / "include/torch/csrc/api/include",
+        torch_dir,
+        torch_dir / "torch/csrc/api/include",
     ]
-    options = [*FLAGS, *flags, *(f"-I{path}" for path in includes)]
+    return ["-DTORCH_TARGET_VERSION=0x020a000000000000", *(f"-I{path}" for path in paths)]
+
+
+def compile_library(folder: Path, *flags: str) -> Path:
+    """The shared library, in ``folder``."""
+    options = [*FLAGS, *flags, *includes(folder)]
 
     def compile_one(source: Path) -> str:
         target = str(folder / f"{source.stem}.o")
@@ -56,7 +61,17 @@ def compile_library(folder: Path, *flags: str) -> Path:
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         objects = list(pool.map(compile_one, sources))
     library = folder / "libmemkern_simt.so"
-    link = ["g++", "-shared", *flags, *objects, "-o", str(library), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
+    link = [
+        "g++",
+        "-shared",
+        *flags,
+        *objects,
+        "-o",
+        str(library),
+        f"-L{Path(torch.__file__).parent / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
     subprocess.run(link, check=True)
     return library
 
