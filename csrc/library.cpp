@@ -30,7 +30,8 @@ STABLE_TORCH_LIBRARY(memkern, m) {
       "symmetry) -> (Tensor, Tensor)");
   m.def("few_bit_backward(Tensor grad, Tensor codes, float[] levels) -> Tensor");
   m.def(
-      "few_bit_backward_from_output(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, "
+      "few_bit_backward_from_output(Tensor grad, Tensor output, Tensor codes, float minimum, float[] "
+      "falling, "
       "float[] rising, float falling_reach, float rising_reach) -> Tensor");
 }
 
@@ -40,4 +41,21 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
   m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cpu));
   m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cpu));
   m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cpu));
+  m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cpu));
+  m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cpu));
+  m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cpu));
 }
+
+#ifdef USE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
+  m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
+  m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cuda));
+  m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cuda));
+  m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cuda));
+  m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cuda));
+  m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cuda));
+  m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
+  m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cuda));
+  m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cuda));
+}
+#endif

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend, reference
+from . import _cpu, backend, reference
 from .codec import CODECS
 from .layout import check_block_size, layout_of
 from .levels import Levels, Valley
-from .reference.activation import activate, plane_bytes
+from .reference.activation import plane_bytes
 
 SCHEMAS = {
     "quantize_blockwise": (
@@ -109,11 +109,6 @@ NAMESPACES = {
 _libraries: list[torch.library.Library] = []  # a library unregisters its ops when it is collected
 
 
-def _forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any) -> tuple[Tensor, Tensor]:
-    # torch's op gives other bits on a part of a tensor than on the whole: no kernel of ours can stand for it.
-    return activate(x, fn, a, b), torch.ops.memkern.few_bit_encode.default(x, *table)
-
-
 def _triton(name: str, *args: Any) -> Any:
     return getattr(importlib.import_module("memkern.triton"), name)(*args)
 
@@ -132,7 +127,7 @@ def _register() -> None:
             library.impl(name, kernel, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
         if defined:
-            library.impl("few_bit_forward", _forward_on_cpu, "CPU")
+            library.impl("few_bit_forward", _cpu.few_bit_forward, "CPU")
 
 
 _register()

@@ -15,15 +15,14 @@ follows often keeps the same tensor anyway, and then a few bits more save nothin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _ops
+from ._autograd import Codes, Output, Wrapped
+from ._mlp import mlp
 from .codec import ACTIVATIONS
-from .layout import is_dense, same_layout
-from .levels import Levels, Valley, check_bits, hardtanh_levels, relu_levels
+from .levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .randomized import randomized_linear
 from .reference.activation import activate
 from .tables import LEVELS, VALLEYS
@@ -35,6 +34,7 @@ __all__ = [
     "hardtanh",
     "leaky_relu",
     "mish",
+    "mlp",
     "quick_gelu",
     "randomized_linear",
     "relu",
@@ -43,120 +43,6 @@ __all__ = [
     "softplus",
     "tanh",
 ]
-
-# What autocast computes in fp32: torch's op sees to that, a fused kernel would not.
-_AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)
-
-
-def _encoded(
-    x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool = False
-) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
-    """The activation, its codes and the strides of the tensor whose codes they are; None is contiguous."""
-    dense = x.is_contiguous() or is_dense(x.shape, x.stride())
-    if inplace:
-        codes = _ops.few_bit_encode(x if dense else torch.empty_like(x).copy_(x), table)
-        y = activate(x, fn, a, b, inplace=True)
-    elif dense and fn not in _AUTOCAST_TO_FP32:
-        y, codes = _ops.few_bit_forward(x, fn, a, b, table)
-    else:
-        y = activate(x, fn, a, b)
-        codes = _ops.few_bit_encode(x if dense else torch.empty_like(y, dtype=x.dtype).copy_(x), table)
-    return y, codes, _stride_of(y)
-
-
-def _stride_of(x: Tensor) -> tuple[int, ...] | None:
-    return None if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
-
-
-def _laid_out(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """``grad`` with the strides of the tensor that was encoded."""
-    if stride is None:
-        return grad.contiguous()
-    if grad.stride() == stride:
-        return grad
-    return grad.new_empty_strided(grad.shape, stride).copy_(grad)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes a gradient on, and raises where somebody asks for its derivative.
-
-    torch's once_differentiable lets a wrong result through where the incoming gradient is a constant.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError(
-            "a few-bit activation keeps its derivative rounded, so it has no second derivative: double backward is "
-            "not possible; use torch.nn.functional's activation (memkern.restore(model)) where it is needed"
-        )
-
-
-def _once(grad: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        return _NoSecondDerivative.apply(grad.detach().requires_grad_())
-    return grad
-
-
-class _Codes(torch.autograd.Function):
-    """An activation by its number, from codes of its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool) -> Tensor:
-        y, codes, ctx.stride = _encoded(x, fn, a, b, table, inplace)
-        ctx.save_for_backward(codes)
-        ctx.levels = table.levels
-        if inplace:
-            ctx.mark_dirty(x)
-            return x
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (codes,) = ctx.saved_tensors
-        grad = _ops.few_bit_backward(_laid_out(grad, ctx.stride), codes, ctx.levels)
-        return _once(grad), None, None, None, None, None
-
-
-class _Output(torch.autograd.Function):
-    """An activation with one minimum, its derivative from its output and the bit that says on which side."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: int, valley: Valley) -> Tensor:
-        y, codes, ctx.stride = _encoded(x, fn, 0.0, 0.0, Levels(1, (), (valley.at,), (1,)))
-        ctx.save_for_backward(y, codes)
-        ctx.valley = valley
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        y, codes = ctx.saved_tensors
-        grad = _laid_out(grad, ctx.stride)
-        return _once(_ops.few_bit_backward_from_output(grad, y, codes, ctx.valley)), None, None
-
-
-class _Wrapped(torch.autograd.Function):
-    """A user's own activation, from codes of its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor], table: Levels) -> Tensor:
-        y = fn(x)
-        if y.shape != x.shape:
-            raise ValueError(f"fn must work elementwise: {tuple(x.shape)} given, {tuple(y.shape)} came back")
-        dense = x if same_layout(x, y) and is_dense(x.shape, x.stride()) else None
-        if dense is None:
-            dense = torch.empty_like(y, dtype=x.dtype).copy_(x)
-        ctx.save_for_backward(_ops.few_bit_encode(dense, table))
-        ctx.stride, ctx.levels = _stride_of(dense), table.levels
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (codes,) = ctx.saved_tensors
-        return _once(_ops.few_bit_backward(_laid_out(grad, ctx.stride), codes, ctx.levels)), None, None
 
 
 def _needs_gradient(x: Tensor) -> bool:
@@ -173,7 +59,7 @@ def _apply(
         raise RuntimeError(
             "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
         )
-    return _Codes.apply(x, fn, a, b, table, inplace)
+    return Codes.apply(x, fn, a, b, table, inplace)
 
 
 def _levels(name: str, bits: int) -> Levels:
@@ -183,7 +69,7 @@ def _levels(name: str, bits: int) -> Levels:
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
     """``fn(x)`` of any elementwise ``fn``, its derivative kept as codes; :func:`memkern.nn.few_bit` makes a module."""
-    return _Wrapped.apply(x, fn, levels) if _needs_gradient(x) else fn(x)
+    return Wrapped.apply(x, fn, levels) if _needs_gradient(x) else fn(x)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
@@ -208,7 +94,7 @@ def _kept(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> 
     table = _levels(name, bits)
     check_keep(keep, inplace)
     if keep == "output" and _needs_gradient(x):
-        return _Output.apply(x, ACTIVATIONS[name], VALLEYS[name])
+        return Output.apply(x, ACTIVATIONS[name], VALLEYS[name])
     return _apply(x, name, table, inplace=inplace)
 
 

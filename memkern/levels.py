@@ -14,15 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import to_fp32
+from .codec import EVEN, MAX_BITS, ODD, PLAIN, to_fp32
 
-PLAIN, EVEN, ODD = 0, 1, 2
-"""Symmetry of a derivative d: none; d(-x) = d(x); d(-x) = c - d(x)."""
 SYMMETRIES = (PLAIN, EVEN, ODD)
-
-MAX_BITS = 4
-MAX_THRESHOLDS = 64
-MAX_COEFFICIENTS = 16
 
 
 class Levels(NamedTuple):

@@ -1,6 +1,7 @@
 """The shipped tables. Written by ``python -m memkern.nn.shipped``: change it there."""
 
-from .levels import EVEN, ODD, PLAIN, Levels, Valley
+from .codec import EVEN, ODD, PLAIN
+from .levels import Levels, Valley
 
 # fmt: off
 LEVELS: dict[tuple[str, int], Levels] = {

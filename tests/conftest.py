@@ -1,5 +1,7 @@
 """The same conditions for every test: backend, seed, threads, hypothesis examples."""
 
+import os
+
 import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
@@ -8,6 +10,9 @@ from hypothesis import settings
 # The same examples every run: a failure that comes and goes tells less than one that stays.
 settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
 settings.load_profile("memkern")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import triton_interpreter  # noqa: F401  (repairs it)
 
 
 @pytest.fixture(autouse=True)

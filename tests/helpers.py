@@ -16,6 +16,7 @@ from memkern import backend as backends
 from memkern import optim
 
 ISAS = ("generic", "avx2", "avx512")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU (test_triton.py)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = ("power", "dynamic")
 
@@ -24,7 +25,7 @@ def _why_not(backend: str) -> str | None:
     """None where the tests can run on a backend or an instruction set of the CPU's, else the reason."""
     if backend not in ISAS:
         reason = backends.available()[backend]
-        no_gpu = backend in ("cuda", "triton") and not torch.cuda.is_available()
+        no_gpu = device_of(backend) == "cuda" and not torch.cuda.is_available()
         return reason or ("torch sees no CUDA device" if no_gpu else None)
     if reason := backends.available()["cpu"]:
         return reason
@@ -57,7 +58,7 @@ def _param(backend: str) -> Any:
 
 
 def device_of(backend: str) -> str:
-    return "cuda" if backend in ("cuda", "triton") else "cpu"
+    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
 
 
 GPU = ("cuda", "triton")

@@ -9,6 +9,7 @@
 #define MEMKERN_ISA avx2
 #include "power_plain.h"
 
+#include "activation_kernel.h"
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
 #include "lion_kernel.h"

@@ -3,6 +3,7 @@
 #define MEMKERN_ISA generic
 #include "power_plain.h"
 
+#include "activation_kernel.h"
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
 #include "lion_kernel.h"

@@ -19,10 +19,12 @@ from .advise import Advice, advise
 from .embedding import StableEmbedding
 from .fit import Fit, fit_levels
 from .linear import RandomizedLinear
+from .mlp import MLP
 from .swap import compress, restore
 
 __all__ = [
     "GELU",
+    "MLP",
     "Advice",
     "FewBit",
     "Fit",

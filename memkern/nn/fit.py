@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..levels import EVEN, MAX_THRESHOLDS, ODD, PLAIN, Levels, check_bits, from_intervals
+from ..codec import EVEN, MAX_THRESHOLDS, ODD, PLAIN
+from ..levels import Levels, check_bits, from_intervals
 
 Derivative = Callable[[Tensor], Tensor]
 
@@ -65,38 +66,34 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
     them exact ones; any other is the mean of its bins.
     """
     low, high = float(values.min()), float(values.max())
-    index = ((values - low) / (high - low) * (BINS - 1)).round().long()
+    index = ((values - low) / max(high - low, 1e-300) * (BINS - 1)).round().long()
     sums = torch.zeros(3, BINS + 1, dtype=torch.float64)
     for row, term in enumerate((weight, weight * values, weight * values**2)):
         sums[row, 1:] = torch.zeros(BINS, dtype=torch.float64).scatter_add_(0, index, term).cumsum(0)
     w, wv, wvv = (s[None, :] - s[:, None] for s in sums)  # of the bins from row to column
     invalid = torch.ones(BINS + 1, BINS + 1, dtype=torch.bool).tril(-1)
-    free = (wvv - wv**2 / w.clamp(min=1e-300)).clamp(min=0).masked_fill(invalid, torch.inf)
-    fixed = [(wvv - 2 * k * wv + k**2 * w).clamp(min=0).masked_fill(invalid, torch.inf) for k in exact]
+    costs = [(wvv - wv**2 / w.clamp(min=1e-300)), *(wvv - 2 * v * wv + v**2 * w for v in exact)]
+    free, *pinned = (cost.clamp(min=0).masked_fill(invalid, torch.inf) for cost in costs)
     start = torch.full((BINS + 1,), torch.inf, dtype=torch.float64)
     start[0] = 0
     best = {(0, 0): start}
     came: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n in range(1, count + 1):
         for k in range(max(0, n + len(exact) - count), min(n, len(exact)) + 1):
-            options = [torch.full((BINS + 1,), torch.inf, dtype=torch.float64)] * 2
-            origins = [torch.zeros(BINS + 1, dtype=torch.long)] * 2
-            for kind, (before, cost) in enumerate(
-                [((n - 1, k), free), ((n - 1, k - 1), fixed[k - 1] if k else None)]
-            ):
-                if before in best and cost is not None:
-                    options[kind], origins[kind] = (best[before][:, None] + cost).min(0)
-            pinned = options[1] < options[0]
-            best[n, k] = torch.where(pinned, options[1], options[0])
-            came[n, k] = torch.where(pinned, origins[1], origins[0]), pinned
+            ways = []
+            for before, cost in [((n - 1, k), free), *([((n - 1, k - 1), pinned[k - 1])] if k else [])]:
+                reached = best.get(before, torch.full_like(start, torch.inf))
+                ways.append((reached[:, None] + cost).min(0))
+            is_pinned = ways[-1].values < ways[0].values
+            best[n, k] = torch.where(is_pinned, ways[-1].values, ways[0].values)
+            came[n, k] = torch.where(is_pinned, ways[-1].indices, ways[0].indices), is_pinned
     levels: list[float] = []
     n, k, end = count, len(exact), BINS
     while n:
-        origins, is_pinned = came[n, k]
-        begin, pinned_here = int(origins[end]), bool(is_pinned[end])
+        begin, one = (int(table[end]) for table in came[n, k])
         mean = float(wv[begin, end] / w[begin, end].clamp(min=1e-300))
-        levels.append(exact[k - 1] if pinned_here else mean)
-        n, k, end = n - 1, k - pinned_here, begin
+        levels.append(exact[k - 1] if one else mean)
+        n, k, end = n - 1, k - one, begin
     return _polish(torch.tensor(levels[::-1], dtype=torch.float64), values, weight, exact)
 
 

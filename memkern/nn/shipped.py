@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..levels import EVEN, MAX_BITS, ODD, PLAIN, Valley
+from ..codec import EVEN, MAX_BITS, ODD, PLAIN
+from ..levels import Valley
 from .fit import Derivative, Fit, fit_levels, mean_squared_error
 
 
@@ -121,7 +122,8 @@ def _main() -> None:
     lines = [
         '"""The shipped tables. Written by ``python -m memkern.nn.shipped``: change it there."""',
         "",
-        "from .levels import EVEN, ODD, PLAIN, Levels, Valley",
+        "from .codec import EVEN, ODD, PLAIN",
+        "from .levels import Levels, Valley",
         "",
         "# fmt: off",
         "LEVELS: dict[tuple[str, int], Levels] = {",

@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..codec import ACTIVATIONS, to_fp32
+from ..codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, PLANE_ALIGNMENT, to_fp32
 from ..layout import FLOATS, is_dense, memory_order, same_layout
-from ..levels import MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, SYMMETRIES, Levels
+from ..levels import SYMMETRIES, Levels
 from .blockwise import sqrt
-
-PLANE_ALIGNMENT = 16
 
 _FUNCTIONS: dict[str, Callable[[Tensor, float, float, bool], Tensor]] = {
     "gelu": lambda x, a, b, inplace: F.gelu(x),
@@ -98,6 +96,7 @@ def decode(codes: Tensor, numel: int) -> Tensor:
     return (bits * weight[:, None]).sum(0)
 
 
+@torch.no_grad()
 def few_bit_forward(
     x: Tensor,
     fn: int,
@@ -124,6 +123,7 @@ def check_codes(codes: Tensor, numel: int) -> None:
         )
 
 
+@torch.no_grad()
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
     check_dense(grad, "grad")
@@ -138,6 +138,7 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     return result
 
 
+@torch.no_grad()
 def few_bit_backward_from_output(
     grad: Tensor,
     output: Tensor,
