@@ -237,6 +237,7 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
 # ---- memory
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     def path(name: str) -> str:
         return subprocess.run(
@@ -246,7 +247,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(os.path.isabs(name) for name in runtime):
         pytest.skip("g++ has no libasan or libubsan beside it")
-    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
+    flags = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
     library = build.compile_library(tmp_path, *flags)
     environment = {
         **os.environ,
