@@ -14,11 +14,22 @@ from memkern import backend
 missing = backend.available()["triton"]
 
 
+FILES = {
+    "ops": ["triton_activation.py"],
+    "functions": [
+        "test_activation.py",
+        "-k",
+        "triton and (gradient_is or planes) and (odd or slice or channels)",
+    ],
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(missing is not None, reason=str(missing))
-def test_interpreted() -> None:
+@pytest.mark.parametrize("what", FILES)
+def test_interpreted(what: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "triton_activation.py"],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES[what]],
         cwd=Path(__file__).parent,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
