@@ -7,9 +7,10 @@ SOURCES := setup.py pyproject.toml memkern/codec.py $(wildcard csrc/*.cpp csrc/*
 
 .PHONY: demo test lint bench gpu format clean
 
-# Trains a small GPT twice, with torch.optim.AdamW and with 8-bit states: same loss, a quarter of the state.
+# Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
+# the state, less kept for the backward pass.
 demo: $(VENV)/.installed
-	$(BIN)/python -m memkern train --compare --out out/demo
+	$(BIN)/python -m memkern train --compare --activation-bits 3 --out out/demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
@@ -22,9 +23,10 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
 
-# Peers are wanted, not needed: one that cannot be installed here is named as absent in the table.
+# Peers are wanted, not needed: one that cannot be installed here is named as absent in the table. Of timm only the
+# optimizers are used, which need nothing but torch.
 bench: $(VENV)/.installed
-	for peer in bitsandbytes torchao deepspeed; do $(BIN)/python -m pip install -q $$peer || true; done
+	for peer in bitsandbytes torchao deepspeed "--no-deps timm"; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has.

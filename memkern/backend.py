@@ -7,9 +7,9 @@
 ``reference``    plain PyTorch, for any device: the specification
 ===============  ========================================================================
 
-CPU tensors take ``cpu``, else ``reference``; CUDA tensors take ``cuda``, else ``triton``, else ``reference``; other
-devices take ``triton``, else ``reference``. ``MEMKERN_BACKEND=name`` or ``with memkern.use_backend("name"):`` asks for
-one; where that one is impossible, an error says why and what helps.
+CPU tensors take ``cpu``, else ``reference``; CUDA and ROCm tensors take ``cuda``, else ``triton``, else ``reference``;
+XPU tensors take ``triton``, else ``reference``; others take ``reference``. ``MEMKERN_BACKEND=name`` or
+``with memkern.use_backend("name"):`` asks for one; where that one is impossible, an error says why and what helps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -30,8 +31,12 @@ from ._version import __version__
 log = logging.getLogger("memkern")
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
-PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
-OTHER_DEVICES = ("triton", "reference")
+PREFERENCE = {
+    "cpu": ("cpu", "reference"),
+    "cuda": ("cuda", "triton", "reference"),  # ROCm's devices are called cuda as well
+    "xpu": ("triton", "reference"),
+}
+OTHER_DEVICES = ("reference",)
 LIBRARY = Path(__file__).with_name("libmemkern.so")
 
 _asked_for: str | None = None
@@ -81,7 +86,10 @@ def _missing(backend: str) -> str | None:
         return load_library()
     if backend == "cuda":
         return _missing_cuda()
-    return "this version of memkern has no Triton kernels yet"
+    # Only looked for: importing it takes a second.
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'memkern[triton]' (Linux)"
+    return None
 
 
 def available() -> dict[str, str | None]:

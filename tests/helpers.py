@@ -16,6 +16,7 @@ from memkern import backend as backends
 from memkern import optim
 
 ISAS = ("generic", "avx2", "avx512")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU (test_triton.py)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = ("power", "dynamic")
 
@@ -24,7 +25,7 @@ def _why_not(backend: str) -> str | None:
     """None where the tests can run on a backend or an instruction set of the CPU's, else the reason."""
     if backend not in ISAS:
         reason = backends.available()[backend]
-        no_gpu = backend in ("cuda", "triton") and not torch.cuda.is_available()
+        no_gpu = device_of(backend) == "cuda" and not torch.cuda.is_available()
         return reason or ("torch sees no CUDA device" if no_gpu else None)
     if reason := backends.available()["cpu"]:
         return reason
@@ -57,7 +58,7 @@ def _param(backend: str) -> Any:
 
 
 def device_of(backend: str) -> str:
-    return "cuda" if backend in ("cuda", "triton") else "cpu"
+    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
 
 
 GPU = ("cuda", "triton")
@@ -194,9 +195,11 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
 
 # ---- optimizers
 
-OPTIMIZERS = [optim.AdamW, optim.Adam, optim.Lion, optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit]
-EIGHT_BIT = [optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit]
+EIGHT_BIT = [optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit, optim.LAMB8bit, optim.LARS8bit]
+OPTIMIZERS = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, *EIGHT_BIT]
+LAYERWISE = [optim.LAMB, optim.LARS, optim.LAMB8bit, optim.LARS8bit]
 over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+over_layerwise = pytest.mark.parametrize("build", LAYERWISE, ids=name_of)
 over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
 # A matrix that takes 8-bit states, a small one and a bias that do not.
 SHAPES = [(64, 128), (10, 10), (300,)]

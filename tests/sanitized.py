@@ -6,6 +6,7 @@ a tensor on purpose, and the sanitizer must stop it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 from memkern import backend
 from memkern.codec import CODECS
 from memkern.layout import layout_of
+from memkern.tables import LEVELS, VALLEYS
 
 ISAS = ("generic", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,6 +94,7 @@ def step_results(optimizer: str) -> Iterator[Tensor]:
         m, m_scale = states(params, torch.int8 if coded else None, block_size)
         v, v_scale = states(params, torch.uint8 if coded else None, block_size)
         steps = [torch.zeros(()) for _ in params]
+        ratios = [torch.ones(1) for _ in params]
         codec = [CODECS.get(kind, 0)] * 2
         group = [i % 2 for i in range(n)]
         rates = [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)]
@@ -103,14 +106,41 @@ def step_results(optimizer: str) -> Iterator[Tensor]:
                     params, grads, m, v, m_scale, v_scale, steps, group, rates, [0.9, 0.8], [0.999, 0.9],
                     [1e-8, 1e-6], [0.1, 0.2], [1, 0], [0, 1], codec, [block_size] * 2, *scaler
                 )  # fmt: skip
+            elif optimizer == "lamb":
+                ops.lamb_step_(
+                    params, grads, m, v, m_scale, v_scale, steps, ratios, group, rates, [0.9, 0.8], [0.999, 0.9],
+                    [1e-8, 0.0], [0.1, 0.2], [1, 0], [0, 1], [0, 1], [0, 1], [1, 1], [0, 1], codec, [block_size] * 2,
+                    *scaler
+                )  # fmt: skip
+            elif optimizer == "lars":
+                ops.lars_step_(
+                    params, grads, m, m_scale, steps, ratios, group, rates, [0.9, 0.8], [0.0, 0.1], [0.1, 0.2],
+                    [0, 1], [0.0, 1e-2], [1e-8, 0.0], [0, 1], [0, 1], [1, 1], [0, 1], codec, [block_size] * 2,
+                    *scaler
+                )  # fmt: skip
             else:
                 ops.lion_step_(
                     params, grads, m, m_scale, group, rates, [0.9, 0.8], [0.999, 0.9], [0.1, 0.2], [0, 1], codec,
                     [block_size] * 2, *scaler
                 )  # fmt: skip
         yield from (*params, *m, *m_scale)
-        if optimizer == "adam":
+        if optimizer in ("adam", "lamb"):
             yield from (*v, *v_scale, *steps)
+
+
+def activation_results() -> Iterator[Tensor]:
+    ops = torch.ops.memkern
+    for layout, dtype, bits, name in product(LAYOUTS, DTYPES, (1, 2, 3, 4), ("gelu", "mish", "tanh")):
+        x, table = values(layout, 5, dtype), LEVELS[name, bits]
+        codes = ops.few_bit_encode(x, bits, *table[2:])
+        yield codes
+        grad = values(layout, 6, dtype)
+        yield ops.few_bit_backward(grad, codes, table.levels)
+        if bits == 1:
+            for output in DTYPES:
+                yield ops.few_bit_backward_from_output(
+                    grad, values(layout, 7, output), codes, *VALLEYS["gelu"][1:]
+                )
 
 
 def refused() -> None:
@@ -126,6 +156,10 @@ def refused() -> None:
         lambda: ops.dequantize_blockwise(codes, scale[:-1], 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale.double(), 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale, 0, 128, torch.float64),
+        lambda: ops.few_bit_encode(x[:, :5], *LEVELS["gelu", 3][:1], *LEVELS["gelu", 3][2:]),
+        lambda: ops.few_bit_encode(x, 2, [0.0], [4], 0),
+        lambda: ops.few_bit_backward(x, torch.zeros(3, 112, dtype=torch.uint8), [0.0] * 8),
+        lambda: ops.few_bit_backward(x, torch.zeros(3, 128, dtype=torch.uint8), [0.0] * 4),
     ]
     rate, one = [torch.tensor(1.0)], [0.5]
     for grads, moments, scales, group in (
@@ -156,7 +190,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def check() -> None:
     torch.set_num_threads(2)
-    for drive in (codec_results, lambda: step_results("adam"), lambda: step_results("lion")):
+    steps = (functools.partial(step_results, name) for name in ("adam", "lamb", "lars", "lion"))
+    for drive in (codec_results, activation_results, *steps):
         first: list[Tensor] = []
         for isa in ISAS:
             os.environ["MEMKERN_CPU_ISA"] = isa

@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from helpers import FLOATS, LAYOUTS, assert_same, hard, like, name_of, over_dtypes, over_layouts, tensor
 from simt import build, drive
+from simt.activations import ARGUMENTS, assert_near, compare_activations
 from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 
 from memkern import reference
+from memkern.codec import ACTIVATIONS
 from memkern.layout import layout_of
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -32,8 +35,8 @@ MOST_LAUNCHES = 4
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
-    return build.load(build.compile_library(tmp_path_factory.mktemp("simt")))
+def library(simt_library: tuple[CDLL, Path]) -> CDLL:
+    return simt_library[0]
 
 
 @pytest.fixture
@@ -56,6 +59,23 @@ def _loaded(library: CDLL) -> None:
 @over_dtypes
 def test_codecs(layout: str, dtype: torch.dtype) -> None:
     compare_codecs(layout, dtype, (8, 128, 256, 1024))
+
+
+@pytest.mark.parametrize("layout", ACTIVATION_LAYOUTS)
+@over_dtypes
+def test_activations(layout: str, dtype: torch.dtype) -> None:
+    for bits in (1, 2, 3, 4):
+        compare_activations(layout, dtype, bits)
+
+
+@over_dtypes
+def test_forward_of_many_values(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
+    for name, fn in ACTIVATIONS.items():
+        a, b = ARGUMENTS.get(name, (0.0, 0.0))
+        y, codes = torch.ops.memkern_simt.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
+        assert_near(y, x, name, a, b)
+        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2))
 
 
 @over_orders
@@ -115,7 +135,9 @@ def test_sizes_that_are_not_usual(scale: float) -> None:
 
 def test_long_run() -> None:
     """What the approximate roots of the encoder are not sure of is encoded by the formula."""
-    compare_steps("adam_step_", step_args("adam_step_", codec=(0, 0), layouts=("odd", "whole blocks")), {}, 30)
+    compare_steps(
+        "adam_step_", step_args("adam_step_", codec=(0, 0), layouts=("odd", "whole blocks")), {}, 30
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
@@ -203,9 +225,7 @@ def test_launches_are_few_whatever_the_number_of_tensors(
 
 
 @over_steps
-def test_a_graph_replays_while_lr_changes(
-    name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     args = step_args(name)
     rates = args[drive.RATES[name]]
     options = scaler()
@@ -236,7 +256,9 @@ def test_a_graph_replays_while_lr_changes(
 @pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     def path(name: str) -> str:
-        return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
 
     runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(os.path.isabs(name) for name in runtime):

@@ -27,10 +27,8 @@ struct StepHeader {
 MEMKERN_DEVICE bool skipped(const StepHeader& h) { return h.has_found_inf && read(h.found_inf) != 0.0; }
 
 MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
-  const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0;
-  if (!h.has_grad_norm) return gradient_factor(&scale, nullptr, 0.0);
-  const double norm = read(h.grad_norm);
-  return gradient_factor(&scale, &norm, h.max_grad_norm);
+  const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0, norm = h.has_grad_norm ? read(h.grad_norm) : 0.0;
+  return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
 }
 
 // One tensor. Gradients, which come and go, are in a list of their own.

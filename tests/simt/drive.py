@@ -18,10 +18,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from helpers import FLOATS, LAYOUTS, assert_same, like, tensor
-from simt import build
 
 from memkern import reference
 from memkern.layout import layout_of
+from simt import build
+from simt.activations import compare_activations
 
 RATES = {"adam_step_": 8, "lion_step_": 5}  # where lr is among the arguments
 NON_FINITE = {3: torch.nan, 500: torch.inf, 700: -torch.inf}
@@ -120,9 +121,7 @@ def compare_steps(name: str, args: list[Any], options: dict[str, Any], steps: in
 
 def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
     ops = torch.ops.memkern_simt
-    for codec, signed, block_size, step in itertools.product(
-        (0, 1), (True, False), block_sizes, (None, 7)
-    ):
+    for codec, signed, block_size, step in itertools.product((0, 1), (True, False), block_sizes, (None, 7)):
         x = spoiled(tensor(layout, dtype))
         expected = reference.quantize_blockwise(x, codec, signed, block_size, step)
         what = f"codec {codec}, signed {signed}, block_size {block_size}, step {step}"
@@ -141,6 +140,9 @@ if __name__ == "__main__":
     ):
         compare_steps(name, step_args(name, param, grad), scaler(), steps=1)
     compare_steps("adam_step_", step_args("adam_step_", block_size=1024), {}, steps=1)
+    for layout, dtype in itertools.product(("odd", "0-dim", "empty", "unaligned", "a group"), FLOATS):
+        compare_activations(layout, dtype, 1)
+        compare_activations(layout, dtype, 4)
     norm = torch.zeros((), dtype=torch.float64)
     torch.ops.memkern_simt.grad_norm_(norm, [tensor(layout) for layout in LAYOUTS])
     print("nothing found")

@@ -1,0 +1,115 @@
+"""memkern::quantize_blockwise and memkern::dequantize_blockwise."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import codec as C
+from ..layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of
+from ..reference.blockwise import check_codec
+from .codec import code_unit, decode, dither, dynamic_tables, encode
+from .launch import OPTIONS, cdiv, guard, rows_of
+from .tiles import is_flat, next_power_of_two, pointer, tile_of, vector_of
+
+_LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
+_JIT = {
+    "do_not_specialize": [*_LAYOUT_ARGS, "step_offset"],
+    "do_not_specialize_on_alignment": ["values", "codes", "scales"],
+}
+
+
+@triton.jit(**_JIT)
+def quantize_kernel(
+    values, codes, scales, tables, step_offset,
+    numel, segment, block, per_segment, blocks,
+    KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    start, offset, mask, row, row_mask = tile_of(
+        tl.program_id(0), (numel, segment, block, per_segment, blocks), ROWS, BLOCK, VECTOR, FLAT
+    )
+    values = pointer(values, start, values.dtype.element_ty, VECTOR)
+    codes = pointer(codes, start, codes.dtype.element_ty, VECTOR)
+    x = tl.load(values + offset, mask=mask, other=0.0).to(tl.float32)
+    if not SIGNED:
+        x = tl.where(x < 0, 0.0, x)
+    u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :] if DITHERED else 0.5
+    q, scale = encode(x, u, tables, KIND, SIGNED)
+    tl.store(codes + offset, q, mask=mask)
+    tl.store(scales + row, scale, mask=row_mask)
+
+
+@triton.jit(**_JIT)
+def dequantize_kernel(
+    values, codes, scales, tables,
+    numel, segment, block, per_segment, blocks,
+    KIND: tl.constexpr, SIGNED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    start, offset, mask, row, row_mask = tile_of(
+        tl.program_id(0), (numel, segment, block, per_segment, blocks), ROWS, BLOCK, VECTOR, FLAT
+    )
+    values = pointer(values, start, values.dtype.element_ty, VECTOR)
+    codes = pointer(codes, start, codes.dtype.element_ty, VECTOR)
+    unit = code_unit(tl.load(scales + row, mask=row_mask, other=0.0), 1.0, KIND, SIGNED)
+    q = tl.load(codes + offset, mask=mask, other=0)
+    x = decode(q, unit, tables, KIND, SIGNED)
+    tl.store(values + offset, x.to(values.dtype.element_ty), mask=mask)
+
+
+def _shape(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor) -> dict[str, int]:
+    block = next_power_of_two(block_size)
+    return {
+        "ROWS": rows_of(block),
+        "BLOCK": block,
+        "VECTOR": vector_of(layout, values.element_size(), (values.data_ptr(), codes.data_ptr())),
+        "FLAT": is_flat(layout, block),
+    }
+
+
+def _layout_args(layout: BlockLayout) -> tuple[int, ...]:
+    return layout.numel, layout.segment, layout.block, layout.blocks_per_segment, layout.blocks
+
+
+def quantize_blockwise(
+    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The op behind :func:`memkern.quantize_blockwise`."""
+    check_codec(codec)
+    check_block_size(block_size)
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+    layout = layout_of(x, block_size)
+    codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
+    scale = x.new_empty(layout.scale_shape, dtype=torch.float32)
+    if layout.numel:
+        shape = _shape(layout, block_size, x, codes)
+        with guard(x.device):
+            quantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
+                x, codes, scale, dynamic_tables(x.device), (step or 0) * C.DITHER_STEP % 2**32,
+                *_layout_args(layout),
+                KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, **shape, **OPTIONS,
+            )  # fmt: skip
+    return codes, scale
+
+
+def dequantize_blockwise(
+    codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype
+) -> Tensor:
+    """The op behind :func:`memkern.dequantize_blockwise`."""
+    check_codec(codec)
+    check_block_size(block_size)
+    layout = check_codes(codes, scale, block_size, dtype)
+    scale = scale.contiguous()
+    out = torch.empty_like(codes, dtype=dtype)
+    if layout.numel:
+        shape = _shape(layout, block_size, out, codes)
+        with guard(codes.device):
+            dequantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
+                out, codes, scale, dynamic_tables(codes.device), *_layout_args(layout),
+                KIND=codec + 1, SIGNED=codes.dtype == torch.int8, **shape, **OPTIONS,
+            )  # fmt: skip
+    return out

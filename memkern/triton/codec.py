@@ -1,0 +1,194 @@
+"""The codecs' formulas (``memkern.codec``) on tiles of (blocks, block). Twins: ``csrc/core/power.h``, ``dynamic.h``.
+
+Every operation rounds once, to nearest: kernels are compiled with ``enable_fp_fusion=False``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import codec as C
+
+# How a moment is stored.
+FP32 = tl.constexpr(0)
+POWER = tl.constexpr(1)
+DYNAMIC = tl.constexpr(2)
+
+_SIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_SIGNED)
+_UNSIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_UNSIGNED)
+_SIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_SIGNED**2))
+_UNSIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_UNSIGNED**2))
+_SIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_SIGNED**2))
+_UNSIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_UNSIGNED**2))
+_DITHER_J = tl.constexpr(C.DITHER_J)
+_DITHER_SHIFT = tl.constexpr(C.DITHER_SHIFT)
+_DYNAMIC_ZERO = tl.constexpr(C.dynamic_zero(True))
+_INF = tl.constexpr(float("inf"))
+_TINY = tl.constexpr(2.0**-100)
+_SIGN_BIT = tl.constexpr(-(2**31))
+REFINE_ROOTS = tl.constexpr(torch.version.hip is not None)
+# Added to |c| < 2^22 it leaves rint(c) in the low bits of the sum: the sum is rounded to a whole number.
+_TO_INT = tl.constexpr(1.5 * 2**23)
+
+assert C.dynamic_zero(False) == 0
+
+
+@lru_cache
+def dynamic_tables(device: torch.device) -> Tensor:
+    """Map and boundaries of the dynamic codec, signed then unsigned: 4 x 256 fp32."""
+    rows = chain.from_iterable(
+        (C.dynamic_map(signed), (*C.dynamic_midpoints(signed), 0.0)) for signed in (True, False)
+    )
+    return torch.tensor([*chain.from_iterable(rows)], dtype=torch.float32, device=device)
+
+
+@triton.jit
+def block_scale(x):
+    """The largest finite magnitude of each block."""
+    finite = tl.math.fma(x, 0.0, x)  # NaN where x is not finite; a maximum skips NaN
+    return tl.maximum(tl.max(tl.abs(finite), axis=1), 0.0)  # a block may hold nothing else
+
+
+@triton.jit
+def code_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """What a value is multiplied by before it is encoded, 0 where that overflows: the block's codes are then zeros."""
+    if KIND == POWER:
+        square: tl.constexpr = _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
+        factor = tl.math.div_rn(square, scale)
+    else:
+        factor = tl.math.div_rn(1.0, scale)
+    return tl.where(factor < _INF, factor, 0.0)
+
+
+@triton.jit
+def code_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """What a decoded value is multiplied by: decay * scale, over N^2 for power codes."""
+    unit = decay * scale
+    if KIND == POWER:
+        # unit / N^2, correctly rounded, in three instructions. The remainder is exact, as N^2 is a whole number, and no
+        # quotient lies half-way between two floats, as N^2 is odd. (Checked for every float, denormals too.)
+        square: tl.constexpr = _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
+        inverse: tl.constexpr = _SIGNED_INVERSE if SIGNED else _UNSIGNED_INVERSE
+        q = unit * inverse
+        unit = tl.math.fma(tl.math.fma(q, -square, unit), inverse, q)
+    return unit
+
+
+@triton.jit
+def decode(codes, unit, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """fp32 values of int8 (signed) or uint8 codes; ``unit`` has one entry a block."""
+    if KIND == POWER:
+        q = codes.to(tl.float32)
+        return unit[:, None] * (q * tl.abs(q) if SIGNED else q * q)
+    else:
+        return _decode_dynamic(codes.to(tl.int32), unit, tables, SIGNED)
+
+
+@triton.jit
+def _decode_dynamic(index, unit, tables, SIGNED: tl.constexpr):
+    if SIGNED:
+        index = (index + _DYNAMIC_ZERO) & 255
+        return tl.load(tables + index) * unit[:, None]
+    else:
+        return tl.load(tables + 512 + index) * unit[:, None]
+
+
+@triton.jit
+def dither(j, step_offset):
+    """The rounding offset u in [0, 1) of position j of a block; ``step_offset``: step * DITHER_STEP, uint32."""
+    h = j.to(tl.uint32) * _DITHER_J + step_offset
+    return (h >> _DITHER_SHIFT).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def code_root(t):
+    """sqrt(t), correctly rounded, for t from 2^-100 to 255^2. Below that NaN or less than 2^-49; NaN for infinity.
+
+    What sqrt.rn does on NVIDIA's GPUs, without its branch for other values: 5 instructions instead of 10. Elsewhere the
+    estimate is first refined, which gives the correctly rounded root whatever its last three bits are.
+    """
+    r = tl.math.rsqrt(t)
+    s, h = t * r, 0.5 * r
+    if REFINE_ROOTS:
+        d = tl.math.fma(-h, s, 0.5)
+        s, h = tl.math.fma(s, d, s), tl.math.fma(h, d, h)
+    return tl.math.fma(tl.math.fma(-s, s, t), h, s)
+
+
+@triton.jit
+def encode_power_signed(x, factor):
+    c = code_root(tl.abs(x) * factor[:, None])
+    c = tl.maximum(c, 0.0)  # code 0 for NaN
+    signed = c.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN_BIT)
+    return (signed.to(tl.float32, bitcast=True) + _TO_INT).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def encode_power_unsigned(x, factor, u):
+    """``u``: 1/2 for the nearest code, or the dither; (1, block)."""
+    usable = factor > 0
+    least = tl.where(usable, 1.0, 0.0)[:, None]
+    most = tl.where(usable, 1.0 * _UNSIGNED_LEVELS, 0.0)[:, None]
+    t = x * factor[:, None]
+    t = tl.maximum(t, _TINY, propagate_nan=tl.PropagateNan.ALL)
+    q = code_root(t) + u
+    q = tl.minimum(q, most)  # the largest code for NaN
+    q = tl.maximum(q, tl.where(x > 0, least, 0.0))
+    return q.to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr):
+    """The entry nearest to x / scale (a tie takes the lower one), by arithmetic and one comparison each way."""
+    finite = tl.abs(x) < _INF
+    t = tl.where(finite, x, 0.0) * factor[:, None]
+    a = tl.abs(t)
+    # Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
+    n = tl.full(a.shape, 1.0 if SIGNED else 2.0, tl.float32)
+    before = tl.where(a > 1e-7, 1.0, 0.0)
+    n = tl.where(a > 1e-7, n, 0.0)
+    inverse = tl.full(a.shape, 1e6, tl.float32)
+    decade = 1e-6
+    for _ in tl.static_range(6):
+        above = a > decade
+        before = tl.where(above, before + n, before)
+        n = tl.where(above, n + n, n)
+        inverse = tl.where(above, inverse * 0.1, inverse)
+        decade = decade * 10.0
+    rank = (before + tl.maximum((a * inverse - 0.1) * (n * 1.1111112), 0.0)).to(tl.int32)
+    if SIGNED:
+        rank = _DYNAMIC_ZERO + tl.where(t < 0, -rank, rank)
+    q = tl.minimum(tl.maximum(rank, 0), 254)
+    # The guess is at most one off: fp32 rounds near a boundary, and decades do not meet at a midpoint.
+    midpoints = tables + (256 if SIGNED else 768)
+    lower = (q > 0) & (t <= tl.load(midpoints + tl.maximum(q - 1, 0)))
+    q = tl.where(lower, q - 1, q)
+    q = tl.where(t > tl.load(midpoints + q), q + 1, q)
+    usable = (factor > 0)[:, None]
+    if SIGNED:
+        return tl.where(finite & usable, q - _DYNAMIC_ZERO, 0).to(tl.int8)
+    else:
+        return tl.where(usable, tl.where(finite, q, 255), 0).to(tl.uint8)
+
+
+@triton.jit
+def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """Codes and scales of x (blocks, block), x >= 0 or NaN where not signed.
+
+    A non-finite x is stored as zero where signed, as the largest code where not, and never reaches the scale.
+    """
+    scale = block_scale(x)
+    factor = code_factor(scale, KIND, SIGNED)
+    if KIND == DYNAMIC:
+        codes = encode_dynamic(x, factor, tables, SIGNED)
+    elif SIGNED:
+        codes = encode_power_signed(x, factor)
+    else:
+        codes = encode_power_unsigned(x, factor, u)
+    return codes, scale

@@ -1,0 +1,73 @@
+"""memkern::grad_norm_: the global norm of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import FLOATS, layout_of
+from . import multi_tensor as mt
+from .launch import OPTIONS, guard
+from .table import StepArgs, launch, plan_for
+from .tiles import pointer, tile_of
+
+_SUMS = tl.constexpr(4096)
+
+
+@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
+def squares_kernel(
+    table, sums, programs_before, groups, tensors, first, count,
+    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """The sum of squares of a program's tiles, in fp64."""
+    grads, columns = mt.columns_of(table, groups, tensors)
+    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
+    layout = mt.layout_of_tensor(columns + tensor, tensors)
+    gradients = tl.load(grads + tensor)
+    total = tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
+    for i in range(0, mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        start, offset, mask, _, _ = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        at = pointer(gradients, start, G, VECTOR)
+        g = tl.load(at + offset, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
+        total += g * g
+    tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_kernel(table, sums, norm, count):
+    """norm = sqrt(sum of the partial sums) / grad_scale, added in the same order whatever the grid."""
+    lane = tl.arange(0, _SUMS)
+    total = tl.zeros((_SUMS,), tl.float64)
+    for i in range(0, count, _SUMS):
+        total += tl.load(sums + i + lane, mask=i + lane < count, other=0.0)
+    tl.store(norm, tl.sqrt(tl.sum(total, axis=0)) * mt.gradient_factor(table))
+
+
+def _check(norm: Tensor, grads: Sequence[Tensor]) -> None:
+    if norm.numel() != 1 or norm.dtype != torch.float64:
+        raise ValueError(
+            f"norm must be float64 of one element, got {norm.dtype} of shape {tuple(norm.shape)}"
+        )
+    for i, g in enumerate(grads):
+        if g.dtype not in FLOATS:
+            raise TypeError(f"grads[{i}] must be float32, bfloat16 or float16, got {g.dtype}")
+        if g.device != norm.device:
+            raise ValueError(f"grads[{i}] must be on {norm.device} like norm, got {g.device}")
+        layout_of(g, 8)  # raises where it is not dense
+
+
+def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None = None) -> None:
+    """The op behind ``max_grad_norm``: norm = sqrt(sum of g^2 over all tensors) / grad_scale, in fp64."""
+    device = norm.device
+    args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)
+    with guard(device):
+        plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)
+        table, sums = plan.room.table, plan.room.sums
+        for part in plan.launches:
+            launch(squares_kernel, plan, part, table, sums, part.programs_before)
+        norm_kernel[(1,)](table, sums, norm, len(sums), **OPTIONS)

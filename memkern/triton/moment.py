@@ -1,0 +1,53 @@
+"""A moment's way out of its storage and back; what Adam, Lion and LAMB share. Twin: ``csrc/cpu/moment.h``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codec import FP32, code_unit, decode, encode
+from .tiles import pointer
+
+
+@triton.jit
+def moment_pointer(address, start, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
+    """The ``start``-th element of a moment at an address, as a pointer to what it is stored as."""
+    if KIND == FP32:
+        return pointer(address, start, tl.float32, VECTOR)
+    elif SIGNED:
+        return pointer(address, start, tl.int8, VECTOR)
+    else:
+        return pointer(address, start, tl.uint8, VECTOR)
+
+
+@triton.jit
+def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """A tile of a moment, as it was stored, times ``decay``; that goes into the scale, one number a block.
+
+    Unsigned power codes give w = sqrt(v).
+    """
+    if KIND == FP32:
+        return decay * x
+    else:
+        return decode(x, code_unit(scale, decay, KIND, SIGNED), tables, KIND, SIGNED)
+
+
+@triton.jit
+def load_scale(scale, row, row_mask, KIND: tl.constexpr):
+    if KIND == FP32:
+        return 0.0
+    else:
+        return tl.load(scale + row, mask=row_mask, other=0.0)
+
+
+@triton.jit
+def store_moment(
+    x, state, scale, u, offset, mask, row, row_mask, tables, KIND: tl.constexpr, SIGNED: tl.constexpr
+):
+    """Stores a moment; the inverse of :func:`decayed`. ``u``: the dither of unsigned power codes."""
+    if KIND == FP32:
+        tl.store(state + offset, x, mask=mask)
+    else:
+        codes, s = encode(x, u, tables, KIND, SIGNED)
+        tl.store(state + offset, codes, mask=mask)
+        tl.store(scale + row, s, mask=row_mask)

@@ -1,0 +1,135 @@
+"""Many tensors in one launch: how a program finds its tensor in the step's table, and what it reads there.
+
+The table (``table.py`` fills it) is int64 words: a header; GROUP_WORDS for each group; the gradients' addresses; then
+a column for each of the names below, with a word for each tensor. An fp64 number is stored as its bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import codec as C
+
+# Header: three numbers (a word and its kind each), and the clipping norm.
+GRAD_SCALE = tl.constexpr(0)
+FOUND_INF = tl.constexpr(2)
+GRAD_NORM = tl.constexpr(4)
+MAX_GRAD_NORM = tl.constexpr(6)
+HEADER_WORDS = tl.constexpr(8)
+# A group: lr (a word and its kind), then its hyperparameters.
+GROUP_WORDS = tl.constexpr(12)
+# What a word is that stands for a number.
+ABSENT = tl.constexpr(0)
+VALUE = tl.constexpr(1)
+AT_FP32 = tl.constexpr(2)
+AT_FP64 = tl.constexpr(3)
+# Columns.
+PARAM = tl.constexpr(0)
+EXP_AVG = tl.constexpr(1)
+EXP_AVG_SQ = tl.constexpr(2)
+EXP_AVG_SCALE = tl.constexpr(3)
+EXP_AVG_SQ_SCALE = tl.constexpr(4)
+STEP = tl.constexpr(5)
+NUMEL = tl.constexpr(6)
+SEGMENT = tl.constexpr(7)
+BLOCK = tl.constexpr(8)
+PER_SEGMENT = tl.constexpr(9)
+BLOCKS = tl.constexpr(10)
+GROUP = tl.constexpr(11)
+ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on a run of slots
+FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
+COLUMNS = tl.constexpr(14)
+
+DITHER_STEP = tl.constexpr(C.DITHER_STEP)
+SCALARS = tl.constexpr(16)  # fp32 words a tensor, from the prologue
+PROLOGUE_TENSORS = tl.constexpr(128)  # tensors a program of the prologue works on
+_SEARCH = tl.constexpr(128)
+
+
+@triton.jit
+def columns_of(table, groups, tensors):
+    """Where the gradients' addresses begin, and where the columns do."""
+    grads = table + HEADER_WORDS + groups * GROUP_WORDS
+    return grads, grads + tensors
+
+
+@triton.jit
+def find_tensor(columns, tensors, first, count, TILES: tl.constexpr):
+    """The tensor that this program works on, and the first of its tiles; slots are sorted by program."""
+    program = tl.program_id(0)
+    begins = columns + FIRST_PROGRAM * tensors + first
+    lane = tl.arange(0, _SEARCH)
+    before = tl.zeros((_SEARCH,), tl.int32)
+    for i in range(0, count, _SEARCH):
+        begin = tl.load(begins + i + lane, mask=i + lane < count, other=2**62)
+        before += (begin <= program).to(tl.int32)
+    slot = tl.sum(before) - 1
+    return tl.load(columns + ORDER * tensors + first + slot), (program - tl.load(begins + slot)) * TILES
+
+
+@triton.jit
+def layout_of_tensor(word, tensors):
+    """numel, segment, block, blocks per segment, blocks: what :func:`tile_of` takes."""
+    return (
+        tl.load(word + NUMEL * tensors),
+        tl.load(word + SEGMENT * tensors),
+        tl.load(word + BLOCK * tensors),
+        tl.load(word + PER_SEGMENT * tensors),
+        tl.load(word + BLOCKS * tensors),
+    )
+
+
+@triton.jit
+def tiles_from(
+    first_tile, layout, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLAT: tl.constexpr
+):
+    """The number of tiles, from ``first_tile`` on, that a program works on: TILES, or what is left of the tensor."""
+    elements: tl.constexpr = ROWS * BLOCK_SIZE if FLAT else ROWS
+    size = layout[0] if FLAT else layout[4]
+    return tl.minimum((size + elements - 1) // elements - first_tile, TILES).to(tl.int32)
+
+
+@triton.jit
+def read_number(at, mask):
+    """fp64: the number that the word at ``at`` stands for, whose kind is the word after it; 0 where absent."""
+    word = tl.load(at, mask=mask, other=0)
+    kind = tl.load(at + 1, mask=mask, other=0)
+    in32 = tl.load(word.to(tl.pointer_type(tl.float32)), mask=mask & (kind == AT_FP32), other=0.0)
+    in64 = tl.load(word.to(tl.pointer_type(tl.float64)), mask=mask & (kind == AT_FP64), other=0.0)
+    value = tl.where(kind == VALUE, word, 0).to(tl.float64, bitcast=True)
+    return tl.where(kind == AT_FP64, in64, tl.where(kind == AT_FP32, in32.to(tl.float64), value))
+
+
+@triton.jit
+def read_fp64(at, mask):
+    return tl.load(at, mask=mask, other=0).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def power_of(beta, step):
+    """beta^step in fp64 by binary exponentiation: multiplications only. Tensors of one entry a tensor."""
+    result = tl.full(beta.shape, 1.0, tl.float64)
+    square = beta
+    while tl.max(step, axis=0) > 0:
+        result = tl.where((step & 1) == 1, result * square, result)
+        square = square * square
+        step = step >> 1
+    return result
+
+
+@triton.jit
+def gradient_factor(table):
+    """fp64: what gradients are multiplied by: unscaled, and clipped to a global norm where one is given."""
+    yes = tl.program_id(0) >= 0
+    factor = 1.0 / read_number(table + GRAD_SCALE, yes)
+    factor = tl.where(tl.load(table + GRAD_SCALE + 1) == ABSENT, 1.0, factor)
+    clip = read_fp64(table + MAX_GRAD_NORM, yes) / (read_number(table + GRAD_NORM, yes) + 1e-6)
+    keep = (tl.load(table + GRAD_NORM + 1) == ABSENT) | (clip >= 1.0)
+    return tl.where(keep, factor, factor * clip)
+
+
+@triton.jit
+def skipped(table):
+    """Whether a GradScaler found a non-finite gradient: the step is then skipped whole."""
+    return read_number(table + FOUND_INF, tl.program_id(0) >= 0) != 0.0

@@ -1,0 +1,81 @@
+"""Tiles: what one program works on, ROWS quantization blocks of one tensor as a tile of (ROWS, BLOCK).
+
+BLOCK is a power of two, a layout's block at most that. FLAT: blocks of BLOCK elements follow one another; else rows may
+end in short blocks, or blocks be shorter than BLOCK. VECTOR: elements of one access to memory, 4 or 8 where all blocks
+are aligned, else 1. All are constants of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import triton
+import triton.language as tl
+
+from ..layout import BlockLayout
+
+LINE = 8
+"""Elements that the blocks of an aligned tile start at and end on multiples of."""
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def is_flat(layout: BlockLayout, block: int) -> bool:
+    """Whether full blocks follow one another: none but the tensor's last is short."""
+    return layout.block == block and (layout.segment == layout.numel or layout.segment % block == 0)
+
+
+def vector_of(layout: BlockLayout, widest: int, addresses: Iterable[int]) -> int:
+    """VECTOR: elements of one access, 16 bytes of the widest stream (``widest`` bytes an element), or 1.
+
+    A thread takes as many elements of every stream, so that no tile changes hands between threads.
+    """
+    aligned = not (layout.numel % LINE or layout.segment % LINE or layout.block % LINE)
+    return 16 // max(widest, 2) if aligned and not any(a % 16 for a in addresses) else 1
+
+
+@triton.jit
+def pointer(address, start, dtype: tl.constexpr, VECTOR: tl.constexpr):
+    """A pointer to the ``start``-th element at an address, or behind a pointer; aligned to VECTOR elements."""
+    p = address.to(tl.pointer_type(dtype)) + start
+    if VECTOR > 1:
+        p = tl.multiple_of(p, VECTOR * dtype.primitive_bitwidth // 8)
+    return p
+
+
+@triton.jit
+def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
+    """Where tile ``index`` begins; its elements' offsets from there and which of them exist; the same of its blocks."""
+    numel, segment, block, per_segment, blocks = layout
+    first = index.to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    row_mask = row < tl.minimum(blocks - first, ROWS).to(tl.int32)
+    if FLAT:
+        start = first * BLOCK
+        offset = row[:, None] * BLOCK + column[None, :]
+        left = tl.minimum(numel - start, ROWS * BLOCK).to(tl.int32)
+        if VECTOR > 1:
+            left = tl.multiple_of(left, VECTOR)
+        mask = offset < left
+    else:
+        # Blocks follow one another in memory, so offsets from the first are small, and may be found modulo 2^32.
+        within = first % per_segment
+        start = first // per_segment * segment + within * block
+        per_row = per_segment.to(tl.int32)
+        place = within.to(tl.int32) + row
+        rows = place // per_row
+        place -= rows * per_row
+        begin = rows * segment.to(tl.int32) + place * block.to(tl.int32) - (within * block).to(tl.int32)
+        last = (segment - (per_segment - 1) * block).to(tl.int32)
+        length = tl.where(place == per_row - 1, last, block.to(tl.int32))
+        length = tl.where(row_mask, length, 0)
+        if VECTOR > 1:
+            start = tl.multiple_of(start, VECTOR)
+            begin = tl.multiple_of(begin, VECTOR)
+            length = tl.multiple_of(length, VECTOR)
+        offset = begin[:, None] + column[None, :]
+        mask = column[None, :] < length[:, None]
+    return start, offset, mask, first + row, row_mask
