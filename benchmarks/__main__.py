@@ -29,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=topics(), help="one topic")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument("--size", type=int, help="parameters per case (default: 2**24; on a GPU 10**9, or what fits)")
+    parser.add_argument(
+        "--size", type=int, help="parameters per case (default: 2**24; on a GPU 10**9, or what fits)"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds per case (default: 30)")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; not into results/")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results, with --quick out/bench")

@@ -9,6 +9,7 @@ from . import timm_optim
 from .bench_optim import GPT2, Make, Shapes, gpt2_shapes, of, stepper
 from .harness import Case
 
+
 def of_timm(cls: str, **options: Any) -> Make:
     return lambda params: timm_optim.load(cls)(params, **options)
 

@@ -46,7 +46,8 @@ def provenance(device: str) -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         # A copy without .git, as on a machine that is lent, is told which commit it is.
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("MEMKERN_COMMIT", "unknown"),
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD")
+        or os.environ.get("MEMKERN_COMMIT", "unknown"),
         "dirty": "yes" if changed else "no",
         "hardware": hardware(device),
         "python": platform.python_version(),

@@ -22,7 +22,14 @@ import sass
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xptxas=-v", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fmad=false",
+    "-Xptxas=-v",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    "-DUSE_CUDA",
+]
 
 # Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
 ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
@@ -79,9 +86,12 @@ def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]
     assert done.returncode == 0, done.stderr[-6000:]
     found = {}
     for part in done.stderr.split("Compiling entry function '")[1:]:
-        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        numbers = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
+        )
         registers = re.search(r"Used (\d+) registers", part)
-        assert numbers and registers, part
+        assert numbers, part
+        assert registers, part
         stack, stores, loads = (int(n) for n in numbers.groups())
         found[short_name(part.split("'")[0])] = {
             "registers": int(registers[1]),

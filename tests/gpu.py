@@ -112,7 +112,12 @@ def run(part: Part, seconds: float, log: Path) -> Outcome:
     with log.open("w") as file:
         try:
             code = subprocess.run(
-                part.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
+                part.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
             ).returncode
         except subprocess.TimeoutExpired:
             return Outcome(part.name, "timed out", time.monotonic() - start, f"after {seconds:.0f} s")
@@ -124,7 +129,9 @@ def run(part: Part, seconds: float, log: Path) -> Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", help="for logs and copies of results")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "gpu", help="for logs and copies of results"
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8)")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be given again")
     args = parser.parse_args()

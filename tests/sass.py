@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def kernels(binary: Path, arch: str) -> dict[str, list[Instruction]]:
 
 def _edges(code: list[Instruction]) -> dict[int, list[int]]:
     """For each address those that may come next."""
-    follow = {a.address: b.address for a, b in zip(code, code[1:], strict=False)}
+    follow = {a.address: b.address for a, b in pairwise(code)}
     meets: dict[str, int] = {}  # where the lanes of a convergence barrier go on
     edges: dict[int, list[int]] = {}
     for i in code:
@@ -87,7 +88,7 @@ class _Run(NamedTuple):
 
 def _runs(code: list[Instruction], wanted: dict[str, int]) -> dict[int, _Run]:
     edges = _edges(code)
-    follow = {a.address: b.address for a, b in zip(code, code[1:], strict=False)}
+    follow = {a.address: b.address for a, b in pairwise(code)}
     starts = {code[0].address}
     for address, after in edges.items():
         if after != [follow.get(address)]:
@@ -118,7 +119,9 @@ def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> Counter[st
     return Counter(i.opcode.split(".")[0] for i in best or [])
 
 
-def _search(head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None) -> list[Instruction] | None:
+def _search(
+    head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None
+) -> list[Instruction] | None:
     """The way from a loop's head back to it, if it is shorter than the limit (Dijkstra; a place is an address and what
     was counted on the way there)."""
     Place = tuple[int, tuple[int, ...]]

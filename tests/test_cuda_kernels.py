@@ -59,6 +59,10 @@ def test_registers_are_those_on_record(compiled: Compiled, arch: str) -> None:
 def test_instructions_are_those_on_record(compiled: Compiled) -> None:
     record = recorded("instructions per parameter")
     for path, count in cuda_kernels.instructions(compiled["sm_90"][0]).items():
-        assert count > 0, f"{path}: no loop moves these bytes; {UPDATE} with the paths in cuda_kernels.py mended"
-        assert abs(count - record[path]) <= TENTH * record[path], f"{path}: {count}, not {record[path]}; {UPDATE}"
+        assert count > 0, (
+            f"{path}: no loop moves these bytes; {UPDATE} with the paths in cuda_kernels.py mended"
+        )
+        assert abs(count - record[path]) <= TENTH * record[path], (
+            f"{path}: {count}, not {record[path]}; {UPDATE}"
+        )
         assert count <= BUDGET[path], f"{path}: {count} instructions per parameter, {BUDGET[path]} fit"

@@ -254,7 +254,8 @@ def test_more_elements_than_32_bits_count(backend: str, build: type) -> None:
     optimizer = build([p], lr=1e-2, weight_decay=0.1)
     places = windows(128)
     parts = {
-        name: torch.nn.Parameter(p.detach()[place].cpu(), requires_grad=True) for name, place in places.items()
+        name: torch.nn.Parameter(p.detach()[place].cpu(), requires_grad=True)
+        for name, place in places.items()
     }
     small = build([*parts.values()], lr=1e-2, weight_decay=0.1, min_8bit_size=0)
     for _ in range(2):

@@ -49,9 +49,9 @@ inline void keep_for_replay(const Tensor& t) {
 #endif
 
 // A launch fails where its arguments do; what goes wrong later is reported by torch's next synchronization.
-template <class... Params, class... Args>
-void launch_checked(const char* name, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
-                    const Args&... args) {
+template <class... Params, class... Args> void launch_checked(const char* name, void (*kernel)(Params...),
+                                                              int64_t blocks, cudaStream_t stream,
+                                                              const Args&... args) {
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks < int64_t{1} << 31, name, ": too many elements for one launch");
   launch(kernel, blocks, stream, args...);
