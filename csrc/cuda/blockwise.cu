@@ -18,6 +18,7 @@ template <class Use> void with_codec(int64_t codec, bool is_signed, Use&& use) {
 
 CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor& scale,
                          const BlockLayout& layout) {
+  check_blocks(layout);
   void *x = values.data_ptr(), *q = codes.data_ptr();
   return {x,
           q,

@@ -19,7 +19,7 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 #ifdef __CUDACC__
 
-// Within 2^-22 of the root, relatively (PTX: sqrt.approx has 2^-23); one instruction.
+// Within 2^-23 of the root, relatively (PTX, sqrt.approx.f32); one instruction.
 MEMKERN_DEVICE float approximate_sqrt(float x) {
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));

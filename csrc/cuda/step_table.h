@@ -45,6 +45,7 @@ inline void check_steps(const Tensors& steps, const Tensors& params) {
 
 // Blocks of a tensor's own cut: codes' blocks, or tiles where the states are fp32.
 inline TensorRecord record_of(const StepTensor& job, const Tensor* step, int64_t group) {
+  check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
   r.exp_avg = job.exp_avg;
