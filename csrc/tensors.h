@@ -76,6 +76,15 @@ inline bool same_device(const Tensor& a, const Tensor& b, bool on_cpu) {
   return on_cpu || (!a.is_cpu() && a.get_device() == b.get_device());
 }
 
+// An empty tensor laid out as x is.
+inline Tensor empty_like(const Tensor& x, ScalarType dtype) {
+  Tensor y = torch::stable::new_empty(x, {x.numel()}, dtype);
+  AtenTensorHandle view;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(y.get(), x.dim(), x.sizes().data(), x.strides().data(), 0, &view));
+  return Tensor(view);
+}
+
 inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
   if (l.long_rows) return {l.numel / l.segment, l.blocks_per_segment};
   return {l.blocks};

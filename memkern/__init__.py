@@ -11,26 +11,33 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import backend, memory, optim, train
+    from . import backend, functional, memory, nn, optim, train
     from .backend import report, use_backend
     from .blockwise import dequantize_blockwise, quantize_blockwise
+    from .nn.swap import compress, restore
 
 __all__ = [
     "__version__",
     "backend",
+    "compress",
     "dequantize_blockwise",
+    "functional",
     "memory",
+    "nn",
     "optim",
     "quantize_blockwise",
     "report",
+    "restore",
     "train",
     "use_backend",
 ]
 
 _LAZY = {
+    "compress": "nn.swap",
     "dequantize_blockwise": "blockwise",
     "quantize_blockwise": "blockwise",
     "report": "backend",
+    "restore": "nn.swap",
     "use_backend": "backend",
 }
 

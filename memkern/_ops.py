@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend, reference
+from . import _cpu, backend, reference
 from .codec import CODECS
 from .layout import check_block_size, layout_of
+from .levels import Levels, Valley
+from .reference.activation import plane_bytes
 
 SCHEMAS = {
     "quantize_blockwise": (
@@ -33,6 +35,21 @@ SCHEMAS = {
         "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
         "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
+    "lamb_step_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+        "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, "
+        "Tensor(g!)[] trust_ratios, int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] eps, "
+        "float[] weight_decay, int[] decoupled, int[] bias_correction, int[] trust_clip, int[] always_adapt, "
+        "int[] layers, int[] maximize, int[] codec, int[] block_size, Tensor? grad_scale=None, "
+        "Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    ),
+    "lars_step_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
+        "Tensor(d!)[] steps, Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] momentum, "
+        "float[] dampening, float[] weight_decay, int[] nesterov, float[] trust_coeff, float[] eps, "
+        "int[] trust_clip, int[] always_adapt, int[] layers, int[] maximize, int[] codec, int[] block_size, "
+        "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    ),
     "lion_step_": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
         "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
@@ -40,6 +57,16 @@ SCHEMAS = {
         "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
     "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
+    "few_bit_encode": "(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor",
+    "few_bit_forward": (
+        "(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int symmetry) "
+        "-> (Tensor, Tensor)"
+    ),
+    "few_bit_backward": "(Tensor grad, Tensor codes, float[] levels) -> Tensor",
+    "few_bit_backward_from_output": (
+        "(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, float[] rising, "
+        "float falling_reach, float rising_reach) -> Tensor"
+    ),
 }
 
 
@@ -60,12 +87,32 @@ def _fake_step(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _fake_encode(
+    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
+) -> Tensor:
+    return x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
+
+
+def _fake_forward(x: Tensor, fn: int, a: float, b: float, bits: int, *table: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _fake_encode(x, bits, *table)
+
+
+def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(grad)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
     "adam_step_": _fake_step,
+    "lamb_step_": _fake_step,
+    "lars_step_": _fake_step,
     "lion_step_": _fake_step,
     "grad_norm_": _fake_step,
+    "few_bit_encode": _fake_encode,
+    "few_bit_forward": _fake_forward,
+    "few_bit_backward": _fake_backward,
+    "few_bit_backward_from_output": _fake_backward,
 }
 
 NAMESPACES = {
@@ -96,6 +143,8 @@ def _register() -> None:
             kernel = functools.partial(_triton, name) if "triton" in namespace else getattr(reference, name)
             library.impl(name, kernel, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
+        if defined:
+            library.impl("few_bit_forward", _cpu.few_bit_forward, "CPU")
 
 
 _register()
@@ -133,3 +182,21 @@ def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:
     """norm = sqrt(sum of g^2 over all tensors) / grad_scale, for gradients of one device."""
     _op("grad_norm_", norm.device.type)(norm, grads, grad_scale)
+
+
+def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
+    bits, _, thresholds, flips, symmetry = table
+    return _op("few_bit_encode", x.device.type)(x, bits, thresholds, flips, symmetry)
+
+
+def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
+    bits, _, thresholds, flips, symmetry = table
+    return _op("few_bit_forward", x.device.type)(x, fn, a, b, bits, thresholds, flips, symmetry)
+
+
+def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    return _op("few_bit_backward", grad.device.type)(grad, codes, levels)
+
+
+def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, valley: Valley) -> Tensor:
+    return _op("few_bit_backward_from_output", grad.device.type)(grad, output, codes, *valley[1:])

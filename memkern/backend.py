@@ -59,6 +59,25 @@ def load_library() -> str | None:
     return None
 
 
+def _missing_cuda() -> str | None:
+    import torch
+
+    from . import _ops  # noqa: F401  (defines the ops where C++ does not)
+
+    if reason := load_library():
+        return reason
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("memkern::adam_step_", "CUDA"):
+        return (
+            "the C++ extension was built without CUDA kernels; put nvcc (of the CUDA toolkit) on the PATH and "
+            "reinstall memkern with MEMKERN_BUILD=cuda"
+        )
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device; nvidia-smi tells whether the driver does"
+    return None
+
+
 @functools.cache
 def _missing(backend: str) -> str | None:
     if backend == "reference":
@@ -66,7 +85,7 @@ def _missing(backend: str) -> str | None:
     if backend == "cpu":
         return load_library()
     if backend == "cuda":
-        return "this version of memkern has no CUDA kernels yet"
+        return _missing_cuda()
     # Only looked for: importing it takes a second.
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'memkern[triton]' (Linux)"

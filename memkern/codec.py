@@ -25,6 +25,33 @@ from itertools import pairwise
 CODECS = {"power": 0, "dynamic": 1}
 """Codec names and the numbers that stand for them in op arguments."""
 
+ACTIVATIONS = {
+    "gelu": 0,
+    "gelu_tanh": 1,
+    "silu": 2,
+    "tanh": 3,
+    "sigmoid": 4,
+    "softplus": 5,
+    "mish": 6,
+    "hardswish": 7,
+    "quick_gelu": 8,
+    "relu": 9,
+    "leaky_relu": 10,
+    "hardtanh": 11,
+}
+"""Activation names and the numbers that stand for them in op arguments."""
+
+PLAIN, EVEN, ODD = 0, 1, 2
+"""Symmetry of a derivative d: none; d(-x) = d(x); d(-x) = c - d(x)."""
+
+# Of an activation's table: memkern/levels.py.
+MAX_BITS = 4
+MAX_THRESHOLDS = 64
+MAX_COEFFICIENTS = 16
+
+PLANE_ALIGNMENT = 16
+"""A plane of bits is padded to a multiple of so many bytes."""
+
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
 
@@ -110,6 +137,15 @@ def c_header() -> str:
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,
         "kDitherShift": DITHER_SHIFT,
+        "kPlain": PLAIN,
+        "kEven": EVEN,
+        "kOdd": ODD,
+        "kMaxBits": MAX_BITS,
+        "kMaxThresholds": MAX_THRESHOLDS,
+        "kMaxCoefficients": MAX_COEFFICIENTS,
+        "kPlaneAlignment": PLANE_ALIGNMENT,
+        "kActivations": len(ACTIVATIONS),
+        **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in ACTIVATIONS.items()},
     }
     tables = {
         f"kDynamic{kind}{'Signed' if signed else 'Unsigned'}": make(signed)

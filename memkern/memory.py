@@ -1,4 +1,4 @@
-"""Counting tensor bytes: what an optimizer keeps, and the peak of one call."""
+"""Counting tensor bytes: what an optimizer keeps, what a forward pass keeps for its backward, the peak of one call."""
 
 from __future__ import annotations
 
@@ -103,3 +103,33 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
     with live:
         fn()
     return live.peak
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Also for a view of one, such as the transpose that a matrix product keeps."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
+    """Runs ``fn()`` once, a forward pass, and returns the bytes that autograd keeps for its backward pass.
+
+    Each storage counts once and whole, however many operators keep it. Parameters do not count, nor does what
+    ``held`` names: modules (their buffers too), optimizers and tensors that exist anyway, such as the input. A
+    copy of a parameter in another dtype, which autocast makes, does count.
+
+    Counted by saved-tensor hooks: what an autograd.Function keeps outside of ``save_for_backward`` is not seen, and
+    of a checkpointed part only its inputs. The result has the same bits as without counting.
+    """
+    saved: list[Tensor] = []  # held until the end, so that no storage's address is used a second time
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = fn()
+    excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
+    known = {storage._cdata for storage in _storages(excluded)}
+    kept = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
+    del result  # with it the graph, not before
+    return sum(kept.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 from memkern import backend
 from memkern.codec import CODECS
 from memkern.layout import layout_of
+from memkern.tables import LEVELS, VALLEYS
 
 ISAS = ("generic", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,6 +114,21 @@ def step_results(optimizer: str) -> Iterator[Tensor]:
             yield from (*v, *v_scale, *steps)
 
 
+def activation_results() -> Iterator[Tensor]:
+    ops = torch.ops.memkern
+    for layout, dtype, bits, name in product(LAYOUTS, DTYPES, (1, 2, 3, 4), ("gelu", "mish", "tanh")):
+        x, table = values(layout, 5, dtype), LEVELS[name, bits]
+        codes = ops.few_bit_encode(x, bits, *table[2:])
+        yield codes
+        grad = values(layout, 6, dtype)
+        yield ops.few_bit_backward(grad, codes, table.levels)
+        if bits == 1:
+            for output in DTYPES:
+                yield ops.few_bit_backward_from_output(
+                    grad, values(layout, 7, output), codes, *VALLEYS["gelu"][1:]
+                )
+
+
 def refused() -> None:
     """Arguments that do not fit together raise before a byte is touched."""
     ops = torch.ops.memkern
@@ -126,6 +142,10 @@ def refused() -> None:
         lambda: ops.dequantize_blockwise(codes, scale[:-1], 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale.double(), 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale, 0, 128, torch.float64),
+        lambda: ops.few_bit_encode(x[:, :5], *LEVELS["gelu", 3][:1], *LEVELS["gelu", 3][2:]),
+        lambda: ops.few_bit_encode(x, 2, [0.0], [4], 0),
+        lambda: ops.few_bit_backward(x, torch.zeros(3, 112, dtype=torch.uint8), [0.0] * 8),
+        lambda: ops.few_bit_backward(x, torch.zeros(3, 128, dtype=torch.uint8), [0.0] * 4),
     ]
     rate, one = [torch.tensor(1.0)], [0.5]
     for grads, moments, scales, group in (
@@ -156,7 +176,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def check() -> None:
     torch.set_num_threads(2)
-    for drive in (codec_results, lambda: step_results("adam"), lambda: step_results("lion")):
+    drives = (
+        codec_results,
+        activation_results,
+        lambda: step_results("adam"),
+        lambda: step_results("lion"),
+    )
+    for drive in drives:
         first: list[Tensor] = []
         for isa in ISAS:
             os.environ["MEMKERN_CPU_ISA"] = isa

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import closed_loop, harness, report, streams
+from benchmarks import activation_parity, closed_loop, harness, report, streams
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
@@ -179,3 +179,20 @@ def test_closed_loop_table(tmp_path, monkeypatch):
         assert tuple(row) == closed_loop.COLUMNS
         assert 0 < float(row["error"]) < 0.1
         assert 0.97 < float(row["sqrt_v_ratio"]) < 1.05
+
+
+def test_activation_parity(tmp_path):
+    setting = activation_parity.Setting(2, 2, 32, 32, 2, 3, 2, seeds=2, eval_tokens=256, gradient_batches=1)
+    activation_parity.main(["--out", str(tmp_path)], setting)
+    with (tmp_path / "activation-parity.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(tuple(row) == activation_parity.COLUMNS for row in rows)
+    assert (tmp_path / "activation-parity.png").stat().st_size > 0
+    errors = {row["mode"]: float(row["gradient_error"]) for row in rows if row["phase"] == "gradient"}
+    assert errors["exact"] == 0
+    modes = ("output", "4 bits", "3 bits", "2 bits", "1 bit")
+    assert [errors[mode] for mode in modes] == sorted(errors[mode] for mode in modes)
+    losses = activation_parity.losses_of(rows, "fine-tuning")
+    assert {mode: len(values) for mode, values in losses.items()} == dict.fromkeys(
+        activation_parity.FINE_TUNED, 2
+    )

@@ -132,6 +132,9 @@ BAD = [
     (["--lr", "0"], "--lr", "0 given", "above 0"),
     (["--weight-decay", "-1"], "--weight-decay", "-1.0 given", "0 or more"),
     (["--clip", "inf"], "--clip", "inf given", "finite"),
+    (["--activation-bits", "5"], "--activation-bits", "5 given", "1 to 4"),
+    (["--linear-keep", "0"], "--linear-keep", "0.0 given", "above 0, at most 1"),
+    (["--linear-keep", "nan"], "--linear-keep", "nan given", "above 0, at most 1"),
     (["--warmup", "4"], "--warmup", "4 given", "fewer than the 4 steps"),
     (["--heads", "3"], "--heads", "3 given", "divisors of the width, 64"),
     (["--width", "63"], "--heads", "2 given", "divisors of the width, 63"),
@@ -228,14 +231,16 @@ def test_divergence_ends_with_a_line(text: str, capsys: pytest.CaptureFixture[st
 # The sentence
 
 
-def result(optimizer: str, loss: float, held: int) -> RunResult:
+def result(optimizer: str, loss: float, held: int, saved: int = 500, activations: str = "GELU") -> RunResult:
     return RunResult(
         optimizer=optimizer,
+        activations=activations,
         parameters=1000,
         optimizer_bytes=held,
         bytes_per_parameter=held / 1000,
         validation_loss=loss,
         peak_bytes=10_000,
+        saved_bytes=saved,
         median_step_seconds=0.1,
         tokens_per_second=1.0,
         history=History(),
@@ -260,6 +265,14 @@ def result(optimizer: str, loss: float, held: int) -> RunResult:
 )
 def test_the_sentence_says_what_the_losses_are(ours: float, expected: str) -> None:
     assert summary([result("torch-adamw", 2.0, 8000), result("adamw8bit", ours, 2072)]) == expected
+
+
+def test_the_sentence_says_what_activations_keep() -> None:
+    runs = [result("torch-adamw", 2.0, 8000), result("adamw8bit", 2.0, 2072, 320, "3-bit GELU")]
+    assert summary(runs) == (
+        "Same validation loss within 0.1 %; optimizer state 25.9 % of torch-adamw's, "
+        "activations kept for the backward pass 64.0 % of GELU's."
+    )
 
 
 def test_the_sentence_of_one_run() -> None:

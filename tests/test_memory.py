@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from memkern import memory, optim
@@ -106,6 +107,95 @@ def test_measuring_changes_no_bit(build: type[torch.optim.Optimizer]) -> None:
                 step()
         runs.append(list(twin.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+# What a forward pass keeps for its backward
+
+N, WIDTH = 48, 64
+ROWS = 4 * N * WIDTH  # bytes of a tensor of that shape
+
+
+class Scale(torch.autograd.Function):
+    """Keeps one tensor where autograd sees it and one where it does not."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x.new_ones(10))
+        ctx.hidden = x.new_ones(1000)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return 2 * g
+
+
+CASES = {
+    "linear: its input": (lambda x: nn.Linear(WIDTH, 3 * WIDTH)(x), ROWS),
+    "exp: its output": (lambda x: x.exp(), ROWS),
+    "two that keep one input": (lambda x: nn.functional.gelu(x) + x.square(), ROWS),
+    "views of one storage": (lambda x: x[:, :8].square().sum() + x.t()[3:].square().sum(), ROWS),
+    "a part keeps the whole storage": (lambda x: (x * 1)[:, 0].square(), ROWS),
+    "input and output": (lambda x: nn.functional.gelu(x).exp(), 2 * ROWS),
+    "one that is freed on the way": (lambda x: ((x + 1).square() + 1).square(), 2 * ROWS),
+    "nothing": (lambda x: x + 1, 0),
+    "a custom Function": (Scale.apply, 40),
+    "layer norm: input, mean, inverse deviation": (lambda x: nn.LayerNorm(WIDTH)(x), ROWS + 8 * N),
+    "autocast: the casts": (
+        lambda x: torch.autocast("cpu", torch.bfloat16)(nn.Linear(WIDTH, WIDTH))(x),
+        ROWS // 2 + 2 * WIDTH * WIDTH,
+    ),
+    "a product of parameters' transposes": (
+        lambda x: torch.addmm(x, x, nn.Parameter(torch.ones(WIDTH, WIDTH)).t()),
+        ROWS,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_bytes(case: str) -> None:
+    forward, expected = CASES[case]
+    x = torch.randn(N, WIDTH, requires_grad=True)
+    assert memory.saved_bytes(lambda: forward(x)) == expected
+
+
+def test_saved_bytes_leaves_out_what_is_held() -> None:
+    x = torch.randn(N, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    assert memory.saved_bytes(lambda: model(x)) == 2 * ROWS
+    assert memory.saved_bytes(lambda: model(x), x) == ROWS
+    # Where the graph hangs on a detached weight only the module tells that it is one.
+    product = lambda: x.requires_grad_() @ model[0].weight.detach()  # noqa: E731
+    assert memory.saved_bytes(product, x) == 4 * WIDTH * WIDTH
+    assert memory.saved_bytes(product, x, model) == 0
+
+
+def test_saved_bytes_of_no_graph() -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(N, WIDTH)
+    with torch.no_grad():
+        assert memory.saved_bytes(lambda: model(x)) == 0
+    assert memory.saved_bytes(lambda: None) == 0
+
+
+def test_saved_bytes_of_a_checkpointed_part() -> None:
+    x = torch.randn(N, WIDTH, requires_grad=True)
+    part = nn.Sequential(*(nn.Linear(WIDTH, WIDTH), nn.Tanh()) * 3)
+    again = lambda: torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)  # noqa: E731
+    assert memory.saved_bytes(again) == ROWS
+    assert memory.saved_bytes(lambda: part(x)) == 4 * ROWS
+
+
+def test_counting_saved_bytes_changes_no_bit() -> None:
+    x, model = torch.randn(N, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.3))
+    gradients, out = [], []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        forward = lambda: out.append(model(x).square().sum())  # noqa: E731
+        memory.saved_bytes(forward) if measured else forward()
+        model.zero_grad()
+        out[-1].backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert torch.equal(*out)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.gpu

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, hard, needs_cpp, tensor
+from helpers import FLOATS, INTERPRETED, assert_same, hard, needs_cpp, tensor
 from torch import Tensor
 
 import memkern
 from memkern import _ops, reference
+from memkern.codec import ACTIVATIONS
 from memkern.layout import layout_of
+from memkern.tables import LEVELS, VALLEYS
 
-NAMESPACES = ("memkern", "memkern_reference")
+NAMESPACES = ("memkern", "memkern_reference", *(["memkern_triton"] if INTERPRETED else []))
 over_namespaces = pytest.mark.parametrize("namespace", NAMESPACES)
 over_ops = pytest.mark.parametrize("name", _ops.SCHEMAS)
 
@@ -48,7 +50,7 @@ def test_nothing_is_left_unlisted() -> None:
 
 @over_ops
 def test_schemas_are_alike(name: str) -> None:
-    ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES)
+    ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES[:2])
     assert ours.split("::")[1] == references.split("::")[1]
     stated = torch._C.parse_schema(f"memkern::{name}{_ops.SCHEMAS[name]}")
     assert str(stated) == ours
@@ -172,6 +174,55 @@ SAMPLES["grad_norm_"] = {
         ("nothing", None, []),
     )
 }
+GELU = LEVELS["gelu", 3]
+TABLE = (3, [*GELU.thresholds], [*GELU.flips], GELU.symmetry)
+DENSE = ("odd", "channels_last", "0-dim", "empty", "unaligned")
+
+
+def planes(bits: int, layout: str) -> Tensor:
+    """The codes of hard values in one of the layouts."""
+    table = LEVELS["mish", bits]
+    return op("memkern_reference", "few_bit_encode")(tensor(layout, scale=1.0), bits, *table[2:])
+
+
+SAMPLES |= {
+    "few_bit_encode": {
+        f"{layout}, {dtype}": lambda a=(layout, dtype): (tensor(*a, scale=1.0), *TABLE)
+        for layout in DENSE
+        for dtype in FLOATS
+    },
+    "few_bit_forward": {
+        f"{layout}, {name}": lambda a=(layout, name): (
+            tensor(a[0], scale=1.0),
+            ACTIVATIONS[a[1]],
+            *((0.0, 6.0) if a[1] == "hardtanh" else (1.0, 20.0)),
+            *TABLE,
+        )
+        for layout, name in [
+            *((layout, "gelu_tanh") for layout in DENSE),
+            *(("odd", name) for name in ACTIVATIONS),
+        ]
+    },
+    "few_bit_backward": {
+        f"{layout}, {dtype}, {bits} bits": lambda a=(layout, dtype, bits): (
+            tensor(a[0], a[1], seed=1),
+            planes(a[2], a[0]),
+            [*LEVELS["mish", a[2]].levels],
+        )
+        for layout in DENSE
+        for dtype, bits in zip(FLOATS, (1, 3, 4), strict=True)
+    },
+    "few_bit_backward_from_output": {
+        f"{layout}, {dtype}": lambda a=(layout, dtype): (
+            tensor(*a, seed=1),
+            tensor(*a),
+            planes(1, a[0]),
+            *(list(v) if isinstance(v, tuple) else v for v in VALLEYS["silu"][1:]),
+        )
+        for layout in DENSE
+        for dtype in FLOATS
+    },
+}
 CASES = [(name, sample) for name, samples in SAMPLES.items() for sample in samples]
 
 
@@ -193,7 +244,9 @@ def test_namespaces_give_the_same_bits(name: str, sample: str) -> None:
         assert_same(*results)
 
 
-@pytest.mark.parametrize("name", ["quantize_blockwise", "dequantize_blockwise"])
+@pytest.mark.parametrize(
+    "name", [name for name in SAMPLES if name.startswith("few_bit") or "quantize" in name]
+)
 def test_meta_tensors(name: str) -> None:
     # What the fakes say about shapes, strides and dtypes, on tensors without data.
     for make in SAMPLES[name].values():
@@ -294,6 +347,40 @@ BAD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm, gaps": ("grad_norm_", (p((), dtype=torch.float64), [X, X[:, ::2]])),
     "norm, int": ("grad_norm_", (p((), dtype=torch.float64), [X.int()])),
     "dequantize, fp64": ("dequantize_blockwise", (CODES, p(4, 2), 0, 128, torch.float64)),
+}
+
+PLANES = torch.zeros(3, 128, dtype=torch.uint8)  # of X
+VALLEY = SAMPLES["few_bit_backward_from_output"]["odd, torch.float32"]()[3:]
+BAD_CALLS |= {
+    "encode, no bits": ("few_bit_encode", (X, 0, [], [], 0)),
+    "encode, 5 bits": ("few_bit_encode", (X, 5, [], [], 0)),
+    "encode, a flip fewer": ("few_bit_encode", (X, 2, [0.5, 1.0], [1], 0)),
+    "encode, too many": ("few_bit_encode", (X, 2, [0.5] * 65, [1] * 65, 0)),
+    "encode, a flip of no plane": ("few_bit_encode", (X, 2, [0.5], [4], 0)),
+    "encode, a negative flip": ("few_bit_encode", (X, 2, [0.5], [-1], 0)),
+    "encode, symmetry": ("few_bit_encode", (X, 2, [0.5], [1], 3)),
+    "encode, int": ("few_bit_encode", (X.int(), *TABLE)),
+    "encode, gaps": ("few_bit_encode", (X[:, ::2], *TABLE)),
+    "forward, gaps": ("few_bit_forward", (X[:, ::2], 0, 0.0, 0.0, *TABLE)),
+    "backward, codes of less": ("few_bit_backward", (X, PLANES[:, :112].contiguous(), [0.5] * 8)),
+    "backward, rows with gaps": ("few_bit_backward", (X, PLANES.repeat(1, 2)[:, ::2], [0.5] * 8)),
+    "backward, five planes": ("few_bit_backward", (X, PLANES.repeat(2, 1)[:5], [0.5] * 32)),
+    "backward, signed codes": ("few_bit_backward", (X, PLANES.to(torch.int8), [0.5] * 8)),
+    "backward, a level fewer": ("few_bit_backward", (X, PLANES, [0.5] * 7)),
+    "backward, gaps": ("few_bit_backward", (p(4, 512)[:, ::2], PLANES, [0.5] * 8)),
+    "backward, int": ("few_bit_backward", (X.int(), PLANES, [0.5] * 8)),
+    "output, two planes": ("few_bit_backward_from_output", (X, X, PLANES[:2], *VALLEY)),
+    "output, another shape": ("few_bit_backward_from_output", (X, p(256, 4), PLANES[:1], *VALLEY)),
+    "output, other strides": ("few_bit_backward_from_output", (X, p(256, 4).t(), PLANES[:1], *VALLEY)),
+    "output, int": ("few_bit_backward_from_output", (X, X.int(), PLANES[:1], *VALLEY)),
+    "output, a coefficient fewer": (
+        "few_bit_backward_from_output",
+        (X, X, PLANES[:1], VALLEY[0], VALLEY[1][1:], *VALLEY[2:]),
+    ),
+    "output, no coefficients": (
+        "few_bit_backward_from_output",
+        (X, X, PLANES[:1], VALLEY[0], [], [], *VALLEY[3:]),
+    ),
 }
 
 

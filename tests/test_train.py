@@ -179,11 +179,33 @@ def test_checkpointed_activations_change_bytes_and_no_loss(corpus: Corpus) -> No
     assert again.history.peak_bytes < 0.8 * kept.history.peak_bytes
 
 
+def test_few_bits_follow_the_baseline_and_keep_less(corpus: Corpus) -> None:
+    options = {"activation_bits": 3, "steps": 60, "lr": 2e-3, "batch_size": 8, "width": 128}
+    config = dataclasses.replace(SMALL, **options)
+    baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
+    assert (baseline.activations, ours.activations) == ("GELU", "3-bit GELU")
+    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.02)
+    elements = 2 * 8 * 32 * 4 * 128  # of two layers
+    assert baseline.saved_bytes - ours.saved_bytes == elements * 4 - elements * 3 // 8
+    assert baseline.peak_bytes > ours.peak_bytes
+
+
+def test_randomized_layers_follow_the_baseline_and_keep_less(corpus: Corpus) -> None:
+    config = dataclasses.replace(SMALL, linear_keep=0.25, steps=60, lr=2e-3, batch_size=8)
+    baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
+    assert ours.activations == "GELU, 25 % of tokens"
+    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.1)
+    assert ours.saved_bytes < 0.8 * baseline.saved_bytes
+
+
 def test_measuring_the_last_step_changes_no_bit(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = trained(corpus)
+    options = {"activation_bits": 3, "linear_keep": 0.25}
+    measured = trained(corpus, **options)
     assert measured.history.peak_bytes is not None
+    assert measured.history.saved_bytes is not None
     monkeypatch.setattr(memory, "peak_bytes", lambda fn, *held: fn() or 0)
-    assert_same_run(measured, trained(corpus))
+    monkeypatch.setattr(memory, "saved_bytes", lambda fn, *held: fn() or 0)
+    assert_same_run(measured, trained(corpus, **options))
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -281,6 +303,26 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimiz
     assert straight.history.peak_bytes == resumed.history.peak_bytes
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: bool) -> None:
+    config = dataclasses.replace(
+        SMALL, activation_bits=3, linear_keep=0.25, checkpoint_activations=checkpointing
+    )
+    straight = Trainer(config, corpus)
+
+    def on_step(trainer: Trainer) -> None:
+        if trainer.steps_done == 3:
+            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
+
+    run([straight], on_step)
+    resumed = Trainer(config, corpus)
+    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
+    run([resumed])
+    assert_same_run(straight, resumed)
+    assert straight.history.saved_bytes == resumed.history.saved_bytes
+    assert_same_run(straight, trained(corpus, activation_bits=3, linear_keep=0.25))
+
+
 def test_a_finished_run_resumes_to_its_result(corpus: Corpus, tmp_path: Path) -> None:
     done = trained(corpus)
     checkpoints.save(tmp_path / "run.pt", done.state_dict())
@@ -291,7 +333,15 @@ def test_a_finished_run_resumes_to_its_result(corpus: Corpus, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "changes",
-    [{"lr": 1e-4}, {"seed": 1}, {"optimizer": "adamw"}, {"batch_size": 2}, {"steps": 7}, {"amp": "bf16"}],
+    [
+        {"lr": 1e-4},
+        {"seed": 1},
+        {"optimizer": "adamw"},
+        {"batch_size": 2},
+        {"steps": 7},
+        {"amp": "bf16"},
+        {"activation_bits": 3},
+    ],
 )
 def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str, Any]) -> None:
     state = Trainer(SMALL, corpus).state_dict()

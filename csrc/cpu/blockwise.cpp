@@ -6,19 +6,6 @@
 #include "multi_tensor.h"
 
 namespace memkern {
-namespace {
-
-// An empty tensor laid out as x is.
-Tensor empty_like(const Tensor& x, ScalarType dtype) {
-  Tensor y = torch::stable::new_empty(x, {x.numel()}, dtype);
-  AtenTensorHandle view;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(y.get(), x.dim(), x.sizes().data(), x.strides().data(), 0, &view));
-  return Tensor(view);
-}
-
-}  // namespace
-
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
                                                   std::optional<int64_t> step) {
   check_codec(codec);

@@ -9,8 +9,11 @@
 #include "power_avx512.h"
 #include "simd_avx512.h"
 #define MEMKERN_ISA avx512
+#include "activation_kernel.h"
 #include "adam_kernel.h"
 #include "blockwise_kernel.h"
+#include "lamb_kernel.h"
+#include "lars_kernel.h"
 #include "lion_kernel.h"
 #include "squares_kernel.h"
 #ifdef __clang__

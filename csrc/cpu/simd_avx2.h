@@ -33,6 +33,12 @@ MEMKERN_FN F copysign(F magnitude, F sign) {
   return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude.v), _mm256_and_ps(bit, sign.v));
 }
 MEMKERN_FN Mask greater(F a, F b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)}; }
+MEMKERN_FN uint32_t bits_of(Mask mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask.m)); }
+MEMKERN_FN __m256i lanes_of(uint32_t bits) {
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), each), each);
+}
+MEMKERN_FN Mask mask_of(uint32_t bits) { return {_mm256_castsi256_ps(lanes_of(bits))}; }
 MEMKERN_FN Mask is_finite(F x) {
   return {_mm256_cmp_ps(abs(x).v, _mm256_set1_ps(3.402823466e38f), _CMP_LE_OQ)};
 }
@@ -98,5 +104,20 @@ MEMKERN_FN void store(uint8_t* p, F x) {
   const __m128i h = pack16(_mm256_cvtps_epi32(x.v), true);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(h, h));
 }
+
+// 2^Bits levels; at() takes bit p of a code from bits[p].
+template <int Bits> struct LevelTable {
+  __m256 low, high;
+  MEMKERN_FN explicit LevelTable(const float* table)
+      : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
+  MEMKERN_FN F at(const uint32_t* bits) const {
+    __m256i index = _mm256_setzero_si256();
+    for (int p = 0; p < Bits && p < 3; ++p)
+      index = _mm256_or_si256(index, _mm256_and_si256(lanes_of(bits[p]), _mm256_set1_epi32(1 << p)));
+    const F level = _mm256_permutevar8x32_ps(low, index);
+    if constexpr (Bits < 4) return level;
+    return select(mask_of(bits[Bits - 1]), _mm256_permutevar8x32_ps(high, index), level);
+  }
+};
 
 }  // namespace memkern::avx2

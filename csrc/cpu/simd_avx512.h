@@ -33,6 +33,8 @@ MEMKERN_FN F copysign(F magnitude, F sign) {
   return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude.v), _mm512_and_ps(bit, sign.v));
 }
 MEMKERN_FN Mask greater(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
+MEMKERN_FN uint32_t bits_of(Mask mask) { return mask.m; }
+MEMKERN_FN Mask mask_of(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
 MEMKERN_FN Mask is_finite(F x) {
   return {_mm512_cmp_ps_mask(_mm512_abs_ps(x.v), _mm512_set1_ps(3.402823466e38f), _CMP_LE_OQ)};
 }
@@ -49,7 +51,11 @@ struct SquareSum {
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
   }
-  MEMKERN_FN double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low, high)); }
+  MEMKERN_FN double total() const {
+    double lane[8];  // g++ 12 warns of its own _mm512_reduce_add_pd
+    _mm512_storeu_pd(lane, _mm512_add_pd(low, high));
+    return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+  }
 };
 
 MEMKERN_FN F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -84,5 +90,17 @@ MEMKERN_FN void store(uint8_t* p, F x) { store(reinterpret_cast<int8_t*>(p), x);
 
 MEMKERN_FN void store(int8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
 MEMKERN_FN void store(uint8_t* p, __m128i codes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes); }
+
+// 2^Bits levels; at() takes bit p of a code from bits[p].
+template <int Bits> struct LevelTable {
+  __m512 levels;
+  MEMKERN_FN explicit LevelTable(const float* table) : levels(_mm512_loadu_ps(table)) {}
+  MEMKERN_FN F at(const uint32_t* bits) const {
+    __m512i index = _mm512_setzero_si512();
+    for (int p = 0; p < Bits; ++p)
+      index = _mm512_mask_or_epi32(index, static_cast<__mmask16>(bits[p]), index, _mm512_set1_epi32(1 << p));
+    return _mm512_permutexvar_ps(index, levels);
+  }
+};
 
 }  // namespace memkern::avx512

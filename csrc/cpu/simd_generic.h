@@ -19,6 +19,19 @@ MEMKERN_FN void store(fp16* p, F x) { *p = to_fp16(x); }
 MEMKERN_FN void store(int8_t* p, F x) { *p = static_cast<int8_t>(x); }
 MEMKERN_FN void store(uint8_t* p, F x) { *p = static_cast<uint8_t>(x); }
 MEMKERN_FN float max_of(F x) { return x; }
+MEMKERN_FN uint32_t bits_of(bool mask) { return mask; }
+MEMKERN_FN bool mask_of(uint32_t bits) { return bits != 0; }
+
+// 2^Bits levels; at() takes bit p of a code from bits[p].
+template <int Bits> struct LevelTable {
+  const float* levels;
+  MEMKERN_FN explicit LevelTable(const float* table) : levels(table) {}
+  MEMKERN_FN F at(const uint32_t* bits) const {
+    uint32_t code = 0;
+    for (int p = 0; p < Bits; ++p) code |= bits[p] << p;
+    return levels[code];
+  }
+};
 
 // A sum of squares in fp64, where a square is exact.
 struct SquareSum {

@@ -44,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(training, "accumulate", "micro-batches in a step", type=int, metavar="N")
     help_ = "keep only the blocks' inputs and compute the blocks again in the backward pass"
     add(training, "checkpoint_activations", "", action="store_true", help=help_)
+    text = "bits per element that GELU keeps for the backward pass, 1 to 4"
+    add(training, "activation_bits", text, "torch's GELU", type=int, metavar="N")
+    text = "share of the tokens that linear layers keep for their weights' gradients"
+    add(training, "linear_keep", text, "all", type=float, metavar="X")
     add(training, "amp", "autocast type; fp16 scales the loss", choices=list(AMP))
     rates = "1e-3, Lion 1e-4"
     add(training, "lr", "peak learning rate", rates, type=float, metavar="X")

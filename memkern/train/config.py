@@ -67,6 +67,8 @@ class TrainConfig:
     steps: optimizer steps, each over accumulate * batch_size windows of seq_len bytes.
     clip: largest global gradient norm, 0 for no clipping.
     warmup: steps of linear warm-up, default a tenth of the steps, at most 100; a cosine to lr / 10 follows.
+    activation_bits: bits per element that activations keep for the backward pass, default torch's own way.
+    linear_keep: share of the tokens that linear layers keep for their weights' gradients, default all.
     amp: autocast type of the forward pass; fp16 adds a GradScaler.
     eval_every: steps between validations (the last step always has one) over at most eval_tokens bytes.
     device: default cuda where there is one, else cpu. threads: CPU threads, default torch's own choice.
@@ -83,6 +85,8 @@ class TrainConfig:
     batch_size: int = 4
     accumulate: int = 1
     checkpoint_activations: bool = False
+    activation_bits: int | None = None
+    linear_keep: float | None = None
     amp: str = "off"
     lr: float | None = None
     weight_decay: float | None = None
@@ -114,6 +118,12 @@ class TrainConfig:
         return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
     @property
+    def activations(self) -> str:
+        """What is kept for the backward pass, in words."""
+        bits = f"{self.activation_bits}-bit GELU" if self.activation_bits else "GELU"
+        return bits if self.linear_keep is None else f"{bits}, {100 * self.linear_keep:g} % of tokens"
+
+    @property
     def tokens_per_step(self) -> int:
         return self.accumulate * self.batch_size * self.seq_len
 
@@ -134,6 +144,11 @@ class TrainConfig:
             given = getattr(self, name)
             if given is not None and not (math.isfinite(given) and given >= 0):
                 raise ArgumentError(name, f"{given} given; allowed: a finite number of 0 or more")
+        bits, keep = self.activation_bits, self.linear_keep
+        if bits is not None and (type(bits) is not int or not 1 <= bits <= 4):
+            raise ArgumentError("activation_bits", f"{bits!r} given; allowed: 1 to 4")
+        if keep is not None and not 0 < keep <= 1:
+            raise ArgumentError("linear_keep", f"{keep} given; allowed: above 0, at most 1")
         if self.lr == 0:
             raise ArgumentError("lr", "0 given; allowed: a finite number above 0")
         _, heads, width = self.shape

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from .. import memory
+from ..nn.swap import compress
 from .config import BASELINES, FREE_ON_RESUME, ArgumentError, TrainConfig
 from .data import Corpus, step_batches, validation_batches
 from .model import GPT
@@ -31,13 +32,15 @@ class History:
     """What a run has measured so far; kept in checkpoints, so that a resumed run reports on all its steps.
 
     train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte.
-    peak_bytes: tensor bytes of the last step; being measured slows that step, so no speed includes it.
+    peak_bytes: tensor bytes of the last step; saved_bytes: what the forward pass of its first micro-batch keeps for
+        the backward pass. Being measured slows that step, so no speed includes it.
     """
 
     train_loss: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     peak_bytes: int | None = None
+    saved_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +48,13 @@ class RunResult:
     """A finished run in figures; losses are nats per byte, tokens_per_second is that of the median step."""
 
     optimizer: str
+    activations: str
     parameters: int
     optimizer_bytes: int
     bytes_per_parameter: float
     validation_loss: float
     peak_bytes: int
+    saved_bytes: int
     median_step_seconds: float
     tokens_per_second: float
     history: History
@@ -134,6 +139,7 @@ class Trainer:
             seq_len=config.seq_len,
             checkpoint_activations=config.checkpoint_activations,
         ).to(self.device)
+        compress(self.model, config.activation_bits, linear=config.linear_keep)
         self.optimizer = build_optimizer(
             config.optimizer, self.model, lr=config.peak_lr, weight_decay=config.decay
         )
@@ -150,8 +156,17 @@ class Trainer:
             logits = self.model(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def _update(self) -> float:
-        """Forward and backward over the step's micro-batches, then the optimizer; the mean loss."""
+    def _counted_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        forward = lambda: losses.append(self.loss(inputs, targets))  # noqa: E731
+        self.history.saved_bytes = memory.saved_bytes(forward, self.model)
+        return losses[0]
+
+    def _update(self, counted: bool = False) -> float:
+        """Forward and backward over the step's micro-batches, then the optimizer; the mean loss.
+
+        counted: the first forward pass also counts what it keeps.
+        """
         config = self.config
         batches = step_batches(
             self.corpus.train,
@@ -162,8 +177,9 @@ class Trainer:
             seq_len=config.seq_len,
         )
         total = torch.zeros((), device=self.device)
-        for inputs, targets in batches:
-            loss = self.loss(inputs, targets) / config.accumulate
+        for i, (inputs, targets) in enumerate(batches):
+            forward = self._counted_loss if counted and i == 0 else self.loss
+            loss = forward(inputs, targets) / config.accumulate
             self.scaler.scale(loss).backward()
             total += loss.detach()
         if config.clip:
@@ -184,7 +200,7 @@ class Trainer:
         if self.steps_done + 1 == self.config.steps:
             losses: list[float] = []
             self.history.peak_bytes = memory.peak_bytes(
-                lambda: losses.append(self._update()), self.model, self.optimizer
+                lambda: losses.append(self._update(counted=True)), self.model, self.optimizer
             )
             loss = losses[0]
         else:
@@ -257,18 +273,20 @@ class Trainer:
     def result(self) -> RunResult:
         """The figures of a run whose last step is done and validated."""
         history = self.history
-        if history.peak_bytes is None or not history.validation:
+        if history.peak_bytes is None or history.saved_bytes is None or not history.validation:
             raise RuntimeError(f"no result after {self.steps_done} of {self.config.steps} steps")
         median = statistics.median(history.seconds[:-1] or history.seconds)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         held = memory.optimizer_bytes(self.optimizer)
         return RunResult(
             optimizer=self.config.optimizer,
+            activations=self.config.activations,
             parameters=parameters,
             optimizer_bytes=held,
             bytes_per_parameter=held / parameters,
             validation_loss=history.validation[-1][1],
             peak_bytes=history.peak_bytes,
+            saved_bytes=history.saved_bytes,
             median_step_seconds=median,
             tokens_per_second=self.config.tokens_per_step / median,
             history=history,
@@ -276,13 +294,14 @@ class Trainer:
 
 
 def comparison(config: TrainConfig) -> list[TrainConfig]:
-    """The same run with the optimizer that ``BASELINES`` names, and ``config`` itself."""
+    """The same run with the optimizer that ``BASELINES`` names and torch's own layers, and ``config`` itself."""
     baseline = BASELINES.get(config.optimizer)
     if baseline is None:
         raise ArgumentError(
             "compare", f"given with optimizer {config.optimizer}; allowed with: {', '.join(BASELINES)}"
         )
-    return [dataclasses.replace(config, optimizer=baseline), config]
+    plain = dataclasses.replace(config, optimizer=baseline, activation_bits=None, linear_keep=None)
+    return [plain, config]
 
 
 def run(

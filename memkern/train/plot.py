@@ -1,4 +1,4 @@
-"""The picture of a run: loss curves, and beside them what the optimizer keeps."""
+"""The picture of a run: loss curves, and beside them what optimizer and activations keep."""
 
 from __future__ import annotations
 
@@ -46,15 +46,21 @@ def _losses(axes: Axes, results: Sequence[RunResult], styles: Sequence[tuple[str
     axes.legend(frameon=False, fontsize=9)
 
 
-def _state(axes: Axes, results: Sequence[RunResult], styles: Sequence[tuple[str, float]]) -> None:
-    names = [result.optimizer for result in results]
-    megabytes = [result.optimizer_bytes / 1e6 for result in results]
-    bars = axes.bar(names, megabytes, color=[color for color, _ in styles], width=0.6)
-    labels = [
-        f"{mb:.1f} MB\n{r.bytes_per_parameter:.2f} B/param" for mb, r in zip(megabytes, results, strict=True)
-    ]
-    axes.bar_label(bars, labels, padding=4, fontsize=9, color=INK)
-    axes.set_title("optimizer state", fontsize=10, color=INK)
+def _bars(
+    axes: Axes,
+    styles: Sequence[tuple[str, float]],
+    title: str,
+    names: Sequence[str],
+    bars: Sequence[tuple[int, str]],
+) -> None:
+    """bars: bytes, and what stands below the number."""
+    megabytes = [count / 1e6 for count, _ in bars]
+    # By position: two runs may have one name.
+    drawn = axes.bar(range(len(bars)), megabytes, color=[color for color, _ in styles], width=0.6)
+    axes.set_xticks(range(len(bars)), names)
+    labels = [f"{mb:.1f} MB\n{text}" for mb, (_, text) in zip(megabytes, bars, strict=True)]
+    axes.bar_label(drawn, labels, padding=4, fontsize=9, color=INK)
+    axes.set_title(title, fontsize=10, color=INK)
     axes.set_ylim(0, max(megabytes) * 1.18)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.spines["left"].set_visible(False)
@@ -62,16 +68,26 @@ def _state(axes: Axes, results: Sequence[RunResult], styles: Sequence[tuple[str,
 
 
 def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
-    """Training and validation losses over the steps, runs overlaid, and a bar of optimizer bytes for each."""
+    """Training and validation losses over the steps, runs overlaid, and bars of the bytes that each keeps."""
     styles = STYLES[-len(results) :]
-    out = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
-    curves, state = out.subplots(1, 2, width_ratios=(3, 1))
-    for axes in (curves, state):
+    out = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    curves, state, kept = out.subplots(1, 3, width_ratios=(3, 1, 1))
+    for axes in (curves, state, kept):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
         axes.set_axisbelow(True)
     _losses(curves, results, styles)
-    _state(state, results, styles)
+    tokens = config.batch_size * config.seq_len
+    states = [(r.optimizer_bytes, f"{r.bytes_per_parameter:.2f} B/param") for r in results]
+    _bars(state, styles, "optimizer state", [r.optimizer for r in results], states)
+    saved = [(r.saved_bytes, f"{r.saved_bytes / tokens / 1e3:.1f} kB/token") for r in results]
+    _bars(
+        kept,
+        styles,
+        "kept for the backward pass",
+        [r.activations.replace(", ", ",\n") for r in results],
+        saved,
+    )
     layers, heads, width = config.shape
     out.suptitle(
         f"GPT {layers}x{heads}x{width}, {results[0].parameters / 1e6:.1f} M parameters: {summary(results)}",

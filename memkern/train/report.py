@@ -44,6 +44,9 @@ def summary(results: Sequence[RunResult]) -> str:
     baseline = results[0]
     share = 100 * ours.optimizer_bytes / baseline.optimizer_bytes
     state = f"optimizer state {share:.1f} % of {baseline.optimizer}'s"
+    if ours.saved_bytes != baseline.saved_bytes:
+        kept = 100 * ours.saved_bytes / baseline.saved_bytes
+        state += f", activations kept for the backward pass {kept:.1f} % of {baseline.activations}'s"
     difference = ours.validation_loss / baseline.validation_loss - 1
     if not math.isfinite(difference):
         return f"No loss to compare; {state}."
@@ -64,9 +67,11 @@ def table(results: Sequence[RunResult]) -> Table:
     for result in results:
         grid.add_column(result.optimizer, justify="right")
     rows: list[tuple[str, Any, Any]] = [
+        ("activations", lambda r: r.activations, str),
         ("validation loss, nats per byte", lambda r: r.validation_loss, "{:.4f}".format),
         ("optimizer state", lambda r: r.optimizer_bytes, size),
         ("optimizer state per parameter", lambda r: r.bytes_per_parameter, "{:.3f} B".format),
+        ("kept for the backward pass", lambda r: r.saved_bytes, size),
         ("peak tensor bytes of a step", lambda r: r.peak_bytes, size),
         ("median step", lambda r: r.median_step_seconds * 1000, "{:.1f} ms".format),
         ("tokens per second", lambda r: r.tokens_per_second, "{:,.0f}".format),
@@ -77,7 +82,7 @@ def table(results: Sequence[RunResult]) -> Table:
         values = [value(result) for result in results]
         cells = [form(given) for given in values]
         if len(values) == 2:
-            cells.append(f"{values[1] / values[0]:.3f}")
+            cells.append("" if form is str else f"{values[1] / values[0]:.3f}")
         grid.add_row(title, *cells)
     return grid
 

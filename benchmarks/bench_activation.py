@@ -1,0 +1,86 @@
+"""Forward and backward of activations (the few_bit_encode, few_bit_forward, few_bit_backward and
+few_bit_backward_from_output ops behind memkern.functional) beside torch's own.
+
+"state" are the bytes that autograd keeps between the two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .harness import Case, Contender, Subject
+
+# Bytes that a forward and a backward pass read and write at least, besides codes: x, y; the gradient, and dx.
+PASSES = 4
+
+
+def kept_bytes(fn: Callable[[], Tensor]) -> int:
+    """Bytes that autograd saves in a call."""
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        fn()
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}.values())
+
+
+def contender(
+    name: str, fn: Callable[[Tensor], Tensor], size: int, device: str, dtype: torch.dtype
+) -> Contender:
+    def setup() -> Subject:
+        torch.manual_seed(0)
+        x = torch.randn(size, device=device).to(dtype).requires_grad_()
+        grad = torch.randn(size, device=device).to(dtype)
+        kept = kept_bytes(lambda: fn(x))
+        # A kept input or output is read once more; bits are written and read.
+        moved = PASSES * x.nbytes + kept + kept % x.nbytes
+        return Subject(lambda: torch.autograd.grad(fn(x), x, grad), lambda: moved, lambda: kept)
+
+    return Contender(name, setup)
+
+
+def gelus(approximate: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    from memkern import functional
+
+    def ours(**options: object) -> Callable[[Tensor], Tensor]:
+        return lambda x: functional.gelu(x, approximate, **options)
+
+    return {
+        "memkern GELU, 3 bits": ours(bits=3),
+        "memkern GELU, 4 bits": ours(bits=4),
+        "memkern GELU, from the output": ours(keep="output"),
+        "torch GELU": lambda x: F.gelu(x, approximate=approximate),
+    }
+
+
+def silus() -> dict[str, Callable[[Tensor], Tensor]]:
+    from memkern import functional
+
+    return {
+        "memkern SiLU, 3 bits": lambda x: functional.silu(x, bits=3),
+        "memkern SiLU, from the output": lambda x: functional.silu(x, keep="output"),
+        "torch SiLU": F.silu,
+    }
+
+
+def cases(size: int, device: str) -> list[Case]:
+    def case(name: str, fns: dict[str, Callable[[Tensor], Tensor]], n: int, dtype: torch.dtype) -> Case:
+        return Case(name, n, [contender(title, fn, n, device, dtype) for title, fn in fns.items()])
+
+    small = min(size, 2**18)  # fits the caches, and torch's allocator has memory of that size at hand
+    return [
+        case("GELU, fp32", gelus("none"), size, torch.float32),
+        case("tanh-GELU, fp32", gelus("tanh"), size, torch.float32),
+        case("GELU, bf16", gelus("none"), size, torch.bfloat16),
+        case("tanh-GELU, bf16", gelus("tanh"), size, torch.bfloat16),
+        case("SiLU, fp32", silus(), size, torch.float32),
+        case("GELU, fp32, small", gelus("none"), small, torch.float32),
+        case("GELU, bf16, small", gelus("none"), small, torch.bfloat16),
+    ]

@@ -1,0 +1,40 @@
+// Activations that keep a few bits: what a table is, and the derivative from an output. The twin of
+// memkern/levels.py and memkern/reference/activation.py, which explain it.
+#pragma once
+#include "scalar.h"
+#include "tables.h"
+
+namespace memkern {
+
+// So many elements fill kPlaneAlignment bytes of each plane.
+constexpr int kGroup = 8 * kPlaneAlignment;
+
+MEMKERN_FN int64_t plane_bytes(int64_t numel) { return (numel + kGroup - 1) / kGroup * kPlaneAlignment; }
+
+// A code is the XOR of the flips of all thresholds under u; u = x, or |x| where the derivative is symmetric.
+struct Thresholds {
+  int bits, symmetry, count;
+  float threshold[kMaxThresholds];
+  uint8_t flip[kMaxThresholds];
+};
+
+// Polynomials of the derivative on both sides of a minimum: [0] falling, [1] rising.
+struct Valley {
+  int coefficients;
+  float minimum, reach[2], scale[2];  // scale = 2 / reach
+  float polynomial[2][kMaxCoefficients];
+};
+
+template <class F, class M> MEMKERN_FN F valley_derivative(F output, M rising, const Valley& v) {
+  const F t = output - F(v.minimum);
+  const F s = sqrt(select(greater(t, F(0.0f)), t, F(0.0f)));
+  const F reach = select(rising, F(v.reach[1]), F(v.reach[0]));
+  const F scale = select(rising, F(v.scale[1]), F(v.scale[0]));
+  const F z = min(s, reach) * scale - F(1.0f);
+  F d = select(rising, F(v.polynomial[1][0]), F(v.polynomial[0][0]));
+  for (int i = 1; i < v.coefficients; ++i)
+    d = d * z + select(rising, F(v.polynomial[1][i]), F(v.polynomial[0][i]));
+  return d;
+}
+
+}  // namespace memkern

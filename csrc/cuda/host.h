@@ -1,0 +1,61 @@
+// What the ops' host sides share on a CUDA device: errors, the device guard, the current stream.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "../tensors.h"
+#include "runtime.h"
+
+#ifdef __CUDACC__
+// Weak: a torch without CUDA has no such function, and the library loads there too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                   void** stream);
+#endif
+
+namespace memkern {
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  STD_TORCH_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
+}
+
+#ifdef __CUDACC__
+// Makes a tensor's device the current one, and knows torch's current stream there.
+struct OnDevice {
+  torch::stable::accelerator::DeviceGuard guard;
+  cudaStream_t stream = nullptr;
+
+  explicit OnDevice(const Tensor& t) : guard(t.get_device()) {
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+    void* current = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device(), &current));
+    stream = static_cast<cudaStream_t>(current);
+  }
+};
+
+inline bool is_host(const Tensor& t) { return t.is_cpu(); }
+inline bool same_device(const Tensor& a, const Tensor& b) { return same_device(a, b, false); }
+inline void keep_for_replay(const Tensor&) {}  // torch's pool of the graph does
+#else
+struct OnDevice {
+  cudaStream_t stream = nullptr;
+  explicit OnDevice(const Tensor&) {}
+};
+
+inline bool is_host(const Tensor&) { return simt::host_numbers(); }
+inline bool same_device(const Tensor&, const Tensor&) { return true; }
+inline void keep_for_replay(const Tensor& t) {
+  simt::machine.kept.push_back([t] {});
+}
+#endif
+
+// A launch fails where its arguments do; what goes wrong later is reported by torch's next synchronization.
+template <class... Params, class... Args>
+void launch_checked(const char* name, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
+                    const Args&... args) {
+  if (blocks == 0) return;
+  STD_TORCH_CHECK(blocks < int64_t{1} << 31, name, ": too many elements for one launch");
+  launch(kernel, blocks, stream, args...);
+  check_cuda(cudaGetLastError(), name);
+}
+
+}  // namespace memkern

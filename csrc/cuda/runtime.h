@@ -1,0 +1,60 @@
+// What kernels and their launches need of CUDA. Under g++ tests/simt/simt.h stands in for the CUDA runtime, and the
+// same sources run on the CPU.
+#pragma once
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+#else
+#include <simt.h>
+#endif
+
+#include <cstdint>
+
+namespace memkern {
+
+#define MEMKERN_DEVICE __device__ __forceinline__
+
+constexpr int kThreads = 256;  // of a thread block
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+#ifdef __CUDACC__
+
+// Within 2^-22 of the root, relatively (PTX: sqrt.approx has 2^-23); one instruction.
+MEMKERN_DEVICE float approximate_sqrt(float x) {
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+
+// The larger one, NaN if either is.
+MEMKERN_DEVICE float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+// Two floats rounded to nearest even, the first in the low half.
+MEMKERN_DEVICE uint32_t to_bf16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+MEMKERN_DEVICE uint32_t to_fp16x2(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+MEMKERN_DEVICE float fp16_to_float(uint32_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(bits)));
+  return x;
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t stream, const Args&... args) {
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args...);
+}
+
+#endif
+
+}  // namespace memkern

@@ -1,0 +1,66 @@
+// The device's table of a step: what all tensors of an optimizer need, read by every kernel of the step.
+#pragma once
+#include "../core/gradient.h"
+#include "tile.cuh"
+
+namespace memkern {
+
+// A number that the step reads: on the device where `at` says so, at every step and every replay, else `value`.
+struct Number {
+  const void* at;
+  double value;
+  int64_t is_double;
+};
+
+MEMKERN_DEVICE double read(const Number& n) {
+  if (!n.at) return n.value;
+  return n.is_double ? *static_cast<const double*>(n.at) : *static_cast<const float*>(n.at);
+}
+
+// Each Number is there where its `given` says so.
+struct StepHeader {
+  Number grad_scale, found_inf, grad_norm;
+  int64_t has_grad_scale, has_found_inf, has_grad_norm;
+  double max_grad_norm;
+};
+
+MEMKERN_DEVICE bool skipped(const StepHeader& h) { return h.has_found_inf && read(h.found_inf) != 0.0; }
+
+MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
+  const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0, norm = h.has_grad_norm ? read(h.grad_norm) : 0.0;
+  return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
+}
+
+// One tensor. Gradients, which come and go, are in a list of their own.
+struct TensorRecord {
+  void *param, *exp_avg, *exp_avg_sq;
+  float *exp_avg_scale, *exp_avg_sq_scale, *step;
+  int64_t numel;
+  Blocks blocks;
+  StateKind kind;
+  FloatType param_type, grad_type;
+  int32_t group;
+  int64_t aligned;  // all but the gradient start on 16 bytes
+};
+
+// The parts of the table on the device.
+template <class Group, class Scalars> struct Table {
+  const StepHeader* header;
+  const Group* groups;
+  const void* const* grads;
+  const uint32_t* first_tiles;
+  const TensorRecord* tensors;
+  Scalars* scalars;  // a prologue writes them
+  int count;         // of tensors
+};
+
+// Calls visit(span) for the eights of a tile of a tensor without blocks that fall to this thread.
+template <class Visit>
+MEMKERN_DEVICE void for_eights(int64_t numel, int64_t tile, bool aligned, Visit&& visit) {
+  const int64_t first = tile * kTileElements, left = numel - first;
+  const int n = left < kTileElements ? static_cast<int>(left) : kTileElements;
+  for (int j = static_cast<int>(threadIdx.x) * kEight; j < n; j += kThreads * kEight)
+    visit(span_of(first + j, n - j, aligned));
+}
+
+}  // namespace memkern

@@ -1,0 +1,165 @@
+"""Activations that keep a few bits per element for the backward pass. Modules: :mod:`memkern.nn`.
+
+Forward is torch's own operation (fused kernels on a GPU: DESIGN.md says how near). For the backward pass each function
+keeps the code of the nearest of ``2^bits`` levels of its derivative, as bit planes: ``bits / 8`` bytes per element and
+less than 64 bytes more, where torch keeps the input. Gradient: ``grad * level``, a fp32 product rounded once. The
+levels and their errors: :mod:`memkern.tables`, from :func:`memkern.nn.fit_levels`.
+
+fp32, bf16 and fp16, any shape and strides. Nothing is kept under ``no_grad`` or ``inference_mode``, or where the input
+needs no gradient. Double backward raises. NaN stays NaN in the output; in the gradient such an element has some level.
+
+torch keeps the output of tanh, sigmoid, ReLU, leaky ReLU in place and hardtanh in place, or their input; a layer that
+follows often keeps the same tensor anyway, and then a few bits more save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._autograd import Codes, Output, Wrapped
+from ._mlp import mlp
+from .codec import ACTIVATIONS
+from .levels import Levels, check_bits, hardtanh_levels, relu_levels
+from .randomized import randomized_linear
+from .reference.activation import activate
+from .tables import LEVELS, VALLEYS
+
+__all__ = [
+    "few_bit",
+    "gelu",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "mish",
+    "mlp",
+    "quick_gelu",
+    "randomized_linear",
+    "relu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "tanh",
+]
+
+
+def _needs_gradient(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _apply(
+    x: Tensor, name: str, table: Levels, a: float = 0.0, b: float = 0.0, inplace: bool = False
+) -> Tensor:
+    fn = ACTIVATIONS[name]
+    if not _needs_gradient(x):
+        return activate(x, fn, a, b, inplace)
+    if inplace and x.is_leaf:
+        raise RuntimeError(
+            "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
+        )
+    return Codes.apply(x, fn, a, b, table, inplace)
+
+
+def _levels(name: str, bits: int) -> Levels:
+    check_bits(bits)
+    return LEVELS[name, bits]
+
+
+def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
+    """``fn(x)`` of any elementwise ``fn``, its derivative kept as codes; :func:`memkern.nn.few_bit` makes a module."""
+    return Wrapped.apply(x, fn, levels) if _needs_gradient(x) else fn(x)
+
+
+def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
+    """GELU: ``x Phi(x)``, or its tanh form with ``approximate="tanh"``.
+
+    bits: 1 to 4, of ``keep="codes"``.
+    keep: ``"codes"``, or ``"output"``: the output, which a layer that follows often keeps anyway, and one bit per
+        element. The derivative is then found to about 6e-5 rms in fp32 and 2e-3 in bf16 (x ~ N(0, 1)), and an in-place
+        change of the output raises in the backward pass.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    return _kept(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
+
+
+def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> Tensor:
+    """SiLU: ``x sigmoid(x)``. ``keep`` as in :func:`gelu`; ``"output"`` not in place."""
+    return _kept(x, "silu", bits, keep, inplace)
+
+
+def _kept(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> Tensor:
+    table = _levels(name, bits)
+    check_keep(keep, inplace)
+    if keep == "output" and _needs_gradient(x):
+        return Output.apply(x, ACTIVATIONS[name], VALLEYS[name])
+    return _apply(x, name, table, inplace=inplace)
+
+
+def check_keep(keep: str, inplace: bool = False) -> None:
+    """Raises ValueError unless ``keep`` is what a lone activation can keep."""
+    if keep == "input":
+        raise ValueError(
+            "keep='input' in an activation by itself is what torch's own keeps and saves nothing; use "
+            "torch.nn.functional, or memkern.nn.MLP, where it saves the second layer's input"
+        )
+    if keep not in ("codes", "output"):
+        raise ValueError(f"keep must be 'codes' or 'output', got {keep!r}")
+    if keep == "output" and inplace:
+        raise ValueError("keep must be 'codes' where inplace=True, got 'output'")
+
+
+def tanh(x: Tensor, *, bits: int = 3) -> Tensor:
+    """Hyperbolic tangent."""
+    return _apply(x, "tanh", _levels("tanh", bits))
+
+
+def sigmoid(x: Tensor, *, bits: int = 3) -> Tensor:
+    """``1 / (1 + exp(-x))``."""
+    return _apply(x, "sigmoid", _levels("sigmoid", bits))
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> Tensor:
+    """``log(1 + exp(beta x)) / beta``, and x where ``beta x > threshold``."""
+    check_beta(beta)
+    return _apply(x, "softplus", _levels("softplus", bits).scaled(beta), beta, threshold)
+
+
+def check_beta(beta: float) -> None:
+    """Raises ValueError unless softplus' ``beta`` is positive."""
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta!r}")
+
+
+def mish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
+    """``x tanh(softplus(x))``."""
+    return _apply(x, "mish", _levels("mish", bits), inplace=inplace)
+
+
+def hardswish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
+    """``x min(max(x + 3, 0), 6) / 6``."""
+    return _apply(x, "hardswish", _levels("hardswish", bits), inplace=inplace)
+
+
+def quick_gelu(x: Tensor, *, bits: int = 3) -> Tensor:
+    """``x sigmoid(1.702 x)``, CLIP's."""
+    return _apply(x, "quick_gelu", _levels("quick_gelu", bits))
+
+
+def relu(x: Tensor, inplace: bool = False) -> Tensor:
+    """``max(x, 0)``; its derivative is exact in one bit."""
+    return _apply(x, "relu", relu_levels(), inplace=inplace)
+
+
+def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """``x`` where positive, else ``negative_slope x``; its derivative is exact in one bit."""
+    return _apply(x, "leaky_relu", relu_levels(negative_slope), negative_slope, inplace=inplace)
+
+
+def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+    """``min(max(x, min_val), max_val)``; its derivative is exact in one bit."""
+    if not min_val < max_val:
+        raise ValueError(f"max_val must be larger than min_val, got {max_val!r} and {min_val!r}")
+    return _apply(x, "hardtanh", hardtanh_levels(min_val, max_val), min_val, max_val, inplace)

@@ -1,0 +1,112 @@
+"""What an activation's derivative is rounded to: a table of levels, and the thresholds in x that choose among them.
+
+With ``u = x``, or ``u = |x|`` where the derivative is symmetric, the code of an element is the XOR of ``flips[i]`` over
+all ``thresholds[i] < u`` (in fp32); where the derivative is odd about a value, the top bit is ``x < 0``. The backward
+pass takes ``levels[code]`` for the derivative. So an activation is a table, and no kernel knows one from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codec import EVEN, MAX_BITS, ODD, PLAIN, to_fp32
+
+SYMMETRIES = (PLAIN, EVEN, ODD)
+
+
+class Levels(NamedTuple):
+    """A derivative's ``2^bits`` levels by code, and how x becomes a code (see :mod:`memkern.levels`)."""
+
+    bits: int
+    levels: tuple[float, ...]
+    thresholds: tuple[float, ...]
+    flips: tuple[int, ...]
+    symmetry: int = PLAIN
+
+    def codes(self, x: Tensor) -> Tensor:
+        """The code of each element, one byte each."""
+        x = x.float()  # a bf16 tensor would round the thresholds to bf16
+        u = x if self.symmetry == PLAIN else x.abs()
+        code = torch.zeros_like(x, dtype=torch.uint8)
+        for threshold, flip in zip(self.thresholds, self.flips, strict=True):
+            code ^= (u > to_fp32(threshold)).to(torch.uint8) * flip
+        if self.symmetry == ODD:
+            code |= (x < 0).to(torch.uint8) << (self.bits - 1)
+        return code
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """What the backward pass takes for the derivative at ``x``, in fp32."""
+        return torch.tensor(self.levels, device=x.device)[self.codes(x).long()]
+
+    def scaled(self, factor: float) -> Levels:
+        """The table of f(factor * x) / factor."""
+        return self._replace(thresholds=tuple(t / factor for t in self.thresholds))
+
+
+class Valley(NamedTuple):
+    """The derivative of an activation with one minimum, from its output y and the bit ``x > at``.
+
+    On each side it is a polynomial in ``z = 2 min(s, reach) / reach - 1`` with ``s = sqrt(max(y - minimum, 0))``, in
+    which the derivative is smooth at the minimum. ``falling`` is the side of x <= at, ``rising`` that of x > at:
+    coefficients from the highest power down, as many on either side.
+    """
+
+    at: float
+    minimum: float
+    falling: tuple[float, ...]
+    rising: tuple[float, ...]
+    falling_reach: float
+    rising_reach: float
+
+
+def check_bits(bits: int) -> None:
+    """Raises ValueError unless ``bits`` is 1, 2, 3 or 4."""
+    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"bits must be an integer from 1 to {MAX_BITS}, got {bits!r}")
+
+
+def gray(index: int) -> int:
+    """Neighbours differ in one bit, so that a threshold between neighbouring levels flips one plane only."""
+    return index ^ (index >> 1)
+
+
+def from_intervals(
+    bits: int,
+    levels: Sequence[float],
+    thresholds: Sequence[float],
+    indices: Sequence[int],
+    symmetry: int = PLAIN,
+    center: float = 0.0,
+) -> Levels:
+    """The table that gives ``levels[indices[i]]`` to u between thresholds i - 1 and i.
+
+    levels: ascending; for an odd derivative those of x >= 0, and ``c - level`` stands for x < 0 with ``c = center``.
+    """
+    start = gray(indices[0])  # a code of 0 before the first threshold, whatever its level
+    by_code = [0.0] * len(levels)
+    for i, level in enumerate(levels):
+        by_code[gray(i) ^ start] = level
+    flips = [gray(a) ^ gray(b) for a, b in pairwise(indices)]
+    if symmetry == ODD:
+        by_code += [center - level for level in by_code]
+    return Levels(bits, tuple(by_code), tuple(thresholds), tuple(flips), symmetry)
+
+
+def below(x: float) -> float:
+    """The largest fp32 number under ``x``, so that ``u > below(x)`` is ``u >= x``."""
+    return float(torch.nextafter(torch.tensor(x), torch.tensor(-torch.inf)))
+
+
+def relu_levels(negative_slope: float = 0.0) -> Levels:
+    """Exact: 1 for x > 0, else the slope."""
+    return Levels(1, (negative_slope, 1.0), (0.0,), (1,))
+
+
+def hardtanh_levels(min_val: float, max_val: float) -> Levels:
+    """Exact: 1 for min_val < x < max_val, else 0."""
+    return Levels(1, (0.0, 1.0), (min_val, below(max_val)), (1, 1))

@@ -1,0 +1,188 @@
+"""torch.nn's activations that keep a few bits per element: :mod:`memkern.functional` as modules.
+
+Each is a subclass of its namesake in torch.nn, with its arguments, and has no parameters and no buffers: state_dict
+keys stay. ``bits``: 1 to 4 bits per element kept for the backward pass. ReLU, LeakyReLU and Hardtanh need one and are
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional as F
+from ..levels import Levels, check_bits
+from .fit import Derivative, fit_levels
+
+
+class GELU(nn.GELU):
+    """GELU; ``keep``: see :func:`memkern.functional.gelu`."""
+
+    def __init__(self, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> None:
+        super().__init__(approximate)
+        check_bits(bits)
+        F.check_keep(keep)
+        self.bits, self.keep = bits, keep
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, self.approximate, bits=self.bits, keep=self.keep)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.bits}, keep={self.keep!r}"
+
+
+class SiLU(nn.SiLU):
+    """SiLU; ``keep``: see :func:`memkern.functional.gelu`."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> None:
+        super().__init__(inplace)
+        check_bits(bits)
+        F.check_keep(keep, inplace)
+        self.bits, self.keep = bits, keep
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(input, self.inplace, bits=self.bits, keep=self.keep)
+
+    def extra_repr(self) -> str:
+        return _joined(super().extra_repr(), f"bits={self.bits}, keep={self.keep!r}")
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
+
+
+class Tanh(nn.Tanh):
+    """Hyperbolic tangent."""
+
+    def __init__(self, *, bits: int = 3) -> None:
+        super().__init__()
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.tanh(input, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
+class Sigmoid(nn.Sigmoid):
+    """``1 / (1 + exp(-x))``."""
+
+    def __init__(self, *, bits: int = 3) -> None:
+        super().__init__()
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.sigmoid(input, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
+class Softplus(nn.Softplus):
+    """``log(1 + exp(beta x)) / beta``; ``beta`` positive."""
+
+    def __init__(self, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> None:
+        super().__init__(beta, threshold)
+        F.check_beta(beta)
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softplus(input, self.beta, self.threshold, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+
+class Mish(nn.Mish):
+    """``x tanh(softplus(x))``."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
+        super().__init__(inplace)
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.mish(input, self.inplace, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return _joined(super().extra_repr(), f"bits={self.bits}")
+
+
+class Hardswish(nn.Hardswish):
+    """``x min(max(x + 3, 0), 6) / 6``."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
+        super().__init__(inplace)
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardswish(input, self.inplace, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return _joined("inplace=True" if self.inplace else "", f"bits={self.bits}")
+
+
+class QuickGELU(nn.Module):
+    """``x sigmoid(1.702 x)``, CLIP's."""
+
+    def __init__(self, *, bits: int = 3) -> None:
+        super().__init__()
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.quick_gelu(input, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
+class ReLU(nn.ReLU):
+    """``max(x, 0)``: one bit, exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(input, self.inplace)
+
+
+class LeakyReLU(nn.LeakyReLU):
+    """``x`` where positive, else ``negative_slope x``: one bit, exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.leaky_relu(input, self.negative_slope, self.inplace)
+
+
+class Hardtanh(nn.Hardtanh):
+    """``min(max(x, min_val), max_val)``: one bit, exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardtanh(input, self.min_val, self.max_val, self.inplace)
+
+
+class FewBit(nn.Module):
+    """An elementwise function, its derivative kept as codes of ``levels``. :func:`few_bit` makes one."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], levels: Levels) -> None:
+        super().__init__()
+        self.fn, self.levels = fn, levels
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.few_bit(input, self.fn, self.levels)
+
+    def extra_repr(self) -> str:
+        return f"{getattr(self.fn, '__name__', self.fn)}, bits={self.levels.bits}"
+
+
+def few_bit(fn: Callable[[Tensor], Tensor], derivative: Derivative, bits: int = 3, **options: Any) -> FewBit:
+    """A module that computes any elementwise ``fn`` and keeps ``bits`` bits of its derivative per element.
+
+    fn: of a tensor; any dtype that it works in. derivative: of a fp64 tensor, used here once, to fit the levels.
+    options: those of :func:`memkern.nn.fit_levels`.
+    """
+    return FewBit(fn, fit_levels(derivative, bits, **options).levels)

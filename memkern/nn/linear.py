@@ -1,0 +1,96 @@
+"""torch.nn.Linear that keeps a random projection of its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..randomized import MIN_TOKENS, check_options, randomized_linear
+
+
+class RandomizedLinear(nn.Linear):
+    r"""torch.nn.Linear by :func:`randomized_linear`: exact but for the weight's gradient, which is unbiased.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for torch.nn.Linear, and the same state_dict.
+        keep, projection, generator, min_tokens: as for :func:`randomized_linear`.
+
+    Training mode or not makes no difference; without gradients nothing is kept.
+
+    Raises:
+        ValueError: keep, projection or min_tokens out of range.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        keep: float = 0.2,
+        projection: str = "rows",
+        generator: torch.Generator | None = None,
+        min_tokens: int = MIN_TOKENS,
+    ) -> None:
+        check_options(keep, projection, min_tokens)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.keep = keep
+        self.projection = projection
+        self.generator = generator
+        self.min_tokens = min_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        return randomized_linear(
+            x,
+            self.weight,
+            self.bias,
+            keep=self.keep,
+            projection=self.projection,
+            generator=self.generator,
+            min_tokens=self.min_tokens,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, keep={self.keep}, projection={self.projection!r}"
+
+
+class RandomizedConv1D(nn.Module):
+    """What ``memkern.compress`` makes of GPT-2's Conv1D in transformers: a linear layer whose weight is (in, out)."""
+
+    weight: Tensor
+    bias: Tensor
+    nx: int
+    nf: int
+
+    def __init__(
+        self,
+        *,
+        keep: float = 0.2,
+        projection: str = "rows",
+        generator: torch.Generator | None = None,
+        min_tokens: int = MIN_TOKENS,
+    ) -> None:
+        check_options(keep, projection, min_tokens)
+        super().__init__()
+        self.keep = keep
+        self.projection = projection
+        self.generator = generator
+        self.min_tokens = min_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        return randomized_linear(
+            x,
+            self.weight.t(),
+            self.bias,
+            keep=self.keep,
+            projection=self.projection,
+            generator=self.generator,
+            min_tokens=self.min_tokens,
+        )
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.nx}, keep={self.keep}, projection={self.projection!r}"

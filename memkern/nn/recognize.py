@@ -1,0 +1,115 @@
+"""Which modules have a counterpart that keeps less: torch's by their class, others by name and by what they compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import activation as ours
+from .linear import RandomizedConv1D, RandomizedLinear
+
+Maker = Callable[..., nn.Module]
+"""(module, bits, keep) -> its counterpart, made anew."""
+
+TORCH: dict[type[nn.Module], Maker] = {
+    nn.GELU: lambda m, bits, keep: ours.GELU(m.approximate, bits=bits, keep=keep),
+    nn.SiLU: lambda m, bits, keep: ours.SiLU(m.inplace, bits=bits, keep="codes" if m.inplace else keep),
+    nn.Mish: lambda m, bits, keep: ours.Mish(m.inplace, bits=bits),
+    nn.Hardswish: lambda m, bits, keep: ours.Hardswish(m.inplace, bits=bits),
+    nn.Softplus: lambda m, bits, keep: ours.Softplus(m.beta, m.threshold, bits=bits),
+    nn.LeakyReLU: lambda m, bits, keep: ours.LeakyReLU(m.negative_slope, m.inplace),
+    nn.Hardtanh: lambda m, bits, keep: ours.Hardtanh(m.min_val, m.max_val, m.inplace),
+    nn.ReLU6: lambda m, bits, keep: ours.Hardtanh(m.min_val, m.max_val, m.inplace),
+    nn.ReLU: lambda m, bits, keep: ours.ReLU(m.inplace),
+    nn.Tanh: lambda m, bits, keep: ours.Tanh(bits=bits),
+    nn.Sigmoid: lambda m, bits, keep: ours.Sigmoid(bits=bits),
+}
+
+# torch keeps their output, and so does the layer that usually follows: codes would come on top.
+KEEP_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
+
+
+def _tanh_gelu(m: nn.Module, bits: int, keep: str) -> nn.Module:
+    return ours.GELU("tanh", bits=bits, keep=keep)
+
+
+BY_NAME: dict[str, Maker] = {
+    "NewGELUActivation": _tanh_gelu,  # transformers' gelu_new: four tensors kept
+    "FastGELUActivation": _tanh_gelu,
+    "AccurateGELUActivation": _tanh_gelu,
+    "GELUTanh": _tanh_gelu,
+    "PytorchGELUTanh": _tanh_gelu,
+    "BloomGelu": _tanh_gelu,
+    "NewGELU": _tanh_gelu,  # minGPT's
+    "GELUActivation": lambda m, bits, keep: ours.GELU(bits=bits, keep=keep),
+    "QuickGELUActivation": lambda m, bits, keep: ours.QuickGELU(bits=bits),
+    "QuickGELU": lambda m, bits, keep: ours.QuickGELU(bits=bits),  # CLIP's own, open_clip's, timm's
+    "SiLUActivation": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
+    "MishActivation": lambda m, bits, keep: ours.Mish(bits=bits),
+}
+
+# Functions whose input torch keeps; called in a forward they are out of reach.
+FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
+
+
+def _computes_the_same(cls: type[nn.Module], module: nn.Module, new: nn.Module) -> bool:
+    """On 97 points, to rounding: a name promises nothing."""
+    if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+        return False
+    x = torch.linspace(-8, 8, 97, dtype=torch.float32, device="cpu")
+    try:
+        with torch.no_grad():
+            return torch.allclose(cls.forward(module, x), new(x), rtol=1e-4, atol=1e-5)
+    except Exception:  # whatever a stranger's forward raises: it is not the function that its name says
+        return False
+
+
+def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Module | str | None:
+    """The counterpart of ``module``, whose class is or was ``cls``; why there is none; None where it is no matter."""
+    if cls in TORCH:
+        if cls is nn.Softplus and module.beta <= 0:
+            return f"beta is {module.beta}, allowed: above 0"
+        return TORCH[cls](module, bits, keep)
+    if cls.__name__ in BY_NAME:
+        new = BY_NAME[cls.__name__](module, bits, keep)
+        if _computes_the_same(cls, module, new):
+            return new
+        return f"its name is known, and it does not compute what {type(new).__name__} does"
+    base = next(
+        (base for base in TORCH if issubclass(cls, base) and not cls.__module__.startswith("memkern.")), None
+    )
+    return None if base is None else f"a subclass of torch.nn.{base.__name__} may do more"
+
+
+def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:
+    """As :func:`activation`, for linear layers; the counterpart has no memory of its own."""
+    if cls is nn.Linear:
+        shape = (module.in_features, module.out_features, module.bias is not None)
+        return RandomizedLinear(*shape, device="meta", **options)
+    if cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
+        return RandomizedConv1D(**options)
+    if issubclass(cls, nn.Linear) and not cls.__module__.startswith("memkern."):
+        return "a subclass of torch.nn.Linear may do more"
+    return None
+
+
+def _function_name(value: Any) -> str | None:
+    """The name of a function of torch.nn.functional, also of one with arguments bound."""
+    function = value.func if isinstance(value, functools.partial) else value
+    name = getattr(function, "__name__", None)
+    return name if name in FUNCTIONS and getattr(torch.nn.functional, name) is function else None
+
+
+def called_in_forward(module: nn.Module) -> str | None:
+    """The function of FUNCTIONS that a module's forward names or that it holds as an attribute, if any is seen."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or type(module) in TORCH or type(module).__module__.startswith("memkern."):
+        return None
+    children = dict(module.named_children())
+    named = (name for name in code.co_names if name in FUNCTIONS and name not in children)
+    held = filter(None, map(_function_name, vars(module).values()))
+    return next(named, None) or next(held, None)

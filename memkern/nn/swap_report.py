@@ -1,0 +1,93 @@
+"""What ``memkern.compress`` did, and what it saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """A module that keeps less than before.
+
+    names: where it is, once for each use. before, after: bytes kept per element (of a linear layer: of its input).
+    width: elements per token, and the layer that says so; None where the structure does not tell.
+    """
+
+    names: tuple[str, ...]
+    was: str
+    now: str
+    before: float
+    after: float
+    width: tuple[int, str] | None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """What is saved, over all uses."""
+        return None if self.width is None else (self.before - self.after) * self.width[0] * len(self.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A module that was left alone although it is, or calls, something that has a counterpart."""
+
+    names: tuple[str, ...]
+    what: str
+    reason: str
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name) or "the model itself"
+
+
+def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """One line for all rows whose names differ in numbers only and whose texts are equal."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, text in rows:
+        groups.setdefault((_pattern(name), text), []).append(name)
+    for (pattern, text), names in groups.items():
+        count = f" ({len(names)} of them)" if len(names) > 1 else ""
+        yield f"  {pattern if count else names[0] or pattern}{count}: {text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The result of ``memkern.compress``; ``print`` shows it."""
+
+    swapped: tuple[Swap, ...]
+    left: tuple[Left, ...]
+    marked: tuple[str, ...]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token that are no longer kept, over the modules whose width is known.
+
+        An upper bound where several layers keep the same tensor (query, key and value layers, or an activation that
+        ends in a linear layer that keeps it): ``memkern.memory.saved_bytes`` and ``memkern.nn.advise`` measure.
+        """
+        return sum(swap.bytes_per_token or 0.0 for swap in self.swapped)
+
+    def _swaps(self) -> Iterator[tuple[str, str]]:
+        for swap in self.swapped:
+            text = f"{swap.was} -> {swap.now}, {swap.before:g} -> {swap.after:g} bytes per element"
+            if swap.width is not None:
+                text += f", {swap.bytes_per_token:,.0f} bytes per token saved"
+            yield from ((name, text) for name in swap.names)
+
+    def __str__(self) -> str:
+        lines = [f"memkern.compress: {len(self.swapped)} modules swapped"]
+        lines += _grouped(self._swaps())
+        if self.swapped:
+            lines.append(
+                f"saved per token: {self.bytes_per_token:,.0f} bytes at most, where the width is known"
+            )
+        if self.marked:
+            lines.append(f"{len(self.marked)} embeddings marked for 32-bit optimizer states")
+            lines += _grouped((name, "marked") for name in self.marked)
+        if self.left:
+            lines.append("left alone")
+            lines += _grouped(
+                (name, f"{left.what}, {left.reason}") for left in self.left for name in left.names
+            )
+        return "\n".join(lines)

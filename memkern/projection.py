@@ -1,0 +1,133 @@
+"""Random projections of tokens: S (k x N) with E[S^T S] = (k / N) I, made from a seed whenever it is applied.
+
+==============  =========================================================================================
+``rows``        k of the N rows of I, without replacement
+``dct``         k of the N rows of the orthonormal DCT-II, without replacement, times a random sign per column
+``gaussian``    independent normals of variance 1 / N
+``rademacher``  independent signs, over sqrt(N)
+==============  =========================================================================================
+
+So ``N / k (S Y)^T (S X)`` is an unbiased estimate of ``Y^T X``. With ``D = sum_i |x_i|^2 |y_i|^2``, its total
+variance is::
+
+    rows          (N D - |Y^T X|^2) / k * (N - k) / (N - 1)          with replacement the last factor would be 1
+    dct           the same with D = sum_f |x'_f|^2 |y'_f|^2 of the transformed rows, which is about
+                  (|X|^2 |Y|^2 + 2 |Y^T X|^2) / N whatever the rows' norms
+    gaussian      (|X|^2 |Y|^2 + |Y^T X|^2) / k
+    rademacher    that minus 2 D / k
+
+Rows win where the products |x_i| |y_i| are alike, and cost no arithmetic; dct is the safe choice where a few tokens
+carry most of the gradient. The dense two take N k products per column and are there for comparison.
+
+The seed is two 32-bit words in an int64 tensor on the tokens' device. Random numbers are a hash of seed and position,
+so that a backward pass repeats them without a generator, a host synchronization or a tensor as large as S.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+CHUNK = 1 << 22  # elements of S, or of a transformed slice, that exist at a time
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Two random words; ``generator`` may live on another device, then they are moved without waiting."""
+    source = device if generator is None else generator.device
+    seed = torch.randint(WORD + 1, (2,), dtype=torch.int64, device=source, generator=generator)
+    return seed.to(device, non_blocking=True)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words (T. Mueller's integer hash); every product stays below 2^63."""
+    for _ in range(2):
+        x = ((x >> 16 ^ x) * 0x45D9F3B) & WORD
+    return x >> 16 ^ x
+
+
+def words(seed: Tensor, stream: Tensor | int, position: Tensor) -> Tensor:
+    """Random 32-bit words as int64, one for each position of a stream (the two are broadcast)."""
+    return _mix(_mix(position ^ _mix(seed[0] ^ stream)) ^ seed[1])
+
+
+def _signs(seed: Tensor, stream: int, n: int, dtype: torch.dtype) -> Tensor:
+    bits = words(seed, stream, torch.arange(n, device=seed.device)) & 1
+    return bits.to(dtype) * 2 - 1
+
+
+def _sample(seed: Tensor, stream: int, n: int, k: int) -> Tensor:
+    """k of n indices without replacement; stable, so that the backward pass meets the same ones."""
+    return words(seed, stream, torch.arange(n, device=seed.device)).argsort(stable=True)[:k]
+
+
+def _rows(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.index_select(0, _sample(seed, 0, len(x), k)).to(dtype)
+
+
+def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Makhoul's way: one real FFT of the rows, even ones first, odd ones backwards after them."""
+    n = len(x)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # no FFT takes less
+    index = torch.arange(n, device=x.device)
+    order = torch.cat([index[::2], index[1::2].flip(0)])
+    signs = _signs(seed, 1, n, wide).unsqueeze(1)
+    frequency = _sample(seed, 0, n, k)
+    mirrored = frequency > n // 2  # a real signal's spectrum is there the conjugate of the other half
+    at = torch.where(mirrored, n - frequency, frequency)
+    angle = frequency.unsqueeze(1).to(wide) * (math.pi / (2 * n))
+    norm = torch.where(frequency == 0, 0.5, 1.0).to(wide).mul(2 / n).sqrt().unsqueeze(1)
+    real = norm * angle.cos()
+    imaginary = norm * angle.sin() * torch.where(mirrored, -1, 1).unsqueeze(1)
+    out = []
+    for part in x.split(max(1, CHUNK // n), dim=1):
+        spectrum = torch.view_as_real(torch.fft.rfft(part.index_select(0, order).to(wide) * signs, dim=0))
+        chosen = spectrum.index_select(0, at)
+        out.append((real * chosen[..., 0] + imaginary * chosen[..., 1]).to(dtype))
+    return torch.cat(out, dim=1)
+
+
+def _normals(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
+    """Box and Muller's transform: a pair of words to a pair of normals."""
+    pair = torch.arange(first // 2, (first + count + 1) // 2, device=seed.device)
+    radius = ((words(seed, rows, 2 * pair) + 1) * 2.0**-32).log().mul(-2).sqrt()
+    angle = words(seed, rows, 2 * pair + 1) * (2 * math.pi * 2.0**-32)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)[:, :count]
+
+
+def _bits(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
+    """The bits of each word as 32 signs."""
+    word = words(seed, rows, torch.arange(first // 32, (first + count + 31) // 32, device=seed.device))
+    bits = word.unsqueeze(-1) >> torch.arange(32, device=seed.device) & 1
+    return bits.flatten(1)[:, :count] * 2 - 1
+
+
+def _dense(entries: Callable[[Tensor, Tensor, int, int], Tensor]) -> Callable[..., Tensor]:
+    def apply(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
+        n = len(x)
+        rows = torch.arange(k, device=x.device).unsqueeze(1)
+        out = x.new_zeros(k, x.shape[1], dtype=torch.promote_types(dtype, torch.float32))
+        first = 0
+        for part in x.split(max(32, CHUNK // k // 32 * 32)):  # starts stay whole words and whole pairs
+            s = entries(seed, rows, first, len(part)).to(dtype)
+            out += s @ part.to(dtype)
+            first += len(part)
+        return out.mul_(n**-0.5).to(dtype)
+
+    return apply
+
+
+PROJECTIONS: dict[str, Callable[..., Tensor]] = {
+    "rows": _rows,
+    "dct": _dct,
+    "gaussian": _dense(_normals),
+    "rademacher": _dense(_bits),
+}
+
+
+def project(x: Tensor, k: int, projection: str, seed: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``S x`` in ``dtype`` (default x's) for x (N, C): (k, C). The same S wherever N, k and seed are the same."""
+    return PROJECTIONS[projection](x, k, seed, dtype or x.dtype)

@@ -1,0 +1,125 @@
+"""A linear function that keeps a random projection of its input for the weight's gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .projection import PROJECTIONS, draw_seed, project
+
+MIN_TOKENS = 128  # below it a layer's input is smaller than its weight, and a fifth of it says little
+
+
+class _Twice(torch.autograd.Function):
+    """The identity, whose own derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name} has no second derivative: its backward pass works on a random projection of the input; "
+            "use torch.nn.functional.linear where double backward is needed"
+        )
+
+
+class _RandomizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, keep: int, projection: str
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            # torch 2.13's partitioner draws a random number again in the backward graph unless the forward graph's
+            # result depends on it (words are below 2^32, so this adds 0).
+            zero = (seed[0] >> 32).to(weight.dtype)
+            y = F.linear(x, weight, zero.expand(len(weight)) if bias is None else bias + zero)
+        else:
+            y = F.linear(x, weight, bias)
+        ctx.tokens, ctx.shape, ctx.projection = x.shape[:-1].numel(), x.shape, projection
+        with torch.autocast(x.device.type, enabled=False):
+            kept = project(x.reshape(ctx.tokens, -1), keep, projection, seed, y.dtype)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, kept, seed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, kept, seed = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            rows = grad.reshape(ctx.tokens, -1)
+            if ctx.needs_input_grad[0]:
+                grad_x = rows.mm(weight.to(grad.dtype)).view(ctx.shape)
+            if ctx.needs_input_grad[1]:
+                grad_weight = project(rows, len(kept), ctx.projection, seed).t() @ kept
+                grad_weight *= ctx.tokens / len(kept)
+            if ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0)
+        grads: tuple[Any, ...] = (grad_x, grad_weight, grad_bias)
+        if torch.is_grad_enabled():  # create_graph
+            grads = tuple(
+                g if g is None else _Twice.apply(g.requires_grad_(), "randomized_linear") for g in grads
+            )
+        return *grads, None, None, None
+
+
+def check_options(keep: float, projection: str, min_tokens: int) -> None:
+    """Raises ValueError for an option of :func:`randomized_linear` that is out of range."""
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        raise ValueError(f"keep must be a share of the tokens, above 0 and at most 1, got {keep!r}")
+    if projection not in PROJECTIONS:
+        raise ValueError(f"projection must be one of {', '.join(map(repr, PROJECTIONS))}, got {projection!r}")
+    if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 0:
+        raise ValueError(f"min_tokens must be a whole number, 0 or more, got {min_tokens!r}")
+
+
+def randomized_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    keep: float = 0.2,
+    projection: str = "rows",
+    generator: torch.Generator | None = None,
+    min_tokens: int = MIN_TOKENS,
+) -> Tensor:
+    r"""``x W^T + b`` that keeps a projection of x for the backward pass, ``keep`` of its bytes.
+
+    For x with N tokens (its leading dimensions), ``k = round(keep * N)`` and a random S with E[S^T S] = (k / N) I::
+
+        y      = x W^T + b                          as torch computes it
+        grad_x = grad_y W                           as torch computes it
+        grad_b = sum of grad_y over tokens          as torch computes it
+        grad_W = N / k (S grad_y)^T (S x)           unbiased; its variance is in memkern.projection
+
+    Args:
+        x: (..., in), floating point.
+        weight: (out, in). bias: (out), or None.
+        keep: share of the tokens, above 0 and at most 1; 1 is the plain layer. Default 0.2.
+        projection: ``"rows"``, ``"dct"``, ``"gaussian"`` or ``"rademacher"``. Default ``"rows"``.
+        generator: where the seed of a call comes from; default torch's global one of x's device.
+        min_tokens: with fewer tokens the layer is plain. Default 128.
+
+    Kept per call: ``k * in`` elements of y's dtype and a seed of 16 bytes; that is ``keep * in * itemsize`` bytes per
+    token, where the plain layer keeps ``in * itemsize`` (or nothing of its own where another operator keeps x
+    anyway). Nothing where the weight needs no gradient. Every call draws its own seed on x's device and saves it
+    beside the projection, so that the two belong together under any kind of checkpointing.
+
+    The second derivative raises RuntimeError. Functions of torch.func are not supported.
+
+    Raises:
+        ValueError: keep, projection or min_tokens out of range.
+
+    Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers" (arXiv 2201.13195).
+    """
+    check_options(keep, projection, min_tokens)
+    tokens = x.shape[:-1].numel()
+    kept = max(1, round(keep * tokens))
+    if not torch.is_grad_enabled() or not weight.requires_grad or tokens < min_tokens or kept >= tokens:
+        return F.linear(x, weight, bias)
+    return _RandomizedLinear.apply(x, weight, bias, draw_seed(x.device, generator), kept, projection)

@@ -1,0 +1,178 @@
+"""Activations whose derivative is kept in a few bits per element.
+
+Codes are bit planes: byte i of plane p holds bit p of the codes of elements 8i to 8i + 7, in memory order. A plane is
+padded with zeros to a multiple of 16 bytes, so that ``bits`` planes take ``bits / 8`` bytes per element and less than
+64 bytes more. Levels and thresholds: :mod:`memkern.levels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, PLANE_ALIGNMENT, to_fp32
+from ..layout import FLOATS, is_dense, memory_order, same_layout
+from ..levels import SYMMETRIES, Levels
+from .blockwise import sqrt
+
+_FUNCTIONS: dict[str, Callable[[Tensor, float, float, bool], Tensor]] = {
+    "gelu": lambda x, a, b, inplace: F.gelu(x),
+    "gelu_tanh": lambda x, a, b, inplace: F.gelu(x, approximate="tanh"),
+    "silu": lambda x, a, b, inplace: F.silu(x, inplace),
+    "tanh": lambda x, a, b, inplace: torch.tanh(x),
+    "sigmoid": lambda x, a, b, inplace: torch.sigmoid(x),
+    "softplus": lambda x, a, b, inplace: F.softplus(x, a, b),
+    "mish": lambda x, a, b, inplace: F.mish(x, inplace),
+    "hardswish": lambda x, a, b, inplace: F.hardswish(x, inplace),
+    "quick_gelu": lambda x, a, b, inplace: x * torch.sigmoid(1.702 * x),
+    "relu": lambda x, a, b, inplace: F.relu(x, inplace),
+    "leaky_relu": lambda x, a, b, inplace: F.leaky_relu(x, a, inplace),
+    "hardtanh": lambda x, a, b, inplace: F.hardtanh(x, a, b, inplace),
+}
+_BY_NUMBER = [_FUNCTIONS[name] for name in ACTIVATIONS]
+
+
+def activate(x: Tensor, fn: int, a: float = 0.0, b: float = 0.0, inplace: bool = False) -> Tensor:
+    """torch's own activation, in place where torch has it so.
+
+    a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds.
+    """
+    return _BY_NUMBER[fn](x, a, b, inplace)
+
+
+def plane_bytes(numel: int) -> int:
+    """Bytes of one bit plane of so many elements."""
+    return -(-numel // (8 * PLANE_ALIGNMENT)) * PLANE_ALIGNMENT
+
+
+def check_table(bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> None:
+    """Raises ValueError unless these are a table of levels."""
+    if not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"bits must be from 1 to {MAX_BITS}, got {bits}")
+    if len(thresholds) != len(flips) or len(thresholds) > MAX_THRESHOLDS:
+        raise ValueError(
+            f"thresholds and flips must have as many entries, at most {MAX_THRESHOLDS}, "
+            f"got {len(thresholds)} and {len(flips)}"
+        )
+    if symmetry not in SYMMETRIES:
+        raise ValueError(f"symmetry must be one of {', '.join(map(str, SYMMETRIES))}, got {symmetry}")
+    for flip in flips:
+        if not 0 <= flip < 2**bits:
+            raise ValueError(f"flips must be from 0 to {2**bits - 1}, got {flip}")
+
+
+def check_dense(x: Tensor, name: str) -> None:
+    """Raises unless ``x`` is a dense tensor of floating point numbers."""
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
+    if not is_dense(x.shape, x.stride()):
+        raise ValueError(
+            f"{name} must be dense, got shape {tuple(x.shape)} with strides {x.stride()}; use contiguous()"
+        )
+
+
+def few_bit_encode(
+    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
+) -> Tensor:
+    """The codes of a dense tensor: uint8 of shape (bits, bytes of a plane)."""
+    check_table(bits, thresholds, flips, symmetry)
+    check_dense(x, "x")
+    code = torch.zeros(plane_bytes(x.numel()) * 8, dtype=torch.uint8, device=x.device)
+    table = Levels(bits, (), tuple(thresholds), tuple(flips), symmetry)
+    code[: x.numel()] = table.codes(memory_order(x))
+    place = torch.arange(8, dtype=torch.uint8, device=x.device)
+    planes = [((code >> p & 1).view(-1, 8) << place).sum(1, dtype=torch.uint8) for p in range(bits)]
+    return torch.stack(planes)
+
+
+def decode(codes: Tensor, numel: int) -> Tensor:
+    """The code of each element, one int64 each."""
+    place = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    bits = (codes[:, :, None] >> place & 1).view(codes.shape[0], -1)[:, :numel].long()
+    weight = 2 ** torch.arange(codes.shape[0], device=codes.device)
+    return (bits * weight[:, None]).sum(0)
+
+
+@torch.no_grad()
+def few_bit_forward(
+    x: Tensor,
+    fn: int,
+    a: float,
+    b: float,
+    bits: int,
+    thresholds: Sequence[float],
+    flips: Sequence[int],
+    symmetry: int,
+) -> tuple[Tensor, Tensor]:
+    """The activation of a dense tensor, and the codes of its derivative."""
+    codes = few_bit_encode(x, bits, thresholds, flips, symmetry)
+    return activate(x, fn, a, b), codes
+
+
+def check_codes(codes: Tensor, numel: int) -> None:
+    """Raises unless ``codes`` are the bit planes of so many elements."""
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or not codes.is_contiguous():
+        raise TypeError(f"codes must be contiguous uint8 with a row per bit, got {codes.dtype} {codes.shape}")
+    if not 1 <= codes.shape[0] <= MAX_BITS or codes.shape[1] != plane_bytes(numel):
+        raise ValueError(
+            f"codes of {numel} elements must have 1 to {MAX_BITS} rows of {plane_bytes(numel)} bytes, "
+            f"got {tuple(codes.shape)}"
+        )
+
+
+@torch.no_grad()
+def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
+    check_dense(grad, "grad")
+    check_codes(codes, grad.numel())
+    if len(levels) != 2 ** codes.shape[0]:
+        raise ValueError(f"levels must have {2 ** codes.shape[0]} entries, one per code, got {len(levels)}")
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    table = torch.tensor([to_fp32(v) for v in levels], dtype=wide, device=grad.device)
+    result = torch.empty_like(grad)
+    product = memory_order(grad).to(wide) * table[decode(codes, grad.numel())]
+    memory_order(result).copy_(product)
+    return result
+
+
+@torch.no_grad()
+def few_bit_backward_from_output(
+    grad: Tensor,
+    output: Tensor,
+    codes: Tensor,
+    minimum: float,
+    falling: Sequence[float],
+    rising: Sequence[float],
+    falling_reach: float,
+    rising_reach: float,
+) -> Tensor:
+    """grad times the derivative that a :class:`memkern.levels.Valley` finds from the output and one bit, in fp32."""
+    check_dense(grad, "grad")
+    check_codes(codes, grad.numel())
+    if codes.shape[0] != 1:
+        raise ValueError(f"codes must have one row, got {codes.shape[0]}")
+    if output.dtype not in FLOATS or not same_layout(output, grad):
+        raise ValueError(
+            f"output must have grad's shape and strides, {tuple(grad.shape)} and {grad.stride()}, "
+            f"got {tuple(output.shape)} and {output.stride()} of {output.dtype}"
+        )
+    if len(falling) != len(rising) or not 1 <= len(rising) <= MAX_COEFFICIENTS:
+        raise ValueError(
+            f"falling and rising must have as many coefficients, 1 to {MAX_COEFFICIENTS}, "
+            f"got {len(falling)} and {len(rising)}"
+        )
+    t = memory_order(output).float() - to_fp32(minimum)
+    s = sqrt(torch.where(t > 0, t, 0))
+    side = decode(codes, grad.numel()) == 1
+    choose = lambda rises, falls: torch.where(side, to_fp32(rises), to_fp32(falls))  # noqa: E731
+    reach = choose(rising_reach, falling_reach)
+    z = torch.minimum(s, reach) * choose(2 / rising_reach, 2 / falling_reach) - 1.0
+    d = choose(rising[0], falling[0])
+    for r, f in zip(rising[1:], falling[1:], strict=True):
+        d = d * z + choose(r, f)
+    result = torch.empty_like(grad)
+    memory_order(result).copy_(memory_order(grad).float() * d)
+    return result

@@ -1,0 +1,86 @@
+"""Compiles csrc/cuda/ with g++ against tests/simt/simt.h and loads it: its ops for CPU tensors, in memkern_simt."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from memkern import _ops
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = [
+    *("-std=c++20", "-O2", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-g1"),
+    *("-Wall", "-Wno-attributes", "-Wno-unknown-pragmas", "-DTORCH_TARGET_VERSION=0x020a000000000000"),
+]
+_library: list[torch.library.Library] = []  # its ops live as long as it does
+
+
+def missing() -> str | None:
+    """Why the shim cannot be built here."""
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    return None if os.uname().machine == "x86_64" else "the fibers' switch is written for x86-64"
+
+
+def includes(folder: Path) -> list[str]:
+    """Where csrc/ finds its headers; core/tables.h is made in ``folder``, as setup.py may not have written it."""
+    header = folder / "generated" / "core" / "tables.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    header.write_text(runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]())
+    torch_dir = Path(torch.__file__).parent / "include"
+    paths = [
+        ROOT / "tests" / "simt",
+        ROOT / "csrc",
+        header.parent,
+        header.parent.parent,
+        torch_dir,
+        torch_dir / "torch/csrc/api/include",
+    ]
+    return ["-DTORCH_TARGET_VERSION=0x020a000000000000", *(f"-I{path}" for path in paths)]
+
+
+def compile_library(folder: Path, *flags: str) -> Path:
+    """The shared library, in ``folder``."""
+    options = [*FLAGS, *flags, *includes(folder)]
+
+    def compile_one(source: Path) -> str:
+        target = str(folder / f"{source.stem}.o")
+        command = ["g++", *options, "-x", "c++", "-c", str(source), "-o", target]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return target
+
+    sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), ROOT / "tests" / "simt" / "library.cpp"]
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        objects = list(pool.map(compile_one, sources))
+    library = folder / "libmemkern_simt.so"
+    link = [
+        "g++",
+        "-shared",
+        *flags,
+        *objects,
+        "-o",
+        str(library),
+        f"-L{Path(torch.__file__).parent / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
+    subprocess.run(link, check=True)
+    return library
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Registers the ops as ``torch.ops.memkern_simt``; returns the library for its own functions."""
+    if not _library:
+        _library.append(torch.library.Library("memkern_simt", "DEF"))
+        for name, schema in _ops.SCHEMAS.items():
+            _library[0].define(name + schema)
+        torch.ops.load_library(str(library))
+    return ctypes.CDLL(str(library))

@@ -1,0 +1,266 @@
+"""The CUDA kernels and their host side, compiled by g++ and run on the CPU (tests/simt): the reference, bit for bit.
+
+What this proves is the arithmetic, the indexing, the tables and the launches; not the timing, and not what the GPU's
+memory does with two threads at once. Threads run in three orders, so that a result that depends on it shows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
+from helpers import FLOATS, LAYOUTS, assert_same, hard, like, name_of, over_dtypes, over_layouts, tensor
+from simt import build, drive
+from simt.drive import compare_activations, compare_codecs, compare_steps, scaler, step_args, twin
+
+from memkern import reference
+from memkern.codec import ACTIVATIONS
+from memkern.layout import layout_of
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+ORDERS = ("fwd", "rev", "rand")
+over_orders = pytest.mark.parametrize("order", ORDERS)
+over_steps = pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
+MOST_LAUNCHES = 4
+
+
+@pytest.fixture(scope="module")
+def library(simt_library: tuple[CDLL, Path]) -> CDLL:
+    return simt_library[0]
+
+
+@pytest.fixture
+def graph(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
+    """Launches are recorded while SIMT_CAPTURE is set."""
+    library.memkern_simt_forget()
+    yield library
+    library.memkern_simt_forget()
+
+
+@pytest.fixture(autouse=True)
+def _loaded(library: CDLL) -> None:
+    pass
+
+
+# ---- the kernels
+
+
+@over_layouts
+@over_dtypes
+def test_codecs(layout: str, dtype: torch.dtype) -> None:
+    compare_codecs(layout, dtype, (8, 128, 256, 1024))
+
+
+@pytest.mark.parametrize("layout", ACTIVATION_LAYOUTS)
+@over_dtypes
+def test_activations(layout: str, dtype: torch.dtype) -> None:
+    for bits in (1, 2, 3, 4):
+        compare_activations(layout, dtype, bits)
+
+
+@over_dtypes
+def test_forward_of_many_values(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
+    for name, fn in ACTIVATIONS.items():
+        a, b = drive.ACTIVATION_ARGUMENTS.get(name, (0.0, 0.0))
+        y, codes = torch.ops.memkern_simt.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
+        drive.assert_near(y, x, name, a, b)
+        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2))
+
+
+@over_orders
+def test_codecs_in_any_order(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    for layout in ("odd", "short rows", "one long row"):
+        compare_codecs(layout, torch.float32, (24, 264, 4096))
+
+
+@over_steps
+@over_dtypes
+@pytest.mark.parametrize("grad", FLOATS, ids=name_of)
+def test_steps(name: str, dtype: torch.dtype, grad: torch.dtype) -> None:
+    compare_steps(name, step_args(name, dtype, grad), scaler())
+
+
+@over_steps
+@pytest.mark.parametrize("block_size", [8, 24, 256, 264, 4096])
+def test_block_sizes(name: str, block_size: int) -> None:
+    layouts = ("odd", "long rows", "one long row", "short rows", "unaligned", "channels_last")
+    compare_steps(name, step_args(name, block_size=block_size, layouts=layouts), {})
+
+
+@over_steps
+@over_orders
+def test_steps_in_any_order(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    layouts = ("odd", "short rows", "unaligned", "one long row", "empty", "0-dim")
+    compare_steps(name, step_args(name, torch.bfloat16, codec=(0, 0), layouts=layouts), {})
+    compare_steps(name, step_args(name, block_size=264, layouts=layouts), scaler())
+
+
+@over_steps
+def test_many_tiles_of_one_tensor(name: str) -> None:
+    args = step_args(name, layouts=("odd",) * 3)
+    for i in range(3):  # one in power codes, one in dynamic ones, one in fp32
+        for tensors, dtype in ((args[0], None), (args[1], None), (args[2], args[2][i].dtype)):
+            tensors[i] = (hard((40, 1000), i, scale=0.1) if dtype is None else torch.zeros(40, 1000)).to(
+                dtype or torch.float32
+            )
+        if name == "adam_step_":
+            args[3][i] = torch.zeros(40, 1000, dtype=args[3][i].dtype)
+    for scales in args[4:6] if name == "adam_step_" else args[3:4]:
+        scales[:] = [torch.zeros(layout_of(args[0][0], 128).scale_shape) for _ in scales]
+    compare_steps(name, args, {}, steps=1)
+
+
+def test_long_run() -> None:
+    """What the approximate roots of the encoder are not sure of is encoded by the formula."""
+    compare_steps(
+        "adam_step_", step_args("adam_step_", codec=(0, 0), layouts=("odd", "whole blocks")), {}, 30
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@over_orders
+def test_norm(scale: float | None, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [tensor(layout, FLOATS[i % 3], seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
+    grads.append(hard((40_000,), 7))  # several tiles
+    grad_scale = None if scale is None else torch.tensor(scale)
+    norms = [torch.full((), -1.0, dtype=torch.float64) for _ in range(3)]
+    torch.ops.memkern_simt.grad_norm_(norms[0], grads, grad_scale)
+    monkeypatch.setenv("SIMT_ORDER", order)
+    torch.ops.memkern_simt.grad_norm_(norms[1], grads, grad_scale)
+    assert_same(norms[1], norms[0], "the same bits in any order")
+    reference.grad_norm_(norms[2], grads, grad_scale)
+    assert float(norms[0]) == pytest.approx(float(norms[2]), rel=1e-12)
+
+
+# ---- the table
+
+
+@over_steps
+def test_numbers_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lr and a GradScaler's tensors may be on the CPU: their values are then part of the table."""
+    monkeypatch.setenv("SIMT_HOST_NUMBERS", "1")
+    layouts = ("odd", "one element", "whole blocks")
+    args = step_args(name, layouts=layouts)
+    rates = args[drive.RATES[name]]
+    expected = twin(args)
+    for step in range(3):
+        rates[0].mul_(0.5)
+        getattr(torch.ops.memkern_simt, name)(*args, **scaler())
+        expected[drive.RATES[name]][0].copy_(rates[0])
+        getattr(reference, name)(*expected, **scaler())
+        assert_same(args, expected, f"step {step}")
+
+
+@over_steps
+def test_a_step_is_skipped_whole(name: str) -> None:
+    args = step_args(name)
+    before = twin(args)
+    getattr(torch.ops.memkern_simt, name)(*args, **scaler(found_inf=torch.tensor(1.0)))
+    assert_same(args, before)
+
+
+@over_steps
+def test_optimizers_take_turns(name: str) -> None:
+    """Two with the same first parameter and as many tensors share a place in memory, and neither sees the other's."""
+    one, other = step_args(name), step_args(name, codec=(1, 0))
+    other[0][0] = one[0][0]
+    expected = twin(one), twin(other)
+    expected[1][0][0] = expected[0][0][0]
+    for _ in range(2):
+        for args, same in zip((one, other), expected, strict=True):
+            getattr(torch.ops.memkern_simt, name)(*args)
+            getattr(reference, name)(*same)
+    assert_same([one, other], [*expected])
+
+
+def many(n: int) -> list[Any]:
+    """A Lion step of n small tensors."""
+    params = [hard((40,), i) for i in range(n)]
+    zeros = [torch.zeros(40) for _ in params]
+    rest = [[1e-2], [0.9], [0.99], [0.1]]
+    rates = [torch.tensor(rest[0][0])]
+    return [params, [like(p, 1) for p in params], zeros, [], [0] * n, rates, *rest[1:], [0], [0], [128]]
+
+
+@pytest.mark.parametrize("n", [1, 148, 1000])
+def test_launches_are_few_whatever_the_number_of_tensors(
+    n: int, graph: CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = many(n)
+    expected = twin(args)
+    torch.ops.memkern_simt.lion_step_(*args)  # the table is new: as many launches as it has chunks
+    args[1] = [g.clone() for g in args[1]]  # zero_grad(set_to_none=True): new gradients at every step
+    monkeypatch.setenv("SIMT_CAPTURE", "1")
+    torch.ops.memkern_simt.lion_step_(*args)
+    monkeypatch.delenv("SIMT_CAPTURE")
+    chunks = -(-n * 120 // 31744) - 1  # a graph holds the whole table
+    assert graph.memkern_simt_launches() <= MOST_LAUNCHES + chunks
+    graph.memkern_simt_replay()
+    for _ in range(2):
+        reference.lion_step_(*expected)
+    assert_same(args, expected)
+
+
+@over_steps
+def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = step_args(name)
+    rates = args[drive.RATES[name]]
+    options = scaler()
+    expected, other = twin(args), step_args(name, codec=(1, 0))
+    monkeypatch.setenv("SIMT_CAPTURE", "1")
+    getattr(torch.ops.memkern_simt, name)(*args, **options)
+    monkeypatch.delenv("SIMT_CAPTURE")
+    assert_same(args, expected, "nothing runs while a graph is captured")
+    assert graph.memkern_simt_launches() <= MOST_LAUNCHES
+    for step in range(3):
+        for rate in rates:
+            rate.mul_(0.7)
+        options["found_inf"].fill_(step == 1)
+        new = drive.gradients(args[0], step + 5, torch.float32)
+        for g, fresh in zip(args[1], new, strict=True):
+            g.copy_(fresh)
+        graph.memkern_simt_replay()
+        getattr(torch.ops.memkern_simt, name)(*other)  # an eager step in between
+        expected[1] = args[1]
+        expected[drive.RATES[name]] = rates
+        getattr(reference, name)(*expected, **options)
+        assert_same(args, expected, f"replay {step}")
+
+
+# ---- memory
+
+
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    def path(name: str) -> str:
+        return subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
+
+    runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    if not all(os.path.isabs(name) for name in runtime):
+        pytest.skip("g++ has no libasan or libubsan beside it")
+    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
+    library = build.compile_library(tmp_path, *flags)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(build.ROOT), str(build.ROOT / "tests")]),
+        "LD_PRELOAD": " ".join(runtime),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "SIMT_ORDER": "rand",
+    }
+    command = [sys.executable, str(Path(drive.__file__)), str(library)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+    assert run.stdout.strip() == "nothing found"
