@@ -21,7 +21,7 @@ from ..layout import BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, stream_of, triton_type
+from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of, triton_type
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
