@@ -114,7 +114,7 @@ def layer_count(p: torch.Tensor, block_size: int, layers: int) -> int:
         return 1
     layout, rows = layout_of(p, block_size), row_count(p.shape, p.stride())
     count = rows if layers == EVERY_ROW else layers
-    if rows % count:
+    if count < 1 or rows % count:
         raise ValueError(
             f"layers must divide the rows of a tensor, {rows} of shape {tuple(p.shape)}, got {layers}"
         )
