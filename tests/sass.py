@@ -101,7 +101,9 @@ def _matches(opcode: str, key: str) -> bool:
     return set(key.split(".")) <= parts
 
 
-def _search(head: int, edges: dict, at: dict, count: object, goal: tuple, limit: int | None) -> list[int] | None:
+def _search(
+    head: int, edges: dict, at: dict, count: object, goal: tuple, limit: int | None
+) -> list[int] | None:
     start = count(at[head], (0,) * len(goal))  # type: ignore[operator]
     if start is None:
         return None
