@@ -23,9 +23,10 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
 
-# Peers are wanted, not needed: one that cannot be installed here is named as absent in the table.
+# Peers are wanted, not needed: one that cannot be installed here is named as absent in the table. Of timm only the
+# optimizers are used, which need nothing but torch.
 bench: $(VENV)/.installed
-	for peer in bitsandbytes torchao deepspeed; do $(BIN)/python -m pip install -q $$peer || true; done
+	for peer in bitsandbytes torchao deepspeed "--no-deps timm"; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has.

@@ -20,9 +20,17 @@ IDLE = {"DeepSpeed CPULion": "exp_avg_sq"}  # allocated, and never touched
 
 
 def stepper(
-    name: str, make: Make, shapes: Shapes, device: str, dtype: torch.dtype = torch.float32
+    name: str,
+    make: Make,
+    shapes: Shapes,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    reads: Callable[[int, int], int] = lambda params, state: 0,
 ) -> Contender:
-    """A contender that steps an optimizer over parameters of these shapes, their gradients constant."""
+    """A contender that steps an optimizer over parameters of these shapes, their gradients constant.
+
+    reads: what a pass for norms reads before the update, from the bytes of all parameters and of the state.
+    """
 
     def setup() -> Subject:
         torch.manual_seed(0)
@@ -33,7 +41,8 @@ def stepper(
 
         def moved_bytes() -> int:  # parameter and states in and out, gradient in
             idle = tensor_bytes(state.get(IDLE.get(name)) for state in optimizer.state.values())
-            return 3 * tensor_bytes(params) + 2 * (optimizer_bytes(optimizer) - idle)
+            size, state = tensor_bytes(params), optimizer_bytes(optimizer) - idle
+            return 3 * size + 2 * state + reads(size, state)
 
         return Subject(optimizer.step, moved_bytes, lambda: optimizer_bytes(optimizer))
 

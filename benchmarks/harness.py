@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import math
 import os
 import statistics
@@ -171,8 +172,11 @@ class _Entry:
 
 
 def _version(contender: str) -> str:
-    package = importlib.import_module(contender.split()[0].lower())
-    return f"{package.__name__} {package.__version__}"
+    name = contender.split()[0].lower()
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:  # imported from its sources
+        return f"{name} {importlib.import_module(name).__version__}"
 
 
 def _set_up(contender: Contender) -> _Entry:

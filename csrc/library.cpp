@@ -18,6 +18,20 @@ STABLE_TORCH_LIBRARY(memkern, m) {
       "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
       "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
   m.def(
+      "lamb_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, "
+      "Tensor(g!)[] trust_ratios, int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] eps, "
+      "float[] weight_decay, int[] decoupled, int[] bias_correction, int[] trust_clip, int[] always_adapt, "
+      "int[] layers, int[] maximize, int[] codec, int[] block_size, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
+  m.def(
+      "lars_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
+      "Tensor(d!)[] steps, Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] momentum, "
+      "float[] dampening, float[] weight_decay, int[] nesterov, float[] trust_coeff, float[] eps, "
+      "int[] trust_clip, int[] always_adapt, int[] layers, int[] maximize, int[] codec, int[] block_size, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> "
+      "()");
+  m.def(
       "lion_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
       "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] "
       "codec, "
@@ -39,6 +53,8 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
   m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cpu));
   m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cpu));
   m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cpu));
+  m.impl("lamb_step_", TORCH_BOX(&memkern::lamb_step_cpu));
+  m.impl("lars_step_", TORCH_BOX(&memkern::lars_step_cpu));
   m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cpu));
   m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cpu));
   m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cpu));

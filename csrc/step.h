@@ -103,4 +103,26 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
   return jobs;
 }
 
+// Checks that there is a trust ratio for each layer of each tensor.
+template <class J> void check_trust_ratios(const Tensors& params, const std::vector<J>& jobs,
+                                           const Tensors& trust_ratios, const Ints& group,
+                                           const Ints& layers) {
+  STD_TORCH_CHECK(trust_ratios.size() == params.size(), "trust_ratios must have ", params.size(),
+                  " entries, one per parameter, got ", trust_ratios.size());
+  const bool on_cpu = params.empty() || params[0].is_cpu();
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const int64_t wish = layers[group[i]];
+    const int64_t count = layer_count(jobs[i].layout, params[i].dim(), wish);
+    STD_TORCH_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
+                    jobs[i].layout.rows, ", and end where a block of ", jobs[i].layout.block,
+                    " elements does, got ", wish);
+    const Tensor& ratios = trust_ratios[i];
+    STD_TORCH_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 &&
+                        ratios.numel() == count && ratios.is_contiguous() &&
+                        same_device(ratios, params[i], on_cpu),
+                    name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
+                    ",) on its parameter's device");
+  }
+}
+
 }  // namespace memkern

@@ -35,6 +35,21 @@ SCHEMAS = {
         "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
         "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
     ),
+    "lamb_step_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+        "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, "
+        "Tensor(g!)[] trust_ratios, int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] eps, "
+        "float[] weight_decay, int[] decoupled, int[] bias_correction, int[] trust_clip, int[] always_adapt, "
+        "int[] layers, int[] maximize, int[] codec, int[] block_size, Tensor? grad_scale=None, "
+        "Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    ),
+    "lars_step_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
+        "Tensor(d!)[] steps, Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] momentum, "
+        "float[] dampening, float[] weight_decay, int[] nesterov, float[] trust_coeff, float[] eps, "
+        "int[] trust_clip, int[] always_adapt, int[] layers, int[] maximize, int[] codec, int[] block_size, "
+        "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    ),
     "lion_step_": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
         "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
@@ -90,6 +105,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
     "adam_step_": _fake_step,
+    "lamb_step_": _fake_step,
+    "lars_step_": _fake_step,
     "lion_step_": _fake_step,
     "grad_norm_": _fake_step,
     "few_bit_encode": _fake_encode,

@@ -61,6 +61,14 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def row_count(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The size of a dense tensor's outermost dimension in memory."""
+    # A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
+    if not len(shape) or shape[0] == 1:
+        return 1
+    return max((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1)[1]
+
+
 def block_layout(shape: Sequence[int], strides: Sequence[int], block_size: int) -> BlockLayout:
     """The layout of a dense tensor of ``shape`` and ``strides`` (in elements).
 
@@ -77,10 +85,7 @@ def block_layout(shape: Sequence[int], strides: Sequence[int], block_size: int) 
         numel *= size
     if numel == 0:
         return BlockLayout(0, 0, block_size, (0,))
-    rows = 1
-    # A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
-    if len(shape) and shape[0] != 1:
-        rows = max((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1)[1]
+    rows = row_count(shape, strides)
     cols = numel // rows
     if cols >= block_size:
         return BlockLayout(numel, cols, block_size, (rows, -(-cols // block_size)))
@@ -91,6 +96,35 @@ def block_layout(shape: Sequence[int], strides: Sequence[int], block_size: int) 
 def layout_of(tensor: torch.Tensor, block_size: int) -> BlockLayout:
     """:func:`block_layout` of a tensor."""
     return block_layout(tensor.shape, tensor.stride(), block_size)
+
+
+EVERY_ROW = 0
+"""In place of a number of layers: each row is one."""
+
+
+def layer_count(p: torch.Tensor, block_size: int, layers: int) -> int:
+    """How many layers a tensor is: equal runs of its rows, each with a trust ratio of its own.
+
+    ``layers``: their number, or :data:`EVERY_ROW`. A tensor of fewer than two dimensions is one layer.
+
+    Raises:
+        ValueError: the rows do not divide into them, or a layer would end inside a block.
+    """
+    if layers == 1 or p.dim() < 2 or p.numel() == 0:
+        return 1
+    layout, rows = layout_of(p, block_size), row_count(p.shape, p.stride())
+    count = rows if layers == EVERY_ROW else layers
+    if count < 1 or rows % count:
+        raise ValueError(
+            f"layers must divide the rows of a tensor, {rows} of shape {tuple(p.shape)}, got {layers}"
+        )
+    in_one_run = layout.segment == layout.numel  # else rows are longer than a block, and each begins one
+    if count > 1 and in_one_run and p.numel() // count % layout.block:
+        raise ValueError(
+            f"a layer must end where a block does: {count} layers of a tensor of shape {tuple(p.shape)} end "
+            f"inside its blocks of {layout.block}; choose a block_size of at most {p.numel() // rows}, a row's length"
+        )
+    return count
 
 
 def memory_order(tensor: torch.Tensor) -> torch.Tensor:

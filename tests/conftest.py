@@ -1,11 +1,14 @@
 """The same conditions for every test: backend, seed, threads, hypothesis examples."""
 
 import os
+from ctypes import CDLL
+from pathlib import Path
 
 import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
 from hypothesis import settings
+from simt import build
 
 # The same examples every run: a failure that comes and goes tells less than one that stays.
 settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
@@ -13,6 +16,13 @@ settings.load_profile("memkern")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton_interpreter  # noqa: F401  (repairs it)
+
+
+@pytest.fixture(scope="session")
+def simt_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[CDLL, Path]:
+    """csrc/cuda/ as CPU programs (tests/simt), its ops registered once a session."""
+    path = build.compile_library(tmp_path_factory.mktemp("simt"))
+    return build.load(path), path
 
 
 @pytest.fixture(autouse=True)

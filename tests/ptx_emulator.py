@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +109,20 @@ class Memory:
         for x in tensors:
             self.add(x)
 
+    @classmethod
+    def process(cls) -> Memory:
+        """All that this process may write: for kernels whose memory others allocated; checks little."""
+        memory = cls()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            if rights.startswith("rw"):
+                start, end = (int(x, 16) for x in span.split("-"))
+                memory.starts.append(start)
+                memory.buffers.append(
+                    np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
+                )
+        return memory
+
     def add(self, x: torch.Tensor | Array) -> int:
         """Declares the storage of a tensor, or an array; returns its address."""
         if isinstance(x, torch.Tensor):
@@ -114,8 +130,8 @@ class Memory:
             start, size = storage.data_ptr(), storage.nbytes()
         else:
             start, size = x.ctypes.data, x.nbytes
-        if size and start not in self.starts:
-            i = int(np.searchsorted(self.starts, start)) if self.starts else 0
+        i = bisect_right(self.starts, start)
+        if size and not (i and start + size <= self.starts[i - 1] + len(self.buffers[i - 1])):
             self.starts.insert(i, start)
             self.buffers.insert(i, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)))
         self.kept.append(x)

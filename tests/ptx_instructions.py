@@ -62,6 +62,8 @@ class Instructions:
         if kind == "pred":
             if operand[0] == "!":
                 return ~self.get(operand[1:], kind, at)
+            if operand not in self.kernel.registers:
+                return np.full(len(at), literal(operand) != 0)
             return self.bits(operand)[at]
         if operand in self.kernel.registers:
             return values(self.bits(operand)[at], kind)

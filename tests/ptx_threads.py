@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import numpy as np
 from ptx_emulator import (
@@ -37,7 +38,7 @@ class Threads(Instructions):
         memory: Memory,
         shared_bytes: int,
     ) -> None:
-        self.kernel, self.memory, self.params = kernel, memory, params
+        self.kernel, self.memory = kernel, memory
         self.count = n = len(blocks) * threads
         lane = np.tile(np.arange(threads, dtype=np.uint32), len(blocks))
         self.block = np.repeat(np.arange(len(blocks)), threads)
@@ -56,7 +57,14 @@ class Threads(Instructions):
             **{f"%{what}.{axis}": np.zeros(n, np.uint32) for what in ("tid", "ctaid") for axis in "yz"},
             **{f"%{what}.{axis}": np.ones(n, np.uint32) for what in ("ntid", "nctaid") for axis in "yz"},
         }
-        self.symbols = {name: memory.add(array) for name, array in module.constants.items()} | kernel.shared
+        room = np.zeros(len(params) + 16, np.uint8)
+        self.params = room[-room.ctypes.data % 16 :][: len(params)]  # on 16 bytes, as a GPU has them
+        self.params[:] = np.frombuffer(params, np.uint8)
+        self.symbols = {
+            **{name: memory.add(array) for name, array in module.constants.items()},
+            **{name: memory.add(self.params) + offset for name, (offset, _) in kernel.params.items()},
+            **kernel.shared,
+        }
         # What nobody wrote is NaN.
         self.shared = np.full((len(blocks), kernel.shared_bytes + shared_bytes), 0xFF, np.uint8)
         self.registers: dict[str, Array] = {}
@@ -102,16 +110,11 @@ class Threads(Instructions):
         if not found:
             raise PtxError(f"cannot read the address of {i.text}")
         base, offset = found[1], int(found[2] or "0", 0)
-        space = next((s for s in ("param", "shared", "const", "global") if s in i.op), "global")
-        if space == "param":
-            start = self.kernel.params[base][0] + offset
-            buffer = np.frombuffer(self.params, np.uint8)
-            return [(np.arange(len(at)), buffer, np.full(len(at), start, np.int64))]
         wide = base in self.kernel.registers and SIZES[self.kernel.registers[base]] == 4
         address = self.get(base, "u32" if wide else "u64", at).astype(np.uint64) + np.uint64(
             offset & (1 << 64) - 1
         )
-        if space == "shared":
+        if "shared" in i.op:
             where = address.astype(np.int64)
             if (where + lanes * size > self.shared.shape[1]).any() or (where % (lanes * size)).any():
                 raise PtxError(f"{i.text}: outside of shared memory, or not aligned")
@@ -201,6 +204,52 @@ class Threads(Instructions):
         self.put(name, everyone[self.warp_start[at] + np.where(fine, other, lane)], "b32", at)
         if valid:
             self.put(valid[0], fine, "pred", at)
+
+    def do_redux(self, i: Instruction, kind: str, at: Array) -> None:
+        target, source, mask = i.operands
+        self.together(i, mask, at)
+        reduce = {
+            "max": np.maximum,
+            "min": np.minimum,
+            "add": np.add,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+        }
+        x, result = self.get(source, kind, at), np.zeros(len(at), UNSIGNED[4])
+        for start in np.unique(self.warp_start[at]):
+            mine = self.warp_start[at] == start
+            result[mine] = bits_of(reduce[i.op[2]].reduce(x[mine]), kind)
+        self.put(target, result, "b32", at)
+
+    def do_ldmatrix(self, i: Instruction, _: str, at: Array) -> None:
+        """8 x 8 matrices of 16 bits, one row of each at a lane's address; each lane gets two neighbours of each."""
+        for name, rows, place in self.matrices(i, i.operands[0], i.operands[1], at):
+            pair = self.shared.reshape(-1)[rows + place].view(np.uint16).astype(np.uint32)
+            self.put(name, pair[:, 0] | pair[:, 1] << np.uint32(16), "b32", at)
+
+    def do_stmatrix(self, i: Instruction, _: str, at: Array) -> None:
+        for name, rows, place in self.matrices(i, i.operands[1], i.operands[0], at):
+            pair = self.get(name, "b32", at)
+            self.shared.reshape(-1)[rows + place] = pair[:, None].view(np.uint8)
+
+    def matrices(
+        self, i: Instruction, names: str, address: str, at: Array
+    ) -> Iterator[tuple[str, Array, Array]]:
+        """For each matrix its register, and where in shared memory each thread's four bytes are."""
+        if not {"m8n8", "shared", "b16"} <= {*i.op}:
+            raise PtxError(f"unknown instruction: {i.text}")
+        self.together(i, "-1", at)
+        (_, _, where), *_ = self.access(i, address, at, 1, 16)
+        rows = np.zeros(self.count, np.int64)
+        rows[at] = where
+        lane = self.lane[at].astype(np.int64)
+        for k, name in enumerate(names.strip("{} ").replace(" ", "").split(",")):
+            if "trans" in i.op:
+                row = 2 * (lane % 4)[:, None] + np.repeat([0, 1], 2)
+                place = 2 * (lane // 4)[:, None] + np.tile([0, 1], 2)
+            else:
+                row, place = (lane // 4)[:, None], 4 * (lane % 4)[:, None] + np.arange(4)
+            yield name, rows[self.warp_start[at][:, None] + 8 * k + row], place
 
     def do_vote(self, i: Instruction, _: str, at: Array) -> None:
         target, source, mask = i.operands

@@ -6,6 +6,7 @@ a tensor on purpose, and the sanitizer must stop it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -93,6 +94,7 @@ def step_results(optimizer: str) -> Iterator[Tensor]:
         m, m_scale = states(params, torch.int8 if coded else None, block_size)
         v, v_scale = states(params, torch.uint8 if coded else None, block_size)
         steps = [torch.zeros(()) for _ in params]
+        ratios = [torch.ones(1) for _ in params]
         codec = [CODECS.get(kind, 0)] * 2
         group = [i % 2 for i in range(n)]
         rates = [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)]
@@ -104,13 +106,25 @@ def step_results(optimizer: str) -> Iterator[Tensor]:
                     params, grads, m, v, m_scale, v_scale, steps, group, rates, [0.9, 0.8], [0.999, 0.9],
                     [1e-8, 1e-6], [0.1, 0.2], [1, 0], [0, 1], codec, [block_size] * 2, *scaler
                 )  # fmt: skip
+            elif optimizer == "lamb":
+                ops.lamb_step_(
+                    params, grads, m, v, m_scale, v_scale, steps, ratios, group, rates, [0.9, 0.8], [0.999, 0.9],
+                    [1e-8, 0.0], [0.1, 0.2], [1, 0], [0, 1], [0, 1], [0, 1], [1, 1], [0, 1], codec, [block_size] * 2,
+                    *scaler
+                )  # fmt: skip
+            elif optimizer == "lars":
+                ops.lars_step_(
+                    params, grads, m, m_scale, steps, ratios, group, rates, [0.9, 0.8], [0.0, 0.1], [0.1, 0.2],
+                    [0, 1], [0.0, 1e-2], [1e-8, 0.0], [0, 1], [0, 1], [1, 1], [0, 1], codec, [block_size] * 2,
+                    *scaler
+                )  # fmt: skip
             else:
                 ops.lion_step_(
                     params, grads, m, m_scale, group, rates, [0.9, 0.8], [0.999, 0.9], [0.1, 0.2], [0, 1], codec,
                     [block_size] * 2, *scaler
                 )  # fmt: skip
         yield from (*params, *m, *m_scale)
-        if optimizer == "adam":
+        if optimizer in ("adam", "lamb"):
             yield from (*v, *v_scale, *steps)
 
 
@@ -176,13 +190,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def check() -> None:
     torch.set_num_threads(2)
-    drives = (
-        codec_results,
-        activation_results,
-        lambda: step_results("adam"),
-        lambda: step_results("lion"),
-    )
-    for drive in drives:
+    steps = (functools.partial(step_results, name) for name in ("adam", "lamb", "lars", "lion"))
+    for drive in (codec_results, activation_results, *steps):
         first: list[Tensor] = []
         for isa in ISAS:
             os.environ["MEMKERN_CPU_ISA"] = isa

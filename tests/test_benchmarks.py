@@ -13,7 +13,7 @@ from benchmarks import activation_parity, closed_loop, harness, report, streams
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
-PEERS = ("bitsandbytes", "torchao", "deepspeed")
+PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 
 
 @pytest.fixture(scope="module")

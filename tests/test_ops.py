@@ -34,7 +34,9 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
     assert callable(getattr(reference, name))
     assert name in _ops.FAKES
     assert name in SAMPLES
-    word = {"adam": "AdamW8bit", "lion": "Lion8bit"}.get(public, public)
+    word = {"adam": "AdamW8bit", "lamb": "LAMB8bit", "lars": "LARS8bit", "lion": "Lion8bit"}.get(
+        public, public
+    )
     for folder, pattern in (("tests", "test_*.py"), ("benchmarks", "bench_*.py")):
         files = [*(root / folder).glob(pattern)]
         assert any(word in file.read_text() for file in files), f"{folder}/ does not mention {word}"
@@ -86,36 +88,53 @@ def states(p: Tensor, kind: str, seed: int = 0) -> dict[str, Any]:
     }
 
 
+HYPERPARAMETERS = {
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled": 1,
+    "maximize": 0,
+    "block_size": 128,
+    "bias_correction": 1,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": 0,
+    "trust_coeff": 0.0,
+    "trust_clip": 0,
+    "always_adapt": 0,
+    "layers": 1,
+}
+
+
 def step_args(
     name: str, kinds: list[str], scaler: bool = False, codec: int = 0, **override: Any
 ) -> tuple[Any, ...]:
     """Arguments of a step for a tensor of each kind ("fp32" or "codes"), each in a group of its own."""
     shapes = ["odd", "long rows", "channels_last"]
     tensors = [states(tensor(shapes[i % 3], seed=i, scale=0.1), kind, i) for i, kind in enumerate(kinds)]
-    groups = len(kinds)
-    args: dict[str, Any] = {"params": [t["p"] for t in tensors], "grads": [t["g"] for t in tensors]}
-    moments = {"exp_avgs": "m", "exp_avg_sqs": "v"} if name == "adam_step_" else {"exp_avgs": "m"}
-    args |= {key: [t[k] for t in tensors] for key, k in moments.items()}
-    args |= {
+    n = len(kinds)
+    moments = (
+        {"exp_avgs": "m", "exp_avg_sqs": "v"} if name in ("adam_step_", "lamb_step_") else {"exp_avgs": "m"}
+    )
+    values: dict[str, Any] = {"params": [t["p"] for t in tensors], "grads": [t["g"] for t in tensors]}
+    values |= {key: [t[k] for t in tensors] for key, k in moments.items()}
+    values |= {
         f"{key[:-1]}_scales": [t[f"{k}_scale"] for t in tensors if t[f"{k}_scale"] is not None]
         for key, k in moments.items()
     }
-    if name == "adam_step_":
-        args["steps"] = [t["step"] for t in tensors]
-    args |= {"group": [*range(groups)], "lr": [torch.tensor(1e-2, dtype=torch.float64) for _ in kinds]}
-    args |= {"beta1": [0.9] * groups, "beta2": [0.999] * groups}
-    if name == "adam_step_":
-        args["eps"] = [1e-8] * groups
-    args["weight_decay"] = [0.1] * groups
-    if name == "adam_step_":
-        args["decoupled"] = [1] * groups
-    args |= {"maximize": [0] * groups, "codec": [codec] * groups, "block_size": [128] * groups}
-    args |= {
+    values |= {"steps": [t["step"] for t in tensors], "trust_ratios": [torch.ones(1) for _ in kinds]}
+    values |= {"group": [*range(n)], "lr": [torch.tensor(1e-2, dtype=torch.float64) for _ in kinds]}
+    values |= {key: [value] * n for key, value in HYPERPARAMETERS.items()}
+    values |= {
+        "codec": [codec] * n,
         "grad_scale": torch.tensor(4.0) if scaler else None,
         "found_inf": torch.tensor(0.0) if scaler else None,
         "grad_norm": torch.tensor(3.0, dtype=torch.float64) if scaler else None,
         "max_grad_norm": 1.5,
     }
+    # Those that the schema names, in its order.
+    args = {a.name: values[a.name] for a in op("memkern_reference", name)._schema.arguments}
     unknown = override.keys() - args.keys()
     assert not unknown, unknown
     return (*(args | override).values(),)
@@ -159,8 +178,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
         for layout in ("odd", "channels_last", "0-dim", "empty", "short rows")
         for codec, signed, dtype in ((0, True, torch.float32), (1, False, torch.bfloat16))
     },
-    "adam_step_": {name: lambda o=options: step_args("adam_step_", **o) for name, options in STEPS.items()},
-    "lion_step_": {name: lambda o=options: step_args("lion_step_", **o) for name, options in STEPS.items()},
+    **{
+        step: {name: lambda s=step, o=options: step_args(s, **o) for name, options in STEPS.items()}
+        for step in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_")
+    },
 }
 SAMPLES["grad_norm_"] = {
     name: lambda s=scale, d=dtypes: (
@@ -301,24 +322,37 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
     "found_inf of two numbers": {"found_inf": torch.zeros(2)},
     "grad_norm of two numbers": {"grad_norm": torch.zeros(2)},
 }
-ADAM_ONLY: dict[str, dict[str, Any]] = {
+# Of ops that have such an argument.
+BAD_STEPS |= {
     "a step fewer": {"steps": [torch.tensor(0.0)]},
     "an eps fewer": {"eps": [1e-8]},
     "m in codes and v in fp32": {"exp_avg_sqs": [p(*ODD).to(torch.uint8), p(*LONG)]},
     "signed codes of v": {"exp_avg_sqs": [p(*ODD).to(torch.uint8), p(*LONG, dtype=torch.int8)]},
     "steps of two numbers": {"steps": [torch.tensor(0.0), torch.zeros(2)]},
     "steps as int64": {"steps": [torch.tensor(0.0), torch.tensor(0)]},
+    "a momentum fewer": {"momentum": [0.9]},
+    "a trust ratio fewer": {"trust_ratios": [torch.ones(1)]},
+    "trust ratios of two layers": {"trust_ratios": [torch.ones(1), torch.ones(2)]},
+    "trust ratio as a number": {"trust_ratios": [torch.ones(1), torch.ones(())]},
+    "trust ratio in fp64": {"trust_ratios": [torch.ones(1), torch.ones(1, dtype=torch.float64)]},
+    "a number of layers fewer": {"layers": [1]},
+    "layers that do not divide": {"layers": [2, 1]},
+    "layers that end inside a block": {"layers": [37, 1], "trust_ratios": [torch.ones(37), torch.ones(1)]},
+    "layers below 0": {"layers": [-1, 1]},
 }
 BAD_CASES = [
-    *(("adam_step_", case) for case in BAD_STEPS | ADAM_ONLY),
-    *(("lion_step_", case) for case in BAD_STEPS),
+    (name, case)
+    for name in SAMPLES
+    if "step" in name
+    for case, override in BAD_STEPS.items()
+    if override.keys() <= {a.name for a in op("memkern_reference", name)._schema.arguments}
 ]
 
 
 @over_namespaces
 @pytest.mark.parametrize(("name", "case"), BAD_CASES)
 def test_bad_steps_raise_before_anything_changes(namespace: str, name: str, case: str) -> None:
-    args = step_args(name, ["codes", "codes"], **(BAD_STEPS | ADAM_ONLY)[case])
+    args = step_args(name, ["codes", "codes"], **BAD_STEPS[case])
     before = [[t.clone() for t in a] for a in args if isinstance(a, list) and a and isinstance(a[0], Tensor)]
     with pytest.raises((ValueError, TypeError, RuntimeError)):
         op(namespace, name)(*args)

@@ -41,11 +41,12 @@ options = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(
-    build=st.sampled_from([optim.AdamW, optim.Adam, optim.Lion]),
+    build=st.sampled_from([optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS]),
     options=options,
     eps=st.sampled_from([1e-8, 0.0, 1.0]),
+    flags=st.tuples(*[st.booleans()] * 4),
     shape=shapes,
     p_dtype=st.sampled_from(FLOATS),
     g_dtype=st.sampled_from(FLOATS),
@@ -58,6 +59,7 @@ def test_any_step(
     build: type,
     options: dict[str, Any],
     eps: float,
+    flags: tuple[bool, ...],
     shape: tuple[int, ...],
     p_dtype: torch.dtype,
     g_dtype: torch.dtype,
@@ -68,6 +70,15 @@ def test_any_step(
 ) -> None:
     if build is not optim.Lion:
         options = options | {"eps": eps}
+    adapt, clip, other, third = flags
+    if build in (optim.LAMB, optim.LARS):
+        options = options | {"always_adapt": adapt, "trust_clip": clip}
+    if build is optim.LAMB:
+        options = options | {"decoupled_decay": other, "bias_correction": third}
+    if build is optim.LARS:
+        options = options | {"momentum": options["betas"][0], "trust_coeff": 1e-3 if other else None}
+        options |= {"nesterov": True} if other and third and options["momentum"] else {}
+        del options["betas"]
     start = any_values(shape, seed, p_range).to(p_dtype)
     runs = {}
     for backend in ("reference", *fast_here()):

@@ -6,6 +6,7 @@ namespace memkern {
 
 struct BlockLayout {
   int64_t numel = 0;
+  int64_t rows = 1;     // the size of the outermost dimension in memory
   int64_t segment = 0;  // consecutive elements that blocks never cross
   int64_t block = 0;    // elements in a full block
   int64_t blocks_per_segment = 0;
@@ -34,8 +35,8 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
   }
   // A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left
   // with.
-  const int64_t rows = dims == 0 || sizes[0] == 1 ? 1 : outermost_size;
-  const int64_t cols = numel / rows;
+  out->rows = dims == 0 || sizes[0] == 1 ? 1 : outermost_size;
+  const int64_t cols = numel / out->rows;
   out->numel = numel;
   if (cols >= block_size) {
     out->segment = cols;
@@ -47,6 +48,19 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
   out->blocks_per_segment = (out->segment + out->block - 1) / out->block;
   out->blocks = numel / out->segment * out->blocks_per_segment;
   return true;
+}
+
+// A tensor of many layers, in place of their number: each row is one.
+constexpr int64_t kEveryRow = 0;
+
+// How many layers a tensor is (memkern/layout.py: layer_count), or 0 where rows do not divide or a layer
+// would end inside a block.
+MEMKERN_FN int64_t layer_count(const BlockLayout& l, int64_t dims, int64_t layers) {
+  if (layers == 1 || dims < 2 || l.numel == 0) return 1;
+  const int64_t count = layers == kEveryRow ? l.rows : layers;
+  if (count < 1 || l.rows % count != 0) return 0;
+  if (count > 1 && l.segment == l.numel && l.numel / count % l.block != 0) return 0;
+  return count;
 }
 
 // Calls visit(offset, length, block) for the blocks [begin, end).

@@ -1,10 +1,9 @@
 // memkern::adam_step_ on the CPU.
 #include <map>
-#include <memory>
 
-#include "../core/power.h"
 #include "../ops.h"
 #include "multi_tensor.h"
+#include "rounding.h"
 #include "scaler.h"
 
 namespace memkern {
@@ -21,40 +20,27 @@ void adam_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& e
   check_hyperparameters(
       {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), maximize.size()},
       groups);
-  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
-                  " entries, one per parameter, got ", steps.size());
   const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
   const MomentArgs v{"exp_avg_sqs", exp_avg_sqs, ScalarType::Byte, exp_avg_sq_scales};
   auto jobs = make_jobs<AdamJob>(params, grads, {&m, &v}, group, groups, codec, block_size);
-  for (const Tensor& step : steps)
-    STD_TORCH_CHECK(step.numel() == 1 && step.is_cpu() && step.scalar_type() == ScalarType::Float,
-                    "steps must be float32 tensors of one element on the CPU");
+  check_steps(steps, params.size());
   const double grad_factor = gradient_factor(grad_scale, grad_norm, max_grad_norm);
-  std::vector<double> rate;
-  for (const Tensor& t : lr) rate.push_back(read_number(t, "lr"));
+  const std::vector<double> rate = read_rates(lr);
   if (skipped(found_inf)) return;
 
-  // Tensors of one group and age share their scalars, and those of one age and block size their rounding.
+  // Tensors of one group and age share their scalars.
   std::map<std::pair<int64_t, uint64_t>, AdamScalars> scalars;
-  std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<float[]>> rounding;
+  Rounding rounding;
   for (size_t i = 0; i < jobs.size(); ++i) {
     AdamJob& job = jobs[i];
     const int64_t k = group[i];
-    const uint64_t step = static_cast<uint64_t>(*static_cast<float*>(steps[i].data_ptr()) += 1.0f);
+    const uint64_t step = next_step(steps[i]);
     auto [s, is_new] = scalars.try_emplace({k, step});
     if (is_new)
       s->second = adam_scalars(rate[k], beta1[k], beta2[k], eps[k], weight_decay[k], decoupled[k] != 0,
                                maximize[k] != 0, grad_factor, step);
     job.scalars = &s->second;
-    if (job.kind == StateKind::kPower) {
-      auto& u = rounding[{job.layout.block, step}];
-      if (!u) {
-        u.reset(new float[job.layout.block + 16]());
-        for (int64_t j = 0; j < job.layout.block; ++j)
-          u[j] = dither(static_cast<uint32_t>(j), static_cast<uint32_t>(step));
-      }
-      job.rounding = u.get();
-    }
+    if (job.kind == StateKind::kPower) job.rounding = rounding.at(job.layout.block, step);
     job.run = MEMKERN_PICK(adam_kernel, job.kind, job.param_type, job.grad_type);
   }
   run_jobs(jobs);

@@ -5,10 +5,18 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
+struct AdamRule {
+  using Scalars = AdamScalars;
+  static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return adam_param(p, m, w, s); }
+};
+
+// Rule: what becomes of the parameter; all else LAMB shares.
+//
 // On Zen 4, in cycles per 16 elements: 21 for the update (the root and the division alone take 16) and 16 for
 // the codes; 36 in all, 38 from memory.
-template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, int64_t begin, int64_t end) {
-  const AdamScalars s = *job.scalars;
+template <class P, class G, StateKind Kind, class Rule>
+void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+  const typename Rule::Scalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
   const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
   alignas(64) float room[2 * (kBuffer + kPage)];
@@ -27,7 +35,7 @@ template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, in
       if constexpr (kPower) v = v * v;
       adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
       const F w = sqrt(v);
-      store_to(p + i, adam_param(x, m, w, s));
+      store_to(p + i, Rule::param(x, m, w, s));
       first.put(i, m);
       second.put(i, kPower ? w : v);
     });
@@ -56,8 +64,9 @@ template <class P, class G, StateKind Kind> void adam_run(const AdamJob& job, in
   for_batches(job.layout, begin, end, update, encode_block);
 }
 
-template <class P, class G> void adam_run_fp32(const AdamJob& job, int64_t begin, int64_t end) {
-  const AdamScalars s = *job.scalars;
+template <class P, class G, class Rule>
+void adam_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+  const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
@@ -67,9 +76,21 @@ template <class P, class G> void adam_run_fp32(const AdamJob& job, int64_t begin
       const F x = load_from(p + i);
       F m = F(s.beta1) * load_from(exp_avg + i), v = F(s.beta2) * load_from(exp_avg_sq + i);
       adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
-      store_to(p + i, adam_param(x, m, sqrt(v), s));
+      store_to(p + i, Rule::param(x, m, sqrt(v), s));
       store_to(exp_avg + i, m);
       store_to(exp_avg_sq + i, v);
+    });
+  });
+}
+
+template <class Rule> auto adam_runs(StateKind kind, FloatType param, FloatType grad) {
+  return with_type(param, [&](auto p) {
+    return with_type(grad, [&](auto g) -> decltype(Job<typename Rule::Scalars>::run) {
+      using P = decltype(p);
+      using G = decltype(g);
+      if (kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower, Rule>;
+      if (kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic, Rule>;
+      return adam_run_fp32<P, G, Rule>;
     });
   });
 }
@@ -77,15 +98,7 @@ template <class P, class G> void adam_run_fp32(const AdamJob& job, int64_t begin
 }  // namespace
 
 decltype(AdamJob::run) adam_kernel(StateKind kind, FloatType param, FloatType grad) {
-  return with_type(param, [&](auto p) {
-    return with_type(grad, [&](auto g) -> decltype(AdamJob::run) {
-      using P = decltype(p);
-      using G = decltype(g);
-      if (kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower>;
-      if (kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic>;
-      return adam_run_fp32<P, G>;
-    });
-  });
+  return adam_runs<AdamRule>(kind, param, grad);
 }
 
 }  // namespace memkern::MEMKERN_ISA

@@ -5,6 +5,8 @@
 #include "../core/activation.h"
 #include "../core/adam.h"
 #include "../core/job.h"
+#include "../core/lamb.h"
+#include "../core/lars.h"
 #include "../core/lion.h"
 
 namespace memkern {
@@ -17,6 +19,11 @@ template <class Scalars> struct Job : StepTensor {
 };
 using AdamJob = Job<AdamScalars>;
 using LionJob = Job<LionScalars>;
+using LambJob = Job<LambScalars>;
+using LarsJob = Job<LarsScalars>;
+
+// The sums of squares over the blocks [begin, end), in an order that depends on nothing else.
+template <class J> using Norms = Squares (*)(const J&, int64_t begin, int64_t end);
 
 // A tensor whose squares are summed: a partial sum for each chunk (a "block" of the layout).
 struct SquaresJob {
@@ -60,6 +67,10 @@ struct ActivationJob {
   namespace ISA {                                                                                   \
   decltype(AdamJob::run) adam_kernel(StateKind, FloatType param, FloatType grad);                   \
   decltype(LionJob::run) lion_kernel(StateKind, FloatType param, FloatType grad);                   \
+  decltype(LambJob::run) lamb_kernel(StateKind, FloatType param, FloatType grad);                   \
+  Norms<LambJob> lamb_norms(StateKind, FloatType param, FloatType grad);                            \
+  decltype(LarsJob::run) lars_kernel(StateKind, FloatType param, FloatType grad);                   \
+  Norms<LarsJob> lars_norms(StateKind, FloatType param, FloatType grad);                            \
   decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
   decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
   decltype(ActivationJob::run) encode_kernel(FloatType x, int bits);                                \

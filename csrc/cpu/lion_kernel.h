@@ -5,8 +5,15 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
-template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, int64_t begin, int64_t end) {
-  const LionScalars s = *job.scalars;
+struct LionRule {
+  using Scalars = LionScalars;
+  static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { lion_update(p, g, m, s); }
+};
+
+// Rule: what becomes of the parameter and the moment; all else LARS shares.
+template <class P, class G, StateKind Kind, class Rule>
+void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+  const typename Rule::Scalars s = *job.scalars;
   const P* start = static_cast<const P*>(job.param) + begin * job.layout.block;
   alignas(64) float room[kBuffer + kPage];
   float* const values = apart(room, start, kPage / 4);
@@ -17,7 +24,7 @@ template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, in
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = load_from(p + i);
       F m = first.get(i, load_from);
-      lion_update(x, load_from(g + i), m, s);
+      Rule::update(x, load_from(g + i), m, s);
       store_to(p + i, x);
       first.put(i, m);
     });
@@ -28,17 +35,30 @@ template <class P, class G, StateKind Kind> void lion_run(const LionJob& job, in
   });
 }
 
-template <class P, class G> void lion_run_fp32(const LionJob& job, int64_t begin, int64_t end) {
-  const LionScalars s = *job.scalars;
+template <class P, class G, class Rule>
+void lion_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
+  const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     P* p = static_cast<P*>(job.param) + offset;
     const G* g = static_cast<const G*>(job.grad) + offset;
     float* exp_avg = static_cast<float*>(job.exp_avg) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       F x = load_from(p + i), m = load_from(exp_avg + i);
-      lion_update(x, load_from(g + i), m, s);
+      Rule::update(x, load_from(g + i), m, s);
       store_to(p + i, x);
       store_to(exp_avg + i, m);
+    });
+  });
+}
+
+template <class Rule> auto lion_runs(StateKind kind, FloatType param, FloatType grad) {
+  return with_type(param, [&](auto p) {
+    return with_type(grad, [&](auto g) -> decltype(Job<typename Rule::Scalars>::run) {
+      using P = decltype(p);
+      using G = decltype(g);
+      if (kind == StateKind::kPower) return lion_run<P, G, StateKind::kPower, Rule>;
+      if (kind == StateKind::kDynamic) return lion_run<P, G, StateKind::kDynamic, Rule>;
+      return lion_run_fp32<P, G, Rule>;
     });
   });
 }
@@ -46,15 +66,7 @@ template <class P, class G> void lion_run_fp32(const LionJob& job, int64_t begin
 }  // namespace
 
 decltype(LionJob::run) lion_kernel(StateKind kind, FloatType param, FloatType grad) {
-  return with_type(param, [&](auto p) {
-    return with_type(grad, [&](auto g) -> decltype(LionJob::run) {
-      using P = decltype(p);
-      using G = decltype(g);
-      if (kind == StateKind::kPower) return lion_run<P, G, StateKind::kPower>;
-      if (kind == StateKind::kDynamic) return lion_run<P, G, StateKind::kDynamic>;
-      return lion_run_fp32<P, G>;
-    });
-  });
+  return lion_runs<LionRule>(kind, param, grad);
 }
 
 }  // namespace memkern::MEMKERN_ISA

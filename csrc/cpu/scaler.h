@@ -1,4 +1,5 @@
-// What a GradScaler and a clipped norm leave to a step on the CPU.
+// What rides on tensors of one number in a step on the CPU: a GradScaler's, a clipped norm, lr, step
+// counters.
 #pragma once
 #include "../core/gradient.h"
 #include "../step.h"
@@ -14,6 +15,25 @@ inline double gradient_factor(const std::optional<Tensor>& grad_scale, const std
   const double scale = grad_scale ? read_number(*grad_scale, "grad_scale") : 1.0;
   const double norm = grad_norm ? read_number(*grad_norm, "grad_norm") : 0.0;
   return gradient_factor(scale, grad_norm.has_value(), norm, max_grad_norm);
+}
+
+inline std::vector<double> read_rates(const Tensors& lr) {
+  std::vector<double> rates;
+  for (const Tensor& t : lr) rates.push_back(read_number(t, "lr"));
+  return rates;
+}
+
+inline void check_steps(const Tensors& steps, size_t params) {
+  STD_TORCH_CHECK(steps.size() == params, "steps must have ", params, " entries, one per parameter, got ",
+                  steps.size());
+  for (const Tensor& step : steps)
+    STD_TORCH_CHECK(step.numel() == 1 && step.is_cpu() && step.scalar_type() == ScalarType::Float,
+                    "steps must be float32 tensors of one element on the CPU");
+}
+
+// Counts a step, and returns its number.
+inline uint64_t next_step(const Tensor& step) {
+  return static_cast<uint64_t>(*static_cast<float*>(step.data_ptr()) += 1.0f);
 }
 
 }  // namespace memkern

@@ -51,7 +51,11 @@ struct SquareSum {
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
   }
-  MEMKERN_FN double total() const { return _mm512_reduce_add_pd(_mm512_add_pd(low, high)); }
+  MEMKERN_FN double total() const {
+    double lane[8];  // g++ 12 warns of its own _mm512_reduce_add_pd
+    _mm512_storeu_pd(lane, _mm512_add_pd(low, high));
+    return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+  }
 };
 
 MEMKERN_FN F load(const float* p) { return _mm512_loadu_ps(p); }

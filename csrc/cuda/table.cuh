@@ -28,7 +28,7 @@ MEMKERN_DEVICE bool skipped(const StepHeader& h) { return h.has_found_inf && rea
 
 MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
   const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0, norm = h.has_grad_norm ? read(h.grad_norm) : 0.0;
-  return gradient_factor(h.has_grad_scale ? &scale : nullptr, h.has_grad_norm ? &norm : nullptr, h.max_grad_norm);
+  return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
 }
 
 // One tensor. Gradients, which come and go, are in a list of their own.
@@ -53,6 +53,43 @@ template <class Group, class Scalars> struct Table {
   Scalars* scalars;  // a prologue writes them
   int count;         // of tensors
 };
+
+// What a thread block works on, in shared memory: registers are for what differs from lane to lane.
+template <class Scalars> struct TileWork {
+  TensorRecord tensor;
+  Walk walk;
+  Scalars scalars;
+  const void* grad;
+  int64_t tile;  // of the tensor
+
+  // All threads call it.
+  template <class Group> MEMKERN_DEVICE void find(const Table<Group, Scalars>& table) {
+    if (threadIdx.x < kWarp) {
+      const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
+      if (threadIdx.x == 0) {
+        tensor = table.tensors[i];
+        scalars = table.scalars[i];
+        grad = table.grads[i];
+        tile = blockIdx.x - table.first_tiles[i];
+        if (tensor.kind != StateKind::kFp32) walk.start(tensor.blocks, tile, memkern::Group(tensor.blocks.block));
+      }
+    }
+    __syncthreads();
+  }
+};
+
+// Calls use(param, grad, group): types and group as constants where they are the usual ones, which saves a tenth of the
+// instructions.
+template <class Use> MEMKERN_DEVICE void with_usual(const TensorRecord& t, Use&& use) {
+  const Group group(t.blocks.block);
+  const bool sixteen = group.shift == 4;
+  if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
+    use(Known<FloatType::kFp32>{}, Known<FloatType::kFp32>{}, Sixteen{});
+  else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
+    use(Known<FloatType::kBf16>{}, Known<FloatType::kBf16>{}, Sixteen{});
+  else
+    use(t.param_type, t.grad_type, group);
+}
 
 // Calls visit(span) for the eights of a tile of a tensor without blocks that fall to this thread.
 template <class Visit>

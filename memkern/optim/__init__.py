@@ -8,13 +8,19 @@ from .convert import (
     to_torch_state_dict,
 )
 from .groups import param_groups
+from .lamb import LAMB, LAMB8bit
+from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "LAMB8bit",
+    "LARS8bit",
     "Lion",
     "Lion8bit",
     "from_bitsandbytes_state_dict",

@@ -66,7 +66,7 @@ class BlockwiseOptimizer(Optimizer):
             group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
+        lr, betas, weight_decay = group["lr"], group.get("betas", (0.0, 0.0)), group["weight_decay"]
         if isinstance(lr, Tensor):
             if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
@@ -329,7 +329,7 @@ class BlockwiseOptimizer(Optimizer):
                     )
                 if not bool(((value >= 0) & value.isfinite()).all()):
                     fail(f"{key} has entries that are negative or not finite")
-            else:
+            elif key in self.moments:
                 dtype = self.moments[key] if coded else torch.float32
                 if value.dtype != dtype or value.shape != p.shape:
                     fail(

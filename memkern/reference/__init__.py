@@ -7,6 +7,8 @@ from .activation import few_bit_backward, few_bit_backward_from_output, few_bit_
 from .adam import adam_step_
 from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
+from .lamb import lamb_step_
+from .lars import lars_step_
 from .lion import lion_step_
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "few_bit_encode",
     "few_bit_forward",
     "grad_norm_",
+    "lamb_step_",
+    "lars_step_",
     "lion_step_",
     "quantize_blockwise",
 ]

@@ -33,6 +33,11 @@ def adam_direction(m: Tensor, v: Tensor, eps: float) -> Tensor:
     return m / (sqrt(v) + to_fp32(eps))
 
 
+def adam_corrections(beta1: float, beta2: float, step: int) -> tuple[float, float]:
+    """sqrt(1 - beta2^step) and 1 - beta1^step."""
+    return math.sqrt(1.0 - power_of(beta2, step)), 1.0 - power_of(beta1, step)
+
+
 def adam_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -87,8 +92,7 @@ def adam_step_(
         v = load_moment(v8, v_scale, layout, codec[i], beta2[i])
         m, v = adam_moments(m, v, g, beta1[i], beta2[i])
         # m^ / (sqrt(v^) + eps) with both corrections taken out: root2 / bias1 * m / (sqrt(v) + root2 * eps).
-        root2 = math.sqrt(1.0 - power_of(beta2[i], step))
-        bias1 = 1.0 - power_of(beta1[i], step)
+        root2, bias1 = adam_corrections(beta1[i], beta2[i], step)
         x = x - to_fp32(rate * root2 / bias1) * adam_direction(m, v, eps[i] * root2)
         from_blocks(x, layout, p)
         store_moment(m, m8, m_scale, layout, codec[i])

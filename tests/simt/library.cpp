@@ -1,4 +1,5 @@
 // The ops of csrc/cuda/ for CPU tensors, in the namespace memkern_simt, which tests/simt/build.py defines.
+#include <dlfcn.h>
 #include <simt.h>
 
 #include "ops.h"
@@ -13,6 +14,16 @@ STABLE_TORCH_LIBRARY_IMPL(memkern_simt, CPU, m) {
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
   m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cuda));
   m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cuda));
+}
+
+extern "C" void memkern_simt_launch_with(decltype(simt::Machine::launcher) launcher) {
+  simt::machine.launcher = launcher;
+}
+
+// Where this library lies in memory: what nm prints is relative to it.
+extern "C" const void* memkern_simt_base() {
+  Dl_info info;
+  return dladdr(reinterpret_cast<const void*>(&memkern_simt_base), &info) ? info.dli_fbase : nullptr;
 }
 
 extern "C" void memkern_simt_replay() { simt::replay(); }

@@ -62,6 +62,8 @@ struct Machine {
   Index block{0}, grid{0};
   unsigned current = 0;
   uint32_t seed = 1;
+  // Where set, launches go to it instead of to fibers: the kernel, its grid, the bytes of its parameters.
+  void (*launcher)(const void* kernel, int64_t blocks, int threads, const char* params, size_t size) = nullptr;
   std::vector<std::function<void()>> recorded;  // launches of the graph that is being captured
   std::vector<std::function<void()>> kept;      // memory of that graph
 };
@@ -268,6 +270,8 @@ inline float __fadd_rd(float a, float b) {
 
 namespace memkern {
 
+inline float approximate_reciprocal(float x) { return 1.0f / x; }
+inline float approximate_reciprocal_sqrt(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline uint32_t to_bf16x2(float low, float high) {
   return to_bf16(low).bits | static_cast<uint32_t>(to_bf16(high).bits) << 16;
@@ -297,12 +301,33 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 
+namespace simt {
+
+// Parameters as a kernel gets them: each where its alignment allows.
+template <class... Params> std::vector<char> packed(const Params&... params) {
+  std::vector<char> bytes;
+  const auto add = [&](const void* from, size_t size, size_t alignment) {
+    const size_t place = (bytes.size() + alignment - 1) / alignment * alignment;
+    bytes.resize(place + size);
+    std::memcpy(bytes.data() + place, from, size);
+  };
+  (add(&params, sizeof(Params), alignof(Params)), ...);
+  return bytes;
+}
+
+}  // namespace simt
+
 namespace memkern {
 
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {
+void launch_simt(void (*kernel)(Params...), int64_t blocks, int threads, const Args&... args) {
+  if (simt::machine.launcher) {
+    const std::vector<char> params = simt::packed<Params...>(args...);
+    simt::machine.launcher(reinterpret_cast<const void*>(kernel), blocks, threads, params.data(), params.size());
+    return;
+  }
   const std::function<void()> call = [=] {
-    simt::run([=] { kernel(args...); }, blocks, 256);
+    simt::run([=] { kernel(args...); }, blocks, threads);
   };
   if (simt::capturing())
     simt::machine.recorded.push_back(call);

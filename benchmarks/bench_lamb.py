@@ -1,0 +1,63 @@
+"""Steps of LAMB and LARS beside AdamW8bit and timm's, which is as the paper has them without its clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import timm_optim
+from .bench_optim import Make, Shapes, gpt2_shapes, of, stepper
+from .harness import Case
+
+GPT2 = 124_439_808  # parameters
+
+
+def of_timm(cls: str, **options: Any) -> Make:
+    return lambda params: timm_optim.load(cls)(params, **options)
+
+
+def nothing(params: int, state: int) -> int:
+    """What an update reads before it updates."""
+    return 0
+
+
+def norms(params: int, state: int) -> int:
+    """For the norms of parameters and updates: parameters, gradients and states."""
+    return 2 * params + state
+
+
+def classic_norms(params: int, state: int) -> int:
+    """For the norms of parameters and gradients."""
+    return 2 * params
+
+
+LAMB = {
+    "memkern LAMB8bit": (of("memkern.optim", "LAMB8bit"), norms),
+    "memkern LAMB": (of("memkern.optim", "LAMB"), norms),
+    "memkern AdamW8bit": (of("memkern.optim", "AdamW8bit"), nothing),
+    "timm Lamb": (of_timm("Lamb", max_grad_norm=None), norms),
+    "torch AdamW fused": (of("torch.optim", "AdamW", fused=True), nothing),
+}
+RECIPE = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "trust_coeff": 1e-3}
+LARS = {
+    "memkern LARS8bit": (of("memkern.optim", "LARS8bit", **RECIPE), classic_norms),
+    "memkern LARS": (of("memkern.optim", "LARS", **RECIPE), classic_norms),
+    "memkern LARS8bit, paper's form": (of("memkern.optim", "LARS8bit"), norms),
+    "timm Lars": (of_timm("Lars", **RECIPE), classic_norms),
+    "torch SGD fused": (of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), nothing),
+}
+
+
+def case(name: str, makes: dict[str, Any], shapes: Shapes, device: str) -> Case:
+    contenders = [stepper(name, make, shapes, device, reads=reads) for name, (make, reads) in makes.items()]
+    return Case(name, sum(map(math.prod, shapes)), contenders)
+
+
+def cases(size: int, device: str) -> list[Case]:
+    one = [(max(1, size // 4096), 4096)]
+    gpt2 = gpt2_shapes(GPT2 if size >= 2**24 else size)  # at its own size: smaller tensors fit the cache
+    return [
+        case("LAMB, one tensor", LAMB, one, device),
+        case(f"LAMB, {len(gpt2)} tensors like GPT-2's", LAMB, gpt2, device),
+        case("LARS, one tensor", LARS, one, device),
+    ]

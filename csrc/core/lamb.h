@@ -1,0 +1,50 @@
+// LAMB: Adam's moments and direction, a trust ratio for each layer. Order of operations:
+// memkern/reference/lamb.py.
+#pragma once
+#include "adam.h"
+#include "trust.h"
+
+namespace memkern {
+
+// Adam's step_size is sqrt(1 - beta2^step) / (1 - beta1^step) here: the norm needs the direction's true
+// scale.
+struct LambScalars : AdamScalars {
+  float update_decay;  // weight_decay where it is part of the update, else 0
+  float rate;          // lr * trust ratio
+};
+
+MEMKERN_FN LambScalars lamb_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
+                                    bool decoupled, bool bias_correction, bool maximize, double grad_factor,
+                                    uint64_t step) {
+  LambScalars s;
+  static_cast<AdamScalars&>(s) =
+      adam_scalars(1.0, beta1, beta2, eps, 0.0, false, maximize, grad_factor, step);
+  if (!bias_correction) {
+    s.eps = static_cast<float>(eps);
+    s.step_size = 1.0f;
+  }
+  s.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
+  s.update_decay = decoupled ? 0.0f : static_cast<float>(weight_decay);
+  s.rate = static_cast<float>(lr);
+  return s;
+}
+
+MEMKERN_FN void set_trust_ratio(LambScalars& s, double lr, float ratio) {
+  s.rate = static_cast<float>(lr * ratio);
+}
+
+// p: the parameter that the ratio is of, decayed where that is decoupled.
+template <class F> MEMKERN_FN F lamb_decayed(F p, const LambScalars& s) { return p * F(s.decay); }
+
+// What the parameter moves along, times -rate.
+template <class F> MEMKERN_FN F lamb_update(F p, F m, F w, const LambScalars& s) {
+  const F update = F(s.step_size) * adam_direction(m, w, s);
+  return s.update_decay != 0.0f ? update + F(s.update_decay) * p : update;
+}
+
+template <class F> MEMKERN_FN F lamb_param(F p, F m, F w, const LambScalars& s) {
+  p = lamb_decayed(p, s);
+  return p - F(s.rate) * lamb_update(p, m, w, s);
+}
+
+}  // namespace memkern

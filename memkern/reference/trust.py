@@ -1,0 +1,49 @@
+"""What LAMB and LARS share: the norms of a tensor's layers and the trust ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import BlockLayout, layer_count
+from .blockwise import from_blocks
+
+
+def check_trust(
+    params: Sequence[Tensor],
+    trust_ratios: Sequence[Tensor],
+    group: Sequence[int],
+    layers: Sequence[int],
+    block_size: Sequence[int],
+) -> None:
+    """Raises before anything is changed unless there is a ratio for each layer of each tensor."""
+    if len(trust_ratios) != len(params):
+        raise ValueError(
+            f"trust_ratios must have {len(params)} entries, one per parameter, got {len(trust_ratios)}"
+        )
+    for i, (p, ratios) in enumerate(zip(params, trust_ratios, strict=True)):
+        count = layer_count(p, block_size[group[i]], layers[group[i]])
+        if ratios.dtype != torch.float32 or tuple(ratios.shape) != (count,) or not ratios.is_contiguous():
+            raise ValueError(
+                f"trust_ratios[{i}] must be contiguous float32 of shape ({count},), got {ratios.dtype} of shape "
+                f"{tuple(ratios.shape)}"
+            )
+
+
+def norms(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
+    """|x| of each of ``count`` layers, from blocks: fp64, summed in fp64. The order of the sum is free."""
+    elements = torch.empty(layout.numel, dtype=torch.float32, device=x.device)
+    from_blocks(x, layout, elements)
+    return elements.double().reshape(count, -1).square().sum(1).sqrt()
+
+
+def both_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
+    """``ratio``, or 1 where a norm is 0 (or NaN: no order tells it from 0)."""
+    return torch.where((x_norm > 0) & (norm > 0), ratio, 1.0)
+
+
+def of_blocks(values: Tensor, layout: BlockLayout) -> Tensor:
+    """A number per layer as a column with one per block, in fp32. Layers are whole blocks."""
+    return values.float().repeat_interleave(layout.blocks // max(1, values.numel()))[:, None]
