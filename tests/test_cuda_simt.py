@@ -117,6 +117,30 @@ def test_many_tiles_of_one_tensor(name: str) -> None:
     compare_steps(name, args, {}, steps=1)
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-24, 1e-18, 1e-15, 1e-12, 1e12, 1e18, 1e36])
+def test_sizes_that_are_not_usual(scale: float) -> None:
+    """Roots and divisions near the ends of the range of fp32 are left to the compiler's."""
+    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+    args[drive.RATES["adam_step_"] + 3] = [0.0, 1e-30]  # eps: nothing hides what the root is
+    for step in range(2):
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in args[0]]
+        args[1] = [g * scale * (1 + 99 * (g > 1)) for g in grads]
+        compare_steps("adam_step_", args, {}, steps=1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-36, 1e-38])
+def test_small_moments_over_large_ones(scale: float) -> None:
+    """A first moment near the end of the range, a second one that is not, and a parameter where the quotient shows."""
+    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+    for first in (True, False):
+        for p in args[0]:
+            p.zero_()
+        args[1] = [like(p, 7) * (1e-6 if first else scale) for p in args[0]]
+        for g in args[1]:
+            g.view(-1)[::100] = 1.0 if first else scale
+        compare_steps("adam_step_", args, {}, steps=1)
+
+
 def test_long_run() -> None:
     """What the approximate roots of the encoder are not sure of is encoded by the formula."""
     compare_steps(
