@@ -34,7 +34,7 @@ def compiled(name: str, target: str) -> Any:
     from triton.compiler import ASTSource
     from triton_kernels import KERNELS, TYPES
 
-    from memkern.triton.launch import OPTIONS
+    from memkern.triton.launch import options_of
 
     variant = KERNELS[name]
     types = {
@@ -48,17 +48,18 @@ def compiled(name: str, target: str) -> Any:
     else:
         gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants)
-    return triton.compile(source, target=gpu, options=OPTIONS)
+    return triton.compile(source, target=gpu, options=options_of(constants.get("BLOCK_SIZE", 0)))
 
 
 def facts(case: tuple[str, str]) -> Compiled:
     name, target = case
-    asm = compiled(name, target).asm
+    made = compiled(name, target)
+    asm = made.asm
     if target.startswith("gfx"):
         return _amd(asm["amdgcn"])
     from triton_kernels import KERNELS
 
-    return _nvidia(asm["cubin"], asm["ptx"], KERNELS[name].elements // 128)
+    return _nvidia(asm["cubin"], asm["ptx"], KERNELS[name].elements // (32 * made.metadata.num_warps))
 
 
 def all_facts() -> dict[tuple[str, str], Compiled]:

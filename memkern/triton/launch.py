@@ -14,7 +14,13 @@ TILE = 2048 if torch.version.hip else 1024
 
 
 def rows_of(block: int) -> int:
+    """Blocks of a tile."""
     return max(1, TILE // block)
+
+
+def options_of(block: int) -> dict[str, Any]:
+    """A tile of one block that is larger than TILE gets as many more warps."""
+    return OPTIONS | {"num_warps": OPTIONS["num_warps"] * max(1, block // TILE)}
 
 
 def cdiv(a: int, b: int) -> int:

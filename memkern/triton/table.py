@@ -22,7 +22,7 @@ from ..layout import FLOATS, BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, rows_of, stream_of
+from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, options_of, rows_of, stream_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
@@ -75,13 +75,14 @@ class Launch:
     members: int = 0
     programs_before: int = 0  # of all launches before
     constants: dict[str, Any] = field(default_factory=dict)  # of the kernel, in the order of its parameters
+    options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
     compiled: dict[int, Any] = field(default_factory=dict)
 
     def __call__(self, kernel: Any, *args: Any) -> None:
         """``kernel[programs](*args, **constants)``. Arguments may differ from step to step in values alone."""
         compiled = self.compiled.get(id(kernel))
         if compiled is None:  # always in the interpreter
-            self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **OPTIONS)
+            self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **self.options)
         else:
             # Triton's search for it takes 20 us.
             compiled[(self.programs, 1, 1)](*args, *self.constants.values())
@@ -278,7 +279,8 @@ class Plan:
                 programs += cdiv(
                     layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
                 )
-            self.launches.append(Launch(programs, first, len(tensors), before, constants))
+            options = options_of(constants["BLOCK_SIZE"])
+            self.launches.append(Launch(programs, first, len(tensors), before, constants, options))
             before += programs
         return order, first_programs
 
