@@ -195,10 +195,12 @@ class Instructions:
         self.unary(i, kind, at, lambda x: unit_off(f(x.astype(np.float64)).astype(np.float32)))
 
     def do_abs(self, i: Instruction, kind: str, at: Array) -> None:
-        self.unary(i, kind, at, np.abs)
+        pair = kind.endswith("x2")  # two 16-bit floats in a register
+        self.unary(i, kind, at, (lambda x: x & np.uint32(0x7FFF7FFF)) if pair else np.abs)
 
     def do_neg(self, i: Instruction, kind: str, at: Array) -> None:
-        self.unary(i, kind, at, np.negative)
+        pair = kind.endswith("x2")
+        self.unary(i, kind, at, (lambda x: x ^ np.uint32(0x80008000)) if pair else np.negative)
 
     def do_copysign(self, i: Instruction, kind: str, at: Array) -> None:
         self.binary(i, kind, at, lambda sign, x: np.copysign(x, sign))

@@ -18,13 +18,12 @@ import pytest
 import test_ops
 import torch
 from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
+from activation_kernels import compare_activations, compare_forward
 from helpers import FLOATS, LAYOUTS, assert_same, hard, like, name_of, over_dtypes, over_layouts, tensor
 from simt import build, drive
-from simt.activations import ARGUMENTS, assert_near, compare_activations
 from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 
 from memkern import reference
-from memkern.codec import ACTIVATIONS
 from memkern.layout import layout_of
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -66,17 +65,12 @@ def test_codecs(layout: str, dtype: torch.dtype) -> None:
 @over_dtypes
 def test_activations(layout: str, dtype: torch.dtype) -> None:
     for bits in (1, 2, 3, 4):
-        compare_activations(layout, dtype, bits)
+        compare_activations(torch.ops.memkern_simt, layout, dtype, bits)
 
 
 @over_dtypes
 def test_forward_of_many_values(dtype: torch.dtype) -> None:
-    x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
-    for name, fn in ACTIVATIONS.items():
-        a, b = ARGUMENTS.get(name, (0.0, 0.0))
-        y, codes = torch.ops.memkern_simt.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
-        assert_near(y, x, name, a, b)
-        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2))
+    compare_forward(torch.ops.memkern_simt, dtype)
 
 
 @over_orders
