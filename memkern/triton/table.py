@@ -22,7 +22,7 @@ from ..layout import FLOATS, BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of
+from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, rows_of, stream_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
@@ -332,7 +332,7 @@ def plan_for(
         if plan.grads != grads:
             plan.grads = grads
             plan.room.upload(plan.grads_at, grads)
-    if device.type != "cpu":
+    if is_remote(device):
         spare = op, device, plan.room_sizes
         if spare not in _spares:
             _spares[spare] = Room(*plan.room_sizes, device)
