@@ -160,7 +160,7 @@ def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
     return float((total + product) / k - (2 * d / k if name == "rademacher" else 0))
 
 
-RUNS = 3000
+RUNS = 2000
 
 
 @over_projections
@@ -382,7 +382,7 @@ def test_compile_around_a_checkpoint() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", ["rows", "gaussian"])
+@pytest.mark.parametrize("name", ["rows", "rademacher"])
 def test_inductor_keeps_the_projection_and_not_the_input(name: str) -> None:
     layer = RandomizedLinear(150, 150, projection=name)
     compiled = torch.compile(layer, fullgraph=True)
