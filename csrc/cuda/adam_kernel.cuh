@@ -1,4 +1,5 @@
-// Adam's kernels. Floor: the bytes of a step (FACTS: 16.13 a parameter in fp32, 10.13 in bf16) over the copy rate.
+// Adam's kernels. Floor: the bytes of a step (FACTS: 16.13 a parameter in fp32, 10.13 in bf16) over the copy
+// rate.
 #pragma once
 #include "../core/adam.h"
 #include "moment.cuh"
@@ -45,9 +46,9 @@ MEMKERN_DEVICE void adam_new_moments(float (&m)[kEight], float (&v)[kEight], flo
 }
 
 // p and w = sqrt(v) of eight elements whose moments are new.
-template <class F>
-MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight], const float (&v)[kEight],
-                                float (&w)[kEight], const AdamScalars& s) {
+template <class F> MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight],
+                                                   const float (&v)[kEight], float (&w)[kEight],
+                                                   const AdamScalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     const F root = sqrt(F(v[i]));
@@ -57,8 +58,8 @@ MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight], co
 }
 
 // Whether roots and divisions of these are of usual size.
-MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight], float m_largest, float v_largest,
-                               const AdamScalars& s) {
+MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight], float m_largest,
+                               float v_largest, const AdamScalars& s) {
   bool usual = m_largest <= kMostNumerator && v_largest <= kMostRoot && s.eps <= 0x1p40f;
 #pragma unroll
   for (int i = 0; i < kEight; ++i) usual = usual && v[i] >= kLeastRoot && fabsf(m[i]) >= kLeastNumerator;
@@ -161,8 +162,10 @@ MEMKERN_DEVICE void adam_fp32(const TileWork<AdamTensor>& work) {
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5) adam_tiles(AdamTable table, bool fp32) {
+// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
+// states.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    adam_tiles(AdamTable table, bool fp32) {
   if (skipped(*table.header)) return;
   __shared__ TileWork<AdamTensor> work;
   work.find(table);

@@ -107,8 +107,10 @@ MEMKERN_DEVICE void lion_fp32(const TileWork<LionScalars>& work) {
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5) lion_tiles(LionTable table, bool fp32) {
+// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32
+// states.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    lion_tiles(LionTable table, bool fp32) {
   if (skipped(*table.header)) return;
   __shared__ TileWork<LionScalars> work;
   work.find(table);
