@@ -7,9 +7,9 @@
 ``reference``    plain PyTorch, for any device: the specification
 ===============  ========================================================================
 
-CPU tensors take ``cpu``, else ``reference``; CUDA tensors take ``cuda``, else ``triton``, else ``reference``; other
-devices take ``triton``, else ``reference``. ``MEMKERN_BACKEND=name`` or ``with memkern.use_backend("name"):`` asks for
-one; where that one is impossible, an error says why and what helps.
+CPU tensors take ``cpu``, else ``reference``; CUDA and ROCm tensors take ``cuda``, else ``triton``, else ``reference``;
+XPU tensors take ``triton``, else ``reference``; others take ``reference``. ``MEMKERN_BACKEND=name`` or
+``with memkern.use_backend("name"):`` asks for one; where that one is impossible, an error says why and what helps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ from ._version import __version__
 log = logging.getLogger("memkern")
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
-PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
-OTHER_DEVICES = ("triton", "reference")
+PREFERENCE = {
+    "cpu": ("cpu", "reference"),
+    "cuda": ("cuda", "triton", "reference"),  # ROCm's devices are called cuda as well
+    "xpu": ("triton", "reference"),
+}
+OTHER_DEVICES = ("reference",)
 LIBRARY = Path(__file__).with_name("libmemkern.so")
 
 _asked_for: str | None = None

@@ -19,7 +19,8 @@ import torch
 from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from helpers import FLOATS, LAYOUTS, assert_same, hard, like, name_of, over_dtypes, over_layouts, tensor
 from simt import build, drive
-from simt.drive import compare_activations, compare_codecs, compare_steps, scaler, step_args, twin
+from simt.activations import ARGUMENTS, assert_near, compare_activations
+from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 
 from memkern import reference
 from memkern.codec import ACTIVATIONS
@@ -71,9 +72,9 @@ def test_activations(layout: str, dtype: torch.dtype) -> None:
 def test_forward_of_many_values(dtype: torch.dtype) -> None:
     x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
     for name, fn in ACTIVATIONS.items():
-        a, b = drive.ACTIVATION_ARGUMENTS.get(name, (0.0, 0.0))
+        a, b = ARGUMENTS.get(name, (0.0, 0.0))
         y, codes = torch.ops.memkern_simt.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
-        drive.assert_near(y, x, name, a, b)
+        assert_near(y, x, name, a, b)
         assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2))
 
 
@@ -242,6 +243,7 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
 # ---- memory
 
 
+@pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     def path(name: str) -> str:
         return subprocess.run(
@@ -251,7 +253,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(os.path.isabs(name) for name in runtime):
         pytest.skip("g++ has no libasan or libubsan beside it")
-    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
+    flags = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
     library = build.compile_library(tmp_path, *flags)
     environment = {
         **os.environ,

@@ -9,11 +9,10 @@ import os
 from typing import Any
 
 import numpy as np
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "Triton reads TRITON_INTERPRET when it is imported"
-
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def bf16_of(x: Any) -> Any:
@@ -60,6 +59,10 @@ def repair() -> None:
 
         setattr(InterpreterBuilder, name, checked)
 
+    def rsqrt(self: Any, x: Any) -> Any:  # as good as a GPU's: off by less than one unit in the last place
+        return TensorHandle((1 / np.sqrt(x.data.astype(np.float64))).astype(x.data.dtype), x.dtype.scalar)
+
+    InterpreterBuilder.create_rsqrt = rsqrt
     InterpreterBuilder.cast_impl = exact_cast
     InterpreterBuilder.create_fp_to_fp = exact_fp_to_fp
     no_bf16("binary_op")

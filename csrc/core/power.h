@@ -32,10 +32,14 @@ template <class F> MEMKERN_FN F power_encode_unsigned(F x, F factor, F u) {
   return select(is_finite(x), select(greater(x, F(0.0f)), q, F(0.0f)), F(kPowerLevelsUnsigned));
 }
 
-// Position j of a block at a step: u in [0, 1).
+// Position j of a block at a step: 24 bits.
+MEMKERN_FN uint32_t dither_bits(uint32_t j, uint32_t step) {
+  return (j * kDitherJ + step * kDitherStep) >> kDitherShift;
+}
+
+// u in [0, 1).
 MEMKERN_FN float dither(uint32_t j, uint32_t step) {
-  const uint32_t h = j * kDitherJ + step * kDitherStep;
-  return static_cast<float>(h >> kDitherShift) * 0x1p-24f;
+  return static_cast<float>(dither_bits(j, step)) * 0x1p-24f;
 }
 
 }  // namespace memkern

@@ -3,6 +3,7 @@
 #include "../core/adam.h"
 #include "moment.cuh"
 #include "table.cuh"
+#include "usual.cuh"
 
 namespace memkern {
 
@@ -32,75 +33,115 @@ static __global__ void adam_prologue(AdamTable table) {
                       static_cast<uint32_t>(step)};
 }
 
-// Eight elements of a moment, and of p, through a step. m and v come in decayed.
-MEMKERN_DEVICE void adam_eight(float (&p)[kEight], const float (&g)[kEight], float (&m)[kEight],
-                               float (&v)[kEight], float (&w)[kEight], const AdamScalars& s) {
+MEMKERN_DEVICE void adam_new_moments(float (&m)[kEight], float (&v)[kEight], float (&g)[kEight],
+                                     const float (&p)[kEight], const AdamScalars& s) {
+  // One test for all eight; each by itself would cost three instructions where nothing is to be done.
+  if (s.grad_factor != 1.0f || s.coupled_decay != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) g[i] = adam_gradient(g[i], p[i], s);
+  }
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) adam_moments(m[i], v[i], g[i], s);
+}
+
+// p and w = sqrt(v) of eight elements whose moments are new.
+template <class F>
+MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight], const float (&v)[kEight],
+                                float (&w)[kEight], const AdamScalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    adam_moments(m[i], v[i], adam_gradient(g[i], p[i], s), s);
-    w[i] = sqrt(v[i]);
-    p[i] = adam_param(p[i], m[i], w[i], s);
+    const F root = sqrt(F(v[i]));
+    w[i] = static_cast<float>(root);
+    p[i] = static_cast<float>(adam_param(F(p[i]), F(m[i]), root, s));
   }
 }
 
-template <StateKind Kind>
-MEMKERN_DEVICE void adam_coded(const TensorRecord& t, const void* grad, int64_t tile, const AdamTensor& scalars) {
+// Whether roots and divisions of these are of usual size.
+MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight], float m_largest, float v_largest,
+                               const AdamScalars& s) {
+  bool usual = m_largest <= kMostNumerator && v_largest <= kMostRoot && s.eps <= 0x1p40f;
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) usual = usual && v[i] >= kLeastRoot && fabsf(m[i]) >= kLeastNumerator;
+  return usual;
+}
+
+template <StateKind Kind, class P, class G>
+MEMKERN_DEVICE void adam_coded(const TileWork<AdamTensor>& work, P param_type, G grad_type, Group group) {
   constexpr bool kPower = Kind == StateKind::kPower;
-  const AdamScalars& s = scalars.scalars;
-  const Rounding rounding{false, scalars.step};
-  const Group group(t.blocks.block);
+  const TensorRecord& t = work.tensor;
+  const AdamScalars& s = work.scalars.scalars;
+  const void* const grad = work.grad;
+  const Rounding rounding{false, work.scalars.step};
+  const Halves half(group);
+  const int levels = half.own(kPowerLevelsSigned, kPowerLevelsUnsigned);
   const bool aligned = t.aligned && on_16_bytes(grad);
-  for_places(t.blocks, tile, group, [&](const Place& place) {
-    float m_unit = 0.0f, v_unit = 0.0f;
-    if (place.n > 0) {
-      m_unit = unit_of<Kind, true>(t.exp_avg_scale[place.block], s.beta1);
-      v_unit = unit_of<Kind, false>(t.exp_avg_sq_scale[place.block], kPower ? s.root_beta2 : s.beta2);
-    }
+  for_places(t.blocks, work.walk, group, [&](const Place& place) {
+    float* const scale = half.own(t.exp_avg_scale, t.exp_avg_sq_scale) + place.block;
+    const float decay = half.own(s.beta1, kPower ? s.root_beta2 : s.beta2);
+    float m_unit, v_unit;
+    half.share(unit_of<Kind>(__ldcs(scale), decay, levels), m_unit, v_unit);
     float m_largest = 0.0f, v_largest = 0.0f, m_factor = 0.0f, v_factor = 0.0f;
     bool finite = true;
     // Once where a block fits its lanes; else all of it for its maxima, and again to be written.
     const int turns = group.turns == 1 ? 1 : 2 * group.turns;
     for (int turn = 0; turn < turns; ++turn) {
       const bool first = turn < group.turns, last = turn >= turns - group.turns;
-      const int j = ((first ? turn : turn - group.turns) * group.width + group.lane) * kEight;
+      const int j = ((first ? turn : turn - group.turns) * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, aligned);
-      const Raw p_raw = load_raw(t.param, t.param_type, at), g_raw = load_raw(grad, t.grad_type, at);
-      const Codes m_codes = load_codes(t.exp_avg, at), v_codes = load_codes(t.exp_avg_sq, at);
+      Raw p_raw, g_raw;
+      Codes m_codes, v_codes;
+      either_way(at, [&](const Span& span) {
+        p_raw = load_raw(t.param, param_type, span);
+        g_raw = load_raw(grad, grad_type, span);
+        m_codes = load_codes(t.exp_avg, span);
+        v_codes = load_codes(t.exp_avg_sq, span);
+      });
       float p[kEight], g[kEight], m[kEight], v[kEight], w[kEight];
-      to_floats(p_raw, t.param_type, p);
-      to_floats(g_raw, t.grad_type, g);
+      to_floats(p_raw, param_type, p);
+      to_floats(g_raw, grad_type, g);
       decode<Kind, true>(m_codes, m_unit, m);
       decode<Kind, false>(v_codes, v_unit, v);
       if constexpr (kPower)
         for (float& x : v) x = x * x;  // power codes hold w = sqrt(v)
-      adam_eight(p, g, m, v, w, s);
-      if (last) store_floats(t.param, t.param_type, at, p);
-      const float(&kept)[kEight] = kPower ? w : v;
+      adam_new_moments(m, v, g, p, s);
+      float m_here = largest_of<true>(m), v_here = largest_of<false>(v);
+      if (at.n == 0 || adam_usual(m, v, m_here, v_here, s))
+        adam_params<Usual>(p, m, v, w, s);
+      else
+        adam_params<float>(p, m, v, w, s);
+      if (last) store_floats(t.param, param_type, at, p);
       if (first) {
-        m_largest = fmaxf(m_largest, largest_of<true>(m, finite));
-        v_largest = fmaxf(v_largest, largest_of<false>(kept, finite));
+        if (!(is_finite(m_here) && is_finite(v_here))) {
+          finite = false;
+          m_here = largest_finite<true>(m);
+          v_here = largest_finite<false>(v);
+        }
+        m_largest = fmaxf(m_largest, m_here);
+        v_largest = fmaxf(v_largest, v_here);
       }
       if (turn == group.turns - 1) {
-        m_largest = max_over_lanes(m_largest, group.width);
-        v_largest = max_over_lanes(v_largest, group.width);
-        m_factor = factor_of<Kind, true>(m_largest);
-        v_factor = factor_of<Kind, false>(v_largest);
-        if (group.lane == 0 && place.n > 0) {
-          t.exp_avg_scale[place.block] = m_largest;
-          t.exp_avg_sq_scale[place.block] = v_largest;
-        }
+        float largest = half.largest(m_largest, v_largest);
+        if (kPower && half.upper) largest = sqrt(largest);  // the largest w
+        half.share(factor_of<Kind>(largest, levels), m_factor, v_factor);
+        if ((group.lane() & (half.distance - 1)) == 0 && place.n > 0) __stcs(scale, largest);
       }
       if (last) {
-        store_codes(t.exp_avg, at, encode<Kind, true>(m, m_factor, finite, j, rounding));
-        store_codes(t.exp_avg_sq, at, encode<Kind, false>(kept, v_factor, finite, j, rounding));
+        encode_both<Kind>(m, m_factor, kPower ? w : v, v_factor, finite, j, rounding, m_codes, v_codes);
+        either_way(at, [&](const Span& span) {
+          store_codes(t.exp_avg, span, m_codes);
+          store_codes(t.exp_avg_sq, span, v_codes);
+        });
       }
     }
   });
 }
 
-MEMKERN_DEVICE void adam_fp32(const TensorRecord& t, const void* grad, int64_t tile, const AdamScalars& s) {
+MEMKERN_DEVICE void adam_fp32(const TileWork<AdamTensor>& work) {
+  const TensorRecord& t = work.tensor;
+  const AdamScalars s = work.scalars.scalars;
+  const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  for_eights(t.numel, tile, aligned, [&](const Span& at) {
+  for_eights(t.numel, work.tile, aligned, [&](const Span& at) {
     const Raw p_raw = load_raw(t.param, t.param_type, at), g_raw = load_raw(grad, t.grad_type, at);
     float p[kEight], g[kEight], m[kEight], v[kEight], w[kEight];
     load_floats(t.exp_avg, FloatType::kFp32, at, m);
@@ -112,7 +153,8 @@ MEMKERN_DEVICE void adam_fp32(const TensorRecord& t, const void* grad, int64_t t
       m[i] = s.beta1 * m[i];
       v[i] = s.beta2 * v[i];
     }
-    adam_eight(p, g, m, v, w, s);
+    adam_new_moments(m, v, g, p, s);
+    adam_params<float>(p, m, v, w, s);
     store_floats(t.param, t.param_type, at, p);
     store_floats(t.exp_avg, FloatType::kFp32, at, m);
     store_floats(t.exp_avg_sq, FloatType::kFp32, at, v);
@@ -120,16 +162,15 @@ MEMKERN_DEVICE void adam_fp32(const TensorRecord& t, const void* grad, int64_t t
 }
 
 // One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads) adam_tiles(AdamTable table, bool fp32) {
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5) adam_tiles(AdamTable table, bool fp32) {
   if (skipped(*table.header)) return;
-  const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
-  const TensorRecord t = table.tensors[i];
-  const AdamTensor scalars = table.scalars[i];
-  const int64_t tile = blockIdx.x - table.first_tiles[i];
+  __shared__ TileWork<AdamTensor> work;
+  work.find(table);
+  const TensorRecord& t = work.tensor;
   if (t.kind == Kind)
-    adam_coded<Kind>(t, table.grads[i], tile, scalars);
+    with_usual(t, [&](auto param, auto grad, auto group) { adam_coded<Kind>(work, param, grad, group); });
   else if (t.kind == StateKind::kFp32 && fp32)
-    adam_fp32(t, table.grads[i], tile, scalars.scalars);
+    adam_fp32(work);
 }
 
 }  // namespace memkern

@@ -21,7 +21,20 @@ MEMKERN_DEVICE Span span_of(int64_t offset, int64_t left, bool aligned) {
   return {offset, n, aligned && n == kEight && offset % kEight == 0};
 }
 
+// Calls move(span) once, where the compiler knows whether the span is whole: one branch for several arrays.
+template <class Move> MEMKERN_DEVICE void either_way(const Span& at, Move&& move) {
+  if (at.whole)
+    move(Span{at.offset, kEight, true});
+  else
+    move(Span{at.offset, at.n, false});
+}
+
 MEMKERN_FN bool on_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// A FloatType that the compiler knows: what takes a type below takes one of these or a FloatType.
+template <FloatType T> struct Known {
+  MEMKERN_FN constexpr operator FloatType() const { return T; }
+};
 
 // Eight floats as they are stored: fp32 in eight words, 16-bit types in the first four. Loaded raw and converted
 // later, so that the loads of several arrays are under way together.
@@ -29,7 +42,7 @@ struct Raw {
   uint32_t word[kEight];
 };
 
-MEMKERN_DEVICE Raw load_raw(const void* array, FloatType type, const Span& at) {
+template <class Type> MEMKERN_DEVICE Raw load_raw(const void* array, Type type, const Span& at) {
   Raw raw;
   if (type == FloatType::kFp32) {
     const uint32_t* p = static_cast<const uint32_t*>(array) + at.offset;
@@ -57,7 +70,7 @@ MEMKERN_DEVICE Raw load_raw(const void* array, FloatType type, const Span& at) {
   return raw;
 }
 
-MEMKERN_DEVICE void to_floats(const Raw& raw, FloatType type, float (&x)[kEight]) {
+template <class Type> MEMKERN_DEVICE void to_floats(const Raw& raw, Type type, float (&x)[kEight]) {
   if (type == FloatType::kFp32) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) x[i] = float_of(raw.word[i]);
@@ -76,7 +89,7 @@ MEMKERN_DEVICE void to_floats(const Raw& raw, FloatType type, float (&x)[kEight]
   }
 }
 
-MEMKERN_DEVICE Raw to_raw(const float (&x)[kEight], FloatType type) {
+template <class Type> MEMKERN_DEVICE Raw to_raw(const float (&x)[kEight], Type type) {
   Raw raw;
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
@@ -89,7 +102,7 @@ MEMKERN_DEVICE Raw to_raw(const float (&x)[kEight], FloatType type) {
   return raw;
 }
 
-MEMKERN_DEVICE void store_raw(void* array, FloatType type, const Span& at, const Raw& raw) {
+template <class Type> MEMKERN_DEVICE void store_raw(void* array, Type type, const Span& at, const Raw& raw) {
   const uint32_t(&w)[kEight] = raw.word;
   if (type == FloatType::kFp32) {
     uint32_t* p = static_cast<uint32_t*>(array) + at.offset;
@@ -113,11 +126,13 @@ MEMKERN_DEVICE void store_raw(void* array, FloatType type, const Span& at, const
   }
 }
 
-MEMKERN_DEVICE void load_floats(const void* array, FloatType type, const Span& at, float (&x)[kEight]) {
+template <class Type>
+MEMKERN_DEVICE void load_floats(const void* array, Type type, const Span& at, float (&x)[kEight]) {
   to_floats(load_raw(array, type, at), type, x);
 }
 
-MEMKERN_DEVICE void store_floats(void* array, FloatType type, const Span& at, const float (&x)[kEight]) {
+template <class Type>
+MEMKERN_DEVICE void store_floats(void* array, Type type, const Span& at, const float (&x)[kEight]) {
   store_raw(array, type, at, to_raw(x, type));
 }
 

@@ -23,66 +23,100 @@ static __global__ void lion_prologue(LionTable table) {
                                   gradient_factor(*table.header));
 }
 
-template <StateKind Kind>
-MEMKERN_DEVICE void lion_coded(const TensorRecord& t, const void* grad, int64_t tile, const LionScalars& s) {
-  const Group group(t.blocks.block);
+MEMKERN_DEVICE void lion_eight(float (&p)[kEight], const float (&g)[kEight], float (&m)[kEight],
+                               const LionScalars& s) {
+  LionScalars unscaled = s;
+  unscaled.grad_factor = 1.0f;
+  // One test for all eight; each by itself would cost an instruction where nothing is to be done.
+  if (s.grad_factor == 1.0f) {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) lion_update(p[i], g[i], m[i], unscaled);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) lion_update(p[i], g[i], m[i], s);
+  }
+}
+
+template <StateKind Kind, class P, class G>
+MEMKERN_DEVICE void lion_coded(const TileWork<LionScalars>& work, P param_type, G grad_type, Group group) {
+  const TensorRecord& t = work.tensor;
+  const LionScalars& s = work.scalars;
+  const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  for_places(t.blocks, tile, group, [&](const Place& place) {
-    const float unit = place.n > 0 ? unit_of<Kind, true>(t.exp_avg_scale[place.block], 1.0f) : 0.0f;
+  for_places(t.blocks, work.walk, group, [&](const Place& place) {
+    const float unit = unit_of<Kind>(__ldcs(t.exp_avg_scale + place.block), 1.0f, kPowerLevelsSigned);
     float largest = 0.0f, factor = 0.0f;
     bool finite = true;
     // Once where a block fits its lanes; else all of it for its maximum, and again to be written.
     const int turns = group.turns == 1 ? 1 : 2 * group.turns;
     for (int turn = 0; turn < turns; ++turn) {
       const bool first = turn < group.turns, last = turn >= turns - group.turns;
-      const int j = ((first ? turn : turn - group.turns) * group.width + group.lane) * kEight;
+      const int j = ((first ? turn : turn - group.turns) * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, aligned);
-      const Raw p_raw = load_raw(t.param, t.param_type, at), g_raw = load_raw(grad, t.grad_type, at);
-      const Codes codes = load_codes(t.exp_avg, at);
+      Raw p_raw, g_raw;
+      Codes codes;
+      either_way(at, [&](const Span& span) {
+        p_raw = load_raw(t.param, param_type, span);
+        g_raw = load_raw(grad, grad_type, span);
+        codes = load_codes(t.exp_avg, span);
+      });
       float p[kEight], g[kEight], m[kEight];
-      to_floats(p_raw, t.param_type, p);
-      to_floats(g_raw, t.grad_type, g);
+      to_floats(p_raw, param_type, p);
+      to_floats(g_raw, grad_type, g);
       decode<Kind, true>(codes, unit, m);
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) lion_update(p[i], g[i], m[i], s);
-      if (last) store_floats(t.param, t.param_type, at, p);
-      if (first) largest = fmaxf(largest, largest_of<true>(m, finite));
-      if (turn == group.turns - 1) {
-        largest = max_over_lanes(largest, group.width);
-        factor = factor_of<Kind, true>(largest);
-        if (group.lane == 0 && place.n > 0) t.exp_avg_scale[place.block] = largest;
+      lion_eight(p, g, m, s);
+      if (first) {
+        float here = largest_of<true>(m);
+        if (!is_finite(here)) {
+          finite = false;
+          here = largest_finite<true>(m);
+        }
+        largest = fmaxf(largest, here);
       }
-      if (last) store_codes(t.exp_avg, at, encode<Kind, true>(m, factor, finite, j, Rounding{true, 0}));
+      if (turn == group.turns - 1) {
+        largest = max_over_lanes(largest, group.width() / 2);
+        factor = factor_of<Kind>(largest, kPowerLevelsSigned);
+        if (group.lane() == 0 && place.n > 0) __stcs(t.exp_avg_scale + place.block, largest);
+      }
+      if (last) {
+        codes = encode<Kind, true>(m, factor, finite, j, Rounding{true, 0});
+        p_raw = to_raw(p, param_type);
+        either_way(at, [&](const Span& span) {
+          store_raw(t.param, param_type, span, p_raw);
+          store_codes(t.exp_avg, span, codes);
+        });
+      }
     }
   });
 }
 
-MEMKERN_DEVICE void lion_fp32(const TensorRecord& t, const void* grad, int64_t tile, const LionScalars& s) {
+MEMKERN_DEVICE void lion_fp32(const TileWork<LionScalars>& work) {
+  const TensorRecord& t = work.tensor;
+  const LionScalars s = work.scalars;
+  const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  for_eights(t.numel, tile, aligned, [&](const Span& at) {
+  for_eights(t.numel, work.tile, aligned, [&](const Span& at) {
     const Raw p_raw = load_raw(t.param, t.param_type, at), g_raw = load_raw(grad, t.grad_type, at);
     float p[kEight], g[kEight], m[kEight];
     load_floats(t.exp_avg, FloatType::kFp32, at, m);
     to_floats(p_raw, t.param_type, p);
     to_floats(g_raw, t.grad_type, g);
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) lion_update(p[i], g[i], m[i], s);
+    lion_eight(p, g, m, s);
     store_floats(t.param, t.param_type, at, p);
     store_floats(t.exp_avg, FloatType::kFp32, at, m);
   });
 }
 
 // One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads) lion_tiles(LionTable table, bool fp32) {
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5) lion_tiles(LionTable table, bool fp32) {
   if (skipped(*table.header)) return;
-  const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
-  const TensorRecord t = table.tensors[i];
-  const LionScalars scalars = table.scalars[i];
-  const int64_t tile = blockIdx.x - table.first_tiles[i];
+  __shared__ TileWork<LionScalars> work;
+  work.find(table);
+  const TensorRecord& t = work.tensor;
   if (t.kind == Kind)
-    lion_coded<Kind>(t, table.grads[i], tile, scalars);
+    with_usual(t, [&](auto param, auto grad, auto group) { lion_coded<Kind>(work, param, grad, group); });
   else if (t.kind == StateKind::kFp32 && fp32)
-    lion_fp32(t, table.grads[i], tile, scalars);
+    lion_fp32(work);
 }
 
 }  // namespace memkern

@@ -13,7 +13,7 @@ namespace memkern {
 
 #define MEMKERN_DEVICE __device__ __forceinline__
 
-constexpr int kThreads = 256;  // of a thread block
+constexpr int kThreads = 128;  // of a thread block
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -24,6 +24,18 @@ MEMKERN_DEVICE float approximate_sqrt(float x) {
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
+}
+
+// What the hardware's division and root start from.
+MEMKERN_DEVICE float approximate_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+MEMKERN_DEVICE float approximate_reciprocal_sqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // The larger one, NaN if either is.
@@ -53,6 +65,13 @@ MEMKERN_DEVICE float fp16_to_float(uint32_t bits) {
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t stream, const Args&... args) {
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args...);
+}
+
+#else
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {
+  launch_simt(kernel, blocks, kThreads, args...);
 }
 
 #endif

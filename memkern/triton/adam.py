@@ -11,10 +11,9 @@ from torch import Tensor
 
 from . import multi_tensor as mt
 from .codec import POWER, dither
-from .launch import TILE
-from .moment import load_moment, moment_pointer, store_moment
+from .moment import decayed, load_scale, moment_pointer, store_moment
 from .table import Moment, StepArgs, run_step
-from .tiles import pointer
+from .tiles import pointer, tile_of
 
 
 @triton.jit
@@ -31,7 +30,7 @@ def adam_direction(m, w, eps):
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def adam_prologue(table, scalars, groups, tensors):
-    """Advances the steps, and leaves each tensor's scalars (``AdamScalars`` in csrc/core/adam.h) for the main kernel."""
+    """Advances the steps, and leaves each tensor's scalars (AdamScalars in csrc/core/adam.h) for the main kernel."""
     _, columns = mt.columns_of(table, groups, tensors)
     t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
     mask = t < tensors
@@ -77,42 +76,56 @@ def adam_prologue(table, scalars, groups, tensors):
 def adam_kernel(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, tile = mt.find_tensor(columns, tensors, first, count)
-    s = scalars + tensor * mt.SCALARS
-    if tl.load(s + 11) != 0.0:
-        start, offset, mask, row, row_mask = mt.tile_of_tensor(
-            columns, tensors, tensor, tile, ROWS, BLOCK_SIZE, VECTOR, FLAT
-        )
-        word = columns + tensor
-        params = pointer(tl.load(word + mt.PARAM * tensors), P, VECTOR) + start
-        gradients = pointer(tl.load(grads + tensor), G, VECTOR) + start
-        exp_avg = moment_pointer(tl.load(word + mt.EXP_AVG * tensors), KIND, True, VECTOR) + start
-        exp_avg_sq = moment_pointer(tl.load(word + mt.EXP_AVG_SQ * tensors), KIND, False, VECTOR) + start
-        m_scale = tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32))
-        v_scale = tl.load(word + mt.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32))
+    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
+    word, s = columns + tensor, scalars + tensor * mt.SCALARS
+    layout = mt.layout_of_tensor(word, tensors)
+    params = tl.load(word + mt.PARAM * tensors)
+    gradients = tl.load(grads + tensor)
+    exp_avg = tl.load(word + mt.EXP_AVG * tensors)
+    exp_avg_sq = tl.load(word + mt.EXP_AVG_SQ * tensors)
+    m_scales = tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32))
+    v_scales = tl.load(word + mt.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32))
+    grad_factor = tl.load(s)
+    beta1, one_minus_beta1 = tl.load(s + 1), tl.load(s + 2)
+    decay2 = tl.load(s + 5) if KIND == POWER else tl.load(s + 3)  # power codes hold w = sqrt(v)
+    one_minus_beta2 = tl.load(s + 4)
+    eps, step_size = tl.load(s + 6), tl.load(s + 7)
+    decay, coupled_decay = tl.load(s + 8), tl.load(s + 9)
+    u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + 10).to(tl.uint32, bitcast=True))[None, :]
+    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in range(0, tl.where(tl.load(s + 11) != 0.0, tiles, 0)):  # none where the step is skipped
+        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p_at = pointer(params, start, P, VECTOR)
+        g_at = pointer(gradients, start, G, VECTOR)
+        m_at = moment_pointer(exp_avg, start, KIND, True, VECTOR)
+        v_at = moment_pointer(exp_avg_sq, start, KIND, False, VECTOR)
 
-        p = tl.load(params + offset, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(gradients + offset, mask=mask, other=0.0).to(tl.float32) * tl.load(s)
-        coupled_decay = tl.load(s + 9)
+        # All loads before all else: they wait together.
+        p = tl.load(p_at + offset, mask=mask, other=0.0)
+        g = tl.load(g_at + offset, mask=mask, other=0.0)
+        m = tl.load(m_at + offset, mask=mask, other=0)
+        v = tl.load(v_at + offset, mask=mask, other=0)
+        m_scale = load_scale(m_scales, row, row_mask, KIND)
+        v_scale = load_scale(v_scales, row, row_mask, KIND)
+
+        p = p.to(tl.float32)
+        g = g.to(tl.float32) * grad_factor
         if coupled_decay != 0.0:
             g = g + coupled_decay * p
-        # Power codes hold w = sqrt(v).
-        decay2 = tl.load(s + 5) if KIND == POWER else tl.load(s + 3)
-        m = load_moment(exp_avg, m_scale, tl.load(s + 1), offset, mask, row, row_mask, tables, KIND, True)
-        v = load_moment(exp_avg_sq, v_scale, decay2, offset, mask, row, row_mask, tables, KIND, False)
+        m = decayed(m, m_scale, beta1, tables, KIND, True)
+        v = decayed(v, v_scale, decay2, tables, KIND, False)
         if KIND == POWER:
             v = v * v
-        m, v = adam_moments(m, v, g, tl.load(s + 2), tl.load(s + 4))
+        m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
         w = tl.math.sqrt_rn(v)
-        p = p * tl.load(s + 8) - tl.load(s + 7) * adam_direction(m, w, tl.load(s + 6))
-        tl.store(params + offset, p.to(P), mask=mask)
-        u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + 10).to(tl.uint32, bitcast=True))[None, :]
-        store_moment(m, exp_avg, m_scale, u, offset, mask, row, row_mask, tables, KIND, True)
+        p = p * decay - step_size * adam_direction(m, w, eps)
+        tl.store(p_at + offset, p.to(P), mask=mask)
+        store_moment(m, m_at, m_scales, u, offset, mask, row, row_mask, tables, KIND, True)
         x = w if KIND == POWER else v
-        store_moment(x, exp_avg_sq, v_scale, u, offset, mask, row, row_mask, tables, KIND, False)
+        store_moment(x, v_at, v_scales, u, offset, mask, row, row_mask, tables, KIND, False)
 
 
 def adam_step_(
@@ -148,4 +161,4 @@ def adam_step_(
         params, grads, moments, steps, group, lr, hyperparameters, codec, block_size,
         grad_scale, found_inf, grad_norm, max_grad_norm,
     )  # fmt: skip
-    run_step("adam_step_", args, adam_prologue, adam_kernel, TILE)
+    run_step("adam_step_", args, adam_prologue, adam_kernel)

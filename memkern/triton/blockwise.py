@@ -29,17 +29,14 @@ def quantize_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     start, offset, mask, row, row_mask = tile_of(
-        tl.program_id(0), numel, segment, block, per_segment, blocks, ROWS, BLOCK, VECTOR, FLAT
+        tl.program_id(0), (numel, segment, block, per_segment, blocks), ROWS, BLOCK, VECTOR, FLAT
     )
-    values = pointer(values, values.dtype.element_ty, VECTOR) + start
-    codes = pointer(codes, codes.dtype.element_ty, VECTOR) + start
+    values = pointer(values, start, values.dtype.element_ty, VECTOR)
+    codes = pointer(codes, start, codes.dtype.element_ty, VECTOR)
     x = tl.load(values + offset, mask=mask, other=0.0).to(tl.float32)
     if not SIGNED:
         x = tl.where(x < 0, 0.0, x)
-    if DITHERED:
-        u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :]
-    else:
-        u = 0.5
+    u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :] if DITHERED else 0.5
     q, scale = encode(x, u, tables, KIND, SIGNED)
     tl.store(codes + offset, q, mask=mask)
     tl.store(scales + row, scale, mask=row_mask)
@@ -53,10 +50,10 @@ def dequantize_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     start, offset, mask, row, row_mask = tile_of(
-        tl.program_id(0), numel, segment, block, per_segment, blocks, ROWS, BLOCK, VECTOR, FLAT
+        tl.program_id(0), (numel, segment, block, per_segment, blocks), ROWS, BLOCK, VECTOR, FLAT
     )
-    values = pointer(values, values.dtype.element_ty, VECTOR) + start
-    codes = pointer(codes, codes.dtype.element_ty, VECTOR) + start
+    values = pointer(values, start, values.dtype.element_ty, VECTOR)
+    codes = pointer(codes, start, codes.dtype.element_ty, VECTOR)
     unit = code_unit(tl.load(scales + row, mask=row_mask, other=0.0), 1.0, KIND, SIGNED)
     q = tl.load(codes + offset, mask=mask, other=0)
     x = decode(q, unit, tables, KIND, SIGNED)

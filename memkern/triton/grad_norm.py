@@ -11,38 +11,31 @@ from torch import Tensor
 
 from ..layout import FLOATS, layout_of
 from . import multi_tensor as mt
-from .launch import OPTIONS, TILE, guard
+from .launch import OPTIONS, guard
 from .table import StepArgs, launch, plan_for
-from .tiles import pointer
+from .tiles import pointer, tile_of
 
-PASSES = tl.constexpr(
-    8
-)  # tiles a program adds up: the last kernel then adds one number for every 16,384 gradients
 _SUMS = tl.constexpr(4096)
 
 
-@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "tiles_before"])
+@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
 def squares_kernel(
-    table, sums, tiles_before, groups, tensors, first, count,
+    table, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of squares of one tile, in fp64."""
+    """The sum of squares of a program's tiles, in fp64."""
     grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, tile = mt.find_tensor(columns, tensors, first, count)
-    TILE: tl.constexpr = ROWS * BLOCK_SIZE
-    PART: tl.constexpr = TILE // PASSES
-    start = tile.to(tl.int64) * TILE
-    left = tl.minimum(tl.load(columns + mt.NUMEL * tensors + tensor) - start, TILE).to(tl.int32)
-    if VECTOR > 1:
-        left = tl.multiple_of(left, VECTOR)
-    gradients = pointer(tl.load(grads + tensor), G, VECTOR) + start
-    total = tl.zeros((PART,), tl.float64)
-    for i in tl.static_range(PASSES):
-        offset = i * PART + tl.arange(0, PART)
-        g = tl.load(gradients + offset, mask=offset < left, other=0.0).to(tl.float32).to(tl.float64)
+    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
+    layout = mt.layout_of_tensor(columns + tensor, tensors)
+    gradients = tl.load(grads + tensor)
+    total = tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
+    for i in range(0, mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        start, offset, mask, _, _ = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        at = pointer(gradients, start, G, VECTOR)
+        g = tl.load(at + offset, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
         total += g * g
-    tl.store(sums + tiles_before + tl.program_id(0), tl.sum(total, axis=0))
+    tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -73,8 +66,8 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     device = norm.device
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)
     with guard(device):
-        plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), TILE * PASSES.value, 1)
+        plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)
         table, sums = plan.room.table, plan.room.sums
         for part in plan.launches:
-            launch(squares_kernel, plan, part, table, sums, part.tiles_before)
+            launch(squares_kernel, plan, part, table, sums, part.programs_before)
         norm_kernel[(1,)](table, sums, norm, len(sums), **OPTIONS)

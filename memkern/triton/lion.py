@@ -10,10 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import multi_tensor as mt
-from .launch import TILE
-from .moment import load_moment, moment_pointer, store_moment
+from .moment import decayed, load_scale, moment_pointer, store_moment
 from .table import Moment, StepArgs, run_step
-from .tiles import pointer
+from .tiles import pointer, tile_of
 
 
 @triton.jit
@@ -55,29 +54,39 @@ def lion_prologue(table, scalars, groups, tensors):
 def lion_kernel(
     table, scalars, tables, groups, tensors, first, count,
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, tile = mt.find_tensor(columns, tensors, first, count)
-    s = scalars + tensor * mt.SCALARS
-    if tl.load(s + 7) != 0.0:
-        start, offset, mask, row, row_mask = mt.tile_of_tensor(
-            columns, tensors, tensor, tile, ROWS, BLOCK_SIZE, VECTOR, FLAT
-        )
-        word = columns + tensor
-        params = pointer(tl.load(word + mt.PARAM * tensors), P, VECTOR) + start
-        gradients = pointer(tl.load(grads + tensor), G, VECTOR) + start
-        exp_avg = moment_pointer(tl.load(word + mt.EXP_AVG * tensors), KIND, True, VECTOR) + start
-        scale = tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32))
+    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
+    word, s = columns + tensor, scalars + tensor * mt.SCALARS
+    layout = mt.layout_of_tensor(word, tensors)
+    params = tl.load(word + mt.PARAM * tensors)
+    gradients = tl.load(grads + tensor)
+    exp_avg = tl.load(word + mt.EXP_AVG * tensors)
+    scales = tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32))
+    grad_factor = tl.load(s)
+    beta1, one_minus_beta1 = tl.load(s + 1), tl.load(s + 2)
+    beta2, one_minus_beta2 = tl.load(s + 3), tl.load(s + 4)
+    lr, decay = tl.load(s + 5), tl.load(s + 6)
+    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
+    for i in range(0, tl.where(tl.load(s + 7) != 0.0, tiles, 0)):  # none where the step is skipped
+        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p_at = pointer(params, start, P, VECTOR)
+        g_at = pointer(gradients, start, G, VECTOR)
+        m_at = moment_pointer(exp_avg, start, KIND, True, VECTOR)
 
-        p = tl.load(params + offset, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(gradients + offset, mask=mask, other=0.0).to(tl.float32) * tl.load(s)
-        m = load_moment(exp_avg, scale, 1.0, offset, mask, row, row_mask, tables, KIND, True)
-        update = sign(tl.load(s + 1) * m + tl.load(s + 2) * g)
-        p = p * tl.load(s + 6) - tl.load(s + 5) * update
-        m = tl.load(s + 3) * m + tl.load(s + 4) * g
-        tl.store(params + offset, p.to(P), mask=mask)
-        store_moment(m, exp_avg, scale, 0.5, offset, mask, row, row_mask, tables, KIND, True)
+        p = tl.load(p_at + offset, mask=mask, other=0.0)
+        g = tl.load(g_at + offset, mask=mask, other=0.0)
+        m = tl.load(m_at + offset, mask=mask, other=0)
+        scale = load_scale(scales, row, row_mask, KIND)
+
+        p = p.to(tl.float32)
+        g = g.to(tl.float32) * grad_factor
+        m = decayed(m, scale, 1.0, tables, KIND, True)
+        p = p * decay - lr * sign(beta1 * m + one_minus_beta1 * g)
+        m = beta2 * m + one_minus_beta2 * g
+        tl.store(p_at + offset, p.to(P), mask=mask)
+        store_moment(m, m_at, scales, 0.5, offset, mask, row, row_mask, tables, KIND, True)
 
 
 def lion_step_(
@@ -105,4 +114,4 @@ def lion_step_(
         params, grads, moments, None, group, lr, hyperparameters, codec, block_size,
         grad_scale, found_inf, grad_norm, max_grad_norm,
     )  # fmt: skip
-    run_step("lion_step_", args, lion_prologue, lion_kernel, TILE)
+    run_step("lion_step_", args, lion_prologue, lion_kernel)

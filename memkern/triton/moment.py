@@ -10,33 +10,41 @@ from .tiles import pointer
 
 
 @triton.jit
-def moment_pointer(address, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
-    """The address of a moment as a pointer to what it is stored as."""
+def moment_pointer(address, start, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
+    """The ``start``-th element of a moment at an address, as a pointer to what it is stored as."""
     if KIND == FP32:
-        return pointer(address, tl.float32, VECTOR)
+        return pointer(address, start, tl.float32, VECTOR)
     elif SIGNED:
-        return pointer(address, tl.int8, VECTOR)
+        return pointer(address, start, tl.int8, VECTOR)
     else:
-        return pointer(address, tl.uint8, VECTOR)
+        return pointer(address, start, tl.uint8, VECTOR)
 
 
 @triton.jit
-def load_moment(
-    state, scale, decay, offset, mask, row, row_mask, tables, KIND: tl.constexpr, SIGNED: tl.constexpr
-):
-    """A tile of a moment times ``decay``, which goes into the scale. Unsigned power codes give w = sqrt(v)."""
-    x = tl.load(state + offset, mask=mask, other=0)
+def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """A tile of a moment, as it was stored, times ``decay``; that goes into the scale, one number a block.
+
+    Unsigned power codes give w = sqrt(v).
+    """
     if KIND == FP32:
         return decay * x
-    unit = code_unit(tl.load(scale + row, mask=row_mask, other=0.0), decay, KIND, SIGNED)
-    return decode(x, unit, tables, KIND, SIGNED)
+    else:
+        return decode(x, code_unit(scale, decay, KIND, SIGNED), tables, KIND, SIGNED)
+
+
+@triton.jit
+def load_scale(scale, row, row_mask, KIND: tl.constexpr):
+    if KIND == FP32:
+        return 0.0
+    else:
+        return tl.load(scale + row, mask=row_mask, other=0.0)
 
 
 @triton.jit
 def store_moment(
     x, state, scale, u, offset, mask, row, row_mask, tables, KIND: tl.constexpr, SIGNED: tl.constexpr
 ):
-    """The inverse of :func:`load_moment`. ``u``: the dither of unsigned power codes."""
+    """Stores a moment; the inverse of :func:`decayed`. ``u``: the dither of unsigned power codes."""
     if KIND == FP32:
         tl.store(state + offset, x, mask=mask)
     else:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from .. import codec as C
-from .tiles import tile_of
 
 # Header: three numbers (a word and its kind each), and the clipping norm.
 GRAD_SCALE = tl.constexpr(0)
@@ -39,7 +38,7 @@ PER_SEGMENT = tl.constexpr(9)
 BLOCKS = tl.constexpr(10)
 GROUP = tl.constexpr(11)
 ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on a run of slots
-FIRST_TILE = tl.constexpr(13)  # by slot, within its launch
+FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
 COLUMNS = tl.constexpr(14)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
@@ -56,30 +55,39 @@ def columns_of(table, groups, tensors):
 
 
 @triton.jit
-def find_tensor(columns, tensors, first, count):
-    """The tensor that this program works on, and the index of its tile within that; slots are sorted by tile."""
+def find_tensor(columns, tensors, first, count, TILES: tl.constexpr):
+    """The tensor that this program works on, and the first of its tiles; slots are sorted by program."""
     program = tl.program_id(0)
-    begins = columns + FIRST_TILE * tensors + first
+    begins = columns + FIRST_PROGRAM * tensors + first
     lane = tl.arange(0, _SEARCH)
     before = tl.zeros((_SEARCH,), tl.int32)
     for i in range(0, count, _SEARCH):
         begin = tl.load(begins + i + lane, mask=i + lane < count, other=2**62)
         before += (begin <= program).to(tl.int32)
     slot = tl.sum(before) - 1
-    return tl.load(columns + ORDER * tensors + first + slot), program - tl.load(begins + slot)
+    return tl.load(columns + ORDER * tensors + first + slot), (program - tl.load(begins + slot)) * TILES
 
 
 @triton.jit
-def tile_of_tensor(
-    columns, tensors, tensor, tile,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
-    """:func:`tile_of` by the tensor's layout in the table."""
-    word = columns + tensor
-    return tile_of(
-        tile, tl.load(word + NUMEL * tensors), tl.load(word + SEGMENT * tensors), tl.load(word + BLOCK * tensors),
-        tl.load(word + PER_SEGMENT * tensors), tl.load(word + BLOCKS * tensors), ROWS, BLOCK_SIZE, VECTOR, FLAT,
-    )  # fmt: skip
+def layout_of_tensor(word, tensors):
+    """numel, segment, block, blocks per segment, blocks: what :func:`tile_of` takes."""
+    return (
+        tl.load(word + NUMEL * tensors),
+        tl.load(word + SEGMENT * tensors),
+        tl.load(word + BLOCK * tensors),
+        tl.load(word + PER_SEGMENT * tensors),
+        tl.load(word + BLOCKS * tensors),
+    )
+
+
+@triton.jit
+def tiles_from(
+    first_tile, layout, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLAT: tl.constexpr
+):
+    """The number of tiles, from ``first_tile`` on, that a program works on: TILES, or what is left of the tensor."""
+    elements: tl.constexpr = ROWS * BLOCK_SIZE if FLAT else ROWS
+    size = layout[0] if FLAT else layout[4]
+    return tl.minimum((size + elements - 1) // elements - first_tile, TILES).to(tl.int32)
 
 
 @triton.jit

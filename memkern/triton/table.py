@@ -21,11 +21,21 @@ from ..layout import BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, stream_of, triton_type
+from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of, triton_type
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
 MAX_PLANS = 64
+CONSTANTS = (
+    "KIND",
+    "P",
+    "G",
+    "TILES",
+    "ROWS",
+    "BLOCK_SIZE",
+    "VECTOR",
+    "FLAT",
+)  # of the kernels that plans launch
 
 
 class Moment(NamedTuple):
@@ -59,9 +69,9 @@ class Launch(NamedTuple):
     """The tensors that one launch of a kernel works on: a run of slots, and the kernel's constants."""
 
     first: int
-    count: int
-    tiles: int
-    tiles_before: int  # of the launches before
+    members: int
+    programs: int
+    programs_before: int  # of all launches before
     constants: dict[str, Any]
 
 
@@ -156,21 +166,25 @@ class Plan:
     """``sizes`` and ``room`` are what kernels take; ``launches`` which they are."""
 
     def __init__(
-        self, args: StepArgs, signature: tuple[Any, ...], addresses: list[int], tile: int, sums_per_tile: int
+        self,
+        args: StepArgs,
+        signature: tuple[Any, ...],
+        addresses: list[int],
+        tiles: int,
+        sums_per_program: int,
     ) -> None:
         self.signature, self.addresses = signature, addresses
         self.front: list[int] = []
         self.grads = [g.data_ptr() for g in args.grads]
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.launches: list[Launch] = []
-        self.columns = self._columns(args, tile)
+        self.columns = self._columns(args, tiles)
         self.grads_at = mt.HEADER_WORDS.value + self.sizes[0] * mt.GROUP_WORDS.value
         words = self.grads_at + len(self.grads) + len(self.columns)
-        tiles = sum(part.tiles for part in self.launches)
-        self.room_sizes = words, len(self.grads), sums_per_tile * tiles
+        self.room_sizes = words, len(self.grads), sums_per_program * sum(x.programs for x in self.launches)
         self.room: Room
 
-    def _columns(self, args: StepArgs, tile: int) -> list[int]:
+    def _columns(self, args: StepArgs, tiles: int) -> list[int]:
         n = len(args.grads)
         states, scales = [[0] * n, [0] * n], [[0] * n, [0] * n]
         for k, moment in enumerate(args.moments):
@@ -184,7 +198,7 @@ class Plan:
         block_sizes = [args.block_size[i] for i in args.group] or [FLAT_BLOCK] * n
         layouts = [layout_of(x, b) for x, b in zip(args.params or args.grads, block_sizes, strict=True)]
         addresses = zip(params, self.grads, *states, strict=True)
-        order, first_tiles = self._assign(args, layouts, [*addresses], tile)
+        order, first_programs = self._assign(args, layouts, [*addresses], tiles)
         columns = (
             params,
             *states,
@@ -197,18 +211,22 @@ class Plan:
             [x.blocks for x in layouts],
             list(args.group) or [0] * n,
             order + [0] * (n - len(order)),
-            first_tiles + [0] * (n - len(order)),
+            first_programs + [0] * (n - len(order)),
         )
         return [*chain.from_iterable(columns)]
 
     def _assign(
-        self, args: StepArgs, layouts: Sequence[BlockLayout], addresses: Sequence[Iterable[int]], tile: int
+        self, args: StepArgs, layouts: Sequence[BlockLayout], addresses: Sequence[Iterable[int]], tiles: int
     ) -> tuple[list[int], list[int]]:
-        """Sorts the tensors into launches by what is constant in a kernel. Returns ORDER and FIRST_TILE."""
+        """Sorts the tensors into launches by what is constant in a kernel. Returns ORDER and FIRST_PROGRAM."""
         members: dict[tuple[Any, ...], list[int]] = {}
         for t, (g, layout) in enumerate(zip(args.grads, layouts, strict=True)):
             if layout.numel == 0:
                 continue
+            if layout.blocks >= 2**31:
+                raise ValueError(
+                    f"tensor {t} has {layout.blocks} blocks, and Triton's kernels take less than 2^31"
+                )
             p = args.params[t] if args.params else g
             coded = any(m.tensors[t].dtype != torch.float32 for m in args.moments)
             kind = args.codec[args.group[t]] + 1 if coded else FP32.value
@@ -218,27 +236,26 @@ class Plan:
                 layout = layout._replace(segment=layout.numel, block=block)
             widest = max(p.element_size(), g.element_size(), 4 if args.moments and not coded else 1)
             vector = vector_of(layout, widest, addresses[t])
-            key = kind, triton_type(p.dtype), triton_type(g.dtype), max(1, tile // block), block, vector, flat
+            types = triton_type(p.dtype), triton_type(g.dtype)
+            key = kind, *types, tiles, rows_of(block), block, vector, flat
             members.setdefault(key, []).append(t)
         order: list[int] = []
-        first_tiles: list[int] = []
+        first_programs: list[int] = []
         before = 0
         for key, tensors in members.items():
-            constants = dict(
-                zip(("KIND", "P", "G", "ROWS", "BLOCK_SIZE", "VECTOR", "FLAT"), key, strict=True)
-            )
-            elements = constants["ROWS"] * constants["BLOCK_SIZE"]
-            first, tiles = len(order), 0
+            constants = dict(zip(CONSTANTS, key, strict=True))
+            elements = tiles * constants["ROWS"] * constants["BLOCK_SIZE"]
+            first, programs = len(order), 0
             for t in tensors:
                 order.append(t)
-                first_tiles.append(tiles)
+                first_programs.append(programs)
                 layout = layouts[t]
-                tiles += cdiv(
+                programs += cdiv(
                     layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
                 )
-            self.launches.append(Launch(first, len(tensors), tiles, before, constants))
-            before += tiles
-        return order, first_tiles
+            self.launches.append(Launch(first, len(tensors), programs, before, constants))
+            before += programs
+        return order, first_programs
 
 
 _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
@@ -252,18 +269,18 @@ def plan_for(
     args: StepArgs,
     device: torch.device,
     check: Callable[[], None],
-    tile: int,
-    sums_per_tile: int = 0,
+    tiles: int,
+    sums_per_program: int = 0,
 ) -> Plan:
     """The plan of a step, with its table on the device as this step needs it.
 
     ``check`` raises unless the arguments fit together; it is called where there is no plan for them yet, before
-    anything is changed. ``tile``: elements of a tile. ``sums_per_tile``: fp64 words in ``room.sums`` for each tile.
+    anything is changed. ``tiles``: of one tensor, for one program. ``sums_per_program``: fp64 words of ``room.sums``.
     """
     signature, addresses = _signature(args), _addresses(args)
     grads = [g.data_ptr() for g in args.grads]
     if is_capturing(device):
-        return _captured_plan(op, args, device, check, signature, addresses, tile, sums_per_tile)
+        return _captured_plan(op, args, device, check, signature, addresses, tiles, sums_per_program)
     key = op, device, stream_of(device), args.params[0].data_ptr() if args.params else 0, len(grads)
     plan = _plans.get(key)
     if (
@@ -274,7 +291,7 @@ def plan_for(
     ):
         check()
         front = _front(args, device)
-        plan = Plan(args, signature, addresses, tile, sums_per_tile)
+        plan = Plan(args, signature, addresses, tiles, sums_per_program)
         plan.room = Room(*plan.room_sizes, device)
         plan.front = front
         plan.room.upload(0, chain(front, grads, plan.columns))
@@ -324,7 +341,7 @@ def _captured_plan(
 
 def launch(kernel: Any, plan: Plan, part: Launch, *args: Any) -> None:
     """``kernel(*args, groups, tensors, first, count, **constants)``, a program for each tile."""
-    kernel[(part.tiles,)](*args, *plan.sizes, part.first, part.count, **part.constants, **OPTIONS)
+    kernel[(part.programs,)](*args, *plan.sizes, part.first, part.members, **part.constants, **OPTIONS)
 
 
 def check_step(args: StepArgs, device: torch.device) -> None:
@@ -341,14 +358,14 @@ def check_step(args: StepArgs, device: torch.device) -> None:
                 raise ValueError(f"{name}[{i}] must be on {device} like the first parameter, got {x.device}")
 
 
-def run_step(op: str, args: StepArgs, prologue: Any, kernel: Any, tile: int) -> None:
+def run_step(op: str, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
     """One step: the prologue, then a launch of ``kernel`` for each combination of constants that occurs."""
     if not args.params:
         check_step(args, torch.device("cpu"))
         return
     device = args.params[0].device
     with guard(device):
-        plan = plan_for(op, args, device, lambda: check_step(args, device), tile)
+        plan = plan_for(op, args, device, lambda: check_step(args, device), tiles)
         table, scalars, tables = plan.room.table, plan.room.scalars, dynamic_tables(device)
         prologue[(cdiv(len(args.params), mt.PROLOGUE_TENSORS.value),)](table, scalars, *plan.sizes, **OPTIONS)
         for part in plan.launches:

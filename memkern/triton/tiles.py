@@ -37,20 +37,18 @@ def vector_of(layout: BlockLayout, widest: int, addresses: Iterable[int]) -> int
 
 
 @triton.jit
-def pointer(address, dtype: tl.constexpr, VECTOR: tl.constexpr):
-    """An address, or a pointer, as a pointer that is known to be aligned to VECTOR elements."""
-    p = address.to(tl.pointer_type(dtype))
+def pointer(address, start, dtype: tl.constexpr, VECTOR: tl.constexpr):
+    """A pointer to the ``start``-th element at an address, or behind a pointer; aligned to VECTOR elements."""
+    p = address.to(tl.pointer_type(dtype)) + start
     if VECTOR > 1:
         p = tl.multiple_of(p, VECTOR * dtype.primitive_bitwidth // 8)
     return p
 
 
 @triton.jit
-def tile_of(
-    index, numel, segment, block, per_segment, blocks,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
+def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
     """Where tile ``index`` begins; its elements' offsets from there and which of them exist; the same of its blocks."""
+    numel, segment, block, per_segment, blocks = layout
     first = index.to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -17,15 +17,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from activation_helpers import values as activation_values
 from helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 
 from memkern import reference
-from memkern.codec import ACTIVATIONS
 from memkern.layout import layout_of
-from memkern.reference.activation import activate
-from memkern.tables import LEVELS, VALLEYS
 from simt import build
+from simt.activations import compare_activations
 
 RATES = {"adam_step_": 8, "lion_step_": 5}  # where lr is among the arguments
 NON_FINITE = {3: torch.nan, 500: torch.inf, 700: -torch.inf}
@@ -132,51 +129,6 @@ def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]
         for out in FLOATS:
             actual = ops.dequantize_blockwise(*expected, codec, block_size, out)
             assert_same(actual, reference.dequantize_blockwise(*expected, codec, block_size, out), what)
-
-
-def compare_activations(layout: str, dtype: torch.dtype, bits: int) -> None:
-    """Codes and gradients, equal in every bit; forward, close to torch's own."""
-    ops = torch.ops.memkern_simt
-    x = activation_values(layout, dtype)
-    for name in ("gelu", "tanh", "mish"):
-        table = LEVELS[name, bits]
-        codes = reference.few_bit_encode(x, bits, *table[2:])
-        assert_same(ops.few_bit_encode(x, bits, *table[2:]), codes, name)
-        for grad_dtype in FLOATS:
-            grad = spoiled(activation_values(layout, grad_dtype, seed=1))
-            expected = reference.few_bit_backward(grad, codes, table.levels)
-            assert_same(ops.few_bit_backward(grad, codes, table.levels), expected, name)
-            if bits == 1:
-                args = grad, x, codes, *VALLEYS["gelu"][1:]
-                expected = reference.few_bit_backward_from_output(*args)
-                assert_same(ops.few_bit_backward_from_output(*args), expected, name)
-    for name, fn in ACTIVATIONS.items():
-        a, b = ACTIVATION_ARGUMENTS.get(name, (0.0, 0.0))
-        y, codes = ops.few_bit_forward(x, fn, a, b, bits, *table[2:])
-        assert_same(codes, reference.few_bit_encode(x, bits, *table[2:]), name)
-        assert_near(y, x, name, a, b)
-
-
-ACTIVATION_ARGUMENTS = {"softplus": (2.0, 4.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 0.75)}
-
-
-def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0) -> None:
-    """An activation of fp32 arithmetic: in 16 bits torch's own but for rare ties, and not further from the truth."""
-    own = activate(x, ACTIVATIONS[name], a, b)
-    assert (y.dtype, y.shape) == (own.dtype, own.shape), name
-    assert y.stride() == own.stride() or y.numel() < 2, name
-    assert torch.equal(y.isnan(), own.isnan()), name
-    truth = activate(x.double(), ACTIVATIONS[name], a, b)
-    finite = truth.isfinite() & (truth.abs() < 6e4) & (x.abs() < 80)
-    y64, own64, truth, x64 = (t.double()[finite] for t in (y, own, truth, x))
-    # x (1 + erf) / 2 cancels where x is negative, in torch's kernels too: an ulp is one of x / 2 there.
-    ulp = torch.finfo(x.dtype).eps * torch.maximum(truth.abs(), x64.abs() / 2).clamp(
-        min=torch.finfo(x.dtype).tiny
-    )
-    error, others = ((t - truth).abs() / ulp for t in (y64, own64))
-    assert (error <= torch.maximum(others, torch.full_like(others, 2.0))).all(), name
-    if name != "quick_gelu" and x.dtype != torch.float32:  # torch's own rounds that one three times
-        assert (y64 != own64).sum() <= 1e-4 * len(y64) + 1, name
 
 
 if __name__ == "__main__":

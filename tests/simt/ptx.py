@@ -16,9 +16,10 @@ from ptx_emulator import Kernel, Memory, Module, launch
 from .build import ROOT, includes
 
 ARCHITECTURE = "compute_90"
-THREADS = 256  # kThreads in csrc/cuda/runtime.h
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", f"-arch={ARCHITECTURE}", "-DUSE_CUDA"]
-LAUNCHER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t)
+LAUNCHER = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+)
 
 
 def missing() -> str | None:
@@ -66,12 +67,12 @@ def emulated(program: Program, library: ctypes.CDLL, path: Path) -> Iterator[lis
     errors: list[Exception] = []
 
     @LAUNCHER
-    def run(address: int, blocks: int, params: int, size: int) -> None:
+    def run(address: int, blocks: int, threads: int, params: int, size: int) -> None:
         try:
             name = offsets[address - base]
             launched.append(name)
             module, kernel = program.kernels[name]
-            launch(module, kernel, blocks, THREADS, ctypes.string_at(params, size), Memory.process())
+            launch(module, kernel, blocks, threads, ctypes.string_at(params, size), Memory.process())
         except Exception as error:  # must not reach C++
             errors.append(error)
 

@@ -63,7 +63,7 @@ struct Machine {
   unsigned current = 0;
   uint32_t seed = 1;
   // Where set, launches go to it instead of to fibers: the kernel, its grid, the bytes of its parameters.
-  void (*launcher)(const void* kernel, int64_t blocks, const char* params, size_t size) = nullptr;
+  void (*launcher)(const void* kernel, int64_t blocks, int threads, const char* params, size_t size) = nullptr;
   std::vector<std::function<void()>> recorded;  // launches of the graph that is being captured
   std::vector<std::function<void()>> kept;      // memory of that graph
 };
@@ -270,6 +270,8 @@ inline float __fadd_rd(float a, float b) {
 
 namespace memkern {
 
+inline float approximate_reciprocal(float x) { return 1.0f / x; }
+inline float approximate_reciprocal_sqrt(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline uint32_t to_bf16x2(float low, float high) {
   return to_bf16(low).bits | static_cast<uint32_t>(to_bf16(high).bits) << 16;
@@ -318,14 +320,14 @@ template <class... Params> std::vector<char> packed(const Params&... params) {
 namespace memkern {
 
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {
+void launch_simt(void (*kernel)(Params...), int64_t blocks, int threads, const Args&... args) {
   if (simt::machine.launcher) {
     const std::vector<char> params = simt::packed<Params...>(args...);
-    simt::machine.launcher(reinterpret_cast<const void*>(kernel), blocks, params.data(), params.size());
+    simt::machine.launcher(reinterpret_cast<const void*>(kernel), blocks, threads, params.data(), params.size());
     return;
   }
   const std::function<void()> call = [=] {
-    simt::run([=] { kernel(args...); }, blocks, 256);
+    simt::run([=] { kernel(args...); }, blocks, threads);
   };
   if (simt::capturing())
     simt::machine.recorded.push_back(call);

@@ -1,0 +1,130 @@
+"""Every Triton kernel and the constants that it is compiled with, for test_triton_compiled.py.
+
+Variants marked ``everywhere`` are compiled for every target, the rest for sm_90 alone: a minute on two cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from memkern.triton import adam, blockwise, grad_norm, lion
+from memkern.triton.launch import rows_of
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+FP32, BF16, FP16 = tl.float32, tl.bfloat16, tl.float16
+POWER, DYNAMIC, PLAIN = 1, 2, 0
+
+# Argument types by name, for all kernels; what is not here is an i32 or a constant.
+TYPES = {
+    "table": "*i64",
+    "scalars": "*fp32",
+    "tables": "*fp32",
+    "sums": "*fp64",
+    "norm": "*fp64",
+    "scales": "*fp32",
+    "step_offset": "i64",
+    **dict.fromkeys(("numel", "segment", "block", "per_segment", "blocks"), "i64"),
+}
+
+
+class Variant(NamedTuple):
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str]
+    elements: int  # of a tile: what one program works on
+    everywhere: bool
+
+
+def tile(kind: int, p: Any, g: Any, block: int = 128, vector: int = 0, flat: bool = True) -> dict[str, Any]:
+    widest = FP32 in (p, g) or kind == PLAIN
+    return {
+        "KIND": kind,
+        "P": p,
+        "G": g,
+        "TILES": 8,
+        "ROWS": rows_of(block),
+        "BLOCK_SIZE": block,
+        "VECTOR": vector or (4 if widest else 8),
+        "FLAT": flat,
+    }
+
+
+STEP_TILES = {
+    "power, fp32": tile(POWER, FP32, FP32),
+    "power, bf16": tile(POWER, BF16, BF16),
+    "power, fp16": tile(POWER, FP16, FP16),
+    "power, bf16 and fp32": tile(POWER, BF16, FP32),
+    "power, fp32, ragged": tile(POWER, FP32, FP32, flat=False),
+    "power, bf16, unaligned": tile(POWER, BF16, BF16, vector=1, flat=False),
+    "power, fp32, blocks of 8": tile(POWER, FP32, FP32, block=8),
+    "power, bf16, blocks of 4096": tile(POWER, BF16, BF16, block=4096),
+    "dynamic, fp32": tile(DYNAMIC, FP32, FP32),
+    "fp32 states, bf16": tile(PLAIN, BF16, BF16),
+    "fp32 states, fp32, unaligned": tile(PLAIN, FP32, FP32, vector=1),
+}
+EVERYWHERE = ("adam: power, fp32", "adam: power, bf16", "adam: dynamic, fp32", "lion: power, bf16")
+
+
+def _steps(name: str, kernel: Any) -> dict[str, Variant]:
+    return {
+        f"{name}: {variant}": Variant(
+            kernel,
+            constants,
+            {},
+            constants["ROWS"] * constants["BLOCK_SIZE"],
+            f"{name}: {variant}" in EVERYWHERE,
+        )
+        for variant, constants in STEP_TILES.items()
+    }
+
+
+def _blockwise(name: str, kernel: Any, codec: int, signed: bool, dtype: str, vector: int) -> Variant:
+    constants = {
+        "KIND": codec,
+        "SIGNED": signed,
+        "ROWS": rows_of(128),
+        "BLOCK": 128,
+        "VECTOR": vector,
+        "FLAT": vector > 1,
+    }
+    if name == "quantize":
+        constants["DITHERED"] = not signed
+    types = {"values": f"*{dtype}", "codes": "*i8" if signed else "*u8"}
+    return Variant(kernel, constants, types, 1024, codec == POWER)
+
+
+def _norm(g: Any, vector: int) -> Variant:
+    constants = tile(PLAIN, g, g, vector=vector)
+    return Variant(grad_norm.squares_kernel, constants, {}, 1024, vector > 1)
+
+
+KERNELS: dict[str, Variant] = {
+    **_steps("adam", adam.adam_kernel),
+    "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
+    **_steps("lion", lion.lion_kernel),
+    "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
+    "norm: squares, fp32": _norm(FP32, 4),
+    "norm: squares, bf16, unaligned": _norm(BF16, 1),
+    "norm: sum": Variant(grad_norm.norm_kernel, {}, {}, 0, True),
+    **{
+        f"{name}: {text}": _blockwise(name, kernel, codec, signed, dtype, vector)
+        for name, kernel in (
+            ("quantize", blockwise.quantize_kernel),
+            ("dequantize", blockwise.dequantize_kernel),
+        )
+        for text, codec, signed, dtype, vector in (
+            ("power, signed, fp32", POWER, True, "fp32", 4),
+            ("power, unsigned, bf16", POWER, False, "bf16", 8),
+            ("dynamic, signed, fp32", DYNAMIC, True, "fp32", 4),
+            ("dynamic, unsigned, fp16, unaligned", DYNAMIC, False, "fp16", 1),
+        )
+    },
+}
+CASES = [
+    (name, target)
+    for target in TARGETS
+    for name, variant in KERNELS.items()
+    if target == "sm_90" or variant.everywhere
+]
