@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.mi
 
 ORDERS = ("fwd", "rev", "rand")
 over_orders = pytest.mark.parametrize("order", ORDERS)
-over_steps = pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
+over_steps = pytest.mark.parametrize("name", drive.RATES)
 MOST_LAUNCHES = 4
 
 

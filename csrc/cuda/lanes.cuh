@@ -8,8 +8,8 @@ namespace memkern {
 
 constexpr int kEight = 8;
 
-// Where a lane's elements lie. Whole: all eight of them, and on a boundary of eight in arrays that start on one
-// of 16 bytes, so that they move in 16-byte pieces (codes in one of 8).
+// Where a lane's elements lie. Whole: all eight of them, and on a boundary of eight in arrays that start on
+// one of 16 bytes, so that they move in 16-byte pieces (codes in one of 8).
 struct Span {
   int64_t offset;
   int n;  // elements that are there, 0 to 8
@@ -36,8 +36,8 @@ template <FloatType T> struct Known {
   MEMKERN_FN constexpr operator FloatType() const { return T; }
 };
 
-// Eight floats as they are stored: fp32 in eight words, 16-bit types in the first four. Loaded raw and converted
-// later, so that the loads of several arrays are under way together.
+// Eight floats as they are stored: fp32 in eight words, 16-bit types in the first four. Loaded raw and
+// converted later, so that the loads of several arrays are under way together.
 struct Raw {
   uint32_t word[kEight];
 };
@@ -96,14 +96,14 @@ template <class Type> MEMKERN_DEVICE Raw to_raw(const float (&x)[kEight], Type t
     if (type == FloatType::kFp32)
       raw.word[i] = bits_of(x[i]);
     else if (i < kEight / 2)
-      raw.word[i] = type == FloatType::kBf16 ? to_bf16x2(x[2 * i], x[2 * i + 1])
-                                             : to_fp16x2(x[2 * i], x[2 * i + 1]);
+      raw.word[i] =
+          type == FloatType::kBf16 ? to_bf16x2(x[2 * i], x[2 * i + 1]) : to_fp16x2(x[2 * i], x[2 * i + 1]);
   }
   return raw;
 }
 
 template <class Type> MEMKERN_DEVICE void store_raw(void* array, Type type, const Span& at, const Raw& raw) {
-  const uint32_t(&w)[kEight] = raw.word;
+  const uint32_t (&w)[kEight] = raw.word;
   if (type == FloatType::kFp32) {
     uint32_t* p = static_cast<uint32_t*>(array) + at.offset;
     if (at.whole) {
