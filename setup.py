@@ -16,7 +16,6 @@ import runpy
 import shutil
 import subprocess
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -91,18 +90,18 @@ def limit_jobs() -> int:
 
 
 def compile_cuda(includes: list[str], folder: Path) -> list[str]:
-    """Compiles every .cu with nvcc itself: beside a CPU-only torch, torch's CUDAExtension would ask for its CUDA."""
+    """Compiles every .cu with nvcc itself: beside a CPU-only torch, torch's CUDAExtension would ask for its CUDA.
+
+    In one translation unit: each architecture reads torch's headers once, which is most of the work.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    unit, target = folder / "memkern.cu", folder / "memkern.cu.o"
+    unit.write_text("".join(f'#include "{ROOT.resolve() / source}"\n' for source in cuda_sources()))
     flags = [*NVCC_FLAGS, *(flag for arch in cuda_archs() for flag in gencode(arch))]
     flags += [f"-D{'='.join(TARGET_TORCH)}", "-DUSE_CUDA", *(f"-I{path}" for path in includes)]
-
-    def compile_one(source: str) -> str:
-        target = str(folder / (Path(source).stem + ".cu.o"))
-        subprocess.run([str(nvcc()), *flags, "-c", source, "-o", target], cwd=ROOT, check=True)
-        return target
-
-    with ThreadPoolExecutor(limit_jobs()) as pool:
-        return list(pool.map(compile_one, cuda_sources()))
+    command = [str(nvcc()), *flags, "--threads", str(limit_jobs()), "-c", str(unit), "-o", str(target)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return [str(target)]
 
 
 def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
@@ -136,7 +135,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         define_macros=[TARGET_TORCH, *cuda.get("define_macros", [])],
         extra_compile_args={"cxx": CXX_FLAGS + extra},
         extra_link_args=link,
-        depends=[str(p) for p in CSRC.rglob("*.h")],
+        depends=[str(p) for pattern in ("*.h", "*.cuh", "*.cu") for p in CSRC.rglob(pattern)],
         language="c++",
     )
     found = [ops]

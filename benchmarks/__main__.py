@@ -14,6 +14,7 @@ from pathlib import Path
 
 import benchmarks
 
+BYTES_PER_PARAMETER = 120  # of all contenders of the largest case together
 QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2
 
 
@@ -28,12 +29,23 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=topics(), help="one topic")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
-    parser.add_argument("--size", type=int, default=2**24, help="parameters per case (default: 2**24)")
+    parser.add_argument(
+        "--size", type=int, help="parameters per case (default: 2**24; on a GPU 10**9, or what fits)"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds per case (default: 30)")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; not into results/")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results, with --quick out/bench")
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="what `table` rewrites")
     return parser
+
+
+def default_size(device: str) -> int:
+    """Large enough that no cache holds it, and that all contenders of a case fit beside each other."""
+    if device == "cpu":
+        return 2**24
+    import torch
+
+    return min(10**9, torch.cuda.get_device_properties(0).total_memory // BYTES_PER_PARAMETER)
 
 
 def run(args: argparse.Namespace, out: Path) -> None:
@@ -42,7 +54,7 @@ def run(args: argparse.Namespace, out: Path) -> None:
 
     from . import harness, machine, plot, report
 
-    size = QUICK_SIZE if args.quick else args.size
+    size = QUICK_SIZE if args.quick else args.size or default_size(args.device)
     rounds = QUICK_ROUNDS if args.quick else args.rounds
     seconds = {"seconds": QUICK_SECONDS} if args.quick else {}
     provenance = machine.provenance(args.device)

@@ -12,23 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memkern.memory import saved_bytes
+
 from .harness import Case, Contender, Subject
 
 # Bytes that a forward and a backward pass read and write at least, besides codes: x, y; the gradient, and dx.
 PASSES = 4
-
-
-def kept_bytes(fn: Callable[[], Tensor]) -> int:
-    """Bytes that autograd saves in a call."""
-    saved: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        saved.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        fn()
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}.values())
 
 
 def contender(
@@ -38,7 +27,7 @@ def contender(
         torch.manual_seed(0)
         x = torch.randn(size, device=device).to(dtype).requires_grad_()
         grad = torch.randn(size, device=device).to(dtype)
-        kept = kept_bytes(lambda: fn(x))
+        kept = saved_bytes(lambda: fn(x))
         # A kept input or output is read once more; bits are written and read.
         moved = PASSES * x.nbytes + kept + kept % x.nbytes
         return Subject(lambda: torch.autograd.grad(fn(x), x, grad), lambda: moved, lambda: kept)

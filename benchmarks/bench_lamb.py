@@ -6,10 +6,8 @@ import math
 from typing import Any
 
 from . import timm_optim
-from .bench_optim import Make, Shapes, gpt2_shapes, of, stepper
+from .bench_optim import GPT2, Make, Shapes, gpt2_shapes, of, stepper
 from .harness import Case
-
-GPT2 = 124_439_808  # parameters
 
 
 def of_timm(cls: str, **options: Any) -> Make:

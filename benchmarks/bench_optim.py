@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+import memkern
 from memkern.memory import optimizer_bytes, tensor_bytes
 
 from .harness import Case, Contender, Subject
@@ -26,10 +28,12 @@ def stepper(
     device: str,
     dtype: torch.dtype = torch.float32,
     reads: Callable[[int, int], int] = lambda params, state: 0,
+    backend: str | None = None,
 ) -> Contender:
     """A contender that steps an optimizer over parameters of these shapes, their gradients constant.
 
     reads: what a pass for norms reads before the update, from the bytes of all parameters and of the state.
+    backend: of memkern's, in place of the one that it would choose.
     """
 
     def setup() -> Subject:
@@ -44,7 +48,11 @@ def stepper(
             size, state = tensor_bytes(params), optimizer_bytes(optimizer) - idle
             return 3 * size + 2 * state + reads(size, state)
 
-        return Subject(optimizer.step, moved_bytes, lambda: optimizer_bytes(optimizer))
+        def step() -> None:
+            with memkern.use_backend(backend) if backend else contextlib.nullcontext():
+                optimizer.step()
+
+        return Subject(step, moved_bytes, lambda: optimizer_bytes(optimizer))
 
     return Contender(name, setup)
 
@@ -61,6 +69,7 @@ ADAMW = {
     "torch AdamW foreach": of("torch.optim", "AdamW", foreach=True),
     "bitsandbytes AdamW8bit": of("bitsandbytes.optim", "AdamW8bit"),
     "torchao AdamW8bit": of("torchao.optim", "AdamW8bit"),
+    "flashoptim AdamW": of("flashoptim", "FlashAdamW"),
     "DeepSpeed CPUAdam": of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
 }
 ADAM = {
@@ -87,6 +96,9 @@ CLIPPED = {  # memkern's is one read of the gradients (grad_norm_) and the step
     "memkern AdamW8bit": of("memkern.optim", "AdamW8bit", max_grad_norm=1.0),
     "torch AdamW fused": torch_clipped,
 }
+
+
+GPT2 = 124_439_808  # parameters
 
 
 def gpt2_shapes(size: int) -> Shapes:
@@ -118,18 +130,23 @@ def gpt2_shapes(size: int) -> Shapes:
 def cases(size: int, device: str) -> list[Case]:
     one = [(max(1, size // 4096), 4096)]
     numel = math.prod(one[0])
-    gpt2 = gpt2_shapes(size)
+    gpt2 = gpt2_shapes(GPT2 if device == "cuda" and size >= GPT2 else size)
+    as_gpt2 = [(sum(map(math.prod, gpt2)) // 4096, 4096)]  # one tensor of GPT-2's size
     small = [(1000,)] * min(1000, size // 1000)
 
     def group(makes: dict[str, Make], shapes: Shapes, *leave_out: str, **options: Any) -> list[Contender]:
-        on_host_only = ("DeepSpeed",) if device == "cuda" else ()
-        return [
+        elsewhere = ("DeepSpeed",) if device == "cuda" else ("flashoptim",)
+        found = [
             stepper(name, make, shapes, device, **options)
             for name, make in makes.items()
-            if not name.startswith((*on_host_only, *leave_out))
+            if not name.startswith((*elsewhere, *leave_out))
         ]
+        if device == "cuda":  # memkern's first contender by its other kernels
+            name, make = next(iter(makes.items()))
+            found.insert(1, stepper(f"{name}, Triton", make, shapes, device, backend="triton", **options))
+        return found
 
-    one_tensor = stepper("memkern AdamW8bit, one tensor", ADAMW["memkern AdamW8bit"], one, device)
+    one_tensor = stepper("memkern AdamW8bit, one tensor", ADAMW["memkern AdamW8bit"], as_gpt2, device)
     # torchao compiles for every shape, 15 s each: it is compared on the one tensor only
     memkern_first, *others = group(ADAMW, gpt2, "torchao")
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import re
 import subprocess
@@ -44,7 +45,9 @@ def provenance(device: str) -> dict[str, str]:
     changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or "unknown",
+        # A copy without .git, as on a machine that is lent, is told which commit it is.
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD")
+        or os.environ.get("MEMKERN_COMMIT", "unknown"),
         "dirty": "yes" if changed else "no",
         "hardware": hardware(device),
         "python": platform.python_version(),

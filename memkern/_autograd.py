@@ -54,20 +54,21 @@ class _NoSecondDerivative(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, reason: str) -> Tensor:
+        ctx.reason = reason
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise RuntimeError(
-            "a few-bit activation keeps its derivative rounded, so it has no second derivative: double backward is "
-            "not possible; use torch.nn.functional's activation (memkern.restore(model)) where it is needed"
+            f"{ctx.reason}, so it has no second derivative: double backward is not possible; use "
+            "torch.nn.functional's own (memkern.restore(model)) where it is needed"
         )
 
 
-def once(grad: Tensor) -> Tensor:
+def once(grad: Tensor, reason: str = "a few-bit activation keeps its derivative rounded") -> Tensor:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        return _NoSecondDerivative.apply(grad.detach().requires_grad_())
+        return _NoSecondDerivative.apply(grad.detach().requires_grad_(), reason)
     return grad
 
 

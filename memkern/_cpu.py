@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import backend
 from .codec import ACTIVATIONS
-from .reference.activation import activate
+from .reference.activation import activate, check_function
 
 HUGE_PAGES_FROM = 1 << 22
 """Bytes of a result from which it is given huge pages: csrc/cpu/huge_pages.h says why."""
@@ -44,6 +44,7 @@ def _library() -> ctypes.CDLL:
 
 @torch.no_grad()
 def few_bit_forward(x: Tensor, fn: int, a: float, b: float, *table: Any) -> tuple[Tensor, Tensor]:
+    check_function(fn)
     into = _INTO_BY_NUMBER[fn]
     if into is None or x.nbytes < HUGE_PAGES_FROM:
         y = activate(x, fn, a, b)

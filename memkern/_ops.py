@@ -171,9 +171,23 @@ def dequantize_blockwise(
     return _op("dequantize_blockwise", codes.device.type)(codes, scale, CODECS[codec], block_size, dtype)
 
 
+def _nothing_watches(params: Sequence[Tensor]) -> bool:
+    """Whether nobody would see an op that is called through the dispatcher: no compiler, mode, or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and {*map(type, params)} <= {Tensor, torch.nn.Parameter}
+    )
+
+
 def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
     """Calls the op ``name`` on many tensors of one device, in place."""
-    _op(name, params[0].device.type)(params, *args)
+    op = _op(name, params[0].device.type)
+    if op.namespace == "memkern_triton" and _nothing_watches(params):
+        # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
+        _triton(name, params, *args)
+    else:
+        op(params, *args)
     if not torch.compiler.is_compiling():
         # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
         torch.autograd.graph.increment_version(params)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,11 +87,12 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
     held: the modules (parameters, buffers, gradients), optimizers (states) and tensors that exist before the
     call. Their bytes count, and what the call allocates; what others hold does not.
 
-    CUDA (any of ``held`` there): by the caching allocator's figures. CPU: the storages that operators take or
-    return, so scratch memory inside one operator is not seen; slower than the plain call, with the same bits.
+    CUDA (any of ``held`` there): by the caching allocator's figures. CPU, and fake tensors of any device: the
+    storages that operators take or return, so scratch memory inside one operator is not seen; slower than the plain
+    call, with the same bits.
     """
     tensors = [tensor for tensor in _held_tensors(held) if isinstance(tensor, Tensor)]
-    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    device = next((t.device for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)), None)
     if device is not None:
         held_bytes = tensor_bytes(tensors)
         del tensors  # so that a gradient that ``fn`` drops is freed

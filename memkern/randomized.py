@@ -8,25 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._autograd import once
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = 128  # below it a layer's input is smaller than its weight, and a fifth of it says little
-
-
-class _Twice(torch.autograd.Function):
-    """The identity, whose own derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name} has no second derivative: its backward pass works on a random projection of the input; "
-            "use torch.nn.functional.linear where double backward is needed"
-        )
 
 
 class _RandomizedLinear(torch.autograd.Function):
@@ -60,11 +45,8 @@ class _RandomizedLinear(torch.autograd.Function):
                 grad_weight *= ctx.tokens / len(kept)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0)
-        grads: tuple[Any, ...] = (grad_x, grad_weight, grad_bias)
-        if torch.is_grad_enabled():  # create_graph
-            grads = tuple(
-                g if g is None else _Twice.apply(g.requires_grad_(), "randomized_linear") for g in grads
-            )
+        reason = "randomized_linear keeps a random projection of its input"
+        grads = (g if g is None else once(g, reason) for g in (grad_x, grad_weight, grad_bias))
         return *grads, None, None, None
 
 
@@ -102,7 +84,8 @@ def randomized_linear(
         weight: (out, in). bias: (out), or None.
         keep: share of the tokens, above 0 and at most 1; 1 is the plain layer. Default 0.2.
         projection: ``"rows"``, ``"dct"``, ``"gaussian"`` or ``"rademacher"``. Default ``"rows"``.
-        generator: where the seed of a call comes from; default torch's global one of x's device.
+        generator: where the seed of a call comes from; default torch's global one of x's device. Under torch.compile
+            a generator breaks the graph.
         min_tokens: with fewer tokens the layer is plain. Default 128.
 
     Kept per call: ``k * in`` elements of y's dtype and a seed of 16 bytes; that is ``keep * in * itemsize`` bytes per

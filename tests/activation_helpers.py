@@ -148,16 +148,3 @@ def gradients(fn: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None = N
         grad = hard(y.shape, 7, scale=1.0).to(y.dtype)
     (dx,) = torch.autograd.grad(y, x, grad)
     return y.detach(), dx
-
-
-def kept_bytes(fn: Callable[[], Any]) -> int:
-    """Bytes that autograd saves in a call, storages counted once."""
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        held = fn()  # noqa: F841  (so that no storage is freed and used again)
-    return sum(storages.values())

@@ -65,6 +65,7 @@ GPU = ("cuda", "triton")
 over_fast = pytest.mark.parametrize("backend", [_param(name) for name in (*ISAS, *GPU)])
 """The backends that are compared with the reference."""
 over_all = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS, *GPU)])
+over_gpu = pytest.mark.parametrize("backend", [_param(name) for name in GPU])
 over_cpu = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS)])
 over_codecs = pytest.mark.parametrize("codec", CODECS)
 over_signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])

@@ -183,11 +183,24 @@ class Instructions:
         one = np.ones((), FLOAT[SIZES[kind]])
         self.unary(i, kind, at, (lambda x: unit_off(one / x)) if "approx" in i.op else (lambda x: one / x))
 
+    def do_rsqrt(self, i: Instruction, kind: str, at: Array) -> None:
+        self.approximate(i, kind, at, lambda x: 1 / np.sqrt(x))
+
+    def do_ex2(self, i: Instruction, kind: str, at: Array) -> None:
+        self.approximate(i, kind, at, np.exp2)
+
+    def approximate(self, i: Instruction, kind: str, at: Array, f: Callable[[Array], Array]) -> None:
+        if kind != "f32" or "approx" not in i.op:
+            raise PtxError(f"unknown instruction: {i.text}")
+        self.unary(i, kind, at, lambda x: unit_off(f(x.astype(np.float64)).astype(np.float32)))
+
     def do_abs(self, i: Instruction, kind: str, at: Array) -> None:
-        self.unary(i, kind, at, np.abs)
+        pair = kind.endswith("x2")  # two 16-bit floats in a register
+        self.unary(i, kind, at, (lambda x: x & np.uint32(0x7FFF7FFF)) if pair else np.abs)
 
     def do_neg(self, i: Instruction, kind: str, at: Array) -> None:
-        self.unary(i, kind, at, np.negative)
+        pair = kind.endswith("x2")
+        self.unary(i, kind, at, (lambda x: x ^ np.uint32(0x80008000)) if pair else np.negative)
 
     def do_copysign(self, i: Instruction, kind: str, at: Array) -> None:
         self.binary(i, kind, at, lambda sign, x: np.copysign(x, sign))

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ def kernels(binary: Path, arch: str) -> dict[str, list[Instruction]]:
 
 def _edges(code: list[Instruction]) -> dict[int, list[int]]:
     """For each address those that may come next."""
-    follow = {a.address: b.address for a, b in zip(code, code[1:], strict=False)}
+    follow = {a.address: b.address for a, b in pairwise(code)}
     meets: dict[str, int] = {}  # where the lanes of a convergence barrier go on
     edges: dict[int, list[int]] = {}
     for i in code:
@@ -78,52 +78,73 @@ def _edges(code: list[Instruction]) -> dict[int, list[int]]:
     return edges
 
 
-def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> Counter[str]:
-    """Opcodes on the shortest closed way with exactly the wanted numbers of some opcodes (such as ``LDG.E.128``)."""
+class _Run(NamedTuple):
+    """Instructions that are always executed together, and the addresses of the runs that may come next."""
+
+    code: list[Instruction]
+    after: list[int]
+    counts: tuple[int, ...]  # of the wanted opcodes
+
+
+def _runs(code: list[Instruction], wanted: dict[str, int]) -> dict[int, _Run]:
     edges = _edges(code)
-    at = {i.address: i for i in code}
-    keys = [*wanted]
-
-    def count(i: Instruction, seen: tuple[int, ...]) -> tuple[int, ...] | None:
-        new = tuple(n + (_matches(i.opcode, key)) for n, key in zip(seen, keys, strict=True))
-        return new if all(n <= wanted[key] for n, key in zip(new, keys, strict=True)) else None
-
-    best: list[int] | None = None
-    for head in sorted({t for a, after in edges.items() for t in after if t < a}):
-        way = _search(head, edges, at, count, tuple(wanted.values()), len(best) if best else None)
-        if way and (best is None or len(way) < len(best)):
-            best = way
-    return Counter(at[a].opcode.split(".")[0] for a in best or [])
+    follow = {a.address: b.address for a, b in pairwise(code)}
+    starts = {code[0].address}
+    for address, after in edges.items():
+        if after != [follow.get(address)]:
+            starts |= {*after} | {follow.get(address, 0)}
+    runs: dict[int, _Run] = {}
+    run: list[Instruction] = []
+    for i in code:
+        run.append(i)
+        if follow.get(i.address) in starts or i is code[-1]:
+            counts = tuple(sum(_matches(x.opcode, key) for x in run) for key in wanted)
+            runs[run[0].address] = _Run(run, edges[i.address], counts)
+            run = []
+    return runs
 
 
 def _matches(opcode: str, key: str) -> bool:
-    parts = set(opcode.split("."))
-    return set(key.split(".")) <= parts
+    return {*key.split(".")} <= {*opcode.split(".")}
 
 
-def _search(head: int, edges: dict, at: dict, count: object, goal: tuple, limit: int | None) -> list[int] | None:
-    start = count(at[head], (0,) * len(goal))  # type: ignore[operator]
-    if start is None:
-        return None
-    queue: list[tuple[int, int, tuple[int, ...]]] = [(1, head, start)]
-    came: dict[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]] | None] = {(head, start): None}
+def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> Counter[str]:
+    """Opcodes on the shortest closed way with exactly the wanted numbers of some opcodes (such as ``LDG.128``)."""
+    runs = _runs(code, wanted)
+    goal = tuple(wanted.values())
+    best: list[Instruction] | None = None
+    for head in sorted({t for a, run in runs.items() for t in run.after if t <= a}):
+        way = _search(head, runs, goal, len(best) if best else None)
+        best = way or best
+    return Counter(i.opcode.split(".")[0] for i in best or [])
+
+
+def _search(
+    head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None
+) -> list[Instruction] | None:
+    """The way from a loop's head back to it, if it is shorter than the limit (Dijkstra; a place is an address and what
+    was counted on the way there)."""
+    Place = tuple[int, tuple[int, ...]]
+    queue: list[tuple[int, Place, Place | None]] = [(0, (head, (0,) * len(goal)), None)]
+    came: dict[Place, Place | None] = {}
     while queue:
-        length, address, seen = heapq.heappop(queue)
-        if limit and length >= limit:
+        length, place, before = heapq.heappop(queue)
+        if limit is not None and length >= limit:
             return None
-        for after in edges[address]:
-            if after == head and seen == goal:
-                return [*_back((address, seen), came)]
-            if after not in at:
-                continue
-            new = count(at[after], seen)  # type: ignore[operator]
-            if new is not None and (after, new) not in came:
-                came[(after, new)] = (address, seen)
-                heapq.heappush(queue, (length + 1, after, new))
+        if place in came:
+            continue
+        came[place] = before
+        address, seen = place
+        if address == head and seen == goal:
+            way: list[Instruction] = []
+            while before is not None:
+                way = runs[before[0]].code + way
+                before = came[before]
+            return way
+        run = runs[address]
+        counted = tuple(a + b for a, b in zip(seen, run.counts, strict=True))
+        if all(a <= b for a, b in zip(counted, goal, strict=True)):
+            for after in run.after:
+                if after in runs:
+                    heapq.heappush(queue, (length + len(run.code), (after, counted), place))
     return None
-
-
-def _back(state: tuple | None, came: dict) -> Iterator[int]:
-    while state is not None:
-        yield state[0]
-        state = came[state]

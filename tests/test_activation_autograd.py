@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_helpers import ACTIVATIONS, gradients, kept_bytes, over_activations, over_bits, values
+from activation_helpers import ACTIVATIONS, gradients, over_activations, over_bits, values
 from helpers import assert_same, on, over_cpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from memkern import functional, nn
+from memkern.memory import saved_bytes
 from memkern.tables import LEVELS
 
 # ---- what is kept
@@ -25,14 +26,14 @@ from memkern.tables import LEVELS
 def test_truly_so_many_bits_are_kept(name: str, bits: int, dtype: torch.dtype) -> None:
     activation = ACTIVATIONS[name]
     x = torch.randn(1000, 77, dtype=dtype, requires_grad=True)
-    kept = kept_bytes(lambda: activation(x, bits))
+    kept = saved_bytes(lambda: activation(x, bits))
     least = (bits if activation.has_bits else 1) * x.numel() / 8
     assert least <= kept <= least + 64
 
 
 def test_output_and_a_bit_are_kept() -> None:
     x = torch.randn(1000, 77, requires_grad=True)
-    assert 0 <= kept_bytes(lambda: functional.gelu(x, keep="output")) - x.nbytes - x.numel() / 8 <= 64
+    assert 0 <= saved_bytes(lambda: functional.gelu(x, keep="output")) - x.nbytes - x.numel() / 8 <= 64
 
 
 @over_activations
@@ -47,7 +48,7 @@ def test_nothing_is_kept_in_vain(name: str) -> None:
             second = activation(x)
         return [first, second, activation(x.detach())]
 
-    assert kept_bytes(outputs) == 0
+    assert saved_bytes(outputs) == 0
     for y in outputs():
         assert not y.requires_grad
         assert torch.equal(y, activation.torch(x))

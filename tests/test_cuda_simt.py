@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
+from activation_kernels import compare_activations, compare_forward
 from helpers import FLOATS, LAYOUTS, assert_same, hard, like, name_of, over_dtypes, over_layouts, tensor
 from simt import build, drive
-from simt.activations import ARGUMENTS, assert_near, compare_activations
 from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 
 from memkern import reference
-from memkern.codec import ACTIVATIONS
 from memkern.layout import layer_count, layout_of
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -66,17 +65,12 @@ def test_codecs(layout: str, dtype: torch.dtype) -> None:
 @over_dtypes
 def test_activations(layout: str, dtype: torch.dtype) -> None:
     for bits in (1, 2, 3, 4):
-        compare_activations(layout, dtype, bits)
+        compare_activations(torch.ops.memkern_simt, layout, dtype, bits)
 
 
 @over_dtypes
 def test_forward_of_many_values(dtype: torch.dtype) -> None:
-    x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
-    for name, fn in ACTIVATIONS.items():
-        a, b = ARGUMENTS.get(name, (0.0, 0.0))
-        y, codes = torch.ops.memkern_simt.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
-        assert_near(y, x, name, a, b)
-        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2))
+    compare_forward(torch.ops.memkern_simt, dtype)
 
 
 @over_orders
@@ -138,6 +132,30 @@ def test_layers_of_a_tensor(name: str, layers: int, order: str, monkeypatch: pyt
     args[drive.RATES[name] + 9][0] = layers
     compare_steps(name, args, scaler())
     assert [len(ratios) for ratios in args[at - 2]] == [3, 1, 6 if layers == 0 else 1, 1]
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-24, 1e-18, 1e-15, 1e-12, 1e12, 1e18, 1e36])
+def test_sizes_that_are_not_usual(scale: float) -> None:
+    """Roots and divisions near the ends of the range of fp32 are left to the compiler's."""
+    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+    args[drive.RATES["adam_step_"] + 3] = [0.0, 1e-30]  # eps: nothing hides what the root is
+    for step in range(2):
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in args[0]]
+        args[1] = [g * scale * (1 + 99 * (g > 1)) for g in grads]
+        compare_steps("adam_step_", args, {}, steps=1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-36, 1e-38])
+def test_small_moments_over_large_ones(scale: float) -> None:
+    """A first moment near the end of the range, a second one that is not, and a parameter where the quotient shows."""
+    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+    for first in (True, False):
+        for p in args[0]:
+            p.zero_()
+        args[1] = [like(p, 7) * (1e-6 if first else scale) for p in args[0]]
+        for g in args[1]:
+            g.view(-1)[::100] = 1.0 if first else scale
+        compare_steps("adam_step_", args, {}, steps=1)
 
 
 def test_long_run() -> None:

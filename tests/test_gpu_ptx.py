@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import triton_ptx
+from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
+from activation_kernels import compare_gradients
 from helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
 from ptx_emulator import Module, contracted
 from simt import build, drive, ptx
@@ -116,6 +118,14 @@ def test_norm(compiled: Compiled) -> None:
     compiled.ops.grad_norm_(norm, grads, torch.tensor(4.0))
     truth = torch.cat([g.double().flatten() for g in grads]).norm() / 4
     torch.testing.assert_close(norm, truth, rtol=1e-12, atol=0)
+
+
+@over_compiled
+def test_activations(compiled: Compiled) -> None:
+    # Forward is for the shim and the interpreter: approximations of exp and erf are not in the emulator.
+    for i, layout in enumerate(ACTIVATION_LAYOUTS):
+        bits, dtype = i % 4 + 1, FLOATS[i % 3]
+        compare_gradients(compiled.ops, layout, dtype, bits)
 
 
 def test_names_are_read_alike() -> None:

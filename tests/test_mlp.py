@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_helpers import kept_bytes
 from helpers import assert_same, on, over_cpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from memkern import functional, nn
+from memkern.memory import saved_bytes
 
 KEEPS = ("codes", "output", "input")
 over_keeps = pytest.mark.parametrize("keep", KEEPS)
@@ -89,9 +89,9 @@ def test_what_is_kept(keep: str) -> None:
     x, w1, b1, w2, b2 = arguments(shape=(64, 16))
     numel, parameters = 64 * 40, w1.nbytes + w2.nbytes
     expected = {"codes": 4 * numel + 3 * numel / 8, "output": 4 * numel + numel / 8, "input": 4 * numel}[keep]
-    kept = kept_bytes(lambda: functional.mlp(x, w1, b1, w2, b2, keep=keep)) - x.nbytes - parameters
+    kept = saved_bytes(lambda: functional.mlp(x, w1, b1, w2, b2, keep=keep)) - x.nbytes - parameters
     assert 0 <= kept - expected <= 64
-    assert kept < kept_bytes(lambda: plain(x, w1, b1, w2, b2, "none")) - x.nbytes - parameters
+    assert kept < saved_bytes(lambda: plain(x, w1, b1, w2, b2, "none")) - x.nbytes - parameters
 
 
 @over_keeps
@@ -104,7 +104,7 @@ def test_only_what_is_wanted_is_kept(keep: str, wanted: tuple[int, ...]) -> None
     actual = with_gradients(functional.mlp, args, keep=keep)
     for i, dx in zip(wanted, actual[1:], strict=True):
         torch.testing.assert_close(dx, every[1 + i])
-    kept = kept_bytes(lambda: functional.mlp(*args, keep=keep))
+    kept = saved_bytes(lambda: functional.mlp(*args, keep=keep))
     hidden, weights = 64 * 40 * 4, 40 * 16 * 4 + 12 * 40 * 4
     if wanted == (4,):
         assert kept == 0
@@ -117,7 +117,7 @@ def test_only_what_is_wanted_is_kept(keep: str, wanted: tuple[int, ...]) -> None
 def test_nothing_is_kept_without_gradients() -> None:
     args = arguments()
     with torch.no_grad():
-        assert kept_bytes(lambda: functional.mlp(*args)) == 0
+        assert saved_bytes(lambda: functional.mlp(*args)) == 0
         assert_same(functional.mlp(*args, keep="input"), plain(*args, "none"))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FLOATS, assert_same, hard, needs_cpp, tensor
+from helpers import FLOATS, INTERPRETED, assert_same, hard, needs_cpp, tensor
 from torch import Tensor
 
 import memkern
@@ -14,7 +14,7 @@ from memkern.codec import ACTIVATIONS
 from memkern.layout import layout_of
 from memkern.tables import LEVELS, VALLEYS
 
-NAMESPACES = ("memkern", "memkern_reference")
+NAMESPACES = ("memkern", "memkern_reference", *(["memkern_triton"] if INTERPRETED else []))
 over_namespaces = pytest.mark.parametrize("namespace", NAMESPACES)
 over_ops = pytest.mark.parametrize("name", _ops.SCHEMAS)
 
@@ -52,7 +52,7 @@ def test_nothing_is_left_unlisted() -> None:
 
 @over_ops
 def test_schemas_are_alike(name: str) -> None:
-    ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES)
+    ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES[:2])
     assert ours.split("::")[1] == references.split("::")[1]
     stated = torch._C.parse_schema(f"memkern::{name}{_ops.SCHEMAS[name]}")
     assert str(stated) == ours
@@ -395,6 +395,7 @@ BAD_CALLS |= {
     "encode, symmetry": ("few_bit_encode", (X, 2, [0.5], [1], 3)),
     "encode, int": ("few_bit_encode", (X.int(), *TABLE)),
     "encode, gaps": ("few_bit_encode", (X[:, ::2], *TABLE)),
+    "forward, no such function": ("few_bit_forward", (X, 12, 0.0, 0.0, *TABLE)),
     "forward, gaps": ("few_bit_forward", (X[:, ::2], 0, 0.0, 0.0, *TABLE)),
     "backward, codes of less": ("few_bit_backward", (X, PLANES[:, :112].contiguous(), [0.5] * 8)),
     "backward, rows with gaps": ("few_bit_backward", (X, PLANES.repeat(1, 2)[:, ::2], [0.5] * 8)),

@@ -17,7 +17,12 @@ pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 INTERPRETED = {
     "steps": ["tests/triton_steps.py"],
-    "quantizers": ["tests/test_blockwise.py", "tests/test_layout.py", "-k", "triton and not boundary and not large"],
+    "quantizers": [
+        "tests/test_blockwise.py",
+        "tests/test_layout.py",
+        "-k",
+        "triton and not boundary and not large",
+    ],
     "boundaries": ["tests/test_blockwise.py", "-k", "triton and boundary and (1.0 or e-38 or dynamic)"],
     "optimizers": [
         "tests/test_optim_numerics.py",

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
-
 from memkern.triton import adam, blockwise, grad_norm, lion
 from memkern.triton.launch import rows_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
-FP32, BF16, FP16 = tl.float32, tl.bfloat16, tl.float16
+FP32, BF16, FP16 = range(3)  # in memkern.layout.FLOATS
 POWER, DYNAMIC, PLAIN = 1, 2, 0
 
 # Argument types by name, for all kernels; what is not here is an i32 or a constant.

@@ -58,8 +58,8 @@ std::tuple<Tensor, Tensor> few_bit_forward_cuda(Tensor x, int64_t fn, double a, 
   Tensor codes = torch::stable::new_empty(x, {bits, plane_bytes(numel)}, ScalarType::Byte);
   const Elementwise t = elementwise(x, &y, codes, numel);
   with_activation(fn, [&](auto number) {
-    launch_checked("few_bit_forward", encode_eights<number()>, blocks_for(t), on.stream, t, static_cast<float>(a),
-                   static_cast<float>(b), table);
+    launch_checked("few_bit_forward", encode_eights<number()>, blocks_for(t), on.stream, t,
+                   static_cast<float>(a), static_cast<float>(b), table);
   });
   return {y, codes};
 }
@@ -77,19 +77,21 @@ Tensor few_bit_backward_cuda(Tensor grad, Tensor codes, Doubles levels) {
   return result;
 }
 
-Tensor few_bit_backward_from_output_cuda(Tensor grad, Tensor output, Tensor codes, double minimum, Doubles falling,
-                                         Doubles rising, double falling_reach, double rising_reach) {
+Tensor few_bit_backward_from_output_cuda(Tensor grad, Tensor output, Tensor codes, double minimum,
+                                         Doubles falling, Doubles rising, double falling_reach,
+                                         double rising_reach) {
   const int64_t numel = flat_layout(grad, "grad", kGroup).numel;
   check_output(output, grad);
   check_planes(codes, numel);
   STD_TORCH_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
-  STD_TORCH_CHECK(same_device(codes, grad) && same_device(output, grad), "output and codes must be on grad's device");
+  STD_TORCH_CHECK(same_device(codes, grad) && same_device(output, grad),
+                  "output and codes must be on grad's device");
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
   const OnDevice on(grad);
   Tensor result = empty_like(grad, grad.scalar_type());
   const Elementwise t = elementwise(grad, &result, codes, numel);
-  launch_checked("few_bit_backward_from_output", multiply_by_valley, blocks_for(t), on.stream, t, output.data_ptr(),
-                 float_type(output), on_16_bytes(output.data_ptr()), valley);
+  launch_checked("few_bit_backward_from_output", multiply_by_valley, blocks_for(t), on.stream, t,
+                 output.data_ptr(), float_type(output), on_16_bytes(output.data_ptr()), valley);
   return result;
 }
 

@@ -62,8 +62,8 @@ MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t lane) 
 }
 
 // Fn < 0: codes only.
-template <int Fn>
-__global__ void __launch_bounds__(kThreads) encode_eights(Elementwise t, float a, float b, EncodeTable table) {
+template <int Fn> __global__ void __launch_bounds__(kThreads)
+    encode_eights(Elementwise t, float a, float b, const __grid_constant__ EncodeTable table) {
   const int64_t lane = lane_of_grid();
   if (lane >= t.plane) return;
   const Span at = span_of_lane(t, lane);
@@ -82,7 +82,8 @@ struct LevelTable {
   float level[1 << kMaxBits];
 };
 
-static __global__ void __launch_bounds__(kThreads) multiply_by_levels(Elementwise t, LevelTable table) {
+static __global__ void __launch_bounds__(kThreads)
+    multiply_by_levels(Elementwise t, const __grid_constant__ LevelTable table) {
   __shared__ float levels[1 << kMaxBits];
   if (threadIdx.x < 1 << kMaxBits) levels[threadIdx.x] = table.level[threadIdx.x];
   __syncthreads();
@@ -103,7 +104,8 @@ static __global__ void __launch_bounds__(kThreads) multiply_by_levels(Elementwis
 }
 
 static __global__ void __launch_bounds__(kThreads)
-    multiply_by_valley(Elementwise t, const void* output, FloatType output_type, bool output_aligned, Valley valley) {
+    multiply_by_valley(Elementwise t, const void* output, FloatType output_type, bool output_aligned,
+                       const __grid_constant__ Valley valley) {
   const int64_t lane = lane_of_grid();
   const Span at = span_of_lane(t, lane);
   if (at.n == 0) return;
@@ -114,7 +116,8 @@ static __global__ void __launch_bounds__(kThreads)
   to_floats(raw, t.type, grad);
   to_floats(raw_output, output_type, y);
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) grad[i] = grad[i] * valley_derivative(y[i], (rising >> i & 1u) != 0, valley);
+  for (int i = 0; i < kEight; ++i)
+    grad[i] = grad[i] * valley_derivative(y[i], (rising >> i & 1u) != 0, valley);
   store_floats(t.result, t.type, at, grad);
 }
 

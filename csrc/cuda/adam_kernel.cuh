@@ -1,4 +1,5 @@
-// Adam's kernels. Floor: the bytes of a step (FACTS: 16.13 a parameter in fp32, 10.13 in bf16) over the copy rate.
+// Adam's kernels. Floor: the bytes of a step (FACTS: 16.13 a parameter in fp32, 10.13 in bf16) over the copy
+// rate.
 #pragma once
 #include "../core/adam.h"
 #include "moment.cuh"
@@ -48,13 +49,15 @@ MEMKERN_DEVICE void adam_new_moments(float (&m)[kEight], float (&v)[kEight], flo
 struct AdamRule {
   using Tensor = AdamTensor;
   using Scalars = AdamScalars;
-  template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) { return adam_param(p, m, w, s); }
+  template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
+    return adam_param(p, m, w, s);
+  }
 };
 
 // p and w = sqrt(v) of eight elements whose moments are new.
-template <class Rule, class F>
-MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight], const float (&v)[kEight],
-                                float (&w)[kEight], const typename Rule::Scalars& s) {
+template <class Rule, class F> MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight],
+                                                               const float (&v)[kEight], float (&w)[kEight],
+                                                               const typename Rule::Scalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     const F root = sqrt(F(v[i]));
@@ -64,8 +67,8 @@ MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight], co
 }
 
 // Whether roots and divisions of these are of usual size.
-MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight], float m_largest, float v_largest,
-                               const AdamScalars& s) {
+MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight], float m_largest,
+                               float v_largest, const AdamScalars& s) {
   bool usual = m_largest <= kMostNumerator && v_largest <= kMostRoot && s.eps <= 0x1p40f;
 #pragma unroll
   for (int i = 0; i < kEight; ++i) usual = usual && v[i] >= kLeastRoot && fabsf(m[i]) >= kLeastNumerator;
@@ -73,7 +76,8 @@ MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight
 }
 
 template <StateKind Kind, class Rule, class P, class G>
-MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type, Group group) {
+MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+                               Group group) {
   constexpr bool kPower = Kind == StateKind::kPower;
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars& s = work.scalars.scalars;
@@ -168,14 +172,17 @@ template <class Rule> MEMKERN_DEVICE void adam_fp32(const TileWork<typename Rule
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5) adam_tiles(AdamTable table, bool fp32) {
+// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
+// states.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    adam_tiles(AdamTable table, bool fp32) {
   if (skipped(*table.header)) return;
   __shared__ TileWork<AdamTensor> work;
   work.find(table);
   const TensorRecord& t = work.tensor;
   if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) { adam_coded<Kind, AdamRule>(work, param, grad, group); });
+    with_usual(
+        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, AdamRule>(work, param, grad, group); });
   else if (t.kind == StateKind::kFp32 && fp32)
     adam_fp32<AdamRule>(work);
 }

@@ -17,8 +17,8 @@ struct CodecTensor {
 // Unsigned codes are for x >= 0: a negative one, and -0, are stored as 0. NaN stays.
 template <bool Signed> MEMKERN_DEVICE float storable(float x) { return Signed || !(x <= 0.0f) ? x : 0.0f; }
 
-template <StateKind Kind, bool Signed>
-__global__ void __launch_bounds__(kThreads) quantize_tiles(CodecTensor t, Rounding rounding) {
+template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThreads)
+    quantize_tiles(CodecTensor t, Rounding rounding) {
   const Group group(t.blocks.block);
   __shared__ Walk walk;
   if (threadIdx.x == 0) walk.start(t.blocks, blockIdx.x, group);
@@ -53,14 +53,15 @@ __global__ void __launch_bounds__(kThreads) quantize_tiles(CodecTensor t, Roundi
   });
 }
 
-template <StateKind Kind, bool Signed>
-__global__ void __launch_bounds__(kThreads) dequantize_tiles(CodecTensor t) {
+template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThreads)
+    dequantize_tiles(CodecTensor t) {
   const Group group(t.blocks.block);
   __shared__ Walk walk;
   if (threadIdx.x == 0) walk.start(t.blocks, blockIdx.x, group);
   __syncthreads();
   for_places(t.blocks, walk, group, [&](const Place& place) {
-    const float unit = place.n > 0 ? unit_of<Kind>(__ldcs(t.scale + place.block), 1.0f, levels_of(Signed)) : 0.0f;
+    const float unit =
+        place.n > 0 ? unit_of<Kind>(__ldcs(t.scale + place.block), 1.0f, levels_of(Signed)) : 0.0f;
     for (int turn = 0; turn < group.turns; ++turn) {
       const int j = (turn * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, t.aligned);

@@ -15,7 +15,8 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   for (size_t i = 0; i < grads.size(); ++i) {
     const Tensor& g = grads[i];
     STD_TORCH_CHECK(same_device(g, norm), name_of("grads", i), " must be on norm's device");
-    STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i), " must be float32, bfloat16 or float16");
+    STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
+                    " must be float32, bfloat16 or float16");
     const int64_t numel = layout_of(g, kMinBlockSize, "a gradient").numel;
     tensors.push_back({g.data_ptr(), numel, float_type(g), on_16_bytes(g.data_ptr())});
     first_tiles.push_back(static_cast<uint32_t>(tiles));
@@ -31,7 +32,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   std::copy(tensors.begin(), tensors.end(), image.at<NormTensor>(tensors_at));
   std::copy(first_tiles.begin(), first_tiles.end(), image.at<uint32_t>(first_tiles_at));
   const Twin twin = upload(image, tiles * sizeof(double), "grad_norm_", norm, tensors.size(), on.stream);
-  const NormTable table{twin.at<const StepHeader>(header_at), twin.at<const uint32_t>(first_tiles_at),
+  const NormTable table{twin.at<const StepHeader>(header_at),  twin.at<const uint32_t>(first_tiles_at),
                         twin.at<const NormTensor>(tensors_at), twin.at<double>(image.bytes().size()),
                         static_cast<int>(tensors.size()),      static_cast<int>(tiles)};
   launch_checked("grad_norm_", norm_tiles, tiles, on.stream, table);

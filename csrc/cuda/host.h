@@ -48,10 +48,16 @@ inline void keep_for_replay(const Tensor& t) {
 }
 #endif
 
+// What the kernels count with 32 bits.
+inline void check_blocks(const BlockLayout& layout) {
+  STD_TORCH_CHECK(layout.blocks_per_segment < int64_t{1} << 31, "a row of ", layout.blocks_per_segment,
+                  " blocks is too long; a larger block_size makes fewer");
+}
+
 // A launch fails where its arguments do; what goes wrong later is reported by torch's next synchronization.
-template <class... Params, class... Args>
-void launch_checked(const char* name, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
-                    const Args&... args) {
+template <class... Params, class... Args> void launch_checked(const char* name, void (*kernel)(Params...),
+                                                              int64_t blocks, cudaStream_t stream,
+                                                              const Args&... args) {
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks < int64_t{1} << 31, name, ": too many elements for one launch");
   launch(kernel, blocks, stream, args...);

@@ -6,11 +6,11 @@
 namespace memkern {
 
 void lion_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
-                   const Tensors& exp_avg_scales, const Ints& group, const Tensors& lr, const Doubles& beta1,
-                   const Doubles& beta2, const Doubles& weight_decay, const Ints& maximize, const Ints& codec,
-                   const Ints& block_size, const std::optional<Tensor>& grad_scale,
-                   const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
-                   double max_grad_norm) {
+                    const Tensors& exp_avg_scales, const Ints& group, const Tensors& lr, const Doubles& beta1,
+                    const Doubles& beta2, const Doubles& weight_decay, const Ints& maximize,
+                    const Ints& codec, const Ints& block_size, const std::optional<Tensor>& grad_scale,
+                    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
+                    double max_grad_norm) {
   const size_t groups = lr.size();
   check_hyperparameters({beta1.size(), beta2.size(), weight_decay.size(), maximize.size()}, groups);
   const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
@@ -25,8 +25,8 @@ void lion_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& 
   const OnDevice on(params[0]);
   const auto step =
       upload_step<LionGroup, LionScalars>("lion_step_", header, records, jobs, params, {}, group, on.stream);
-  launch_step("lion_step_", step, lion_prologue, lion_tiles<StateKind::kPower>, lion_tiles<StateKind::kDynamic>,
-              on.stream);
+  launch_step("lion_step_", step, lion_prologue, lion_tiles<StateKind::kPower>,
+              lion_tiles<StateKind::kDynamic>, on.stream);
 }
 
 }  // namespace memkern

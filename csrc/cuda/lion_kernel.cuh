@@ -26,11 +26,13 @@ static __global__ void lion_prologue(LionTable table) {
 // What becomes of the parameter and the moment; all else LARS shares.
 struct LionRule {
   using Scalars = LionScalars;
-  static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) { lion_update(p, g, m, s); }
+  static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
+    lion_update(p, g, m, s);
+  }
 };
 
-template <class Rule> MEMKERN_DEVICE void lion_eight(float (&p)[kEight], const float (&g)[kEight], float (&m)[kEight],
-                                                     const typename Rule::Scalars& s) {
+template <class Rule> MEMKERN_DEVICE void lion_eight(float (&p)[kEight], const float (&g)[kEight],
+                                                     float (&m)[kEight], const typename Rule::Scalars& s) {
   typename Rule::Scalars unscaled = s;
   unscaled.grad_factor = 1.0f;
   // One test for all eight; each by itself would cost an instruction where nothing is to be done.
@@ -44,7 +46,8 @@ template <class Rule> MEMKERN_DEVICE void lion_eight(float (&p)[kEight], const f
 }
 
 template <StateKind Kind, class Rule, class P, class G>
-MEMKERN_DEVICE void lion_coded(const TileWork<typename Rule::Scalars>& work, P param_type, G grad_type, Group group) {
+MEMKERN_DEVICE void lion_coded(const TileWork<typename Rule::Scalars>& work, P param_type, G grad_type,
+                               Group group) {
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars& s = work.scalars;
   const void* const grad = work.grad;
@@ -113,14 +116,17 @@ template <class Rule> MEMKERN_DEVICE void lion_fp32(const TileWork<typename Rule
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5) lion_tiles(LionTable table, bool fp32) {
+// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32
+// states.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    lion_tiles(LionTable table, bool fp32) {
   if (skipped(*table.header)) return;
   __shared__ TileWork<LionScalars> work;
   work.find(table);
   const TensorRecord& t = work.tensor;
   if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LionRule>(work, param, grad, group); });
+    with_usual(
+        t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LionRule>(work, param, grad, group); });
   else if (t.kind == StateKind::kFp32 && fp32)
     lion_fp32<LionRule>(work);
 }

@@ -6,8 +6,8 @@
 
 namespace memkern {
 
-// The largest over 2 * distance lanes, in every one of them. Lanes further away are asked and not heard, which spares a
-// loop.
+// The largest over 2 * distance lanes, in every one of them. Lanes further away are asked and not heard,
+// which spares a loop.
 MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
 #pragma unroll
   for (int d = kWarp / 2; d > 0; d /= 2) {
@@ -17,8 +17,8 @@ MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
   return x;
 }
 
-// Two moments of a block: the lower half of its lanes works out what m needs, the upper half what v needs, so that
-// roots and divisions are done once.
+// Two moments of a block: the lower half of its lanes works out what m needs, the upper half what v needs, so
+// that roots and divisions are done once.
 struct Halves {
   int distance;
   bool upper;
@@ -39,8 +39,8 @@ struct Halves {
   }
 };
 
-// What code i of a word counts, without a conversion: its byte becomes the last one of 2^23's mantissa. Conversions
-// share the slow unit with the roots.
+// What code i of a word counts, without a conversion: its byte becomes the last one of 2^23's mantissa.
+// Conversions share the slow unit with the roots.
 template <bool Signed> MEMKERN_DEVICE float code_value(uint32_t word, int i) {
   const uint32_t bytes = Signed ? word ^ 0x80808080u : word;
   return float_of(__byte_perm(bytes, 0x4B000000u, 0x7550u + i)) - (Signed ? 8388736.0f : 8388608.0f);
@@ -59,7 +59,9 @@ MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kEight]) {
   }
 }
 
-MEMKERN_FN constexpr int levels_of(bool is_signed) { return is_signed ? kPowerLevelsSigned : kPowerLevelsUnsigned; }
+MEMKERN_FN constexpr int levels_of(bool is_signed) {
+  return is_signed ? kPowerLevelsSigned : kPowerLevelsUnsigned;
+}
 
 template <StateKind Kind> MEMKERN_DEVICE float unit_of(float scale, float decay, int levels) {
   return Kind == StateKind::kPower ? power_unit(scale, decay, levels) : decay * scale;
@@ -94,7 +96,8 @@ struct Rounding {
   }
   // c + u: the product is exact, so that one rounding is left.
   MEMKERN_DEVICE float add(float c, int j) const {
-    return nearest ? c + 0.5f : __fmaf_rn(static_cast<float>(dither_bits(static_cast<uint32_t>(j), step)), 0x1p-24f, c);
+    return nearest ? c + 0.5f
+                   : __fmaf_rn(static_cast<float>(dither_bits(static_cast<uint32_t>(j), step)), 0x1p-24f, c);
   }
 };
 
@@ -113,12 +116,12 @@ struct Encoded {
   bool sure;
 };
 
-// Power codes of finite values from approximate roots. A number plus 2^23 has its whole part in its low bits, which
-// spares the conversion.
+// Power codes of finite values from approximate roots. A number plus 2^23 has its whole part in its low bits,
+// which spares the conversion.
 template <bool Signed>
 MEMKERN_DEVICE Encoded estimate(const float (&x)[kEight], float factor, int j, const Rounding& rounding) {
-  // The root of the formula is within 2^-24, the approximate one within 2^-23, relatively. Unsigned, the sum with u is
-  // rounded too, both times by up to 2^-17.
+  // The root of the formula is within 2^-24, the approximate one within 2^-23, relatively. Unsigned, the sum
+  // with u is rounded too, both times by up to 2^-17.
   constexpr float kDoubt = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
   float farthest = 0.0f;  // from the middle between two boundaries
   uint32_t code[kEight];
@@ -160,10 +163,11 @@ MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kEight], float factor, int 
   return pack(code);
 }
 
-// The codes of one moment. `finite`: whether all of this lane's values of the block are. Warps call it whole: what one
-// lane is not sure of, all its lanes encode by the formula.
-template <StateKind Kind, bool Signed>
-MEMKERN_DEVICE Codes encode(const float (&x)[kEight], float factor, bool finite, int j, const Rounding& rounding) {
+// The codes of one moment. `finite`: whether all of this lane's values of the block are. Warps call it whole:
+// what one lane is not sure of, all its lanes encode by the formula.
+template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (&x)[kEight], float factor,
+                                                                   bool finite, int j,
+                                                                   const Rounding& rounding) {
   if constexpr (Kind == StateKind::kPower) {
     const Encoded guess = estimate<Signed>(x, factor, j, rounding);
     if (!__any_sync(kAllLanes, !(finite && guess.sure))) return guess.codes;
@@ -172,11 +176,13 @@ MEMKERN_DEVICE Codes encode(const float (&x)[kEight], float factor, bool finite,
 }
 
 // The same for both moments, with one vote.
-template <StateKind Kind>
-MEMKERN_DEVICE void encode_both(const float (&m)[kEight], float m_factor, const float (&v)[kEight], float v_factor,
-                                bool finite, int j, const Rounding& rounding, Codes& m_codes, Codes& v_codes) {
+template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kEight], float m_factor,
+                                                          const float (&v)[kEight], float v_factor,
+                                                          bool finite, int j, const Rounding& rounding,
+                                                          Codes& m_codes, Codes& v_codes) {
   if constexpr (Kind == StateKind::kPower) {
-    const Encoded first = estimate<true>(m, m_factor, j, rounding), second = estimate<false>(v, v_factor, j, rounding);
+    const Encoded first = estimate<true>(m, m_factor, j, rounding),
+                  second = estimate<false>(v, v_factor, j, rounding);
     m_codes = first.codes;
     v_codes = second.codes;
     if (!__any_sync(kAllLanes, !(finite && first.sure && second.sure))) return;

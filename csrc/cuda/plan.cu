@@ -12,8 +12,7 @@ template <int Bytes> struct Chunk {
 };
 constexpr int kSmall = 3584, kLarge = 31744;
 
-template <int Bytes>
-__global__ void __launch_bounds__(kThreads)
+template <int Bytes> __global__ void __launch_bounds__(kThreads)
     write_table(uint4* to, int parts, const __grid_constant__ Chunk<Bytes> chunk) {
   for (int i = threadIdx.x; i < parts; i += kThreads) to[i] = chunk.part[i];
 }
@@ -75,7 +74,8 @@ Twin upload(const Image& image, size_t scratch, const char* op, const Tensor& fi
   const std::vector<char>& now = image.bytes();
   std::unique_lock lock(plans().mutex);
   if (is_capturing(stream)) {
-    // Memory of the graph's own pool, written whole: a replay depends on nothing that other steps leave behind.
+    // Memory of the graph's own pool, written whole: a replay depends on nothing that other steps leave
+    // behind.
     Tensor memory = allocate(first, now.size() + scratch);
     keep_for_replay(memory);
     write(static_cast<char*>(memory.data_ptr()), now.data(), now.size(), stream);

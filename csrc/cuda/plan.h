@@ -1,8 +1,8 @@
 // Tables on the device: what the kernels of a step read about its tensors.
 //
-// The host writes the whole table into an image at every step and compares it with the image of the step before; only
-// what differs goes to the device, as arguments of a kernel: nothing is staged, nothing is waited for, and in a CUDA
-// graph the bytes are part of the graph.
+// The host writes the whole table into an image at every step and compares it with the image of the step
+// before; only what differs goes to the device, as arguments of a kernel: nothing is staged, nothing is
+// waited for, and in a CUDA graph the bytes are part of the graph.
 #pragma once
 #include <mutex>
 
@@ -36,8 +36,8 @@ struct Twin {
   }
 };
 
-// Brings the device's twin of an image up to date, with `scratch` bytes after it for the kernels' own use. `first`: a
-// tensor of the step, which tells with op and count the table that is likely to differ least.
+// Brings the device's twin of an image up to date, with `scratch` bytes after it for the kernels' own use.
+// `first`: a tensor of the step, which tells with op and count the table that is likely to differ least.
 Twin upload(const Image& image, size_t scratch, const char* op, const Tensor& first, size_t count,
             cudaStream_t stream);
 

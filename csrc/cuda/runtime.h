@@ -1,5 +1,5 @@
-// What kernels and their launches need of CUDA. Under g++ tests/simt/simt.h stands in for the CUDA runtime, and the
-// same sources run on the CPU.
+// What kernels and their launches need of CUDA. Under g++ tests/simt/simt.h stands in for the CUDA runtime,
+// and the same sources run on the CPU.
 #pragma once
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
@@ -19,7 +19,7 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 #ifdef __CUDACC__
 
-// Within 2^-22 of the root, relatively (PTX: sqrt.approx has 2^-23); one instruction.
+// Within 2^-23 of the root, relatively (PTX, sqrt.approx.f32); one instruction.
 MEMKERN_DEVICE float approximate_sqrt(float x) {
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));

@@ -10,14 +10,16 @@ namespace memkern {
 inline Number number_of(const Tensor& t, const Tensor& like, const char* name) {
   STD_TORCH_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name, " must be float32 or float64");
+  STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name,
+                  " must be float32 or float64");
   if (is_host(t)) return {nullptr, read_number(t, name), 0};
   STD_TORCH_CHECK(same_device(t, like), name, " must be on the CPU or on the device of the parameters");
   return {t.data_ptr(), 0.0, type == ScalarType::Double};
 }
 
 inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-                            const std::optional<Tensor>& grad_norm, double max_grad_norm, const Tensor& like) {
+                            const std::optional<Tensor>& grad_norm, double max_grad_norm,
+                            const Tensor& like) {
   StepHeader h{};
   h.max_grad_norm = max_grad_norm;
   const auto set = [&](Number& number, int64_t& given, const std::optional<Tensor>& t, const char* name) {
@@ -32,16 +34,18 @@ inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::
 }
 
 inline void check_steps(const Tensors& steps, const Tensors& params) {
-  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(), " entries, one per parameter, got ",
-                  steps.size());
+  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
+                  " entries, one per parameter, got ", steps.size());
   for (size_t i = 0; i < steps.size(); ++i)
     STD_TORCH_CHECK(steps[i].numel() == 1 && steps[i].scalar_type() == ScalarType::Float &&
                         same_device(steps[i], params[0]),
-                    name_of("steps", i), " must be a float32 tensor of one element on the device of the parameters");
+                    name_of("steps", i),
+                    " must be a float32 tensor of one element on the device of the parameters");
 }
 
 // Blocks of a tensor's own cut: codes' blocks, or tiles where the states are fp32.
 inline TensorRecord record_of(const StepTensor& job, const Tensor* step, int64_t group) {
+  check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
   r.exp_avg = job.exp_avg;
@@ -76,10 +80,12 @@ template <class Group, class Scalars> struct StepTable {
 
 // steps: empty where the optimizer counts none.
 template <class Group, class Scalars>
-StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header, const std::vector<Group>& groups,
-                                      const std::vector<StepTensor>& jobs, const Tensors& params, const Tensors& steps,
-                                      const Ints& group, cudaStream_t stream, size_t per_tile = 0) {
-  static_assert(std::has_unique_object_representations_v<TensorRecord>, "padding would differ from step to step");
+StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header,
+                                      const std::vector<Group>& groups, const std::vector<StepTensor>& jobs,
+                                      const Tensors& params, const Tensors& steps, const Ints& group,
+                                      cudaStream_t stream, size_t per_tile = 0) {
+  static_assert(std::has_unique_object_representations_v<TensorRecord>,
+                "padding would differ from step to step");
   const size_t n = jobs.size();
   Image image;
   const size_t header_at = image.add<StepHeader>(1), groups_at = image.add<Group>(groups.size()),
@@ -98,7 +104,8 @@ StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header, 
     made.has_dynamic |= r.kind == StateKind::kDynamic;
     made.has_fp32 |= r.kind == StateKind::kFp32;
   }
-  const size_t scalars_at = image.bytes().size(), scratch_at = scalars_at + (n * sizeof(Scalars) + 15) / 16 * 16;
+  const size_t scalars_at = image.bytes().size(),
+               scratch_at = scalars_at + (n * sizeof(Scalars) + 15) / 16 * 16;
   made.twin = upload(image, scratch_at - scalars_at + made.tiles * per_tile, op, params[0], n, stream);
   const Twin& twin = made.twin;
   made.table = {twin.at<const StepHeader>(header_at),
@@ -113,13 +120,13 @@ StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header, 
 }
 
 template <class Group, class Scalars>
-void launch_prologue(const char* op, const StepTable<Group, Scalars>& step, void (*prologue)(Table<Group, Scalars>),
-                     cudaStream_t stream) {
+void launch_prologue(const char* op, const StepTable<Group, Scalars>& step,
+                     void (*prologue)(Table<Group, Scalars>), cudaStream_t stream) {
   launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
 }
 
-// Launches kernels over the tiles: at most two, one for each codec. Each takes the table, whether it also sees to fp32
-// states, and `args`.
+// Launches kernels over the tiles: at most two, one for each codec. Each takes the table, whether it also
+// sees to fp32 states, and `args`.
 template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const StepTable<Group, Scalars>& step,
                   void (*power)(Table<Group, Scalars>, bool, Args...),
@@ -132,9 +139,9 @@ void launch_tiles(const char* op, const StepTable<Group, Scalars>& step,
 
 // A step in one pass.
 template <class Group, class Scalars>
-void launch_step(const char* op, const StepTable<Group, Scalars>& step, void (*prologue)(Table<Group, Scalars>),
-                 void (*power)(Table<Group, Scalars>, bool), void (*dynamic)(Table<Group, Scalars>, bool),
-                 cudaStream_t stream) {
+void launch_step(const char* op, const StepTable<Group, Scalars>& step,
+                 void (*prologue)(Table<Group, Scalars>), void (*power)(Table<Group, Scalars>, bool),
+                 void (*dynamic)(Table<Group, Scalars>, bool), cudaStream_t stream) {
   launch_prologue(op, step, prologue, stream);
   launch_tiles(op, step, power, dynamic, stream);
 }

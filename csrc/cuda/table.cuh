@@ -5,7 +5,8 @@
 
 namespace memkern {
 
-// A number that the step reads: on the device where `at` says so, at every step and every replay, else `value`.
+// A number that the step reads: on the device where `at` says so, at every step and every replay, else
+// `value`.
 struct Number {
   const void* at;
   double value;
@@ -27,7 +28,8 @@ struct StepHeader {
 MEMKERN_DEVICE bool skipped(const StepHeader& h) { return h.has_found_inf && read(h.found_inf) != 0.0; }
 
 MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
-  const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0, norm = h.has_grad_norm ? read(h.grad_norm) : 0.0;
+  const double scale = h.has_grad_scale ? read(h.grad_scale) : 1.0,
+               norm = h.has_grad_norm ? read(h.grad_norm) : 0.0;
   return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
 }
 
@@ -72,15 +74,16 @@ template <class Scalars> struct TileWork {
         scalars = table.scalars[i];
         grad = table.grads[i];
         tile = blockIdx.x - table.first_tiles[i];
-        if (tensor.kind != StateKind::kFp32) walk.start(tensor.blocks, tile, memkern::Group(tensor.blocks.block));
+        if (tensor.kind != StateKind::kFp32)
+          walk.start(tensor.blocks, tile, memkern::Group(tensor.blocks.block));
       }
     }
     __syncthreads();
   }
 };
 
-// Calls use(param, grad, group): types and group as constants where they are the usual ones, which saves a tenth of the
-// instructions.
+// Calls use(param, grad, group): types and group as constants where they are the usual ones, which saves a
+// tenth of the instructions.
 template <class Use> MEMKERN_DEVICE void with_usual(const TensorRecord& t, Use&& use) {
   const Group group(t.blocks.block);
   const bool sixteen = group.shift == 4;

@@ -1,7 +1,7 @@
 // How thread blocks, warps and lanes share the blocks of a tensor.
 //
-// A thread block takes a tile: whole blocks of one tensor, about kTileElements. A block is held by a group of lanes of
-// one warp, eight consecutive elements each; blocks of more than 256 elements take several turns.
+// A thread block takes a tile: whole blocks of one tensor, about kTileElements. A block is held by a group of
+// lanes of one warp, eight consecutive elements each; blocks of more than 256 elements take several turns.
 #pragma once
 #include "../core/layout.h"
 #include "lanes.cuh"
@@ -18,8 +18,12 @@ struct Blocks {
 
 inline Blocks blocks_of(const BlockLayout& l) {
   const int32_t block = static_cast<int32_t>(l.block);
-  return {l.segment, l.blocks, static_cast<int32_t>(l.blocks_per_segment), block,
-          block < kTileElements ? kTileElements / block : 1, 0};
+  return {l.segment,
+          l.blocks,
+          static_cast<int32_t>(l.blocks_per_segment),
+          block,
+          block < kTileElements ? kTileElements / block : 1,
+          0};
 }
 
 inline int64_t tiles_of(const Blocks& b) { return (b.blocks + b.tile_blocks - 1) / b.tile_blocks; }
@@ -85,15 +89,15 @@ struct Walk {
   }
 };
 
-// A block as a group sees it. A group that has none left while others of its warp have sees the tile's first, of n = 0
-// elements.
+// A block as a group sees it. A group that has none left while others of its warp have sees the tile's first,
+// of n = 0 elements.
 struct Place {
   int64_t block, start;
   int n;
 };
 
-// Calls visit(place) for each block of a tile that falls to this lane's group. All lanes of a warp call it equally
-// often.
+// Calls visit(place) for each block of a tile that falls to this lane's group. All lanes of a warp call it
+// equally often.
 template <class Visit>
 MEMKERN_DEVICE void for_places(const Blocks& b, const Walk& walk, const Group& group, Visit&& visit) {
   const unsigned ahead = static_cast<unsigned>(walk.within) + group.index();

@@ -5,9 +5,10 @@
 
 namespace memkern {
 
-// A number type for the formulas in core/. Its division and root are the instructions that nvcc emits for those of
-// float, without the test of every operand: one test for eight elements (kLeastRoot and the others) takes its place. On
-// sm_90 that is 6 instructions in place of 10 for a division, and 5 in place of 10 for a root.
+// A number type for the formulas in core/. Its division and root are the instructions that nvcc emits for
+// those of float, without the test of every operand: one test for eight elements (kLeastRoot and the others)
+// takes its place. On sm_90 that is 6 instructions in place of 10 for a division, and 5 in place of 10 for a
+// root.
 struct Usual {
   float x;
   MEMKERN_DEVICE explicit Usual(float value) : x(value) {}
@@ -17,8 +18,8 @@ MEMKERN_DEVICE Usual operator+(Usual a, Usual b) { return Usual(a.x + b.x); }
 MEMKERN_DEVICE Usual operator-(Usual a, Usual b) { return Usual(a.x - b.x); }
 MEMKERN_DEVICE Usual operator*(Usual a, Usual b) { return Usual(a.x * b.x); }
 
-// Where roots are taken of 2^-101 to kMostRoot, and numerators are 2^-80 to 2^60 and denominators 2^-51 to 2^41, no
-// quotient, remainder or reciprocal on the way leaves the range of normal numbers.
+// Where roots are taken of 2^-101 to kMostRoot, and numerators are 2^-80 to 2^60 and denominators 2^-51 to
+// 2^41, no quotient, remainder or reciprocal on the way leaves the range of normal numbers.
 constexpr float kLeastRoot = 0x1p-101f, kMostRoot = 0x1p80f;
 constexpr float kLeastNumerator = 0x1p-80f, kMostNumerator = 0x1p60f;
 

@@ -18,6 +18,9 @@ from ..layout import FLOATS, is_dense, memory_order, same_layout
 from ..levels import SYMMETRIES, Levels
 from .blockwise import sqrt
 
+# In fp64 for gradcheck; kernels are for FLOATS.
+WIDE_TOO = (*FLOATS, torch.float64)
+
 _FUNCTIONS: dict[str, Callable[[Tensor, float, float, bool], Tensor]] = {
     "gelu": lambda x, a, b, inplace: F.gelu(x),
     "gelu_tanh": lambda x, a, b, inplace: F.gelu(x, approximate="tanh"),
@@ -43,6 +46,12 @@ def activate(x: Tensor, fn: int, a: float = 0.0, b: float = 0.0, inplace: bool =
     return _BY_NUMBER[fn](x, a, b, inplace)
 
 
+def check_function(fn: int) -> None:
+    """Raises ValueError unless ``fn`` is one of ACTIVATIONS' numbers."""
+    if not 0 <= fn < len(ACTIVATIONS):
+        raise ValueError(f"fn must be from 0 to {len(ACTIVATIONS) - 1}, got {fn}")
+
+
 def plane_bytes(numel: int) -> int:
     """Bytes of one bit plane of so many elements."""
     return -(-numel // (8 * PLANE_ALIGNMENT)) * PLANE_ALIGNMENT
@@ -64,9 +73,9 @@ def check_table(bits: int, thresholds: Sequence[float], flips: Sequence[int], sy
             raise ValueError(f"flips must be from 0 to {2**bits - 1}, got {flip}")
 
 
-def check_dense(x: Tensor, name: str) -> None:
-    """Raises unless ``x`` is a dense tensor of floating point numbers."""
-    if not x.dtype.is_floating_point:
+def check_values(x: Tensor, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+    """Raises unless ``x`` is a dense tensor of one of the dtypes."""
+    if x.dtype not in dtypes:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
     if not is_dense(x.shape, x.stride()):
         raise ValueError(
@@ -79,7 +88,7 @@ def few_bit_encode(
 ) -> Tensor:
     """The codes of a dense tensor: uint8 of shape (bits, bytes of a plane)."""
     check_table(bits, thresholds, flips, symmetry)
-    check_dense(x, "x")
+    check_values(x, "x", WIDE_TOO)
     code = torch.zeros(plane_bytes(x.numel()) * 8, dtype=torch.uint8, device=x.device)
     table = Levels(bits, (), tuple(thresholds), tuple(flips), symmetry)
     code[: x.numel()] = table.codes(memory_order(x))
@@ -108,6 +117,7 @@ def few_bit_forward(
     symmetry: int,
 ) -> tuple[Tensor, Tensor]:
     """The activation of a dense tensor, and the codes of its derivative."""
+    check_function(fn)
     codes = few_bit_encode(x, bits, thresholds, flips, symmetry)
     return activate(x, fn, a, b), codes
 
@@ -123,13 +133,40 @@ def check_codes(codes: Tensor, numel: int) -> None:
         )
 
 
-@torch.no_grad()
-def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
-    check_dense(grad, "grad")
+def check_levels(
+    grad: Tensor, codes: Tensor, levels: Sequence[float], dtypes: Sequence[torch.dtype] = FLOATS
+) -> None:
+    """Raises unless these are arguments of :func:`few_bit_backward`."""
+    check_values(grad, "grad", dtypes)
     check_codes(codes, grad.numel())
     if len(levels) != 2 ** codes.shape[0]:
         raise ValueError(f"levels must have {2 ** codes.shape[0]} entries, one per code, got {len(levels)}")
+
+
+def check_from_output(
+    grad: Tensor, output: Tensor, codes: Tensor, falling: Sequence[float], rising: Sequence[float]
+) -> None:
+    """Raises unless these are arguments of :func:`few_bit_backward_from_output`."""
+    check_values(grad, "grad")
+    check_codes(codes, grad.numel())
+    if codes.shape[0] != 1:
+        raise ValueError(f"codes must have one row, got {codes.shape[0]}")
+    if output.dtype not in FLOATS or not same_layout(output, grad):
+        raise ValueError(
+            f"output must have grad's shape and strides, {tuple(grad.shape)} and {grad.stride()}, "
+            f"got {tuple(output.shape)} and {output.stride()} of {output.dtype}"
+        )
+    if len(falling) != len(rising) or not 1 <= len(rising) <= MAX_COEFFICIENTS:
+        raise ValueError(
+            f"falling and rising must have as many coefficients, 1 to {MAX_COEFFICIENTS}, "
+            f"got {len(falling)} and {len(rising)}"
+        )
+
+
+@torch.no_grad()
+def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
+    check_levels(grad, codes, levels, WIDE_TOO)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     table = torch.tensor([to_fp32(v) for v in levels], dtype=wide, device=grad.device)
     result = torch.empty_like(grad)
@@ -150,20 +187,7 @@ def few_bit_backward_from_output(
     rising_reach: float,
 ) -> Tensor:
     """grad times the derivative that a :class:`memkern.levels.Valley` finds from the output and one bit, in fp32."""
-    check_dense(grad, "grad")
-    check_codes(codes, grad.numel())
-    if codes.shape[0] != 1:
-        raise ValueError(f"codes must have one row, got {codes.shape[0]}")
-    if output.dtype not in FLOATS or not same_layout(output, grad):
-        raise ValueError(
-            f"output must have grad's shape and strides, {tuple(grad.shape)} and {grad.stride()}, "
-            f"got {tuple(output.shape)} and {output.stride()} of {output.dtype}"
-        )
-    if len(falling) != len(rising) or not 1 <= len(rising) <= MAX_COEFFICIENTS:
-        raise ValueError(
-            f"falling and rising must have as many coefficients, 1 to {MAX_COEFFICIENTS}, "
-            f"got {len(falling)} and {len(rising)}"
-        )
+    check_from_output(grad, output, codes, falling, rising)
     t = memory_order(output).float() - to_fp32(minimum)
     s = sqrt(torch.where(t > 0, t, 0))
     side = decode(codes, grad.numel()) == 1

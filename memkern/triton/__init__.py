@@ -4,9 +4,25 @@ Functions have the ops' names and take their arguments. ``codec``, ``tiles``, ``
 kernels share.
 """
 
+from .activation import (
+    few_bit_backward,
+    few_bit_backward_from_output,
+    few_bit_encode,
+    few_bit_forward,
+)
 from .adam import adam_step_
 from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
 from .lion import lion_step_
 
-__all__ = ["adam_step_", "dequantize_blockwise", "grad_norm_", "lion_step_", "quantize_blockwise"]
+__all__ = [
+    "adam_step_",
+    "dequantize_blockwise",
+    "few_bit_backward",
+    "few_bit_backward_from_output",
+    "few_bit_encode",
+    "few_bit_forward",
+    "grad_norm_",
+    "lion_step_",
+    "quantize_blockwise",
+]

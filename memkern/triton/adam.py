@@ -13,7 +13,7 @@ from . import multi_tensor as mt
 from .codec import POWER, dither
 from .moment import decayed, load_scale, moment_pointer, store_moment
 from .table import Moment, StepArgs, run_step
-from .tiles import pointer, tile_of
+from .tiles import float_pointer, tile_of
 
 
 @triton.jit
@@ -98,8 +98,8 @@ def adam_kernel(
     tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in range(0, tl.where(tl.load(s + 11) != 0.0, tiles, 0)):  # none where the step is skipped
         start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p_at = pointer(params, start, P, VECTOR)
-        g_at = pointer(gradients, start, G, VECTOR)
+        p_at = float_pointer(params, start, P, VECTOR)
+        g_at = float_pointer(gradients, start, G, VECTOR)
         m_at = moment_pointer(exp_avg, start, KIND, True, VECTOR)
         v_at = moment_pointer(exp_avg_sq, start, KIND, False, VECTOR)
 
@@ -122,7 +122,7 @@ def adam_kernel(
         m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
         w = tl.math.sqrt_rn(v)
         p = p * decay - step_size * adam_direction(m, w, eps)
-        tl.store(p_at + offset, p.to(P), mask=mask)
+        tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
         store_moment(m, m_at, m_scales, u, offset, mask, row, row_mask, tables, KIND, True)
         x = w if KIND == POWER else v
         store_moment(x, v_at, v_scales, u, offset, mask, row, row_mask, tables, KIND, False)

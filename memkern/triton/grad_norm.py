@@ -12,8 +12,8 @@ from torch import Tensor
 from ..layout import FLOATS, layout_of
 from . import multi_tensor as mt
 from .launch import OPTIONS, guard
-from .table import StepArgs, launch, plan_for
-from .tiles import pointer, tile_of
+from .table import StepArgs, plan_for
+from .tiles import float_pointer, tile_of
 
 _SUMS = tl.constexpr(4096)
 
@@ -32,7 +32,7 @@ def squares_kernel(
     total = tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
     for i in range(0, mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         start, offset, mask, _, _ = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        at = pointer(gradients, start, G, VECTOR)
+        at = float_pointer(gradients, start, G, VECTOR)
         g = tl.load(at + offset, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
         total += g * g
     tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
@@ -69,5 +69,5 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
         plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)
         table, sums = plan.room.table, plan.room.sums
         for part in plan.launches:
-            launch(squares_kernel, plan, part, table, sums, part.programs_before)
+            part(squares_kernel, table, sums, part.programs_before, *plan.sizes, part.first, part.members)
         norm_kernel[(1,)](table, sums, norm, len(sums), **OPTIONS)

@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 import torch
-import triton
 
 # fp32 as written: no product is fused with a sum, so that every backend gives the same bits.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -29,14 +28,6 @@ def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(device.type).device(device)
-
-
-def triton_type(dtype: torch.dtype) -> Any:
-    return {
-        torch.float32: triton.language.float32,
-        torch.bfloat16: triton.language.bfloat16,
-        torch.float16: triton.language.float16,
-    }[dtype]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import multi_tensor as mt
 from .moment import decayed, load_scale, moment_pointer, store_moment
 from .table import Moment, StepArgs, run_step
-from .tiles import pointer, tile_of
+from .tiles import float_pointer, tile_of
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def lion_kernel(
     tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in range(0, tl.where(tl.load(s + 7) != 0.0, tiles, 0)):  # none where the step is skipped
         start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p_at = pointer(params, start, P, VECTOR)
-        g_at = pointer(gradients, start, G, VECTOR)
+        p_at = float_pointer(params, start, P, VECTOR)
+        g_at = float_pointer(gradients, start, G, VECTOR)
         m_at = moment_pointer(exp_avg, start, KIND, True, VECTOR)
 
         p = tl.load(p_at + offset, mask=mask, other=0.0)
@@ -85,7 +85,7 @@ def lion_kernel(
         m = decayed(m, scale, 1.0, tables, KIND, True)
         p = p * decay - lr * sign(beta1 * m + one_minus_beta1 * g)
         m = beta2 * m + one_minus_beta2 * g
-        tl.store(p_at + offset, p.to(P), mask=mask)
+        tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
         store_moment(m, m_at, scales, 0.5, offset, mask, row, row_mask, tables, KIND, True)
 
 

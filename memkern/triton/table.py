@@ -11,17 +11,18 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, layout_of
+from ..layout import FLOATS, BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of, triton_type
+from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
@@ -65,14 +66,25 @@ class StepArgs(NamedTuple):
     max_grad_norm: float = 0.0
 
 
-class Launch(NamedTuple):
-    """The tensors that one launch of a kernel works on: a run of slots, and the kernel's constants."""
+@dataclass
+class Launch:
+    """What one launch works on, the same at each step: a run of slots of the table."""
 
-    first: int
-    members: int
     programs: int
-    programs_before: int  # of all launches before
-    constants: dict[str, Any]
+    first: int = 0
+    members: int = 0
+    programs_before: int = 0  # of all launches before
+    constants: dict[str, Any] = field(default_factory=dict)  # of the kernel, in the order of its parameters
+    compiled: dict[int, Any] = field(default_factory=dict)
+
+    def __call__(self, kernel: Any, *args: Any) -> None:
+        """``kernel[programs](*args, **constants)``. Arguments may differ from step to step in values alone."""
+        compiled = self.compiled.get(id(kernel))
+        if compiled is None:  # always in the interpreter
+            self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **OPTIONS)
+        else:
+            # Triton's search for it takes 20 us.
+            compiled[(self.programs, 1, 1)](*args, *self.constants.values())
 
 
 # ---- the table's words
@@ -112,16 +124,20 @@ def _front(args: StepArgs, device: torch.device) -> list[int]:
 
 
 def _signature(args: StepArgs) -> tuple[Any, ...]:
-    """What a plan depends on, but for addresses."""
-    params, grads = args.params, args.grads
+    """What a plan depends on, but for addresses. Few objects: 1,000 shapes a step set off the garbage collector."""
+    both = args.params, args.grads
+    contiguous = [[x.is_contiguous() for x in tensors] for tensors in both]
     return (
-        [p.dtype for p in params],
-        [p.shape for p in params],
-        [p.stride() for p in params],
-        [g.dtype for g in grads],
-        [g.shape for g in grads],
-        [g.stride() for g in grads],
-        [[x.dtype for x in moment.tensors] for moment in args.moments],
+        # Not the states' dtypes: where one turns from codes to fp32, its scale goes, and so the list of addresses.
+        [[x.dtype for x in tensors] for tensors in both],
+        [[x.numel() for x in tensors] for tensors in both],
+        contiguous,
+        [
+            (x.shape, x.stride())
+            for tensors, dense in zip(both, contiguous, strict=True)
+            if not all(dense)
+            for x in tensors
+        ],
         [len(values) for values in args.hyperparameters],
         list(args.group),
         list(args.codec),
@@ -163,7 +179,7 @@ def _pinned(words: int, device: torch.device) -> Tensor:
 
 
 class Plan:
-    """``sizes`` and ``room`` are what kernels take; ``launches`` which they are."""
+    """``sizes`` and ``room`` are what kernels take; ``prologue`` and ``launches`` how they are launched."""
 
     def __init__(
         self,
@@ -177,6 +193,7 @@ class Plan:
         self.front: list[int] = []
         self.grads = [g.data_ptr() for g in args.grads]
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
+        self.prologue = Launch(cdiv(len(args.grads), mt.PROLOGUE_TENSORS.value))
         self.launches: list[Launch] = []
         self.columns = self._columns(args, tiles)
         self.grads_at = mt.HEADER_WORDS.value + self.sizes[0] * mt.GROUP_WORDS.value
@@ -236,8 +253,16 @@ class Plan:
                 layout = layout._replace(segment=layout.numel, block=block)
             widest = max(p.element_size(), g.element_size(), 4 if args.moments and not coded else 1)
             vector = vector_of(layout, widest, addresses[t])
-            types = triton_type(p.dtype), triton_type(g.dtype)
-            key = kind, *types, tiles, rows_of(block), block, vector, flat
+            key = (
+                kind,
+                FLOATS.index(p.dtype),
+                FLOATS.index(g.dtype),
+                tiles,
+                rows_of(block),
+                block,
+                vector,
+                flat,
+            )
             members.setdefault(key, []).append(t)
         order: list[int] = []
         first_programs: list[int] = []
@@ -253,7 +278,7 @@ class Plan:
                 programs += cdiv(
                     layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
                 )
-            self.launches.append(Launch(first, len(tensors), programs, before, constants))
+            self.launches.append(Launch(programs, first, len(tensors), before, constants))
             before += programs
         return order, first_programs
 
@@ -339,11 +364,6 @@ def _captured_plan(
 # ---- launches
 
 
-def launch(kernel: Any, plan: Plan, part: Launch, *args: Any) -> None:
-    """``kernel(*args, groups, tensors, first, count, **constants)``, a program for each tile."""
-    kernel[(part.programs,)](*args, *plan.sizes, part.first, part.members, **part.constants, **OPTIONS)
-
-
 def check_step(args: StepArgs, device: torch.device) -> None:
     check_tensors(
         args.params, args.grads, args.steps, args.group, args.lr, args.hyperparameters, args.moments,
@@ -367,6 +387,6 @@ def run_step(op: str, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8
     with guard(device):
         plan = plan_for(op, args, device, lambda: check_step(args, device), tiles)
         table, scalars, tables = plan.room.table, plan.room.scalars, dynamic_tables(device)
-        prologue[(cdiv(len(args.params), mt.PROLOGUE_TENSORS.value),)](table, scalars, *plan.sizes, **OPTIONS)
+        plan.prologue(prologue, table, scalars, *plan.sizes)
         for part in plan.launches:
-            launch(kernel, plan, part, table, scalars, tables)
+            part(kernel, table, scalars, tables, *plan.sizes, part.first, part.members)

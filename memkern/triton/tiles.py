@@ -46,6 +46,17 @@ def pointer(address, start, dtype: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def float_pointer(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """:func:`pointer` to what memkern.layout.FLOATS[DTYPE] is. Types as constants would cost more at each launch."""
+    if DTYPE == 0:
+        return pointer(address, start, tl.float32, VECTOR)
+    elif DTYPE == 1:
+        return pointer(address, start, tl.bfloat16, VECTOR)
+    else:
+        return pointer(address, start, tl.float16, VECTOR)
+
+
+@triton.jit
 def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
     """Where tile ``index`` begins; its elements' offsets from there and which of them exist; the same of its blocks."""
     numel, segment, block, per_segment, blocks = layout

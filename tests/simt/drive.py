@@ -17,12 +17,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from activation_kernels import compare_activations
 from helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 
 from memkern import reference
 from memkern.layout import layout_of
 from simt import build
-from simt.activations import compare_activations
 
 RATES = {
     "adam_step_": 8,
@@ -156,8 +156,8 @@ if __name__ == "__main__":
         compare_steps(name, step_args(name, param, grad), scaler(), steps=1)
     compare_steps("adam_step_", step_args("adam_step_", block_size=1024), {}, steps=1)
     for layout, dtype in itertools.product(("odd", "0-dim", "empty", "unaligned", "a group"), FLOATS):
-        compare_activations(layout, dtype, 1)
-        compare_activations(layout, dtype, 4)
+        compare_activations(torch.ops.memkern_simt, layout, dtype, 1)
+        compare_activations(torch.ops.memkern_simt, layout, dtype, 4)
     norm = torch.zeros((), dtype=torch.float64)
     torch.ops.memkern_simt.grad_norm_(norm, [tensor(layout) for layout in LAYOUTS])
     print("nothing found")

@@ -280,11 +280,14 @@ inline uint32_t to_fp16x2(float low, float high) {
   return to_fp16(low).bits | static_cast<uint32_t>(to_fp16(high).bits) << 16;
 }
 inline float fp16_to_float(uint32_t bits) { return to_float(fp16{static_cast<uint16_t>(bits)}); }
-// As wrong as the GPU's may be: off by up to 2^-22 either way.
+// As wrong as the GPU's may be: the next number below or above the root, now the one and now the other.
 inline float approximate_sqrt(float x) {
   if (!(x >= 0x1p-126f)) return x != x || x < 0 ? NAN : 0.0f;
-  const uint32_t noise = bits_of(x) * 2654435769u >> 28;
-  return std::sqrt(x) * (1.0f + (static_cast<int>(noise & 3) - 1.5f) * 0x1p-23f);
+  const float root = std::sqrt(x);
+  const double excess = static_cast<double>(root) * root - x;
+  const bool up = bits_of(x) * 2654435769u >> 31;
+  if (excess == 0 || up == (excess > 0)) return root;
+  return std::nextafterf(root, up ? INFINITY : 0.0f);
 }
 
 }  // namespace memkern

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from activation_helpers import values
 from helpers import FLOATS, assert_same
@@ -16,9 +18,8 @@ ARGUMENTS = {"softplus": (2.0, 4.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.
 """The activations' parameters a and b, where they have any."""
 
 
-def compare_activations(layout: str, dtype: torch.dtype, bits: int) -> None:
-    """Codes and gradients, equal in every bit; forward, close to torch's own."""
-    ops = torch.ops.memkern_simt
+def compare_gradients(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
+    """Codes and gradients of ``ops``, equal in every bit."""
     x = values(layout, dtype)
     for name in ("gelu", "tanh", "mish"):
         table = LEVELS[name, bits]
@@ -32,6 +33,12 @@ def compare_activations(layout: str, dtype: torch.dtype, bits: int) -> None:
                 args = grad, x, codes, *VALLEYS["gelu"][1:]
                 expected = reference.few_bit_backward_from_output(*args)
                 assert_same(ops.few_bit_backward_from_output(*args), expected, name)
+
+
+def compare_activations(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
+    """As :func:`compare_gradients`; forward, close to torch's own."""
+    compare_gradients(ops, layout, dtype, bits)
+    x, table = values(layout, dtype), LEVELS["mish", bits]
     for name, fn in ACTIVATIONS.items():
         a, b = ARGUMENTS.get(name, (0.0, 0.0))
         y, codes = ops.few_bit_forward(x, fn, a, b, bits, *table[2:])
@@ -59,3 +66,13 @@ def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0)
         # Against the rounded truth: far left torch's erf on the CPU has an error of its own.
         wrong, others = (int((t != truth.to(x.dtype).double()).sum()) for t in (y64, own64))
         assert wrong <= 1.05 * others + 1e-4 * len(y64) + 3, name
+
+
+def compare_forward(ops: Any, dtype: torch.dtype) -> None:
+    """Forward of many values, with their codes."""
+    x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
+    for name, fn in ACTIVATIONS.items():
+        a, b = ARGUMENTS.get(name, (0.0, 0.0))
+        y, codes = ops.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
+        assert_near(y, x, name, a, b)
+        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2), name)

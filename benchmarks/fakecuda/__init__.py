@@ -1,0 +1,63 @@
+"""Import before torch: a torch without CUDA then runs autograd on FakeTensors whose device is cuda.
+
+On such tensors every operator takes the way that it takes on a GPU (boolean dropout masks, no CPU-only attention
+kernel), and nothing is computed, so that what a GPU would hold can be counted on any machine. For counting only, in a
+process of its own: afterwards torch takes CUDA for present. Needs a C++ compiler, once. Where torch has CUDA
+this does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("fakecuda needs torch")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _build(torch: Path) -> Path:
+    """The guard as a shared library, kept in the temporary folder for this source and this torch."""
+    source = HERE / "guard.cpp"
+    key = hashlib.sha256(source.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"memkern-fakecuda-{os.getuid()}-{key}.so"
+    if library.exists() and library.stat().st_uid == os.getuid():
+        return library
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("fakecuda needs a C++ compiler; install one or name it in CXX")
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / library.name
+        options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch / 'include'}", f"-L{torch / 'lib'}"]
+        subprocess.check_call([compiler, *options, str(source), "-o", str(built), "-lc10", "-ltorch_cpu"])
+        shutil.copy(built, library.with_suffix(f".{os.getpid()}"))
+    library.with_suffix(f".{os.getpid()}").replace(library)
+    return library
+
+
+def install() -> None:
+    """Loads the guard, unless torch has CUDA itself. Raises RuntimeError where torch is loaded already."""
+    torch = _torch_folder()
+    if (torch / "lib" / "libtorch_cuda.so").exists():
+        return
+    if "torch" in sys.modules:
+        raise RuntimeError("fakecuda must be imported before torch")
+    library = _build(torch)
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(torch / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
+
+
+install()

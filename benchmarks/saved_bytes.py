@@ -1,0 +1,88 @@
+"""python -m benchmarks.saved_bytes: what a GPT-2 block keeps for its backward pass, by way of compressing it.
+
+transformers' GPT2Block with random weights, fp32, sdpa, no dropout; bytes per token, every storage once, parameters
+left out (memkern.memory.saved_bytes). No hardware is measured: the figures depend on shapes and operators only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import memkern
+from memkern import memory
+
+from . import machine, report
+
+WIDTHS = (768, 1600)
+TOKENS = 512
+COLUMNS = (*report.PROVENANCE, "transformers", "width", "way", "bytes_per_token", "share")
+
+
+def _fused(block: Any) -> None:
+    block.mlp.act = nn.GELU(approximate="tanh")
+
+
+def _compress(**options: Any) -> Callable[[Any], Any]:
+    return lambda block: memkern.compress(block, **options)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "as it is (gelu_new)": lambda block: None,
+    "torch's fused tanh-GELU": _fused,
+    "compress, 4 bits": _compress(activations=4),
+    "compress, 3 bits": _compress(),
+    "compress, 2 bits": _compress(activations=2),
+    "compress, 1 bit": _compress(activations=1),
+    "compress, output and 1 bit": _compress(keep="output"),
+    "compress, 3 bits, 20 % of tokens": _compress(linear=0.2),
+}
+
+
+def bytes_per_token(width: int, change: Callable[[Any], Any]) -> float:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config
+
+    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = GPT2Config(n_embd=width, n_head=width // 64, attn_implementation="sdpa", **dropout)
+    block = GPT2Block(config, layer_idx=0)
+    change(block)
+    x = torch.randn(1, TOKENS, width, requires_grad=True)
+    return memory.saved_bytes(lambda: block(x)) / TOKENS
+
+
+def results() -> Iterator[dict[str, str]]:
+    import transformers
+
+    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    for width in WIDTHS:
+        before = bytes_per_token(width, WAYS["as it is (gelu_new)"])
+        for way, change in WAYS.items():
+            kept = bytes_per_token(width, change)
+            values = (str(width), way, f"{kept:.1f}", f"{kept / before:.4f}")
+            yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.saved_bytes", description=__doc__.splitlines()[0]
+    )
+    default = Path(__file__).parent / "results"
+    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    args = parser.parse_args(argv)
+    rows = list(results())
+    print("GPT-2 block, kept for the backward pass, bytes per token")
+    for row in rows:
+        share, kept = float(row["share"]), float(row["bytes_per_token"])
+        print(f"  width {row['width']:>4}  {row['way']:<34} {kept:>10,.0f}  {share:6.1%}")
+    path = args.out / "saved-bytes.csv"
+    report.append(path, rows, COLUMNS)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

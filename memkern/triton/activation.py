@@ -1,0 +1,231 @@
+"""memkern::few_bit_encode, few_bit_forward, few_bit_backward and few_bit_backward_from_output.
+
+A tile is (BLOCK / 8, 8) elements in memory order, so that a row's bits of one plane are one byte. Tables are
+constants: a kernel is compiled for each that a model uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..codec import EVEN, ODD, PLAIN, to_fp32
+from ..reference.activation import (
+    check_from_output,
+    check_function,
+    check_levels,
+    check_table,
+    check_values,
+    plane_bytes,
+)
+from .functions import activate
+from .launch import OPTIONS, TILE, cdiv, guard
+
+_PLAIN, _EVEN, _ODD = (tl.constexpr(number) for number in (PLAIN, EVEN, ODD))
+_NO_FUNCTION = tl.constexpr(-1)
+_JIT: dict[str, Any] = {"do_not_specialize": ["numel", "plane"]}
+
+
+@triton.jit
+def _places(numel, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Where this program's tile begins; its elements' offsets from there, and which of them exist."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+    if WHOLE:
+        left = tl.multiple_of(left, 8)
+    offset = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return start, offset, offset < left
+
+
+@triton.jit
+def _bytes(start, plane, BLOCK: tl.constexpr):
+    """The tile's bytes of a plane, and which of them exist."""
+    byte = start // 8 + tl.arange(0, BLOCK // 8)
+    return byte, byte < plane
+
+
+@triton.jit(**_JIT)
+def encode_kernel(
+    x, y, codes, numel, plane,
+    A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr,
+    THRESHOLDS: tl.constexpr, FLIPS: tl.constexpr, COUNT: tl.constexpr, SYMMETRY: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Codes of x, and where FN is not -1 its activation as well. FLIPS: bit p of a flip at 8 p."""
+    start, offset, exists = _places(numel, BLOCK, WHOLE)
+    value = tl.load(x + start + offset, mask=exists, other=0.0).to(tl.float32)
+    u = value
+    if SYMMETRY != _PLAIN:
+        u = tl.abs(value)
+    bits = tl.zeros(value.shape, tl.uint32)
+    for i in tl.static_range(COUNT):
+        bits ^= tl.where(u > THRESHOLDS[i], FLIPS[i], 0).to(tl.uint32)
+    if SYMMETRY == _ODD:
+        bits |= tl.where(value < 0, 1 << (8 * (BITS - 1)), 0).to(tl.uint32)
+    bits = tl.where(exists, bits, 0)
+    planes = tl.sum(bits << tl.arange(0, 8).to(tl.uint32)[None, :], axis=1)
+    byte, is_there = _bytes(start, plane, BLOCK)
+    for p in tl.static_range(BITS):
+        tl.store(codes + p * plane.to(tl.int64) + byte, (planes >> (8 * p) & 255).to(tl.uint8), mask=is_there)
+    if FN != _NO_FUNCTION:
+        tl.store(y + start + offset, activate(value, A, B, FN).to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _load_planes(codes, start, plane, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The tile's codes: bit p of each at 8 p."""
+    byte, is_there = _bytes(start, plane, BLOCK)
+    planes = tl.zeros((BLOCK // 8,), tl.uint32)
+    for p in tl.static_range(BITS):
+        planes |= tl.load(codes + p * plane.to(tl.int64) + byte, mask=is_there, other=0).to(tl.uint32) << (
+            8 * p
+        )
+    return (planes[:, None] >> tl.arange(0, 8).to(tl.uint32)[None, :]) & 0x01010101
+
+
+@triton.jit
+def _two(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    return tl.where((bits & 1) != 0, LEVELS[2 * I + 1], LEVELS[2 * I])
+
+
+@triton.jit
+def _four(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    return tl.where((bits & 256) != 0, _two(bits, LEVELS, 2 * I + 1), _two(bits, LEVELS, 2 * I))
+
+
+@triton.jit
+def _eight(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    return tl.where((bits & 65536) != 0, _four(bits, LEVELS, 2 * I + 1), _four(bits, LEVELS, 2 * I))
+
+
+@triton.jit
+def level_of(bits, LEVELS: tl.constexpr, BITS: tl.constexpr):
+    """LEVELS[code], a choice per bit."""
+    if BITS == 1:
+        level = _two(bits, LEVELS, 0)
+    elif BITS == 2:
+        level = _four(bits, LEVELS, 0)
+    elif BITS == 3:
+        level = _eight(bits, LEVELS, 0)
+    else:
+        level = tl.where((bits >> 24) != 0, _eight(bits, LEVELS, 1), _eight(bits, LEVELS, 0))
+    return level
+
+
+@triton.jit(**_JIT)
+def levels_kernel(
+    grad, result, codes, numel, plane,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    start, offset, exists = _places(numel, BLOCK, WHOLE)
+    g = tl.load(grad + start + offset, mask=exists, other=0.0).to(tl.float32)
+    level = level_of(_load_planes(codes, start, plane, BITS, BLOCK), LEVELS, BITS)
+    tl.store(result + start + offset, (g * level).to(result.dtype.element_ty), mask=exists)
+
+
+@triton.jit(**_JIT)
+def valley_kernel(
+    grad, output, result, codes, numel, plane,
+    MINIMUM: tl.constexpr, FALLING: tl.constexpr, RISING: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """REACH, SCALE: of the falling and the rising side, SCALE = 2 / REACH."""
+    start, offset, exists = _places(numel, BLOCK, WHOLE)
+    g = tl.load(grad + start + offset, mask=exists, other=0.0).to(tl.float32)
+    y = tl.load(output + start + offset, mask=exists, other=0.0).to(tl.float32)
+    rising = _load_planes(codes, start, plane, 1, BLOCK) != 0
+    t = y - MINIMUM
+    s = tl.math.sqrt_rn(tl.where(t > 0, t, 0.0))
+    reach = tl.where(rising, REACH[1], REACH[0])
+    z = tl.minimum(s, reach) * tl.where(rising, SCALE[1], SCALE[0]) - 1.0
+    d = tl.where(rising, RISING[0], FALLING[0])
+    for i in tl.static_range(1, COUNT):
+        d = d * z + tl.where(rising, RISING[i], FALLING[i])
+    tl.store(result + start + offset, (g * d).to(result.dtype.element_ty), mask=exists)
+
+
+def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(to_fp32, numbers))
+
+
+def _launch(kernel: Any, like: Tensor, *tensors: Tensor, **constants: Any) -> None:
+    numel = like.numel()
+    plane = plane_bytes(numel)
+    if numel:
+        with guard(like.device):
+            kernel[(cdiv(8 * plane, TILE),)](
+                *tensors, numel, plane, **constants, BLOCK=TILE, WHOLE=numel % 8 == 0, **OPTIONS
+            )
+
+
+def _encode(
+    x: Tensor, y: Tensor, constants: dict[str, Any], bits: int, thresholds: Any, flips: Any, symmetry: int
+) -> Tensor:
+    check_table(bits, thresholds, flips, symmetry)
+    check_values(x, "x")
+    codes = x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
+    spread = tuple(sum((flip >> p & 1) << (8 * p) for p in range(bits)) for flip in flips)
+    _launch(
+        encode_kernel, x, x, y, codes,
+        THRESHOLDS=_fp32(thresholds), FLIPS=spread, COUNT=len(spread), SYMMETRY=symmetry, BITS=bits, **constants,
+    )  # fmt: skip
+    return codes
+
+
+def few_bit_encode(
+    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
+) -> Tensor:
+    """The codes of a dense tensor."""
+    return _encode(x, x, {"A": 0.0, "B": 0.0, "FN": -1}, bits, thresholds, flips, symmetry)
+
+
+def few_bit_forward(
+    x: Tensor,
+    fn: int,
+    a: float,
+    b: float,
+    bits: int,
+    thresholds: Sequence[float],
+    flips: Sequence[int],
+    symmetry: int,
+) -> tuple[Tensor, Tensor]:
+    """The activation of a dense tensor, and its codes."""
+    check_function(fn)
+    y = torch.empty_like(x)
+    constants = {"A": to_fp32(a), "B": to_fp32(b), "FN": fn}
+    return y, _encode(x, y, constants, bits, thresholds, flips, symmetry)
+
+
+def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """grad times its element's level."""
+    check_levels(grad, codes, levels)
+    result = torch.empty_like(grad)
+    _launch(levels_kernel, grad, grad, result, codes, LEVELS=_fp32(levels), BITS=codes.shape[0])
+    return result
+
+
+def few_bit_backward_from_output(
+    grad: Tensor,
+    output: Tensor,
+    codes: Tensor,
+    minimum: float,
+    falling: Sequence[float],
+    rising: Sequence[float],
+    falling_reach: float,
+    rising_reach: float,
+) -> Tensor:
+    """grad times the derivative that the output and one bit tell."""
+    check_from_output(grad, output, codes, falling, rising)
+    result = torch.empty_like(grad)
+    reach = (falling_reach, rising_reach)
+    _launch(
+        valley_kernel, grad, grad, output, result, codes,
+        MINIMUM=to_fp32(minimum), FALLING=_fp32(falling), RISING=_fp32(rising), REACH=_fp32(reach),
+        SCALE=_fp32([2 / each for each in reach]), COUNT=len(rising),
+    )  # fmt: skip
+    return result

@@ -1,0 +1,110 @@
+"""Activations of one element in fp32: the twin of ``csrc/cuda/activation_functions.cuh``.
+
+Triton's own exp is a bare ``ex2.approx``, off by |x| units in the last place, and its tanh and log1p are NVIDIA's
+library: these are within two or three units anywhere, in the interpreter and on AMD's GPUs as well. Polynomials are
+minimax in relative error.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..codec import ACTIVATIONS
+
+GELU = tl.constexpr(ACTIVATIONS["gelu"])
+GELU_TANH = tl.constexpr(ACTIVATIONS["gelu_tanh"])
+SILU = tl.constexpr(ACTIVATIONS["silu"])
+TANH = tl.constexpr(ACTIVATIONS["tanh"])
+SIGMOID = tl.constexpr(ACTIVATIONS["sigmoid"])
+SOFTPLUS = tl.constexpr(ACTIVATIONS["softplus"])
+MISH = tl.constexpr(ACTIVATIONS["mish"])
+HARDSWISH = tl.constexpr(ACTIVATIONS["hardswish"])
+QUICK_GELU = tl.constexpr(ACTIVATIONS["quick_gelu"])
+RELU = tl.constexpr(ACTIVATIONS["relu"])
+LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
+HARDTANH = tl.constexpr(ACTIVATIONS["hardtanh"])
+
+_INF = tl.constexpr(float("inf"))
+_TO_INT = tl.constexpr(1.5 * 2**23)  # added and taken off again it rounds to a whole number
+
+
+@triton.jit
+def exp(x):
+    """2^n exp(r), r = x - n log 2; 2^n in two factors, as 2^128 is no float."""
+    n = tl.math.fma(x, 1.4426950408889634, _TO_INT) - _TO_INT
+    r = tl.math.fma(n, -0.693145751953125, x)
+    r = tl.math.fma(n, -1.428606765330187e-06, r)
+    half = (n * 0.5 + _TO_INT) - _TO_INT
+    y = tl.math.exp2(r * 1.4426950408889634) * tl.math.exp2(half) * tl.math.exp2(n - half)
+    y = tl.where(x > 88.8, _INF, y)
+    return tl.where(x < -104.0, 0.0, y)
+
+
+@triton.jit
+def tanh(x):
+    a = tl.abs(x)
+    s = x * x
+    p = tl.math.fma(s, -0.00656509, 0.0212852)
+    p = tl.math.fma(s, p, -0.05390547)
+    p = tl.math.fma(s, p, 0.13333094)
+    p = tl.math.fma(s, p, -0.33333332)
+    small = tl.math.fma(x * s, p, x)
+    large = 1.0 - tl.math.div_rn(2.0, exp(2.0 * a) + 1.0)
+    large = tl.where(x < 0, -large, large)
+    return tl.where(a < 0.55, small, large)
+
+
+@triton.jit
+def log1p_to_one(w):
+    """log(1 + w) for 0 <= w <= 1: 2 artanh(w / (2 + w))."""
+    q = tl.math.div_rn(w, 2.0 + w)
+    s = q * q
+    p = tl.math.fma(s, 0.11598529, 0.10856814)
+    p = tl.math.fma(s, p, 0.14295873)
+    p = tl.math.fma(s, p, 0.19999863)
+    p = tl.math.fma(s, p, 0.33333334)
+    twice = q + q
+    return tl.math.fma(twice * s, p, twice)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.math.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def activate(x, A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr):
+    """A, B: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds."""
+    if FN == GELU:
+        y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif FN == GELU_TANH:
+        inner = 0.7978845608028654 * tl.math.fma(x * x * x, 0.044715, x)
+        y = 0.5 * x * (1.0 + tanh(inner))
+    elif FN == SILU:
+        y = tl.math.div_rn(x, 1.0 + exp(-x))
+    elif FN == TANH:
+        y = tanh(x)
+    elif FN == SIGMOID:
+        y = sigmoid(x)
+    elif FN == SOFTPLUS:
+        scaled = x * A
+        soft = tl.maximum(scaled, 0.0) + log1p_to_one(exp(-tl.abs(scaled)))
+        y = tl.where(scaled > B, x, tl.math.div_rn(soft, A))
+        y = tl.where(x == x, y, x)
+    elif FN == MISH:
+        e = exp(x)
+        n = e * (e + 2.0)  # tanh(log(1 + e)) = n / (n + 2)
+        y = tl.where(x > 20.0, x, x * tl.math.div_rn(n, n + 2.0))
+    elif FN == HARDSWISH:
+        y = x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * 0.16666667
+        y = tl.where(x == x, y, x)
+    elif FN == QUICK_GELU:
+        y = x * sigmoid(1.702 * x)
+    elif FN == RELU:
+        y = tl.where(x < 0, 0.0, x)
+    elif FN == LEAKY_RELU:
+        y = tl.where(x > 0, x, x * A)
+    else:
+        y = tl.where(x < A, A, tl.where(x > B, B, x))
+    return y
