@@ -98,9 +98,8 @@ def table(readme: Path, out: Path) -> None:
     from . import report
 
     found = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in topics()}
-    tables = {topic: report.markdown(paths) for topic, paths in found.items() if paths}
-    readme.write_text(report.fill_markers(readme.read_text(), tables))
-    print(f"{readme}: {', '.join(tables)}")
+    readme.write_text(report.fill_markers(readme.read_text(), found))
+    print(f"{readme}: {', '.join(topic for topic, paths in found.items() if paths)}")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -88,11 +88,16 @@ def case_table(case_rows: Sequence[Row]) -> Table:
     return table
 
 
-def markdown(paths: Iterable[Path]) -> str:
-    """The README's tables: per results file the conditions and one table, a line per case and contender."""
+def markdown(paths: Iterable[Path], only: Sequence[str] = ()) -> str:
+    """The README's tables: per results file the conditions and one table, a line per case and contender.
+
+    ``only``: the cases to show, by the beginning of their names; default all.
+    """
     parts = []
     for path in sorted(paths):
-        cases = latest(path)
+        cases = {n: rows for n, rows in latest(path).items() if not only or n.startswith(tuple(only))}
+        if not cases:
+            raise KeyError(f"no case of {path} begins with {' or '.join(map(repr, only))}")
         everything = [row for case_rows in cases.values() for row in case_rows]
         commits = {row["commit"] + (" with changes" if row["dirty"] == "yes" else "") for row in everything}
         conditions = (
@@ -117,13 +122,17 @@ def markdown(paths: Iterable[Path]) -> str:
     return "\n\n".join(parts)
 
 
-def fill_markers(readme: str, tables: dict[str, str]) -> str:
-    """The text with each `<!-- bench:TOPIC -->` ... `<!-- /bench -->` holding its topic's table."""
+def fill_markers(readme: str, results: dict[str, list[Path]]) -> str:
+    """The text with each `<!-- bench:TOPIC: CASE; CASE -->` ... `<!-- /bench -->` holding its topic's table.
+
+    Without cases (`<!-- bench:TOPIC -->`) all of the topic's are shown.
+    """
 
     def replaced(match: re.Match[str]) -> str:
-        topic = match[1]
-        if topic not in tables:
+        topic, only = match[1], [case.strip() for case in (match[2] or "").split(";") if case.strip()]
+        if not results.get(topic):
             raise KeyError(f"no results for bench:{topic}; run python -m benchmarks --only {topic}")
-        return f"<!-- bench:{topic} -->\n{tables[topic]}\n<!-- /bench -->"
+        head = match[0].split("-->")[0]
+        return f"{head}-->\n{markdown(results[topic], only)}\n<!-- /bench -->"
 
-    return re.sub(r"<!-- bench:(\w+) -->.*?<!-- /bench -->", replaced, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- bench:(\w+)(?::([^>]*?))? -->.*?<!-- /bench -->", replaced, readme, flags=re.DOTALL)

@@ -254,7 +254,9 @@ class Module:
         align = int(found["align"] or SIZES[found["kind"]])
         at = -(-kernel.shared_bytes // align) * align
         kernel.shared[found["name"]] = at
-        kernel.shared_bytes = at + SIZES[found["kind"]] * (1 if found["count"] is None else int(found["count"] or 0))
+        kernel.shared_bytes = at + SIZES[found["kind"]] * (
+            1 if found["count"] is None else int(found["count"] or 0)
+        )
 
     def _kernel(self, name: str, params: str, body: str) -> Kernel:
         kernel, offset = Kernel(name), 0

@@ -90,6 +90,20 @@ def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
     assert f"| {float(figure):.3f} |" in once
 
 
+def test_a_marker_may_name_cases(results, tmp_path):
+    out, _ = results
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:optim: Lion, one; Adam, one -->\n<!-- /bench -->")
+    main(["table", "--readme", str(readme), "--out", str(out)])
+    assert readme.read_text().startswith("<!-- bench:optim: Lion, one; Adam, one -->\n")
+    shown = [line for line in readme.read_text().splitlines() if line.startswith("| **")]
+    assert [line.split(":")[0] for line in shown] == ["| **Adam, one tensor", "| **Lion, one tensor"]
+    with pytest.raises(KeyError, match="no case of"):
+        report.fill_markers(
+            "<!-- bench:optim: Nothing --><!-- /bench -->", {"optim": [*out.glob("optim_*.csv")]}
+        )
+
+
 def test_a_marker_without_results_is_an_error():
     with pytest.raises(KeyError, match="--only nothing"):
         report.fill_markers("<!-- bench:nothing --><!-- /bench -->", {})
