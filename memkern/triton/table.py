@@ -54,7 +54,8 @@ class StepArgs(NamedTuple):
     params: Sequence[Tensor]  # empty where an op only reads gradients
     grads: Sequence[Tensor]
     moments: Sequence[Moment] = ()
-    steps: Sequence[Tensor] | None = None
+    steps: Sequence[Tensor] | None = None  # layers of one tensor follow each other and have the same
+    trust_ratios: Sequence[Tensor] = ()
     group: Sequence[int] = ()
     lr: Sequence[Tensor] = ()
     hyperparameters: Sequence[Sequence[float]] = ()
@@ -148,7 +149,11 @@ def _signature(args: StepArgs) -> tuple[Any, ...]:
 
 def _addresses(args: StepArgs) -> list[int]:
     states = chain.from_iterable((m.tensors, m.scales) for m in args.moments)
-    return [x.data_ptr() for tensors in (args.params, *states, args.steps or ()) for x in tensors]
+    return [
+        x.data_ptr()
+        for tensors in (args.params, *states, args.steps or (), args.trust_ratios)
+        for x in tensors
+    ]
 
 
 # ---- memory
@@ -196,6 +201,7 @@ class Plan:
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.prologue = Launch(cdiv(len(args.grads), mt.PROLOGUE_TENSORS.value))
         self.launches: list[Launch] = []
+        self.reductions: list[Launch] = []  # a program for each tensor of a launch
         self.columns = self._columns(args, tiles)
         self.grads_at = mt.HEADER_WORDS.value + self.sizes[0] * mt.GROUP_WORDS.value
         words = self.grads_at + len(self.grads) + len(self.columns)
@@ -230,6 +236,8 @@ class Plan:
             list(args.group) or [0] * n,
             order + [0] * (n - len(order)),
             first_programs + [0] * (n - len(order)),
+            [x.data_ptr() for x in args.trust_ratios] or [0] * n,
+            [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],
         )
         return [*chain.from_iterable(columns)]
 
@@ -281,6 +289,7 @@ class Plan:
                 )
             options = options_of(constants["BLOCK_SIZE"])
             self.launches.append(Launch(programs, first, len(tensors), before, constants, options))
+            self.reductions.append(Launch(len(tensors), first, len(tensors), before))
             before += programs
         return order, first_programs
 
