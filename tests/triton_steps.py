@@ -274,7 +274,7 @@ class Graph:
 def test_a_replay_depends_on_nothing_that_eager_steps_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, op = Graph(monkeypatch), getattr(memkern.triton, name)
     args, expected = (arguments(name, MIXED, scaler=0.0, grad_norm=3.7) for _ in range(2))
-    lr = {"adam_step_": 8, "lion_step_": 5}[name]
+    lr = {"adam_step_": 8, "lamb_step_": 9, "lars_step_": 7, "lion_step_": 5}[name]
     table._spares.clear()
     with pytest.raises(RuntimeError, match="run one such step before each capture"):
         graph.capture(lambda: op(*args))

@@ -236,6 +236,7 @@ def plan_for(
         plan.front = front
         plan.room.upload(0, chain(front, grads, plan.columns))
         _plans[key] = plan
+        _plans.move_to_end(key)
         if len(_plans) > MAX_PLANS:
             _plans.popitem(last=False)
     else:
