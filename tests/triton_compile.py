@@ -41,11 +41,13 @@ def compiled(name: str, target: str) -> Any:
         p.name: "constexpr" if p.is_constexpr else {**TYPES, **variant.types}.get(p.name, "i32")
         for p in variant.kernel.params
     }
+    constants = variant.constants
     if target.startswith("gfx"):
         gpu = GPUTarget("hip", target, 64)
+        constants = {k: 2 * v if k == "ROWS" else v for k, v in constants.items()}  # as launch.TILE is there
     else:
         gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-    source = ASTSource(fn=variant.kernel, signature=types, constexprs=variant.constants)
+    source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants)
     return triton.compile(source, target=gpu, options=OPTIONS)
 
 

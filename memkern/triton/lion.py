@@ -111,7 +111,7 @@ def lion_step_(
     moments = (Moment("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),)
     hyperparameters = (beta1, beta2, weight_decay, maximize)
     args = StepArgs(
-        params, grads, moments, None, group, lr, hyperparameters, codec, block_size,
+        params, grads, moments, None, (), group, lr, hyperparameters, codec, block_size,
         grad_scale, found_inf, grad_norm, max_grad_norm,
     )  # fmt: skip
     run_step("lion_step_", args, lion_prologue, lion_kernel)

@@ -22,7 +22,7 @@ from ..layout import FLOATS, BlockLayout, layout_of
 from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of
+from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, rows_of, stream_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
@@ -54,7 +54,8 @@ class StepArgs(NamedTuple):
     params: Sequence[Tensor]  # empty where an op only reads gradients
     grads: Sequence[Tensor]
     moments: Sequence[Moment] = ()
-    steps: Sequence[Tensor] | None = None
+    steps: Sequence[Tensor] | None = None  # layers of one tensor follow each other and have the same
+    trust_ratios: Sequence[Tensor] = ()
     group: Sequence[int] = ()
     lr: Sequence[Tensor] = ()
     hyperparameters: Sequence[Sequence[float]] = ()
@@ -147,7 +148,11 @@ def _signature(args: StepArgs) -> tuple[Any, ...]:
 
 def _addresses(args: StepArgs) -> list[int]:
     states = chain.from_iterable((m.tensors, m.scales) for m in args.moments)
-    return [x.data_ptr() for tensors in (args.params, *states, args.steps or ()) for x in tensors]
+    return [
+        x.data_ptr()
+        for tensors in (args.params, *states, args.steps or (), args.trust_ratios)
+        for x in tensors
+    ]
 
 
 # ---- memory
@@ -195,6 +200,7 @@ class Plan:
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.prologue = Launch(cdiv(len(args.grads), mt.PROLOGUE_TENSORS.value))
         self.launches: list[Launch] = []
+        self.reductions: list[Launch] = []  # a program for each tensor of a launch
         self.columns = self._columns(args, tiles)
         self.grads_at = mt.HEADER_WORDS.value + self.sizes[0] * mt.GROUP_WORDS.value
         words = self.grads_at + len(self.grads) + len(self.columns)
@@ -229,6 +235,8 @@ class Plan:
             list(args.group) or [0] * n,
             order + [0] * (n - len(order)),
             first_programs + [0] * (n - len(order)),
+            [x.data_ptr() for x in args.trust_ratios] or [0] * n,
+            [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],
         )
         return [*chain.from_iterable(columns)]
 
@@ -279,6 +287,7 @@ class Plan:
                     layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
                 )
             self.launches.append(Launch(programs, first, len(tensors), before, constants))
+            self.reductions.append(Launch(len(tensors), first, len(tensors), before))
             before += programs
         return order, first_programs
 
@@ -332,7 +341,7 @@ def plan_for(
         if plan.grads != grads:
             plan.grads = grads
             plan.room.upload(plan.grads_at, grads)
-    if device.type != "cpu":
+    if is_remote(device):
         spare = op, device, plan.room_sizes
         if spare not in _spares:
             _spares[spare] = Room(*plan.room_sizes, device)
