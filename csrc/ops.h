@@ -68,6 +68,25 @@ void adam_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& 
                     const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
                     double max_grad_norm);
 
+void lamb_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                    const Tensors& exp_avg_sqs, const Tensors& exp_avg_scales,
+                    const Tensors& exp_avg_sq_scales, const Tensors& steps, const Tensors& trust_ratios,
+                    const Ints& group, const Tensors& lr, const Doubles& beta1, const Doubles& beta2,
+                    const Doubles& eps, const Doubles& weight_decay, const Ints& decoupled,
+                    const Ints& bias_correction, const Ints& trust_clip, const Ints& always_adapt,
+                    const Ints& layers, const Ints& maximize, const Ints& codec, const Ints& block_size,
+                    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                    const std::optional<Tensor>& grad_norm, double max_grad_norm);
+
+void lars_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                    const Tensors& exp_avg_scales, const Tensors& steps, const Tensors& trust_ratios,
+                    const Ints& group, const Tensors& lr, const Doubles& momentum, const Doubles& dampening,
+                    const Doubles& weight_decay, const Ints& nesterov, const Doubles& trust_coeff,
+                    const Doubles& eps, const Ints& trust_clip, const Ints& always_adapt, const Ints& layers,
+                    const Ints& maximize, const Ints& codec, const Ints& block_size,
+                    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                    const std::optional<Tensor>& grad_norm, double max_grad_norm);
+
 void lion_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
                     const Tensors& exp_avg_scales, const Ints& group, const Tensors& lr, const Doubles& beta1,
                     const Doubles& beta2, const Doubles& weight_decay, const Ints& maximize,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_ops
 import torch
 from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from activation_kernels import compare_activations, compare_forward
@@ -23,14 +24,15 @@ from simt import build, drive
 from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 
 from memkern import reference
-from memkern.layout import layout_of
+from memkern.layout import layer_count, layout_of
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 ORDERS = ("fwd", "rev", "rand")
 over_orders = pytest.mark.parametrize("order", ORDERS)
-over_steps = pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
-MOST_LAUNCHES = 4
+over_steps = pytest.mark.parametrize("name", drive.RATES)
+TWO_MOMENTS = ("adam_step_", "lamb_step_")
+MOST_LAUNCHES = {"adam_step_": 4, "lamb_step_": 7, "lars_step_": 7, "lion_step_": 4}
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +112,27 @@ def test_many_tiles_of_one_tensor(name: str) -> None:
             tensors[i] = (hard((40, 1000), i, scale=0.1) if dtype is None else torch.zeros(40, 1000)).to(
                 dtype or torch.float32
             )
-        if name == "adam_step_":
+        if name in TWO_MOMENTS:
             args[3][i] = torch.zeros(40, 1000, dtype=args[3][i].dtype)
-    for scales in args[4:6] if name == "adam_step_" else args[3:4]:
+    for scales in args[4:6] if name in TWO_MOMENTS else args[3:4]:
         scales[:] = [torch.zeros(layout_of(args[0][0], 128).scale_shape) for _ in scales]
     compare_steps(name, args, {}, steps=1)
+
+
+@pytest.mark.parametrize("name", ["lamb_step_", "lars_step_"])
+@pytest.mark.parametrize("layers", [3, 0], ids=["three", "rows"])
+@over_orders
+def test_layers_of_a_tensor(name: str, layers: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    args = step_args(name, layouts=("long rows", "one long row", "whole blocks", "1-D"))
+    at = drive.RATES[name]
+    args[at - 2] = [torch.ones(layer_count(p, 128, layers)) for p in args[0][:1]] + [torch.ones(1)] * 3
+    if layers == 0:
+        args[at - 2][2] = torch.ones(6)
+    args[at - 1] = [0, 1, 0 if layers == 0 else 1, 1]  # one long row has no three layers
+    args[drive.RATES[name] + 9][0] = layers
+    compare_steps(name, args, scaler())
+    assert [len(ratios) for ratios in args[at - 2]] == [3, 1, 6 if layers == 0 else 1, 1]
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-24, 1e-18, 1e-15, 1e-12, 1e12, 1e18, 1e36])
@@ -225,7 +243,7 @@ def test_launches_are_few_whatever_the_number_of_tensors(
     torch.ops.memkern_simt.lion_step_(*args)
     monkeypatch.delenv("SIMT_CAPTURE")
     chunks = -(-n * 120 // 31744) - 1  # a graph holds the whole table
-    assert graph.memkern_simt_launches() <= MOST_LAUNCHES + chunks
+    assert graph.memkern_simt_launches() <= MOST_LAUNCHES["lion_step_"] + chunks
     graph.memkern_simt_replay()
     for _ in range(2):
         reference.lion_step_(*expected)
@@ -237,25 +255,48 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
     args = step_args(name)
     rates = args[drive.RATES[name]]
     options = scaler()
-    expected, other = twin(args), step_args(name, codec=(1, 0))
+    step_, reference_step = getattr(torch.ops.memkern_simt, name), getattr(reference, name)
+    expected = twin(args)
+
+    def compare(what: str) -> None:
+        expected[1], expected[drive.RATES[name]] = args[1], rates
+        reference_step(*expected, **options)
+        assert_same(args, expected, what)
+
+    step_(*args, **options)  # the table is known when the graph is captured
+    compare("before")
     monkeypatch.setenv("SIMT_CAPTURE", "1")
-    getattr(torch.ops.memkern_simt, name)(*args, **options)
+    step_(*args, **options)
     monkeypatch.delenv("SIMT_CAPTURE")
     assert_same(args, expected, "nothing runs while a graph is captured")
-    assert graph.memkern_simt_launches() <= MOST_LAUNCHES
+    assert graph.memkern_simt_launches() <= MOST_LAUNCHES[name]
+    captured = args[1]
     for step in range(3):
         for rate in rates:
             rate.mul_(0.7)
         options["found_inf"].fill_(step == 1)
         new = drive.gradients(args[0], step + 5, torch.float32)
-        for g, fresh in zip(args[1], new, strict=True):
+        for g, fresh in zip(captured, new, strict=True):
             g.copy_(fresh)
         graph.memkern_simt_replay()
-        getattr(torch.ops.memkern_simt, name)(*other)  # an eager step in between
-        expected[1] = args[1]
-        expected[drive.RATES[name]] = rates
-        getattr(reference, name)(*expected, **options)
-        assert_same(args, expected, f"replay {step}")
+        compare(f"replay {step}")
+        args[1] = drive.gradients(args[0], step + 50, torch.float32)  # other tensors: another table
+        step_(*args, **options)
+        compare(f"eager step {step}")
+        args[1] = captured
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(("name", "case"), [c for c in test_ops.BAD_CASES if c[0] in drive.RATES])
+def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
+    override = test_ops.BAD_STEPS[case]
+    args = test_ops.step_args(name, ["codes", "codes"], **override)
+    before = twin([a for a in args if isinstance(a, list)])
+    with pytest.raises(RuntimeError):
+        getattr(torch.ops.memkern_simt, name)(*args)
+    assert_same([a for a in args if isinstance(a, list)], before)
 
 
 # ---- memory

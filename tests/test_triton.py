@@ -23,6 +23,11 @@ INTERPRETED = {
         "triton and (gradient_is or planes) and (odd or slice or channels)",
     ],
     "steps": ["tests/triton_steps.py"],
+    "ops": [
+        "tests/test_ops.py",
+        "-k",
+        "memkern_triton and (bad_steps or bad_calls and quantize or scaler) and not lamb and not lars",
+    ],
     "quantizers": [
         "tests/test_blockwise.py",
         "tests/test_layout.py",
@@ -34,7 +39,7 @@ INTERPRETED = {
         "tests/test_optim_numerics.py",
         "tests/test_optim_clip.py",
         "-k",
-        "triton and (late or norm or ordinary)",
+        "triton and (late_steps or test_norm)",
     ],
 }
 

@@ -9,15 +9,10 @@
 
 namespace memkern {
 
-// The blocks [begin, end) of a tensor.
 template <class Scalars> struct Layer : Job<Scalars> {
-  int64_t begin, end;
   Scalars own;  // what `scalars` points to while it runs
   TrustRule trust;
-  float* ratio;
   Norms<Job<Scalars>> norms;
-
-  int64_t elements() const { return (end - begin) * this->layout.block; }  // or a little less
 };
 
 // A sum for each piece, whatever the number of threads.
@@ -47,9 +42,9 @@ template <class L> void run_wave(const std::vector<L*>& wave, std::vector<Piece<
   int64_t elements = 0;
   for (L* layer : wave) {
     const int64_t size = std::max<int64_t>(1, kPieceElements / layer->layout.block);
-    for (int64_t b = layer->begin; b < layer->end; b += size)
-      pieces.push_back({layer, b, std::min(b + size, layer->end), {}});
-    elements += layer->elements();
+    for (int64_t b = 0; b < layer->layout.blocks; b += size)
+      pieces.push_back({layer, b, std::min(b + size, layer->layout.blocks), {}});
+    elements += layer->layout.numel;
   }
   const int64_t count = static_cast<int64_t>(pieces.size());
   for_pieces(count, elements, [&](int64_t i) {
@@ -63,8 +58,8 @@ template <class L> void run_wave(const std::vector<L*>& wave, std::vector<Piece<
       all.param += pieces[i].sum.param;
       all.update += pieces[i].sum.update;
     }
-    if (layer.trust.adapt) *layer.ratio = trust_ratio(all, layer.trust);
-    set_trust_ratio(layer.own, layer.trust.lr, *layer.ratio);
+    if (layer.trust.adapt) *layer.trust_ratio = trust_ratio(all, layer.trust);
+    set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
   }
   // Not backwards, from what was read last: that gains no more from the cache than it costs (1.1 times as
   // long).
@@ -82,32 +77,20 @@ template <class L> void run_layers(std::vector<L>& layers) {
   int64_t elements = 0;
   for (L& layer : layers) {
     layer.scalars = &layer.own;
-    *layer.ratio = 1.0f;
-    if (layer.elements() > most) {
+    *layer.trust_ratio = 1.0f;
+    if (layer.layout.numel > most) {
       run_wave<L>({&layer}, pieces);
       continue;
     }
-    if (elements + layer.elements() > most) {
+    if (elements + layer.layout.numel > most) {
       run_wave(wave, pieces);
       wave.clear();
       elements = 0;
     }
     wave.push_back(&layer);
-    elements += layer.elements();
+    elements += layer.layout.numel;
   }
   run_wave(wave, pieces);
-}
-
-// The layers of a tensor's job, all alike.
-template <class Scalars>
-void add_layers(std::vector<Layer<Scalars>>& layers, const Layer<Scalars>& whole, const Tensor& ratios) {
-  const int64_t count = ratios.numel(), blocks = whole.layout.blocks / count;
-  for (int64_t k = 0; k < count; ++k) {
-    Layer<Scalars>& layer = layers.emplace_back(whole);
-    layer.begin = k * blocks;
-    layer.end = layer.begin + blocks;
-    layer.ratio = static_cast<float*>(ratios.data_ptr()) + k;
-  }
 }
 
 }  // namespace memkern

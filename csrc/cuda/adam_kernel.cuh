@@ -45,15 +45,24 @@ MEMKERN_DEVICE void adam_new_moments(float (&m)[kEight], float (&v)[kEight], flo
   for (int i = 0; i < kEight; ++i) adam_moments(m[i], v[i], g[i], s);
 }
 
+// What becomes of the parameter; all else LAMB shares.
+struct AdamRule {
+  using Tensor = AdamTensor;
+  using Scalars = AdamScalars;
+  template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
+    return adam_param(p, m, w, s);
+  }
+};
+
 // p and w = sqrt(v) of eight elements whose moments are new.
-template <class F> MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight],
-                                                   const float (&v)[kEight], float (&w)[kEight],
-                                                   const AdamScalars& s) {
+template <class Rule, class F> MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight],
+                                                               const float (&v)[kEight], float (&w)[kEight],
+                                                               const typename Rule::Scalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     const F root = sqrt(F(v[i]));
     w[i] = static_cast<float>(root);
-    p[i] = static_cast<float>(adam_param(F(p[i]), F(m[i]), root, s));
+    p[i] = static_cast<float>(Rule::param(F(p[i]), F(m[i]), root, s));
   }
 }
 
@@ -66,11 +75,12 @@ MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight
   return usual;
 }
 
-template <StateKind Kind, class P, class G>
-MEMKERN_DEVICE void adam_coded(const TileWork<AdamTensor>& work, P param_type, G grad_type, Group group) {
+template <StateKind Kind, class Rule, class P, class G>
+MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+                               Group group) {
   constexpr bool kPower = Kind == StateKind::kPower;
   const TensorRecord& t = work.tensor;
-  const AdamScalars& s = work.scalars.scalars;
+  const typename Rule::Scalars& s = work.scalars.scalars;
   const void* const grad = work.grad;
   const Rounding rounding{false, work.scalars.step};
   const Halves half(group);
@@ -107,9 +117,9 @@ MEMKERN_DEVICE void adam_coded(const TileWork<AdamTensor>& work, P param_type, G
       adam_new_moments(m, v, g, p, s);
       float m_here = largest_of<true>(m), v_here = largest_of<false>(v);
       if (at.n == 0 || adam_usual(m, v, m_here, v_here, s))
-        adam_params<Usual>(p, m, v, w, s);
+        adam_params<Rule, Usual>(p, m, v, w, s);
       else
-        adam_params<float>(p, m, v, w, s);
+        adam_params<Rule, float>(p, m, v, w, s);
       if (last) store_floats(t.param, param_type, at, p);
       if (first) {
         if (!(is_finite(m_here) && is_finite(v_here))) {
@@ -137,9 +147,9 @@ MEMKERN_DEVICE void adam_coded(const TileWork<AdamTensor>& work, P param_type, G
   });
 }
 
-MEMKERN_DEVICE void adam_fp32(const TileWork<AdamTensor>& work) {
+template <class Rule> MEMKERN_DEVICE void adam_fp32(const TileWork<typename Rule::Tensor>& work) {
   const TensorRecord& t = work.tensor;
-  const AdamScalars s = work.scalars.scalars;
+  const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
   for_eights(t.numel, work.tile, aligned, [&](const Span& at) {
@@ -155,7 +165,7 @@ MEMKERN_DEVICE void adam_fp32(const TileWork<AdamTensor>& work) {
       v[i] = s.beta2 * v[i];
     }
     adam_new_moments(m, v, g, p, s);
-    adam_params<float>(p, m, v, w, s);
+    adam_params<Rule, float>(p, m, v, w, s);
     store_floats(t.param, t.param_type, at, p);
     store_floats(t.exp_avg, FloatType::kFp32, at, m);
     store_floats(t.exp_avg_sq, FloatType::kFp32, at, v);
@@ -171,9 +181,10 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
   work.find(table);
   const TensorRecord& t = work.tensor;
   if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) { adam_coded<Kind>(work, param, grad, group); });
+    with_usual(
+        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, AdamRule>(work, param, grad, group); });
   else if (t.kind == StateKind::kFp32 && fp32)
-    adam_fp32(work);
+    adam_fp32<AdamRule>(work);
 }
 
 }  // namespace memkern

@@ -23,24 +23,33 @@ static __global__ void lion_prologue(LionTable table) {
                                   gradient_factor(*table.header));
 }
 
-MEMKERN_DEVICE void lion_eight(float (&p)[kEight], const float (&g)[kEight], float (&m)[kEight],
-                               const LionScalars& s) {
-  LionScalars unscaled = s;
+// What becomes of the parameter and the moment; all else LARS shares.
+struct LionRule {
+  using Scalars = LionScalars;
+  static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
+    lion_update(p, g, m, s);
+  }
+};
+
+template <class Rule> MEMKERN_DEVICE void lion_eight(float (&p)[kEight], const float (&g)[kEight],
+                                                     float (&m)[kEight], const typename Rule::Scalars& s) {
+  typename Rule::Scalars unscaled = s;
   unscaled.grad_factor = 1.0f;
   // One test for all eight; each by itself would cost an instruction where nothing is to be done.
   if (s.grad_factor == 1.0f) {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) lion_update(p[i], g[i], m[i], unscaled);
+    for (int i = 0; i < kEight; ++i) Rule::update(p[i], g[i], m[i], unscaled);
   } else {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) lion_update(p[i], g[i], m[i], s);
+    for (int i = 0; i < kEight; ++i) Rule::update(p[i], g[i], m[i], s);
   }
 }
 
-template <StateKind Kind, class P, class G>
-MEMKERN_DEVICE void lion_coded(const TileWork<LionScalars>& work, P param_type, G grad_type, Group group) {
+template <StateKind Kind, class Rule, class P, class G>
+MEMKERN_DEVICE void lion_coded(const TileWork<typename Rule::Scalars>& work, P param_type, G grad_type,
+                               Group group) {
   const TensorRecord& t = work.tensor;
-  const LionScalars& s = work.scalars;
+  const typename Rule::Scalars& s = work.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
   for_places(t.blocks, work.walk, group, [&](const Place& place) {
@@ -64,7 +73,7 @@ MEMKERN_DEVICE void lion_coded(const TileWork<LionScalars>& work, P param_type, 
       to_floats(p_raw, param_type, p);
       to_floats(g_raw, grad_type, g);
       decode<Kind, true>(codes, unit, m);
-      lion_eight(p, g, m, s);
+      lion_eight<Rule>(p, g, m, s);
       if (first) {
         float here = largest_of<true>(m);
         if (!is_finite(here)) {
@@ -90,9 +99,9 @@ MEMKERN_DEVICE void lion_coded(const TileWork<LionScalars>& work, P param_type, 
   });
 }
 
-MEMKERN_DEVICE void lion_fp32(const TileWork<LionScalars>& work) {
+template <class Rule> MEMKERN_DEVICE void lion_fp32(const TileWork<typename Rule::Scalars>& work) {
   const TensorRecord& t = work.tensor;
-  const LionScalars s = work.scalars;
+  const typename Rule::Scalars s = work.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
   for_eights(t.numel, work.tile, aligned, [&](const Span& at) {
@@ -101,7 +110,7 @@ MEMKERN_DEVICE void lion_fp32(const TileWork<LionScalars>& work) {
     load_floats(t.exp_avg, FloatType::kFp32, at, m);
     to_floats(p_raw, t.param_type, p);
     to_floats(g_raw, t.grad_type, g);
-    lion_eight(p, g, m, s);
+    lion_eight<Rule>(p, g, m, s);
     store_floats(t.param, t.param_type, at, p);
     store_floats(t.exp_avg, FloatType::kFp32, at, m);
   });
@@ -116,9 +125,10 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
   work.find(table);
   const TensorRecord& t = work.tensor;
   if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) { lion_coded<Kind>(work, param, grad, group); });
+    with_usual(
+        t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LionRule>(work, param, grad, group); });
   else if (t.kind == StateKind::kFp32 && fp32)
-    lion_fp32(work);
+    lion_fp32<LionRule>(work);
 }
 
 }  // namespace memkern

@@ -59,6 +59,8 @@ inline TensorRecord record_of(const StepTensor& job, const Tensor* step, int64_t
   r.param_type = job.param_type;
   r.grad_type = job.grad_type;
   r.group = static_cast<int32_t>(group);
+  r.trust_ratio = job.trust_ratio;
+  r.first_layer = job.first_layer;
   r.aligned = on_16_bytes(r.param) && on_16_bytes(r.exp_avg) && on_16_bytes(r.exp_avg_sq);
   return r;
 }
@@ -71,6 +73,7 @@ inline int64_t tiles_of(const TensorRecord& r) {
 template <class Group, class Scalars> struct StepTable {
   Twin twin;
   Table<Group, Scalars> table;
+  char* scratch = nullptr;  // `per_tile` bytes for each tile
   int64_t tiles = 0;
   bool has_power = false, has_dynamic = false, has_fp32 = false;
 };
@@ -80,7 +83,7 @@ template <class Group, class Scalars>
 StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                       const std::vector<Group>& groups, const std::vector<StepTensor>& jobs,
                                       const Tensors& params, const Tensors& steps, const Ints& group,
-                                      cudaStream_t stream) {
+                                      cudaStream_t stream, size_t per_tile = 0) {
   static_assert(std::has_unique_object_representations_v<TensorRecord>,
                 "padding would differ from step to step");
   const size_t n = jobs.size();
@@ -101,28 +104,46 @@ StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header,
     made.has_dynamic |= r.kind == StateKind::kDynamic;
     made.has_fp32 |= r.kind == StateKind::kFp32;
   }
-  made.twin = upload(image, n * sizeof(Scalars), op, params[0], n, stream);
+  const size_t scalars_at = image.bytes().size(),
+               scratch_at = scalars_at + (n * sizeof(Scalars) + 15) / 16 * 16;
+  made.twin = upload(image, scratch_at - scalars_at + made.tiles * per_tile, op, params[0], n, stream);
   const Twin& twin = made.twin;
   made.table = {twin.at<const StepHeader>(header_at),
                 twin.at<const Group>(groups_at),
                 twin.at<const void* const>(grads_at),
                 twin.at<const uint32_t>(first_tiles_at),
                 twin.at<const TensorRecord>(tensors_at),
-                twin.at<Scalars>(image.bytes().size()),
+                twin.at<Scalars>(scalars_at),
                 static_cast<int>(n)};
+  made.scratch = twin.at<char>(scratch_at);
   return made;
 }
 
-// Launches a prologue over the tensors, then the kernels over the tiles: at most two, one for each codec.
-// Each takes the table and whether it also sees to fp32 states.
+template <class Group, class Scalars>
+void launch_prologue(const char* op, const StepTable<Group, Scalars>& step,
+                     void (*prologue)(Table<Group, Scalars>), cudaStream_t stream) {
+  launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
+}
+
+// Launches kernels over the tiles: at most two, one for each codec. Each takes the table, whether it also
+// sees to fp32 states, and `args`.
+template <class Group, class Scalars, class... Args>
+void launch_tiles(const char* op, const StepTable<Group, Scalars>& step,
+                  void (*power)(Table<Group, Scalars>, bool, Args...),
+                  void (*dynamic)(Table<Group, Scalars>, bool, Args...), cudaStream_t stream,
+                  std::type_identity_t<Args>... args) {
+  const bool power_first = step.has_power || !step.has_dynamic;
+  if (power_first) launch_checked(op, power, step.tiles, stream, step.table, true, args...);
+  if (step.has_dynamic) launch_checked(op, dynamic, step.tiles, stream, step.table, !power_first, args...);
+}
+
+// A step in one pass.
 template <class Group, class Scalars>
 void launch_step(const char* op, const StepTable<Group, Scalars>& step,
                  void (*prologue)(Table<Group, Scalars>), void (*power)(Table<Group, Scalars>, bool),
                  void (*dynamic)(Table<Group, Scalars>, bool), cudaStream_t stream) {
-  launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
-  const bool power_first = step.has_power || !step.has_dynamic;
-  if (power_first) launch_checked(op, power, step.tiles, stream, step.table, true);
-  if (step.has_dynamic) launch_checked(op, dynamic, step.tiles, stream, step.table, !power_first);
+  launch_prologue(op, step, prologue, stream);
+  launch_tiles(op, step, power, dynamic, stream);
 }
 
 }  // namespace memkern

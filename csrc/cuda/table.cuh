@@ -36,13 +36,14 @@ MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
 // One tensor. Gradients, which come and go, are in a list of their own.
 struct TensorRecord {
   void *param, *exp_avg, *exp_avg_sq;
-  float *exp_avg_scale, *exp_avg_sq_scale, *step;
+  float *exp_avg_scale, *exp_avg_sq_scale, *step, *trust_ratio;
   int64_t numel;
   Blocks blocks;
   StateKind kind;
   FloatType param_type, grad_type;
   int32_t group;
-  int64_t aligned;  // all but the gradient start on 16 bytes
+  int32_t aligned;  // all but the gradient start on 16 bytes
+  int32_t first_layer;
 };
 
 // The parts of the table on the device.

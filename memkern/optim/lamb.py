@@ -38,7 +38,7 @@ class LAMB(LayerwiseOptimizer):
         decoupled_decay: shrink the parameter before its norm is taken, in place of decay in the update. Default False.
         layers: for tensors of two or more dimensions that are many layers: their number, each an equal run of rows
             along the outermost dimension in memory (3 for the ``(3 * width, width)`` weight of a fused q, k and v), or
-            ``"rows"`` for a ratio per row. Layers are whole blocks: rows shorter than a block may not divide. Default 1.
+            ``"rows"`` for a ratio per row. Layers are whole blocks, so rows shorter than one may not divide. Default 1.
         maximize: ascend instead of descend. Default False.
         foreach: accepted and ignored; every step is one fused call for all tensors.
         capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.

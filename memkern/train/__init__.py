@@ -10,6 +10,7 @@
 
 from .config import ArgumentError, TrainConfig
 from .data import Corpus, load_corpus
+from .large_batch import scale_lr
 from .loop import Diverged, History, RunResult, Trainer, comparison, run
 from .model import GPT
 
@@ -25,4 +26,5 @@ __all__ = [
     "comparison",
     "load_corpus",
     "run",
+    "scale_lr",
 ]

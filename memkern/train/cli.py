@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import AMP, BASELINES, MODELS, OPTIMIZERS, ArgumentError, TrainConfig
+from .large_batch import LR_RULES
 
 DESCRIPTION = """\
 Trains a byte-level GPT on text: by default the running Python's own standard library, without its tests.
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(training, "steps", "optimizer steps", type=int, metavar="N")
     add(training, "batch_size", "windows in a micro-batch", type=int, metavar="N")
     add(training, "accumulate", "micro-batches in a step", type=int, metavar="N")
+    text = "micro-batches in a step for each of --accumulate; the learning rate is scaled by --lr-rule"
+    add(training, "batch_factor", text, type=int, metavar="N")
+    add(training, "lr_rule", "what the learning rate is multiplied by for it", choices=list(LR_RULES))
     help_ = "keep only the blocks' inputs and compute the blocks again in the backward pass"
     add(training, "checkpoint_activations", "", action="store_true", help=help_)
     text = "bits per element that GELU keeps for the backward pass, 1 to 4"
@@ -49,9 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "share of the tokens that linear layers keep for their weights' gradients"
     add(training, "linear_keep", text, "all", type=float, metavar="X")
     add(training, "amp", "autocast type; fp16 scales the loss", choices=list(AMP))
-    rates = "1e-3, Lion 1e-4"
+    rates = "1e-3, Lion 1e-4, LAMB 1e-2, LARS 3e-2"
     add(training, "lr", "peak learning rate", rates, type=float, metavar="X")
-    add(training, "weight_decay", "decay of matrices", "AdamW 0.1, Adam 0, Lion 1", type=float, metavar="X")
+    add(
+        training,
+        "weight_decay",
+        "decay of matrices",
+        "AdamW and LAMB 0.1, Adam 0, Lion 1, LARS 1e-4",
+        type=float,
+        metavar="X",
+    )
     add(training, "clip", "largest global gradient norm, 0 for none", type=float, metavar="X")
     add(training, "warmup", "steps of linear warm-up", "a tenth, at most 100", type=int, metavar="N")
     add(training, "seed", "initial values and batches", type=int, metavar="N")

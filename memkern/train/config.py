@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from .large_batch import LR_RULES, scale_lr
+
 # layers, heads, width
 MODELS = {
     "tiny": (4, 4, 256),
@@ -15,22 +17,29 @@ MODELS = {
 
 # Usual learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it; Lion's
 # sign makes every step as long as the learning rate: a tenth of the rate, and ten times the decay to match.
+# LAMB's and LARS's rate is the share of a matrix's norm that a step moves.
 OPTIMIZERS = {
     "adamw8bit": (1e-3, 0.1),
     "adam8bit": (1e-3, 0.0),
     "lion8bit": (1e-4, 1.0),
+    "lamb8bit": (1e-2, 0.1),
+    "lars8bit": (3e-2, 1e-4),
     "adamw": (1e-3, 0.1),
     "adam": (1e-3, 0.0),
     "lion": (1e-4, 1.0),
+    "lamb": (1e-2, 0.1),
+    "lars": (3e-2, 1e-4),
     "torch-adamw": (1e-3, 0.1),
     "torch-adam": (1e-3, 0.0),
 }
 
-# torch.optim has no Lion: its 8-bit states are compared with the same update on fp32 states.
+# What torch.optim does not have is compared in 8 bits with the same update on fp32 states.
 BASELINES = {
     "adamw8bit": "torch-adamw",
     "adam8bit": "torch-adam",
     "lion8bit": "lion",
+    "lamb8bit": "lamb",
+    "lars8bit": "lars",
     "adamw": "torch-adamw",
     "adam": "torch-adam",
 }
@@ -38,7 +47,7 @@ BASELINES = {
 AMP = ("off", "bf16", "fp16")
 
 COUNTS = (
-    *("layers", "heads", "width", "seq_len", "steps", "batch_size", "accumulate"),
+    *("layers", "heads", "width", "seq_len", "steps", "batch_size", "accumulate", "batch_factor"),
     *("threads", "eval_every", "eval_tokens", "save_every"),
 )
 
@@ -64,7 +73,9 @@ class TrainConfig:
     data: files and folders of text, empty for the running Python's library (``data.load_corpus``).
     model: a preset of ``MODELS``; layers, heads and width override its sizes.
     optimizer: a key of ``OPTIMIZERS``. lr (peak) and weight_decay: default ``OPTIMIZERS[optimizer]``.
-    steps: optimizer steps, each over accumulate * batch_size windows of seq_len bytes.
+    steps: optimizer steps, each over batch_factor * accumulate * batch_size windows of seq_len bytes.
+    batch_factor: how many times as large a step's batch is as the one that lr is for, which lr_rule then scales
+        (``large_batch.scale_lr``).
     clip: largest global gradient norm, 0 for no clipping.
     warmup: steps of linear warm-up, default a tenth of the steps, at most 100; a cosine to lr / 10 follows.
     activation_bits: bits per element that activations keep for the backward pass, default torch's own way.
@@ -84,6 +95,8 @@ class TrainConfig:
     steps: int = 500
     batch_size: int = 4
     accumulate: int = 1
+    batch_factor: int = 1
+    lr_rule: str = "sqrt"
     checkpoint_activations: bool = False
     activation_bits: int | None = None
     linear_keep: float | None = None
@@ -107,7 +120,8 @@ class TrainConfig:
 
     @property
     def peak_lr(self) -> float:
-        return OPTIMIZERS[self.optimizer][0] if self.lr is None else self.lr
+        base = OPTIMIZERS[self.optimizer][0] if self.lr is None else self.lr
+        return scale_lr(base, self.batch_factor, self.lr_rule)
 
     @property
     def decay(self) -> float:
@@ -124,12 +138,22 @@ class TrainConfig:
         return bits if self.linear_keep is None else f"{bits}, {100 * self.linear_keep:g} % of tokens"
 
     @property
+    def micro_batches(self) -> int:
+        """Of batch_size windows, in a step."""
+        return self.batch_factor * self.accumulate
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.accumulate * self.batch_size * self.seq_len
+        return self.micro_batches * self.batch_size * self.seq_len
 
     def validate(self) -> None:
         """Raises ArgumentError for the first option that is out of range. Looks at no file and no device."""
-        for name, names in (("model", MODELS), ("optimizer", OPTIMIZERS), ("amp", AMP)):
+        for name, names in (
+            ("model", MODELS),
+            ("optimizer", OPTIMIZERS),
+            ("amp", AMP),
+            ("lr_rule", LR_RULES),
+        ):
             given = getattr(self, name)
             if given not in names:
                 raise ArgumentError(name, f"{given!r} given; allowed: {', '.join(names)}")

@@ -80,9 +80,13 @@ def build_optimizer(name: str, model: nn.Module, *, lr: float, weight_decay: flo
         "adamw8bit": optim.AdamW8bit,
         "adam8bit": optim.Adam8bit,
         "lion8bit": optim.Lion8bit,
+        "lamb8bit": optim.LAMB8bit,
+        "lars8bit": optim.LARS8bit,
         "adamw": optim.AdamW,
         "adam": optim.Adam,
         "lion": optim.Lion,
+        "lamb": optim.LAMB,
+        "lars": optim.LARS,
     }
     return classes[name](groups, lr=lr)
 
@@ -172,14 +176,14 @@ class Trainer:
             self.corpus.train,
             seed=config.seed,
             step=self.steps_done,
-            accumulate=config.accumulate,
+            accumulate=config.micro_batches,
             batch_size=config.batch_size,
             seq_len=config.seq_len,
         )
         total = torch.zeros((), device=self.device)
         for i, (inputs, targets) in enumerate(batches):
             forward = self._counted_loss if counted and i == 0 else self.loss
-            loss = forward(inputs, targets) / config.accumulate
+            loss = forward(inputs, targets) / config.micro_batches
             self.scaler.scale(loss).backward()
             total += loss.detach()
         if config.clip:

@@ -13,6 +13,8 @@ from .activation import (
 from .adam import adam_step_
 from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
+from .lamb import lamb_step_
+from .lars import lars_step_
 from .lion import lion_step_
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "few_bit_encode",
     "few_bit_forward",
     "grad_norm_",
+    "lamb_step_",
+    "lars_step_",
     "lion_step_",
     "quantize_blockwise",
 ]

@@ -12,7 +12,8 @@ from torch import Tensor
 from . import multi_tensor as mt
 from .codec import POWER, dither
 from .moment import decayed, load_scale, moment_pointer, store_moment
-from .table import Moment, StepArgs, run_step
+from .step_args import Moment, StepArgs
+from .table import run_step
 from .tiles import float_pointer, tile_of
 
 
@@ -28,9 +29,25 @@ def adam_direction(m, w, eps):
     return tl.math.div_rn(m, w + eps)
 
 
+@triton.jit
+def adam_scalars(out, mask, lr, beta1, beta2, eps, grad_factor, n, corrected):
+    """Words 0 to 7 and 10 of tensors' scalars (AdamScalars in csrc/core/adam.h); uncorrected the biases are left in."""
+    root2 = tl.where(corrected, tl.sqrt(1.0 - mt.power_of(beta2, n)), 1.0)
+    bias1 = tl.where(corrected, 1.0 - mt.power_of(beta1, n), 1.0)
+    tl.store(out, grad_factor.to(tl.float32), mask=mask)
+    tl.store(out + 1, beta1.to(tl.float32), mask=mask)
+    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
+    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(out + 5, tl.sqrt(beta2).to(tl.float32), mask=mask)
+    tl.store(out + 6, (eps * root2).to(tl.float32), mask=mask)
+    tl.store(out + 7, (lr * root2 / bias1).to(tl.float32), mask=mask)
+    tl.store(out + 10, (n * mt.DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
+
+
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def adam_prologue(table, scalars, groups, tensors):
-    """Advances the steps, and leaves each tensor's scalars (AdamScalars in csrc/core/adam.h) for the main kernel."""
+    """Advances the steps, and leaves each tensor's scalars for the main kernel."""
     _, columns = mt.columns_of(table, groups, tensors)
     t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
     mask = t < tensors
@@ -53,23 +70,76 @@ def adam_prologue(table, scalars, groups, tensors):
     step = tl.load(step_at, mask=mask, other=0.0)
     step = tl.where(run, step + 1.0, step)
     tl.store(step_at, step, mask=mask)
-    n = step.to(tl.int64)
-    root2 = tl.sqrt(1.0 - mt.power_of(beta2, n))
-    step_size = lr * root2 / (1.0 - mt.power_of(beta1, n))
 
     out = scalars + t * mt.SCALARS
-    tl.store(out, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
-    tl.store(out + 1, beta1.to(tl.float32), mask=mask)
-    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
-    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
-    tl.store(out + 5, tl.sqrt(beta2).to(tl.float32), mask=mask)
-    tl.store(out + 6, (eps * root2).to(tl.float32), mask=mask)
-    tl.store(out + 7, step_size.to(tl.float32), mask=mask)
+    adam_scalars(
+        out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step.to(tl.int64), mask | True
+    )
     tl.store(out + 8, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + 9, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
-    tl.store(out + 10, (n * mt.DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
     tl.store(out + 11, tl.where(run, 1.0, 0.0), mask=mask)
+
+
+@triton.jit
+def adam_fields(grads, columns, tensors, tensor, scalars, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
+    """What :func:`adam_tile` needs to know of a tensor: addresses, the gradient's scalars, the moments'; the dither."""
+    word, s = columns + tensor, scalars + tensor * mt.SCALARS
+    addresses = (
+        tl.load(word + mt.PARAM * tensors),
+        tl.load(grads + tensor),
+        tl.load(word + mt.EXP_AVG * tensors),
+        tl.load(word + mt.EXP_AVG_SQ * tensors),
+        tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + mt.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+    )
+    of_gradient = tl.load(s), tl.load(s + 9)
+    decay2 = tl.load(s + 5) if KIND == POWER else tl.load(s + 3)  # power codes hold w = sqrt(v)
+    of_moments = tl.load(s + 1), tl.load(s + 2), decay2, tl.load(s + 4)
+    u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + 10).to(tl.uint32, bitcast=True))[None, :]
+    return addresses, of_gradient, of_moments, u
+
+
+@triton.jit
+def adam_tile(
+    addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables,
+    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """p, the new m and v, and where the three are."""
+    p_at = float_pointer(addresses[0], start, P, VECTOR)
+    g_at = float_pointer(addresses[1], start, G, VECTOR)
+    m_at = moment_pointer(addresses[2], start, KIND, True, VECTOR)
+    v_at = moment_pointer(addresses[3], start, KIND, False, VECTOR)
+
+    # All loads before all else: they wait together.
+    p = tl.load(p_at + offset, mask=mask, other=0.0)
+    g = tl.load(g_at + offset, mask=mask, other=0.0)
+    m = tl.load(m_at + offset, mask=mask, other=0)
+    v = tl.load(v_at + offset, mask=mask, other=0)
+    m_scale = load_scale(addresses[4], row, row_mask, KIND)
+    v_scale = load_scale(addresses[5], row, row_mask, KIND)
+
+    grad_factor, coupled_decay = of_gradient
+    beta1, one_minus_beta1, decay2, one_minus_beta2 = of_moments
+    p = p.to(tl.float32)
+    g = g.to(tl.float32) * grad_factor
+    if coupled_decay != 0.0:
+        g = g + coupled_decay * p
+    m = decayed(m, m_scale, beta1, tables, KIND, True)
+    v = decayed(v, v_scale, decay2, tables, KIND, False)
+    if KIND == POWER:
+        v = v * v
+    m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
+    return p, m, v, p_at, m_at, v_at
+
+
+@triton.jit
+def adam_store(
+    p, m, v, w, p_at, m_at, v_at, addresses, u, offset, mask, row, row_mask, tables, KIND: tl.constexpr
+):
+    tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
+    store_moment(m, m_at, addresses[4], u, offset, mask, row, row_mask, tables, KIND, True)
+    x = w if KIND == POWER else v
+    store_moment(x, v_at, addresses[5], u, offset, mask, row, row_mask, tables, KIND, False)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -80,52 +150,21 @@ def adam_kernel(
 ):  # fmt: skip
     grads, columns = mt.columns_of(table, groups, tensors)
     tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    word, s = columns + tensor, scalars + tensor * mt.SCALARS
-    layout = mt.layout_of_tensor(word, tensors)
-    params = tl.load(word + mt.PARAM * tensors)
-    gradients = tl.load(grads + tensor)
-    exp_avg = tl.load(word + mt.EXP_AVG * tensors)
-    exp_avg_sq = tl.load(word + mt.EXP_AVG_SQ * tensors)
-    m_scales = tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32))
-    v_scales = tl.load(word + mt.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32))
-    grad_factor = tl.load(s)
-    beta1, one_minus_beta1 = tl.load(s + 1), tl.load(s + 2)
-    decay2 = tl.load(s + 5) if KIND == POWER else tl.load(s + 3)  # power codes hold w = sqrt(v)
-    one_minus_beta2 = tl.load(s + 4)
-    eps, step_size = tl.load(s + 6), tl.load(s + 7)
-    decay, coupled_decay = tl.load(s + 8), tl.load(s + 9)
-    u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + 10).to(tl.uint32, bitcast=True))[None, :]
+    layout = mt.layout_of_tensor(columns + tensor, tensors)
+    addresses, of_gradient, of_moments, u = adam_fields(
+        grads, columns, tensors, tensor, scalars, BLOCK_SIZE, KIND
+    )
+    s = scalars + tensor * mt.SCALARS
+    eps, step_size, decay = tl.load(s + 6), tl.load(s + 7), tl.load(s + 8)
     tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in range(0, tl.where(tl.load(s + 11) != 0.0, tiles, 0)):  # none where the step is skipped
         start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p_at = float_pointer(params, start, P, VECTOR)
-        g_at = float_pointer(gradients, start, G, VECTOR)
-        m_at = moment_pointer(exp_avg, start, KIND, True, VECTOR)
-        v_at = moment_pointer(exp_avg_sq, start, KIND, False, VECTOR)
-
-        # All loads before all else: they wait together.
-        p = tl.load(p_at + offset, mask=mask, other=0.0)
-        g = tl.load(g_at + offset, mask=mask, other=0.0)
-        m = tl.load(m_at + offset, mask=mask, other=0)
-        v = tl.load(v_at + offset, mask=mask, other=0)
-        m_scale = load_scale(m_scales, row, row_mask, KIND)
-        v_scale = load_scale(v_scales, row, row_mask, KIND)
-
-        p = p.to(tl.float32)
-        g = g.to(tl.float32) * grad_factor
-        if coupled_decay != 0.0:
-            g = g + coupled_decay * p
-        m = decayed(m, m_scale, beta1, tables, KIND, True)
-        v = decayed(v, v_scale, decay2, tables, KIND, False)
-        if KIND == POWER:
-            v = v * v
-        m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
+        p, m, v, p_at, m_at, v_at = adam_tile(
+            addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
+        )
         w = tl.math.sqrt_rn(v)
         p = p * decay - step_size * adam_direction(m, w, eps)
-        tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
-        store_moment(m, m_at, m_scales, u, offset, mask, row, row_mask, tables, KIND, True)
-        x = w if KIND == POWER else v
-        store_moment(x, v_at, v_scales, u, offset, mask, row, row_mask, tables, KIND, False)
+        adam_store(p, m, v, w, p_at, m_at, v_at, addresses, u, offset, mask, row, row_mask, tables, KIND)
 
 
 def adam_step_(
@@ -158,7 +197,7 @@ def adam_step_(
     )
     hyperparameters = (beta1, beta2, eps, weight_decay, decoupled, maximize)
     args = StepArgs(
-        params, grads, moments, steps, group, lr, hyperparameters, codec, block_size,
+        params, grads, moments, steps, (), group, lr, hyperparameters, codec, block_size,
         grad_scale, found_inf, grad_norm, max_grad_norm,
     )  # fmt: skip
     run_step("adam_step_", args, adam_prologue, adam_kernel)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import multi_tensor as mt
 from .moment import decayed, load_scale, moment_pointer, store_moment
-from .table import Moment, StepArgs, run_step
+from .step_args import Moment, StepArgs
+from .table import run_step
 from .tiles import float_pointer, tile_of
 
 
@@ -111,7 +112,7 @@ def lion_step_(
     moments = (Moment("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),)
     hyperparameters = (beta1, beta2, weight_decay, maximize)
     args = StepArgs(
-        params, grads, moments, None, group, lr, hyperparameters, codec, block_size,
+        params, grads, moments, None, (), group, lr, hyperparameters, codec, block_size,
         grad_scale, found_inf, grad_norm, max_grad_norm,
     )  # fmt: skip
     run_step("lion_step_", args, lion_prologue, lion_kernel)

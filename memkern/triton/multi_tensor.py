@@ -39,7 +39,9 @@ BLOCKS = tl.constexpr(10)
 GROUP = tl.constexpr(11)
 ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on a run of slots
 FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
-COLUMNS = tl.constexpr(14)
+TRUST_RATIO = tl.constexpr(14)  # addresses, of LAMB and LARS
+COUNTED_STEP = tl.constexpr(15)  # the step that is counted here, once for all layers of a tensor, or 0
+COLUMNS = tl.constexpr(16)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
 SCALARS = tl.constexpr(16)  # fp32 words a tensor, from the prologue

@@ -24,7 +24,27 @@ from memkern import reference
 from memkern.layout import layout_of
 from simt import build
 
-RATES = {"adam_step_": 8, "lion_step_": 5}  # where lr is among the arguments
+RATES = {
+    "adam_step_": 8,
+    "lamb_step_": 9,
+    "lars_step_": 7,
+    "lion_step_": 5,
+}  # where lr is among the arguments
+# What follows lr, an entry for each of two groups.
+HYPERPARAMETERS: dict[str, list[list[Any]]] = {
+    "adam_step_": [[0.9, 0.8], [0.999, 0.9], [1e-8, 1e-6], [0.1, 0.2], [1, 0], [0, 1]],
+    # beta1 to decoupled, then bias_correction, trust_clip, always_adapt, layers, maximize
+    "lamb_step_": [
+        *([0.9, 0.8], [0.999, 0.9], [1e-8, 0.0], [0.1, 0.0], [1, 0]),
+        *([0, 1], [0, 1], [0, 1], [1, 1], [0, 1]),
+    ],
+    # momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, layers, maximize
+    "lars_step_": [
+        *([0.9, 0.8], [0.0, 0.0], [0.1, 0.0], [0, 1], [0.0, 1e-2]),
+        *([0.0, 1e-8], [0, 1], [0, 1], [1, 1], [0, 1]),
+    ],
+    "lion_step_": [[0.9, 0.8], [0.999, 0.9], [0.1, 0.2], [0, 1]],
+}
 NON_FINITE = {3: torch.nan, 500: torch.inf, 700: -torch.inf}
 
 
@@ -46,7 +66,7 @@ def step_args(
     layouts: Any = tuple(LAYOUTS),
 ) -> list[Any]:
     """Arguments down to block_size: a tensor of each layout, every third with fp32 states, in two groups."""
-    adam = name == "adam_step_"
+    adam, layerwise = name in ("adam_step_", "lamb_step_"), name in ("lamb_step_", "lars_step_")
     params = [tensor(layout, param, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
     n = len(params)
     coded = [i % 3 != 2 for i in range(n)]
@@ -71,14 +91,11 @@ def step_args(
         gradients(params, 1, grad),
         *moments,
         *scales,
-        *([[torch.tensor(0.0) for _ in params]] if adam else []),
+        *([[torch.tensor(0.0) for _ in params]] if adam or layerwise else []),
+        *([[torch.ones(1) for _ in params]] if layerwise else []),
         [i % 2 for i in range(n)],
         rates,
-        *([0.9, 0.8], [0.999, 0.9]),
-        *([[1e-8, 1e-6]] if adam else []),
-        [0.1, 0.2],
-        *([[1, 0]] if adam else []),
-        [0, 1],
+        *(list(values) for values in HYPERPARAMETERS[name]),
         [*codec],
         [block_size] * 2,
     ]
@@ -135,9 +152,7 @@ if __name__ == "__main__":
     build.load(Path(sys.argv[1]))
     for layout, dtype in itertools.product(LAYOUTS, FLOATS):
         compare_codecs(layout, dtype, (24, 264))
-    for name, (param, grad) in itertools.product(
-        ("adam_step_", "lion_step_"), (FLOATS[:2], FLOATS[1:], (FLOATS[2], FLOATS[0]))
-    ):
+    for name, (param, grad) in itertools.product(RATES, (FLOATS[:2], FLOATS[1:], (FLOATS[2], FLOATS[0]))):
         compare_steps(name, step_args(name, param, grad), scaler(), steps=1)
     compare_steps("adam_step_", step_args("adam_step_", block_size=1024), {}, steps=1)
     for layout, dtype in itertools.product(("odd", "0-dim", "empty", "unaligned", "a group"), FLOATS):

@@ -1,0 +1,162 @@
+// LAMB's kernels; its update is Adam's. Floor: the bytes of a step (FACTS: 26.19 a parameter in fp32, 16.19
+// in bf16) over the copy rate.
+#pragma once
+#include "../core/lamb.h"
+#include "adam_kernel.cuh"
+#include "layers.cuh"
+
+namespace memkern {
+
+struct LambGroup {
+  Number lr;
+  double beta1, beta2, eps, weight_decay;
+  int64_t decoupled, bias_correction, trust_clip, always_adapt, maximize;
+};
+
+struct LambTensor {
+  LambScalars scalars;
+  uint32_t step;
+};
+
+struct LambRule {
+  using Tensor = LambTensor;
+  using Scalars = LambScalars;
+  template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
+    return lamb_param(p, m, w, s);
+  }
+};
+
+using LambTable = Table<LambGroup, LambTensor>;
+
+MEMKERN_DEVICE bool adapts(const LambGroup& k) { return k.weight_decay != 0.0 || k.always_adapt != 0; }
+MEMKERN_DEVICE TrustRule trust_rule(const LambGroup& k) {
+  return {adapts(k), k.trust_clip != 0, 0.0, 0.0, 0.0, read(k.lr)};
+}
+MEMKERN_DEVICE LambScalars& scalars_of(LambTensor& t) { return t.scalars; }
+
+// One thread per layer: its scalars for the step that begins, which layer_ratios counts.
+static __global__ void lamb_prologue(LambTable table) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= table.count || skipped(*table.header)) return;
+  const TensorRecord& t = table.tensors[i];
+  const LambGroup& k = table.groups[t.group];
+  const uint64_t step = static_cast<uint64_t>(*t.step + 1.0f);
+  table.scalars[i] = {
+      lamb_scalars(read(k.lr), k.beta1, k.beta2, k.eps, k.weight_decay, k.decoupled != 0,
+                   k.bias_correction != 0, k.maximize != 0, gradient_factor(*table.header), step),
+      static_cast<uint32_t>(step)};
+}
+
+// Adds the squares of the first n elements, whose moments are new.
+template <class F> MEMKERN_DEVICE void lamb_squares(Squares& sum, const float (&p)[kEight],
+                                                    const float (&m)[kEight], const float (&v)[kEight], int n,
+                                                    const LambScalars& s) {
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    if (i >= n) continue;
+    const F x = lamb_decayed(F(p[i]), s);
+    add_square(sum.param, static_cast<float>(x));
+    add_square(sum.update, static_cast<float>(lamb_update(x, F(m[i]), sqrt(F(v[i])), s)));
+  }
+}
+
+template <StateKind Kind, class P, class G>
+MEMKERN_DEVICE Squares lamb_norms_coded(const TileWork<LambTensor>& work, P param_type, G grad_type,
+                                        Group group) {
+  constexpr bool kPower = Kind == StateKind::kPower;
+  const TensorRecord& t = work.tensor;
+  const LambScalars& s = work.scalars.scalars;
+  const void* const grad = work.grad;
+  const Halves half(group);
+  const int levels = half.own(kPowerLevelsSigned, kPowerLevelsUnsigned);
+  const bool aligned = t.aligned && on_16_bytes(grad);
+  Squares sum{0.0, 0.0};
+  for_places(t.blocks, work.walk, group, [&](const Place& place) {
+    const float* const scale = half.own(t.exp_avg_scale, t.exp_avg_sq_scale) + place.block;
+    const float decay = half.own(s.beta1, kPower ? s.root_beta2 : s.beta2);
+    float m_unit, v_unit;
+    half.share(unit_of<Kind>(*scale, decay, levels), m_unit, v_unit);
+    for (int turn = 0; turn < group.turns; ++turn) {
+      const int j = (turn * group.width() + group.lane()) * kEight;
+      const Span at = span_of(place.start + j, place.n - j, aligned);
+      Raw p_raw, g_raw;
+      Codes m_codes, v_codes;
+      either_way(at, [&](const Span& span) {
+        p_raw = load_raw(t.param, param_type, span);
+        g_raw = load_raw(grad, grad_type, span);
+        m_codes = load_codes(t.exp_avg, span);
+        v_codes = load_codes(t.exp_avg_sq, span);
+      });
+      float p[kEight], g[kEight], m[kEight], v[kEight];
+      to_floats(p_raw, param_type, p);
+      to_floats(g_raw, grad_type, g);
+      decode<Kind, true>(m_codes, m_unit, m);
+      decode<Kind, false>(v_codes, v_unit, v);
+      if constexpr (kPower)
+        for (float& x : v) x = x * x;  // power codes hold w = sqrt(v)
+      adam_new_moments(m, v, g, p, s);
+      if (at.n == 0 || adam_usual(m, v, largest_of<true>(m), largest_of<false>(v), s))
+        lamb_squares<Usual>(sum, p, m, v, at.n, s);
+      else
+        lamb_squares<float>(sum, p, m, v, at.n, s);
+    }
+  });
+  return sum;
+}
+
+MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
+  const TensorRecord& t = work.tensor;
+  const LambScalars s = work.scalars.scalars;
+  const void* const grad = work.grad;
+  Squares sum{0.0, 0.0};
+  for_eights(t.numel, work.tile, t.aligned && on_16_bytes(grad), [&](const Span& at) {
+    float p[kEight], g[kEight], m[kEight], v[kEight];
+    load_floats(t.param, t.param_type, at, p);
+    load_floats(grad, t.grad_type, at, g);
+    load_floats(t.exp_avg, FloatType::kFp32, at, m);
+    load_floats(t.exp_avg_sq, FloatType::kFp32, at, v);
+#pragma unroll
+    for (int i = 0; i < kEight; ++i) {
+      m[i] = s.beta1 * m[i];
+      v[i] = s.beta2 * v[i];
+    }
+    adam_new_moments(m, v, g, p, s);
+    lamb_squares<float>(sum, p, m, v, at.n, s);
+  });
+  return sum;
+}
+
+// One thread block per tile; nothing is written but the tile's sums.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
+  if (skipped(*table.header)) return;
+  __shared__ TileWork<LambTensor> work;
+  work.find(table);
+  const TensorRecord& t = work.tensor;
+  if (!(t.kind == Kind || (t.kind == StateKind::kFp32 && fp32)) || !adapts(table.groups[t.group])) return;
+  Squares sum{0.0, 0.0};
+  if (t.kind == Kind)
+    with_usual(t, [&](auto param, auto grad, auto group) {
+      sum = lamb_norms_coded<Kind>(work, param, grad, group);
+    });
+  else
+    sum = lamb_norms_fp32(work);
+  store_squares(partial, sum);
+}
+
+// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
+// states.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    lamb_tiles(LambTable table, bool fp32) {
+  if (skipped(*table.header)) return;
+  __shared__ TileWork<LambTensor> work;
+  work.find(table);
+  const TensorRecord& t = work.tensor;
+  if (t.kind == Kind)
+    with_usual(
+        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, LambRule>(work, param, grad, group); });
+  else if (t.kind == StateKind::kFp32 && fp32)
+    adam_fp32<LambRule>(work);
+}
+
+}  // namespace memkern

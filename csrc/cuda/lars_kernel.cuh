@@ -1,0 +1,135 @@
+// LARS's kernels; its update is Lion's. Floor: the bytes of a step (23.09 a parameter in fp32, classic 22.06)
+// over the copy rate.
+#pragma once
+#include "../core/lars.h"
+#include "layers.cuh"
+#include "lion_kernel.cuh"
+
+namespace memkern {
+
+struct LarsGroup {
+  Number lr;
+  double momentum, dampening, weight_decay, trust_coeff, eps;
+  int64_t nesterov, trust_clip, always_adapt, maximize;
+};
+
+struct LarsRule {
+  using Scalars = LarsScalars;
+  static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
+    lars_update(p, g, m, s);
+  }
+};
+
+using LarsTable = Table<LarsGroup, LarsScalars>;
+
+MEMKERN_DEVICE bool adapts(const LarsGroup& k) { return k.weight_decay != 0.0 || k.always_adapt != 0; }
+MEMKERN_DEVICE TrustRule trust_rule(const LarsGroup& k) {
+  return {adapts(k), k.trust_clip != 0, k.trust_coeff, k.weight_decay, k.eps, read(k.lr)};
+}
+MEMKERN_DEVICE LarsScalars& scalars_of(LarsScalars& s) { return s; }
+
+// One thread per layer: its scalars for the step that begins, which layer_ratios counts.
+static __global__ void lars_prologue(LarsTable table) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= table.count || skipped(*table.header)) return;
+  const TensorRecord& t = table.tensors[i];
+  const LarsGroup& k = table.groups[t.group];
+  table.scalars[i] =
+      lars_scalars(read(k.lr), k.momentum, k.dampening, k.weight_decay, k.nesterov != 0, k.trust_coeff != 0.0,
+                   k.maximize != 0, gradient_factor(*table.header), static_cast<uint64_t>(*t.step + 1.0f));
+}
+
+// Adds the squares of the parameters and, classic, the gradients, else the new moments. Elements that do not
+// exist are 0 in all of them.
+MEMKERN_DEVICE void lars_squares(Squares& sum, const float (&p)[kEight], const float (&g)[kEight],
+                                 const float (&m)[kEight], const LarsScalars& s) {
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    float d = lars_gradient(g[i], s);
+    add_square(sum.param, p[i]);
+    if (s.classic)
+      add_square(sum.update, d);
+    else
+      add_square(sum.update, lars_moment(p[i], d, m[i], s));
+  }
+}
+
+template <StateKind Kind, class P, class G>
+MEMKERN_DEVICE Squares lars_norms_coded(const TileWork<LarsScalars>& work, P param_type, G grad_type,
+                                        Group group) {
+  const TensorRecord& t = work.tensor;
+  const LarsScalars& s = work.scalars;
+  const void* const grad = work.grad;
+  const bool aligned = t.aligned && on_16_bytes(grad);
+  Squares sum{0.0, 0.0};
+  for_places(t.blocks, work.walk, group, [&](const Place& place) {
+    const float unit = unit_of<Kind>(t.exp_avg_scale[place.block], 1.0f, kPowerLevelsSigned);
+    for (int turn = 0; turn < group.turns; ++turn) {
+      const int j = (turn * group.width() + group.lane()) * kEight;
+      const Span at = span_of(place.start + j, place.n - j, aligned);
+      Raw p_raw, g_raw;
+      Codes codes{0, 0};
+      either_way(at, [&](const Span& span) {
+        p_raw = load_raw(t.param, param_type, span);
+        g_raw = load_raw(grad, grad_type, span);
+        if (!s.classic) codes = load_codes(t.exp_avg, span);
+      });
+      float p[kEight], g[kEight], m[kEight];
+      to_floats(p_raw, param_type, p);
+      to_floats(g_raw, grad_type, g);
+      decode<Kind, true>(codes, unit, m);
+      lars_squares(sum, p, g, m, s);
+    }
+  });
+  return sum;
+}
+
+MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
+  const TensorRecord& t = work.tensor;
+  const LarsScalars s = work.scalars;
+  const void* const grad = work.grad;
+  Squares sum{0.0, 0.0};
+  for_eights(t.numel, work.tile, t.aligned && on_16_bytes(grad), [&](const Span& at) {
+    float p[kEight], g[kEight], m[kEight] = {};
+    load_floats(t.param, t.param_type, at, p);
+    load_floats(grad, t.grad_type, at, g);
+    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, m);
+    lars_squares(sum, p, g, m, s);
+  });
+  return sum;
+}
+
+// One thread block per tile; nothing is written but the tile's sums.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
+  if (skipped(*table.header)) return;
+  __shared__ TileWork<LarsScalars> work;
+  work.find(table);
+  const TensorRecord& t = work.tensor;
+  if (!(t.kind == Kind || (t.kind == StateKind::kFp32 && fp32)) || !adapts(table.groups[t.group])) return;
+  Squares sum{0.0, 0.0};
+  if (t.kind == Kind)
+    with_usual(t, [&](auto param, auto grad, auto group) {
+      sum = lars_norms_coded<Kind>(work, param, grad, group);
+    });
+  else
+    sum = lars_norms_fp32(work);
+  store_squares(partial, sum);
+}
+
+// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32
+// states.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    lars_tiles(LarsTable table, bool fp32) {
+  if (skipped(*table.header)) return;
+  __shared__ TileWork<LarsScalars> work;
+  work.find(table);
+  const TensorRecord& t = work.tensor;
+  if (t.kind == Kind)
+    with_usual(
+        t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LarsRule>(work, param, grad, group); });
+  else if (t.kind == StateKind::kFp32 && fp32)
+    lion_fp32<LarsRule>(work);
+}
+
+}  // namespace memkern
