@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from . import backend
-from .codec import ACTIVATIONS
+from .codec import ACTIVATIONS, HUGE_PAGES_FROM
 from .reference.activation import activate, check_function
-
-HUGE_PAGES_FROM = 1 << 22
-"""Bytes of a result from which it is given huge pages: csrc/cpu/huge_pages.h says why."""
 
 aten = torch.ops.aten
 _INTO: dict[str, Callable[[Tensor, float, float, Tensor], Any]] = {

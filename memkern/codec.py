@@ -52,6 +52,9 @@ MAX_COEFFICIENTS = 16
 PLANE_ALIGNMENT = 16
 """A plane of bits is padded to a multiple of so many bytes."""
 
+HUGE_PAGES_FROM = 1 << 22
+"""Bytes of an activation's result from which it is given huge pages: csrc/cpu/huge_pages.h says why."""
+
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
 
@@ -144,6 +147,7 @@ def c_header() -> str:
         "kMaxThresholds": MAX_THRESHOLDS,
         "kMaxCoefficients": MAX_COEFFICIENTS,
         "kPlaneAlignment": PLANE_ALIGNMENT,
+        "kHugePagesFrom": HUGE_PAGES_FROM,
         "kActivations": len(ACTIVATIONS),
         **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in ACTIVATIONS.items()},
     }

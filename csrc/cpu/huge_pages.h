@@ -6,9 +6,5 @@
 #pragma once
 #include <cstddef>
 
-namespace memkern {
-constexpr size_t kHugePagesFrom = size_t{1} << 22;
-}
-
 // Asks for huge pages, where Linux gives them on demand; elsewhere nothing happens.
 extern "C" __attribute__((visibility("default"))) void memkern_use_huge_pages(void* begin, size_t bytes);
