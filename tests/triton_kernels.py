@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from memkern.codec import ACTIVATIONS
 from memkern.tables import LEVELS, VALLEYS
 from memkern.triton import activation, adam, blockwise, grad_norm, lion
-from memkern.triton.launch import TILE, rows_of
+from memkern.triton.launch import rows_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.layout.FLOATS
@@ -134,8 +134,8 @@ TABLE = {
 
 def _activation(kernel: Any, constants: dict[str, Any], dtype: str, vector: int, everywhere: bool) -> Variant:
     types = dict.fromkeys(("x", "y", "grad", "output", "result"), f"*{dtype}") | {"codes": "*u8"}
-    constants = {**constants, "BLOCK": TILE, "VECTOR": vector}
-    return Variant(kernel, constants, types, TILE, everywhere)
+    constants = {**constants, "BLOCK": activation.BLOCK, "VECTOR": vector}
+    return Variant(kernel, constants, types, activation.BLOCK, everywhere)
 
 
 KERNELS |= {
