@@ -8,7 +8,9 @@
 namespace memkern {
 
 // The square is exact: fused or not, the bits are the same.
-MEMKERN_DEVICE void add_square(double& sum, float x) { sum += static_cast<double>(x) * static_cast<double>(x); }
+MEMKERN_DEVICE void add_square(double& sum, float x) {
+  sum += static_cast<double>(x) * static_cast<double>(x);
+}
 
 // The sums of all threads to the tile's place.
 MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
