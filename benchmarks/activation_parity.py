@@ -47,17 +47,17 @@ FINE_TUNED_ON = str(
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
-    width: int = 128
-    seq_len: int = 128
+    width: int = 96
+    seq_len: int = 64
     batch_size: int = 8
     steps: int = 300  # from scratch
     fine_steps: int = 150
     lr: float = 1e-3
     fine_lr: float = 3e-4
     seeds: int = 3
-    eval_tokens: int = 65536
+    eval_tokens: int = 32768
     gradient_batches: int = 8
 
 
@@ -255,6 +255,7 @@ def main(argv: list[str] | None = None, setting: Setting | None = None) -> None:
     default = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # a small model: on a busy machine a second thread only keeps the first waiting
     rows = list(results(setting or Setting()))
     path = args.out / "activation-parity.csv"
     report.append(path, rows, COLUMNS)

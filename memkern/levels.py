@@ -1,8 +1,9 @@
 """What an activation's derivative is rounded to: a table of levels, and the thresholds in x that choose among them.
 
-With ``u = x``, or ``u = |x|`` where the derivative is symmetric, the code of an element is the XOR of ``flips[i]`` over
-all ``thresholds[i] < u`` (in fp32); where the derivative is odd about a value, the top bit is ``x < 0``. The backward
-pass takes ``levels[code]`` for the derivative. So an activation is a table, and no kernel knows one from another.
+With ``u = x``, or ``u = |x|`` where the derivative is symmetric, the code of an element is the XOR of ``flips[i]``
+over all ``thresholds[i] < u`` (in fp32); where the derivative is odd about a value, ``x < 0`` flips the top bit. The
+backward pass takes ``levels[code]`` for the derivative. So an activation is a table, and no kernel knows one from
+another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Levels(NamedTuple):
         for threshold, flip in zip(self.thresholds, self.flips, strict=True):
             code ^= (u > to_fp32(threshold)).to(torch.uint8) * flip
         if self.symmetry == ODD:
-            code |= (x < 0).to(torch.uint8) << (self.bits - 1)
+            code ^= (x < 0).to(torch.uint8) << (self.bits - 1)
         return code
 
     def derivative(self, x: Tensor) -> Tensor:

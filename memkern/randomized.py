@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from ._autograd import once
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = 128  # below it a layer's input is smaller than its weight, and a fifth of it says little
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off, on devices that have it (meta has not)."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 class _RandomizedLinear(torch.autograd.Function):
@@ -27,7 +35,7 @@ class _RandomizedLinear(torch.autograd.Function):
         else:
             y = F.linear(x, weight, bias)
         ctx.tokens, ctx.shape, ctx.projection = x.shape[:-1].numel(), x.shape, projection
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x.device):
             kept = project(x.reshape(ctx.tokens, -1), keep, projection, seed, y.dtype)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, kept, seed)
         return y
@@ -36,7 +44,7 @@ class _RandomizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, kept, seed = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(grad.device):
             rows = grad.reshape(ctx.tokens, -1)
             if ctx.needs_input_grad[0]:
                 grad_x = rows.mm(weight.to(grad.dtype)).view(ctx.shape)

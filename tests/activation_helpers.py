@@ -92,6 +92,7 @@ TABLES = {
     "hardtanh": hardtanh_levels(-1.0, 1.0),
     "nothing": Levels(1, (0.5, 0.5), (), ()),
     "sign": Levels(4, (0.5,) * 16, (), (), 2),
+    "sign and threshold in one plane": Levels(2, (0.0, 0.2, 0.4, 0.6), (0.1, 0.5), (1, 2), 2),
     "many": Levels(
         4, tuple(i / 16 for i in range(16)), tuple(i / 8 - 4 for i in range(64)), (15, 6, 9, 3) * 16
     ),

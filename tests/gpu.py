@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PARTS = ("build", "tests", "memcheck", "racecheck", "benchmarks")
 SMALL = [sys.executable, str(Path(__file__).with_name("gpu_small.py"))]
 # Largest first: should the time run out, what is missing is of least interest.
+SIZES = {"activation": 2**26, "linear": 2**26}  # elements; others take the benchmark's default
 TOPICS = ("optim", "quantize", "lamb", "activation")
 
 
@@ -82,24 +83,28 @@ def topics() -> list[str]:
 
 
 def parts(arch: str | None) -> Iterator[Part]:
+    """In the order of what is wanted most, should the time run out."""
     no_gpu = None if arch else "nvidia-smi names no GPU"
     nvcc = shutil.which(os.environ.get("NVCC", "nvcc"))
     build = {"MEMKERN_BUILD": "cuda" if nvcc else "cpu", "TORCH_CUDA_ARCH_LIST": arch or ""}
     python = sys.executable
-    setup = [python, "setup.py", "-q", "build_ext", "--inplace"]
-    yield Part("build", setup, 240, build, no_gpu)
+    yield Part("build", [python, "setup.py", "-q", "build_ext", "--inplace"], 180, build, no_gpu)
     pytest = [python, "-m", "pytest", "tests", "-m", "gpu", "-q", "-rfE", "--maxfail=50", *workers()]
-    yield Part("tests", pytest, 300, {}, no_gpu)
+    yield Part("tests", pytest, 240, {}, no_gpu)
+    lacking = [module for module in ("numpy", "rich", "matplotlib") if not has(module)]
+    reason = no_gpu or (f"{', '.join(lacking)} not installed" if lacking else None)
+    measure = []
+    for topic in topics():
+        size = ["--size", str(SIZES[topic])] if topic in SIZES else []
+        command = [python, "-m", "benchmarks", "--device", "cuda", "--only", topic, *size]
+        measure.append(Part(f"benchmarks {topic}", command, 100, {}, reason))
+    yield measure[0]
     check = sanitizer()
     why = no_gpu or (None if check else "compute-sanitizer is not installed")
     for name in ("memcheck", "racecheck"):
         command = [str(check), "--tool", name, "--error-exitcode", "9", *SMALL]
-        yield Part(name, command, 90, {"MEMKERN_BACKEND": "cuda"}, why)
-    lacking = [module for module in ("numpy", "rich", "matplotlib") if not has(module)]
-    for topic in topics():
-        command = [python, "-m", "benchmarks", "--device", "cuda", "--only", topic]
-        reason = no_gpu or (f"{', '.join(lacking)} not installed" if lacking else None)
-        yield Part(f"benchmarks {topic}", command, 150, {}, reason)
+        yield Part(name, command, 60, {"MEMKERN_BACKEND": "cuda"}, why)
+    yield from measure[1:]
 
 
 def run(part: Part, seconds: float, log: Path) -> Outcome:

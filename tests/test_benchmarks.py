@@ -197,7 +197,11 @@ def test_closed_loop_table(tmp_path, monkeypatch):
 
 def test_activation_parity(tmp_path):
     setting = activation_parity.Setting(2, 2, 32, 32, 2, 3, 2, seeds=2, eval_tokens=256, gradient_batches=1)
-    activation_parity.main(["--out", str(tmp_path)], setting)
+    threads = torch.get_num_threads()
+    try:
+        activation_parity.main(["--out", str(tmp_path)], setting)
+    finally:
+        torch.set_num_threads(threads)
     with (tmp_path / "activation-parity.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert all(tuple(row) == activation_parity.COLUMNS for row in rows)

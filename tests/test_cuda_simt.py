@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_ops
 import torch
 from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from activation_kernels import compare_activations, compare_forward
@@ -254,25 +255,48 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
     args = step_args(name)
     rates = args[drive.RATES[name]]
     options = scaler()
-    expected, other = twin(args), step_args(name, codec=(1, 0))
+    step_, reference_step = getattr(torch.ops.memkern_simt, name), getattr(reference, name)
+    expected = twin(args)
+
+    def compare(what: str) -> None:
+        expected[1], expected[drive.RATES[name]] = args[1], rates
+        reference_step(*expected, **options)
+        assert_same(args, expected, what)
+
+    step_(*args, **options)  # the table is known when the graph is captured
+    compare("before")
     monkeypatch.setenv("SIMT_CAPTURE", "1")
-    getattr(torch.ops.memkern_simt, name)(*args, **options)
+    step_(*args, **options)
     monkeypatch.delenv("SIMT_CAPTURE")
     assert_same(args, expected, "nothing runs while a graph is captured")
     assert graph.memkern_simt_launches() <= MOST_LAUNCHES[name]
+    captured = args[1]
     for step in range(3):
         for rate in rates:
             rate.mul_(0.7)
         options["found_inf"].fill_(step == 1)
         new = drive.gradients(args[0], step + 5, torch.float32)
-        for g, fresh in zip(args[1], new, strict=True):
+        for g, fresh in zip(captured, new, strict=True):
             g.copy_(fresh)
         graph.memkern_simt_replay()
-        getattr(torch.ops.memkern_simt, name)(*other)  # an eager step in between
-        expected[1] = args[1]
-        expected[drive.RATES[name]] = rates
-        getattr(reference, name)(*expected, **options)
-        assert_same(args, expected, f"replay {step}")
+        compare(f"replay {step}")
+        args[1] = drive.gradients(args[0], step + 50, torch.float32)  # other tensors: another table
+        step_(*args, **options)
+        compare(f"eager step {step}")
+        args[1] = captured
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(("name", "case"), [c for c in test_ops.BAD_CASES if c[0] in drive.RATES])
+def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
+    override = test_ops.BAD_STEPS[case]
+    args = test_ops.step_args(name, ["codes", "codes"], **override)
+    before = twin([a for a in args if isinstance(a, list)])
+    with pytest.raises(RuntimeError):
+        getattr(torch.ops.memkern_simt, name)(*args)
+    assert_same([a for a in args if isinstance(a, list)], before)
 
 
 # ---- memory

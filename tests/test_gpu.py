@@ -218,7 +218,9 @@ def test_launches_are_few_whatever_the_number_of_tensors(backend: str, build: ty
             torch.cuda.synchronize()
     on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [name for name in on_device if not name.startswith("Mem")]  # copies and fills
-    assert 1 <= len(kernels) <= 4, kernels
+    # The table where gradients are new ones, a prologue, the update; layer by layer the norms and the ratios as well.
+    most = 5 if build in (optim.LAMB8bit, optim.LARS8bit) else 4
+    assert 1 <= len(kernels) <= most, kernels
 
 
 # ---- large tensors

@@ -160,7 +160,7 @@ def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
     return float((total + product) / k - (2 * d / k if name == "rademacher" else 0))
 
 
-RUNS = 3000
+RUNS = 2000
 
 
 @over_projections
@@ -261,6 +261,15 @@ def test_no_tokens_and_one_token(shape: tuple[int, ...]) -> None:
     expected = F.linear(x, weight, bias)
     assert_same(out, expected)
     assert_same(*(torch.autograd.grad(y, [x, weight, bias], grad) for y in (out, expected)))
+
+
+@over_projections
+def test_meta_tensors_have_shapes(name: str) -> None:
+    layer = RandomizedLinear(15, 20, projection=name, device="meta")
+    y = layer(torch.empty(200, 15, device="meta"))
+    assert y.shape == (200, 20)
+    y.sum().backward()
+    assert layer.weight.grad.shape == (20, 15)
 
 
 # One seed from forward to backward
@@ -382,9 +391,8 @@ def test_compile_around_a_checkpoint() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", ["rows", "gaussian"])
-def test_inductor_keeps_the_projection_and_not_the_input(name: str) -> None:
-    layer = RandomizedLinear(150, 150, projection=name)
+def test_inductor_keeps_the_projection_and_not_the_input() -> None:
+    layer = RandomizedLinear(150, 150)
     compiled = torch.compile(layer, fullgraph=True)
     x = torch.randn(400, 150, requires_grad=True)
     assert memory.saved_bytes(lambda: compiled(x * 1)) <= 80 * 150 * 4 + 64

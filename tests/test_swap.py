@@ -274,6 +274,12 @@ class Calls(nn.Module):
         return F.gelu(self.up(x))
 
 
+class Decorated(Calls):
+    @functools.wraps(Calls.forward)
+    def forward(self, *args: Any) -> Tensor:
+        return Calls.forward(self, *args)
+
+
 class Holds(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -296,6 +302,7 @@ class HasAChild(nn.Module):
     ("module", "function"),
     [
         (Calls(), "gelu"),
+        (Decorated(), "gelu"),
         (Holds(F.silu), "silu"),
         (Holds(functools.partial(F.gelu, approximate="tanh")), "gelu"),
         (nn.TransformerEncoderLayer(8, 1, activation="gelu"), "gelu"),
@@ -306,6 +313,7 @@ class HasAChild(nn.Module):
     ],
     ids=[
         "calls",
+        "decorated",
         "holds",
         "holds a partial",
         "torch's layer",

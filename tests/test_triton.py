@@ -17,6 +17,11 @@ pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 INTERPRETED = {
     "steps": ["tests/triton_steps.py"],
+    "ops": [
+        "tests/test_ops.py",
+        "-k",
+        "memkern_triton and (bad_steps or bad_calls and quantize or scaler) and not lamb and not lars",
+    ],
     "quantizers": [
         "tests/test_blockwise.py",
         "tests/test_layout.py",
@@ -28,7 +33,7 @@ INTERPRETED = {
         "tests/test_optim_numerics.py",
         "tests/test_optim_clip.py",
         "-k",
-        "triton and (late or norm or ordinary)",
+        "triton and (late_steps or test_norm)",
     ],
 }
 

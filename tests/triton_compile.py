@@ -34,29 +34,32 @@ def compiled(name: str, target: str) -> Any:
     from triton.compiler import ASTSource
     from triton_kernels import KERNELS, TYPES
 
-    from memkern.triton.launch import OPTIONS
+    from memkern.triton.launch import options_of
 
     variant = KERNELS[name]
     types = {
         p.name: "constexpr" if p.is_constexpr else {**TYPES, **variant.types}.get(p.name, "i32")
         for p in variant.kernel.params
     }
+    constants = variant.constants
     if target.startswith("gfx"):
         gpu = GPUTarget("hip", target, 64)
+        constants = {k: 2 * v if k == "ROWS" else v for k, v in constants.items()}  # as launch.TILE is there
     else:
         gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-    source = ASTSource(fn=variant.kernel, signature=types, constexprs=variant.constants)
-    return triton.compile(source, target=gpu, options=OPTIONS)
+    source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants)
+    return triton.compile(source, target=gpu, options=options_of(constants.get("BLOCK_SIZE", 0)))
 
 
 def facts(case: tuple[str, str]) -> Compiled:
     name, target = case
-    asm = compiled(name, target).asm
+    made = compiled(name, target)
+    asm = made.asm
     if target.startswith("gfx"):
         return _amd(asm["amdgcn"])
     from triton_kernels import KERNELS
 
-    return _nvidia(asm["cubin"], asm["ptx"], KERNELS[name].elements // 128)
+    return _nvidia(asm["cubin"], asm["ptx"], KERNELS[name].elements // (32 * made.metadata.num_warps))
 
 
 def all_facts() -> dict[tuple[str, str], Compiled]:

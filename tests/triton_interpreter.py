@@ -1,6 +1,7 @@
 """Triton's interpreter, repaired: import first, in a process with TRITON_INTERPRET=1.
 
-The interpreter truncates where it converts to bf16; kernels and GPUs round to nearest even.
+The interpreter truncates where it converts to bf16; kernels and GPUs round to nearest even. In Triton 3.6 its fma
+rounds twice, its maxima keep NaN, and its scalars are no indices where numpy is new.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from ptx_emulator import sum_to_odd
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,7 +30,7 @@ def fp32_of(bits: Any) -> Any:
     return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def repair() -> None:
+def repair_bf16() -> None:
     cast = InterpreterBuilder.cast_impl
     fp_to_fp = InterpreterBuilder.create_fp_to_fp
 
@@ -59,16 +62,39 @@ def repair() -> None:
 
         setattr(InterpreterBuilder, name, checked)
 
-    def rsqrt(self: Any, x: Any) -> Any:  # as good as a GPU's: off by less than one unit in the last place
-        return TensorHandle((1 / np.sqrt(x.data.astype(np.float64))).astype(x.data.dtype), x.dtype.scalar)
-
-    InterpreterBuilder.create_rsqrt = rsqrt
     InterpreterBuilder.cast_impl = exact_cast
     InterpreterBuilder.create_fp_to_fp = exact_fp_to_fp
     no_bf16("binary_op")
     no_bf16("unary_op")
 
 
-repair()
+def repair_arithmetic() -> None:
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        assert z.dtype.scalar == tl.float32
+        a, b, c = (t.data.astype(np.float64) for t in (x, y, z))
+        return TensorHandle(sum_to_odd(*np.broadcast_arrays(a * b, c)).astype(np.float32), tl.float32)
+
+    def rsqrt(self: Any, x: Any) -> Any:  # as good as a GPU's: off by less than one unit in the last place
+        return TensorHandle((1 / np.sqrt(x.data.astype(np.float64))).astype(x.data.dtype), x.dtype.scalar)
+
+    InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+    InterpreterBuilder.create_fma = fma
+    InterpreterBuilder.create_rsqrt = rsqrt
+
+
+def repair_scalars() -> None:
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+repair_bf16()
+repair_arithmetic()
+repair_scalars()
 # Kernels divide by zero and multiply infinity by zero on purpose.
 np.seterr(all="ignore")

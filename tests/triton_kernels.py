@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from memkern.triton import adam, blockwise, grad_norm, lamb, lars, layers, lion
-from memkern.triton.launch import rows_of
+from memkern.codec import ACTIVATIONS
+from memkern.tables import LEVELS, VALLEYS
+from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, layers, lion
+from memkern.triton.launch import TILE, rows_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.layout.FLOATS
@@ -139,6 +141,55 @@ KERNELS: dict[str, Variant] = {
             ("dynamic, signed, fp32", DYNAMIC, True, "fp32", 4),
             ("dynamic, unsigned, fp16, unaligned", DYNAMIC, False, "fp16", 1),
         )
+    },
+}
+GELU, VALLEY = LEVELS["gelu", 3], VALLEYS["gelu"]
+TABLE = {
+    "THRESHOLDS": GELU.thresholds,
+    "FLIPS": GELU.flips,
+    "COUNT": len(GELU.flips),
+    "SYMMETRY": GELU.symmetry,
+    "BITS": GELU.bits,
+}
+
+
+def _activation(kernel: Any, constants: dict[str, Any], dtype: str, vector: int, everywhere: bool) -> Variant:
+    types = dict.fromkeys(("x", "y", "grad", "output", "result"), f"*{dtype}") | {"codes": "*u8"}
+    constants = {**constants, "BLOCK": TILE, "VECTOR": vector}
+    return Variant(kernel, constants, types, TILE, everywhere)
+
+
+KERNELS |= {
+    **{
+        f"few_bit: {name}, {dtype}": _activation(
+            activation.encode_kernel,
+            {**TABLE, "A": 1.0, "B": 20.0, "FN": fn},
+            dtype,
+            vector,
+            name in ("encode", "gelu_tanh") and vector > 1,
+        )
+        for name, fn in {"encode": -1, **ACTIVATIONS}.items()
+        for dtype, vector in (("bf16", 8), ("fp32", 4), ("fp16", 1))
+        if vector == 8 or name == "gelu"
+    },
+    **{
+        f"few_bit: {name}, {dtype}": _activation(kernel, constants, dtype, vector, dtype == "bf16")
+        for name, kernel, constants in (
+            ("backward", activation.levels_kernel, {"LEVELS": GELU.levels, "BITS": 3}),
+            (
+                "backward from output",
+                activation.valley_kernel,
+                {
+                    "MINIMUM": VALLEY.minimum,
+                    "FALLING": VALLEY.falling,
+                    "RISING": VALLEY.rising,
+                    "REACH": (VALLEY.falling_reach, VALLEY.rising_reach),
+                    "SCALE": (2 / VALLEY.falling_reach, 2 / VALLEY.rising_reach),
+                    "COUNT": len(VALLEY.rising),
+                },
+            ),
+        )
+        for dtype, vector in (("bf16", 8), ("fp32", 4))
     },
 }
 CASES = [

@@ -236,3 +236,61 @@ def test_plans_are_bounded() -> None:
         args = arguments("lion_step_", MIXED[4:5])
         memkern.triton.lion_step_(*args)
     assert len(table._plans) <= table.MAX_PLANS
+
+
+# ---- graphs
+
+
+class Graph:
+    """What a CUDA graph does: it records launches, and copies from the host, instead of running them, and replays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes: list[Any] = []
+        self.patch = monkeypatch
+        monkeypatch.setattr(table, "is_remote", lambda device: True)
+
+    def capture(self, step: Any) -> None:
+        upload, launch = table.Room.upload, table.Launch.__call__
+        with self.patch.context() as patch:
+            patch.setattr(table, "is_capturing", lambda device: True)
+            patch.setattr(table.Launch, "__call__", lambda *args: self.nodes.append((launch, args)))
+
+            def copied(room: table.Room, begin: int, values: Any, source: Tensor | None = None) -> None:
+                assert source is not None, "pinned memory cannot be allocated in a capture"
+                upload(room, begin, values, source)
+                target = room.table[begin : begin + len(source)]
+                target.fill_(-1)  # the copy is recorded, not made
+                self.nodes.append((lambda target, source: target.copy_(source), (target, source)))
+
+            patch.setattr(table.Room, "upload", copied)
+            step()
+
+    def replay(self) -> None:
+        for call, args in self.nodes:
+            call(*args)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_replay_depends_on_nothing_that_eager_steps_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, op = Graph(monkeypatch), getattr(memkern.triton, name)
+    args, expected = (arguments(name, MIXED, scaler=0.0, grad_norm=3.7) for _ in range(2))
+    lr = {"adam_step_": 8, "lamb_step_": 9, "lars_step_": 7, "lion_step_": 5}[name]
+    table._spares.clear()
+    with pytest.raises(RuntimeError, match="run one such step before each capture"):
+        graph.capture(lambda: op(*args))
+    op(*args)
+    static = args[1]
+    graph.capture(lambda: op(*args))
+    getattr(reference, name)(*expected)
+    assert_same(args, expected)  # a capture runs nothing
+    for rate in (1e-2, 0.5):
+        args[lr][0].fill_(rate)
+        expected[lr][0].fill_(rate)
+        graph.replay()
+        getattr(reference, name)(*expected)
+        assert_same(args, expected)
+        # An eager step with gradients elsewhere, in between.
+        args[1] = [x.clone() for x in static]
+        op(*args)
+        getattr(reference, name)(*expected)
+        assert_same(args, expected)

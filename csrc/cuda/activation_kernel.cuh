@@ -46,7 +46,7 @@ MEMKERN_DEVICE Planes encode(const float (&x)[kEight], int n, const EncodeTable&
   }
   if (table.symmetry == kOdd) {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) planes |= x[i] < 0.0f ? 1u << (8 * (table.bits - 1) + i) : 0u;
+    for (int i = 0; i < kEight; ++i) planes ^= x[i] < 0.0f ? 1u << (8 * (table.bits - 1) + i) : 0u;
   }
   return planes & ((1u << n) - 1) * kOfElement;
 }

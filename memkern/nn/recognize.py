@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,7 @@ def _function_name(value: Any) -> str | None:
 
 def called_in_forward(module: nn.Module) -> str | None:
     """The function of FUNCTIONS that a module's forward names or that it holds as an attribute, if any is seen."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or type(module) in TORCH or type(module).__module__.startswith("memkern."):
         return None
     children = dict(module.named_children())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,10 +90,10 @@ def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
         saved,
     )
     layers, heads, width = config.shape
-    out.suptitle(
-        f"GPT {layers}x{heads}x{width}, {results[0].parameters / 1e6:.1f} M parameters: {summary(results)}",
-        fontsize=11, color=INK,
-    )  # fmt: skip
+    title = (
+        f"GPT {layers}x{heads}x{width}, {results[0].parameters / 1e6:.1f} M parameters: {summary(results)}"
+    )
+    out.suptitle(textwrap.fill(title, 110), fontsize=11, color=INK)
     return out
 
 

@@ -25,19 +25,23 @@ from ..reference.activation import (
 )
 from .functions import activate
 from .launch import OPTIONS, TILE, cdiv, guard
+from .tiles import LINE, pointer
 
 _PLAIN, _EVEN, _ODD = (tl.constexpr(number) for number in (PLAIN, EVEN, ODD))
 _NO_FUNCTION = tl.constexpr(-1)
-_JIT: dict[str, Any] = {"do_not_specialize": ["numel", "plane"]}
+_JIT: dict[str, Any] = {
+    "do_not_specialize": ["numel", "plane"],
+    "do_not_specialize_on_alignment": ["x", "y", "grad", "output", "result", "codes"],
+}
 
 
 @triton.jit
-def _places(numel, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def _places(numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """Where this program's tile begins; its elements' offsets from there, and which of them exist."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = tl.minimum(numel - start, BLOCK).to(tl.int32)
-    if WHOLE:
-        left = tl.multiple_of(left, 8)
+    if VECTOR > 1:
+        left = tl.multiple_of(left, VECTOR)
     offset = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     return start, offset, offset < left
 
@@ -54,26 +58,29 @@ def encode_kernel(
     x, y, codes, numel, plane,
     A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr,
     THRESHOLDS: tl.constexpr, FLIPS: tl.constexpr, COUNT: tl.constexpr, SYMMETRY: tl.constexpr, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x, and where FN is not -1 its activation as well. FLIPS: bit p of a flip at 8 p."""
-    start, offset, exists = _places(numel, BLOCK, WHOLE)
-    value = tl.load(x + start + offset, mask=exists, other=0.0).to(tl.float32)
+    """Codes of x, and where FN is not -1 its activation as well."""
+    start, offset, exists = _places(numel, BLOCK, VECTOR)
+    x = pointer(x, start, x.dtype.element_ty, VECTOR)
+    value = tl.load(x + offset, mask=exists, other=0.0).to(tl.float32)
     u = value
     if SYMMETRY != _PLAIN:
         u = tl.abs(value)
     bits = tl.zeros(value.shape, tl.uint32)
-    for i in tl.static_range(COUNT):
-        bits ^= tl.where(u > THRESHOLDS[i], FLIPS[i], 0).to(tl.uint32)
-    if SYMMETRY == _ODD:
-        bits |= tl.where(value < 0, 1 << (8 * (BITS - 1)), 0).to(tl.uint32)
-    bits = tl.where(exists, bits, 0)
+    for p in tl.static_range(BITS):
+        bit = (value < 0) & exists if SYMMETRY == _ODD and p == BITS - 1 else tl.zeros(value.shape, tl.int1)
+        for i in tl.static_range(COUNT):
+            if FLIPS[i] >> p & 1:
+                bit = bit ^ (u > THRESHOLDS[i])
+        bits |= tl.where(bit & exists, 1 << (8 * p), 0).to(tl.uint32)
     planes = tl.sum(bits << tl.arange(0, 8).to(tl.uint32)[None, :], axis=1)
     byte, is_there = _bytes(start, plane, BLOCK)
     for p in tl.static_range(BITS):
         tl.store(codes + p * plane.to(tl.int64) + byte, (planes >> (8 * p) & 255).to(tl.uint8), mask=is_there)
     if FN != _NO_FUNCTION:
-        tl.store(y + start + offset, activate(value, A, B, FN).to(y.dtype.element_ty), mask=exists)
+        y = pointer(y, start, y.dtype.element_ty, VECTOR)
+        tl.store(y + offset, activate(value, A, B, FN).to(y.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -120,24 +127,29 @@ def level_of(bits, LEVELS: tl.constexpr, BITS: tl.constexpr):
 @triton.jit(**_JIT)
 def levels_kernel(
     grad, result, codes, numel, plane,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    start, offset, exists = _places(numel, BLOCK, WHOLE)
-    g = tl.load(grad + start + offset, mask=exists, other=0.0).to(tl.float32)
+    start, offset, exists = _places(numel, BLOCK, VECTOR)
+    grad = pointer(grad, start, grad.dtype.element_ty, VECTOR)
+    result = pointer(result, start, result.dtype.element_ty, VECTOR)
+    g = tl.load(grad + offset, mask=exists, other=0.0).to(tl.float32)
     level = level_of(_load_planes(codes, start, plane, BITS, BLOCK), LEVELS, BITS)
-    tl.store(result + start + offset, (g * level).to(result.dtype.element_ty), mask=exists)
+    tl.store(result + offset, (g * level).to(result.dtype.element_ty), mask=exists)
 
 
 @triton.jit(**_JIT)
 def valley_kernel(
     grad, output, result, codes, numel, plane,
     MINIMUM: tl.constexpr, FALLING: tl.constexpr, RISING: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """REACH, SCALE: of the falling and the rising side, SCALE = 2 / REACH."""
-    start, offset, exists = _places(numel, BLOCK, WHOLE)
-    g = tl.load(grad + start + offset, mask=exists, other=0.0).to(tl.float32)
-    y = tl.load(output + start + offset, mask=exists, other=0.0).to(tl.float32)
+    start, offset, exists = _places(numel, BLOCK, VECTOR)
+    grad = pointer(grad, start, grad.dtype.element_ty, VECTOR)
+    result = pointer(result, start, result.dtype.element_ty, VECTOR)
+    g = tl.load(grad + offset, mask=exists, other=0.0).to(tl.float32)
+    output = pointer(output, start, output.dtype.element_ty, VECTOR)
+    y = tl.load(output + offset, mask=exists, other=0.0).to(tl.float32)
     rising = _load_planes(codes, start, plane, 1, BLOCK) != 0
     t = y - MINIMUM
     s = tl.math.sqrt_rn(tl.where(t > 0, t, 0.0))
@@ -146,20 +158,23 @@ def valley_kernel(
     d = tl.where(rising, RISING[0], FALLING[0])
     for i in tl.static_range(1, COUNT):
         d = d * z + tl.where(rising, RISING[i], FALLING[i])
-    tl.store(result + start + offset, (g * d).to(result.dtype.element_ty), mask=exists)
+    tl.store(result + offset, (g * d).to(result.dtype.element_ty), mask=exists)
 
 
 def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
     return tuple(map(to_fp32, numbers))
 
 
-def _launch(kernel: Any, like: Tensor, *tensors: Tensor, **constants: Any) -> None:
-    numel = like.numel()
-    plane = plane_bytes(numel)
+def _launch(kernel: Any, codes: Tensor, *floats: Tensor, **constants: Any) -> None:
+    """Launches a kernel over tensors of floats that lie in memory alike."""
+    numel, plane, device = floats[0].numel(), codes.shape[1], codes.device
+    # 16 bytes of the widest stream; a thread takes as many elements of every stream.
+    aligned = numel % LINE == 0 and not any(t.data_ptr() % 16 for t in floats)
+    vector = 16 // max(t.element_size() for t in floats) if aligned else 1
     if numel:
-        with guard(like.device):
+        with guard(device):
             kernel[(cdiv(8 * plane, TILE),)](
-                *tensors, numel, plane, **constants, BLOCK=TILE, WHOLE=numel % 8 == 0, **OPTIONS
+                *floats, codes, numel, plane, **constants, BLOCK=TILE, VECTOR=vector, **OPTIONS
             )
 
 
@@ -169,10 +184,9 @@ def _encode(
     check_table(bits, thresholds, flips, symmetry)
     check_values(x, "x")
     codes = x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
-    spread = tuple(sum((flip >> p & 1) << (8 * p) for p in range(bits)) for flip in flips)
     _launch(
-        encode_kernel, x, x, y, codes,
-        THRESHOLDS=_fp32(thresholds), FLIPS=spread, COUNT=len(spread), SYMMETRY=symmetry, BITS=bits, **constants,
+        encode_kernel, codes, x, y,
+        THRESHOLDS=_fp32(thresholds), FLIPS=tuple(flips), COUNT=len(flips), SYMMETRY=symmetry, BITS=bits, **constants,
     )  # fmt: skip
     return codes
 
@@ -205,7 +219,7 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     """grad times its element's level."""
     check_levels(grad, codes, levels)
     result = torch.empty_like(grad)
-    _launch(levels_kernel, grad, grad, result, codes, LEVELS=_fp32(levels), BITS=codes.shape[0])
+    _launch(levels_kernel, codes, grad, result, LEVELS=_fp32(levels), BITS=codes.shape[0])
     return result
 
 
@@ -224,7 +238,7 @@ def few_bit_backward_from_output(
     result = torch.empty_like(grad)
     reach = (falling_reach, rising_reach)
     _launch(
-        valley_kernel, grad, grad, output, result, codes,
+        valley_kernel, codes, grad, output, result,
         MINIMUM=to_fp32(minimum), FALLING=_fp32(falling), RISING=_fp32(rising), REACH=_fp32(reach),
         SCALE=_fp32([2 / each for each in reach]), COUNT=len(rising),
     )  # fmt: skip

@@ -12,7 +12,8 @@ from torch import Tensor
 from . import multi_tensor as mt
 from .codec import POWER, dither
 from .moment import decayed, load_scale, moment_pointer, store_moment
-from .table import Moment, StepArgs, run_step
+from .step_args import Moment, StepArgs
+from .table import run_step
 from .tiles import float_pointer, tile_of
 
 

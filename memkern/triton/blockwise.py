@@ -11,7 +11,7 @@ from .. import codec as C
 from ..layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of
 from ..reference.blockwise import check_codec
 from .codec import code_unit, decode, dither, dynamic_tables, encode
-from .launch import OPTIONS, cdiv, guard, rows_of
+from .launch import cdiv, guard, options_of, rows_of
 from .tiles import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
@@ -91,7 +91,7 @@ def quantize_blockwise(
             quantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
                 x, codes, scale, dynamic_tables(x.device), (step or 0) * C.DITHER_STEP % 2**32,
                 *_layout_args(layout),
-                KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, **shape, **OPTIONS,
+                KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, **shape, **options_of(shape["BLOCK"]),
             )  # fmt: skip
     return codes, scale
 
@@ -110,6 +110,6 @@ def dequantize_blockwise(
         with guard(codes.device):
             dequantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
                 out, codes, scale, dynamic_tables(codes.device), *_layout_args(layout),
-                KIND=codec + 1, SIGNED=codes.dtype == torch.int8, **shape, **OPTIONS,
+                KIND=codec + 1, SIGNED=codes.dtype == torch.int8, **shape, **options_of(shape["BLOCK"]),
             )  # fmt: skip
     return out

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..layout import FLOATS, layout_of
 from . import multi_tensor as mt
 from .launch import OPTIONS, guard
-from .table import StepArgs, plan_for
+from .step_args import StepArgs
+from .table import plan_for
 from .tiles import float_pointer, tile_of
 
 _SUMS = tl.constexpr(4096)

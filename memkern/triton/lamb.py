@@ -12,7 +12,7 @@ from torch import Tensor
 from . import layers as ly
 from . import multi_tensor as mt
 from .adam import adam_direction, adam_fields, adam_scalars, adam_store, adam_tile
-from .table import Moment, StepArgs
+from .step_args import Moment, StepArgs
 from .tiles import tile_of
 
 _UPDATE_DECAY = tl.constexpr(12)  # weight_decay where it is part of the update, else 0

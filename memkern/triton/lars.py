@@ -12,7 +12,7 @@ from torch import Tensor
 from . import layers as ly
 from . import multi_tensor as mt
 from .moment import decayed, load_scale, moment_pointer, store_moment
-from .table import Moment, StepArgs
+from .step_args import Moment, StepArgs
 from .tiles import float_pointer, tile_of
 
 # Words of a group, and of a layer's scalars.

@@ -19,7 +19,8 @@ from ..reference.trust import check_trust
 from . import multi_tensor as mt
 from .codec import dynamic_tables
 from .launch import guard
-from .table import Moment, StepArgs, check_step, plan_for
+from .step_args import Moment, StepArgs, check_step
+from .table import plan_for
 
 RUN = tl.constexpr(11)
 GRAD_RATIO = tl.constexpr(12)

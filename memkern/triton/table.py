@@ -7,22 +7,21 @@ addresses may change at each step, and are uploaded when they do.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import FLOATS, BlockLayout, layout_of
-from ..reference.state import check_tensors
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, rows_of, stream_of
+from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, options_of, rows_of, stream_of
+from .step_args import StepArgs, addresses_of, check_step, front_words, signature_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
@@ -39,34 +38,6 @@ CONSTANTS = (
 )  # of the kernels that plans launch
 
 
-class Moment(NamedTuple):
-    """One moment of all tensors: its name, its tensors, the dtype of its codes, a scale for each tensor of codes."""
-
-    name: str
-    tensors: Sequence[Tensor]
-    code_dtype: torch.dtype
-    scales: Sequence[Tensor]
-
-
-class StepArgs(NamedTuple):
-    """What the step ops share. ``hyperparameters``: lists with an entry per group, in the order of the table."""
-
-    params: Sequence[Tensor]  # empty where an op only reads gradients
-    grads: Sequence[Tensor]
-    moments: Sequence[Moment] = ()
-    steps: Sequence[Tensor] | None = None  # layers of one tensor follow each other and have the same
-    trust_ratios: Sequence[Tensor] = ()
-    group: Sequence[int] = ()
-    lr: Sequence[Tensor] = ()
-    hyperparameters: Sequence[Sequence[float]] = ()
-    codec: Sequence[int] = ()
-    block_size: Sequence[int] = ()
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    grad_norm: Tensor | None = None
-    max_grad_norm: float = 0.0
-
-
 @dataclass
 class Launch:
     """What one launch works on, the same at each step: a run of slots of the table."""
@@ -76,83 +47,17 @@ class Launch:
     members: int = 0
     programs_before: int = 0  # of all launches before
     constants: dict[str, Any] = field(default_factory=dict)  # of the kernel, in the order of its parameters
+    options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
     compiled: dict[int, Any] = field(default_factory=dict)
 
     def __call__(self, kernel: Any, *args: Any) -> None:
         """``kernel[programs](*args, **constants)``. Arguments may differ from step to step in values alone."""
         compiled = self.compiled.get(id(kernel))
         if compiled is None:  # always in the interpreter
-            self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **OPTIONS)
+            self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **self.options)
         else:
             # Triton's search for it takes 20 us.
             compiled[(self.programs, 1, 1)](*args, *self.constants.values())
-
-
-# ---- the table's words
-
-
-def bits(x: float) -> int:
-    return struct.unpack("q", struct.pack("d", x))[0]
-
-
-def number(x: Tensor | None, name: str, device: torch.device) -> list[int]:
-    """Two words for a number. One on the device is read there, by the kernel; one on the host is read here."""
-    if x is None:
-        return [0, mt.ABSENT.value]
-    if x.numel() != 1 or x.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"{name} must be a float32 or float64 tensor of one element, got {x.dtype} of shape {tuple(x.shape)}"
-        )
-    if x.device == device:
-        return [x.data_ptr(), (mt.AT_FP32 if x.dtype == torch.float32 else mt.AT_FP64).value]
-    if x.device.type != "cpu":
-        raise ValueError(f"{name} must be on {device} or on the CPU, got {x.device}")
-    return [bits(float(x)), mt.VALUE.value]
-
-
-def _front(args: StepArgs, device: torch.device) -> list[int]:
-    """The header and the groups."""
-    front = number(args.grad_scale, "grad_scale", device)
-    front += number(args.found_inf, "found_inf", device)
-    front += number(args.grad_norm, "grad_norm", device)
-    front += [bits(args.max_grad_norm), 0]
-    padding = [0] * (mt.GROUP_WORDS.value - 2 - len(args.hyperparameters))
-    for i, lr in enumerate(args.lr):
-        front += number(lr, "lr", device)
-        front += [bits(values[i]) for values in args.hyperparameters]
-        front += padding
-    return front
-
-
-def _signature(args: StepArgs) -> tuple[Any, ...]:
-    """What a plan depends on, but for addresses. Few objects: 1,000 shapes a step set off the garbage collector."""
-    both = args.params, args.grads
-    contiguous = [[x.is_contiguous() for x in tensors] for tensors in both]
-    return (
-        # Not the states' dtypes: where one turns from codes to fp32, its scale goes, and so the list of addresses.
-        [[x.dtype for x in tensors] for tensors in both],
-        [[x.numel() for x in tensors] for tensors in both],
-        contiguous,
-        [
-            (x.shape, x.stride())
-            for tensors, dense in zip(both, contiguous, strict=True)
-            if not all(dense)
-            for x in tensors
-        ],
-        [len(values) for values in args.hyperparameters],
-        list(args.group),
-        list(args.codec),
-        list(args.block_size),
-    )
-
-
-def _addresses(args: StepArgs) -> list[int]:
-    states = chain.from_iterable((m.tensors, m.scales) for m in args.moments)
-    return [
-        x.data_ptr()
-        for tensors in (args.params, *states, args.steps or (), args.trust_ratios)
-        for x in tensors
-    ]
 
 
 # ---- memory
@@ -286,7 +191,8 @@ class Plan:
                 programs += cdiv(
                     layout.numel if constants["FLAT"] else layout.blocks * constants["BLOCK_SIZE"], elements
                 )
-            self.launches.append(Launch(programs, first, len(tensors), before, constants))
+            options = options_of(constants["BLOCK_SIZE"])
+            self.launches.append(Launch(programs, first, len(tensors), before, constants, options))
             self.reductions.append(Launch(len(tensors), first, len(tensors), before))
             before += programs
         return order, first_programs
@@ -311,7 +217,7 @@ def plan_for(
     ``check`` raises unless the arguments fit together; it is called where there is no plan for them yet, before
     anything is changed. ``tiles``: of one tensor, for one program. ``sums_per_program``: fp64 words of ``room.sums``.
     """
-    signature, addresses = _signature(args), _addresses(args)
+    signature, addresses = signature_of(args), addresses_of(args)
     grads = [g.data_ptr() for g in args.grads]
     if is_capturing(device):
         return _captured_plan(op, args, device, check, signature, addresses, tiles, sums_per_program)
@@ -324,16 +230,17 @@ def plan_for(
         or (plan.grads != grads and any((a ^ b) % 16 for a, b in zip(plan.grads, grads, strict=True)))
     ):
         check()
-        front = _front(args, device)
+        front = front_words(args, device)
         plan = Plan(args, signature, addresses, tiles, sums_per_program)
         plan.room = Room(*plan.room_sizes, device)
         plan.front = front
         plan.room.upload(0, chain(front, grads, plan.columns))
         _plans[key] = plan
+        _plans.move_to_end(key)
         if len(_plans) > MAX_PLANS:
             _plans.popitem(last=False)
     else:
-        front = _front(args, device)
+        front = front_words(args, device)
         _plans.move_to_end(key)
         if plan.front != front:
             plan.front = front
@@ -341,7 +248,7 @@ def plan_for(
         if plan.grads != grads:
             plan.grads = grads
             plan.room.upload(plan.grads_at, grads)
-    if device.type != "cpu":
+    if is_remote(device):
         spare = op, device, plan.room_sizes
         if spare not in _spares:
             _spares[spare] = Room(*plan.room_sizes, device)
@@ -356,7 +263,7 @@ def _captured_plan(
     So an eager step leaves a room for it; the upload becomes part of the graph, from pinned memory that stays as it is.
     """
     check()
-    front = _front(args, device)
+    front = front_words(args, device)
     plan = Plan(args, *plan_args)
     spare = op, device, plan.room_sizes
     if spare not in _spares:
@@ -371,20 +278,6 @@ def _captured_plan(
 
 
 # ---- launches
-
-
-def check_step(args: StepArgs, device: torch.device) -> None:
-    check_tensors(
-        args.params, args.grads, args.steps, args.group, args.lr, args.hyperparameters, args.moments,
-        args.codec, args.block_size,
-    )  # fmt: skip
-    lists = {"params": args.params, "grads": args.grads, "steps": args.steps or ()}
-    for moment in args.moments:
-        lists |= {moment.name: moment.tensors, f"the scales of {moment.name}": moment.scales}
-    for name, tensors in lists.items():
-        for i, x in enumerate(tensors):
-            if x.device != device:
-                raise ValueError(f"{name}[{i}] must be on {device} like the first parameter, got {x.device}")
 
 
 def run_step(op: str, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
