@@ -36,6 +36,7 @@ COLUMNS = (
     "validation_loss",
 )
 OPTIMIZERS = {"adamw": 3e-3, "lamb": 1e-2, "lamb8bit": 1e-2}  # rates of the base batch
+STYLES = {"adamw": "-", "lamb": "-", "lamb8bit": "--"}
 COLORS = {"adamw": OTHERS, "lamb": "#e8590c", "lamb8bit": OURS}
 
 
@@ -143,15 +144,19 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     for axis, factor in zip(axes, factors, strict=False):
         for name in OPTIMIZERS:
             curve = found[name, factor]
-            axis.plot(
-                list(curve), [statistics.mean(v) for v in curve.values()], label=name, color=COLORS[name]
-            )
+            means = [statistics.mean(v) for v in curve.values()]
+            axis.plot(list(curve), means, label=name, color=COLORS[name], linestyle=STYLES[name])
         axis.set_title(f"batch x{factor}", fontsize=10, loc="left")
     for name in ("lamb", "lamb8bit"):
         for seed, values in enumerate(zip(*losses(rows, "parity")[name, 1].values(), strict=True)):
             label = name if seed == 0 else None
             axes[-1].plot(
-                list(losses(rows, "parity")[name, 1]), values, color=COLORS[name], label=label, linewidth=1
+                list(losses(rows, "parity")[name, 1]),
+                values,
+                color=COLORS[name],
+                linestyle=STYLES[name],
+                label=label,
+                linewidth=1,
             )
     axes[-1].set_title("8-bit and 32-bit LAMB, each seed", fontsize=10, loc="left")
     for axis in axes:

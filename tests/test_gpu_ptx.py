@@ -74,8 +74,14 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 
 
 @over_compiled
-@pytest.mark.parametrize(("param", "grad"), DTYPES)
-@pytest.mark.parametrize("name", ["adam_step_", "lion_step_"])
+@pytest.mark.parametrize(
+    ("name", "param", "grad"),
+    [
+        *((name, *dtypes) for name in ("adam_step_", "lion_step_") for dtypes in DTYPES),
+        ("lamb_step_", *DTYPES[0]),
+        ("lars_step_", *DTYPES[1]),
+    ],
+)
 def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dtype) -> None:
     args, options = drive.step_args(name, param, grad), drive.scaler()
     expected = drive.twin(args)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from memkern.codec import ACTIVATIONS
 from memkern.tables import LEVELS, VALLEYS
-from memkern.triton import activation, adam, blockwise, grad_norm, lion
-from memkern.triton.launch import rows_of
+from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, layers, lion
+from memkern.triton.launch import TILE, rows_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.layout.FLOATS
@@ -64,10 +64,21 @@ STEP_TILES = {
     "fp32 states, bf16": tile(PLAIN, BF16, BF16),
     "fp32 states, fp32, unaligned": tile(PLAIN, FP32, FP32, vector=1),
 }
-EVERYWHERE = ("adam: power, fp32", "adam: power, bf16", "adam: dynamic, fp32", "lion: power, bf16")
+EVERYWHERE = (
+    "adam: power, fp32",
+    "adam: power, bf16",
+    "adam: dynamic, fp32",
+    "lamb: power, fp32",
+    "lamb norms: power, fp32",
+    "lars norms: power, bf16",
+    "lion: power, bf16",
+)
 
 
-def _steps(name: str, kernel: Any) -> dict[str, Variant]:
+USUAL = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
+
+
+def _steps(name: str, kernel: Any, variants: Any = tuple(STEP_TILES)) -> dict[str, Variant]:
     return {
         f"{name}: {variant}": Variant(
             kernel,
@@ -77,6 +88,7 @@ def _steps(name: str, kernel: Any) -> dict[str, Variant]:
             f"{name}: {variant}" in EVERYWHERE,
         )
         for variant, constants in STEP_TILES.items()
+        if variant in variants
     }
 
 
@@ -105,6 +117,15 @@ KERNELS: dict[str, Variant] = {
     "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
     **_steps("lion", lion.lion_kernel),
     "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
+    **_steps("lamb", lamb.lamb_kernel, USUAL),
+    **_steps("lamb norms", lamb.lamb_norms, USUAL),
+    "lamb: prologue": Variant(lamb.lamb_prologue, {}, {}, 0, True),
+    "lamb: ratios": Variant(lamb.lamb_ratios, {}, {}, 0, True),
+    **_steps("lars", lars.lars_kernel, USUAL),
+    **_steps("lars norms", lars.lars_norms, USUAL),
+    "lars: prologue": Variant(lars.lars_prologue, {}, {}, 0, False),
+    "lars: ratios": Variant(lars.lars_ratios, {}, {}, 0, False),
+    "layers: count of steps": Variant(layers.count_steps, {}, {}, 0, True),
     "norm: squares, fp32": _norm(FP32, 4),
     "norm: squares, bf16, unaligned": _norm(BF16, 1),
     "norm: sum": Variant(grad_norm.norm_kernel, {}, {}, 0, True),
@@ -134,8 +155,8 @@ TABLE = {
 
 def _activation(kernel: Any, constants: dict[str, Any], dtype: str, vector: int, everywhere: bool) -> Variant:
     types = dict.fromkeys(("x", "y", "grad", "output", "result"), f"*{dtype}") | {"codes": "*u8"}
-    constants = {**constants, "BLOCK": activation.BLOCK, "VECTOR": vector}
-    return Variant(kernel, constants, types, activation.BLOCK, everywhere)
+    constants = {**constants, "BLOCK": TILE, "VECTOR": vector}
+    return Variant(kernel, constants, types, TILE, everywhere)
 
 
 KERNELS |= {

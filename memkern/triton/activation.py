@@ -24,13 +24,11 @@ from ..reference.activation import (
     plane_bytes,
 )
 from .functions import activate
-from .launch import OPTIONS, cdiv, guard
+from .launch import OPTIONS, TILE, cdiv, guard
 from .tiles import LINE, pointer
 
 _PLAIN, _EVEN, _ODD = (tl.constexpr(number) for number in (PLAIN, EVEN, ODD))
 _NO_FUNCTION = tl.constexpr(-1)
-BLOCK = 2048
-"""Elements of a tile: eight a thread, which are 16 bytes of bf16, where a warp has 64 threads (AMD), 16 elsewhere."""
 _JIT: dict[str, Any] = {
     "do_not_specialize": ["numel", "plane"],
     "do_not_specialize_on_alignment": ["x", "y", "grad", "output", "result", "codes"],
@@ -175,8 +173,8 @@ def _launch(kernel: Any, codes: Tensor, *floats: Tensor, **constants: Any) -> No
     vector = 16 // max(t.element_size() for t in floats) if aligned else 1
     if numel:
         with guard(device):
-            kernel[(cdiv(8 * plane, BLOCK),)](
-                *floats, codes, numel, plane, **constants, BLOCK=BLOCK, VECTOR=vector, **OPTIONS
+            kernel[(cdiv(8 * plane, TILE),)](
+                *floats, codes, numel, plane, **constants, BLOCK=TILE, VECTOR=vector, **OPTIONS
             )
 
 

@@ -64,7 +64,7 @@ def lamb_norms(
     grads, columns = mt.columns_of(table, groups, tensors)
     tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
     layout = mt.layout_of_tensor(columns + tensor, tensors)
-    addresses, of_gradient, of_moments, _ = adam_fields(
+    addresses, of_gradient, of_moments, _u = adam_fields(
         grads, columns, tensors, tensor, scalars, BLOCK_SIZE, KIND
     )
     s = scalars + tensor * mt.SCALARS
@@ -78,7 +78,7 @@ def lamb_norms(
     tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in range(0, tl.where(tl.load(s + ly.ADAPT) != 0.0, tiles, 0)):
         start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, m, v, _, _, _ = adam_tile(
+        p, m, v, _p_at, _m_at, _v_at = adam_tile(
             addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
         )
         p = p * decay

@@ -104,7 +104,7 @@ def lars_norms(
     tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in range(0, tl.where(tl.load(s + ly.ADAPT) != 0.0, tiles, 0)):
         start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, g, _, m, _, _ = lars_tile(
+        p, g, _d, m, _p_at, _m_at = lars_tile(
             addresses, of_step, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
         )
         update = tl.where(classic, g, m).to(tl.float64)
@@ -149,7 +149,7 @@ def lars_kernel(
     tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
     for i in range(0, tl.where(tl.load(s + ly.RUN) != 0.0, tiles, 0)):  # none where the step is skipped
         start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, _, d, m, p_at, m_at = lars_tile(
+        p, _g, d, m, p_at, m_at = lars_tile(
             addresses, of_step, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
         )
         p = p - rate * tl.where(nesterov, d + momentum * m, m)
