@@ -16,6 +16,12 @@ missing = backend.available()["triton"]
 pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 INTERPRETED = {
+    "activations": ["tests/triton_activation.py"],
+    "functions": [
+        "tests/test_activation.py",
+        "-k",
+        "triton and (gradient_is or planes) and (odd or slice or channels)",
+    ],
     "steps": ["tests/triton_steps.py"],
     "ops": [
         "tests/test_ops.py",

@@ -1,4 +1,4 @@
-"""Triton's activations in the interpreter: test_triton_activation.py runs this file with TRITON_INTERPRET=1."""
+"""Triton's activations in the interpreter: test_triton.py runs this file with TRITON_INTERPRET=1."""
 
 import pytest
 import torch

@@ -44,7 +44,8 @@ def compiled(name: str, target: str) -> Any:
     constants = variant.constants
     if target.startswith("gfx"):
         gpu = GPUTarget("hip", target, 64)
-        constants = {k: 2 * v if k == "ROWS" else v for k, v in constants.items()}  # as launch.TILE is there
+        size = "ROWS" if "ROWS" in constants else "BLOCK"
+        constants = {k: 2 * v if k == size else v for k, v in constants.items()}  # as launch.TILE is there
     else:
         gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants)

@@ -72,12 +72,12 @@ def adam_prologue(table, scalars, groups, tensors):
     tl.store(step_at, step, mask=mask)
 
     out = scalars + t * mt.SCALARS
-    adam_scalars(
-        out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step.to(tl.int64), mask | True
-    )
     tl.store(out + 8, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + 9, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
     tl.store(out + 11, tl.where(run, 1.0, 0.0), mask=mask)
+    adam_scalars(
+        out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step.to(tl.int64), mask | True
+    )
 
 
 @triton.jit
