@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import activation_parity, closed_loop, harness, report, streams
+from benchmarks import activation_parity, closed_loop, harness, large_batch, report, streams
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
@@ -176,6 +176,26 @@ def test_fp32_adam_has_no_closed_loop_error():
     assert error.mean_error < 1e-5
     assert error.last_error < 1e-5
     assert error.sqrt_v_ratio == pytest.approx(1, abs=1e-5)
+
+
+def test_large_batches(tmp_path):
+    setting = large_batch.Setting(
+        layers=1, heads=1, width=16, seq_len=16, batch_size=2, steps=32, factors=(1, 8), seeds=2,
+        parity_steps=4, parity_seeds=2, points=2, eval_tokens=512,
+    )  # fmt: skip
+    large_batch.main(["--out", str(tmp_path)], setting)
+    assert (tmp_path / "large-batch.png").stat().st_size > 0
+    with (tmp_path / "large-batch.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(tuple(row) == large_batch.COLUMNS and float(row["validation_loss"]) < 6 for row in rows)
+    ends = {
+        (row["optimizer"], row["factor"], row["seed"]): int(row["tokens"])
+        for row in rows
+        if row["part"] == "large batch" and row["step"] == row["steps"]
+    }
+    assert len(ends) == 3 * 2 * 2
+    assert {*ends.values()} == {32 * 2 * 16}  # every run has seen the same tokens
+    assert {row["lr"] for row in rows if row["factor"] == "8" and row["optimizer"] == "lamb"} == {"0.02828"}
 
 
 def test_closed_loop_table(tmp_path, monkeypatch):

@@ -40,7 +40,8 @@ class LAMB(LayerwiseOptimizer):
             along the outermost dimension in memory (3 for the ``(3 * width, width)`` weight of a fused q, k and v), or
             ``"rows"`` for a ratio per row. Layers are whole blocks, so rows shorter than one may not divide. Default 1.
         maximize: ascend instead of descend. Default False.
-        foreach: accepted and ignored; every step is one fused call for all tensors.
+        foreach, fused: accepted and ignored; every step is one fused call for all tensors.
+        differentiable: not supported, must be False.
         capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
 
     The state is that of Adam, and ``trust_ratio``, float32 of shape (layers,). A step with 8-bit states reads and
@@ -80,6 +81,8 @@ class LAMB(LayerwiseOptimizer):
         layers: int | str = 1,
         maximize: bool = False,
         capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         state_bits: int = 32,
         block_size: int = 128,
         codec: str = "power",
@@ -89,6 +92,7 @@ class LAMB(LayerwiseOptimizer):
             type(self).__name__,
             caution=caution,
             corrected_weight_decay=corrected_weight_decay,
+            differentiable=differentiable,
         )
         if not grad_averaging:
             raise ValueError(

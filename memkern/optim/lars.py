@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .base import check_torch_options
 from .layerwise import LayerwiseOptimizer, layers_number
 
 
@@ -42,7 +43,8 @@ class LARS(LayerwiseOptimizer):
         eps: added to the classic form's denominator. Default 1e-8.
         trust_clip: see the formulas. Default False.
         always_adapt: trust ratios for parameters without decay too. Default False.
-        foreach: accepted and ignored; every step is one fused call for all tensors.
+        foreach, fused: accepted and ignored; every step is one fused call for all tensors.
+        differentiable: not supported, must be False.
         layers: as for :class:`memkern.optim.LAMB`. Default 1.
         maximize: ascend instead of descend. Default False.
         capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
@@ -85,11 +87,14 @@ class LARS(LayerwiseOptimizer):
         layers: int | str = 1,
         maximize: bool = False,
         capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         state_bits: int = 32,
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
     ) -> None:
+        check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -17,9 +17,9 @@ def scale_lr(base_lr: float, batch_factor: float, rule: str = "sqrt") -> float:
                                                  arXiv 1404.5997); for Adam: Malladi et al., arXiv 2205.10287
         none:    base_lr
 
-    Both papers warm up gradually from (nearly) 0 to the scaled rate, over an epoch or less for SGD, and for LAMB over
-    steps in proportion to the batch, so that the same number of steps is warm-up; torch's schedulers do it:
-    ``SequentialLR`` of ``LinearLR`` and what follows (:func:`memkern.train.loop.warmup_cosine`).
+    Large batches want a gradual warm-up to the scaled rate: over the first 5 epochs (Goyal et al.), or over a share of
+    the epochs in proportion to the batch (You et al.). torch's schedulers do it: ``SequentialLR`` of ``LinearLR`` and
+    what follows (:func:`memkern.train.loop.warmup_cosine`).
 
     Raises:
         ValueError: an unknown rule, a rate below 0, a factor that is not above 0.
