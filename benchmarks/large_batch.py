@@ -137,6 +137,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     found = losses(rows, "large batch")
     factors = sorted({factor for _, factor in found})
@@ -160,6 +161,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
             )
     axes[-1].set_title("8-bit and 32-bit LAMB, each seed", fontsize=10, loc="left")
     for axis in axes:
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1000:g}k")
         axis.set_xlabel("tokens", color=FAINT)
         axis.spines[:].set_visible(False)
         axis.grid(color=GRID)
