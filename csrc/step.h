@@ -30,6 +30,17 @@ inline void check_hyperparameters(std::initializer_list<size_t> sizes, size_t gr
                     got);
 }
 
+inline void check_steps(const Tensors& steps, const Tensors& params) {
+  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
+                  " entries, one per parameter, got ", steps.size());
+  const bool on_cpu = !params.empty() && params[0].is_cpu();
+  for (size_t i = 0; i < steps.size(); ++i)
+    STD_TORCH_CHECK(steps[i].numel() == 1 && steps[i].scalar_type() == ScalarType::Float &&
+                        steps[i].is_cpu() == on_cpu && same_device(steps[i], params[0], on_cpu),
+                    name_of("steps", i),
+                    " must be a float32 tensor of one element on the device of the parameters");
+}
+
 // Checks everything, and makes the jobs (J: a StepTensor): all that the tensors tell.
 template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors& grads,
                                             const std::array<const MomentArgs*, 2>& moments,

@@ -23,7 +23,7 @@ void adam_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& e
   const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
   const MomentArgs v{"exp_avg_sqs", exp_avg_sqs, ScalarType::Byte, exp_avg_sq_scales};
   auto jobs = make_jobs<AdamJob>(params, grads, {&m, &v}, group, groups, codec, block_size);
-  check_steps(steps, params.size());
+  check_steps(steps, params);
   const double grad_factor = gradient_factor(grad_scale, grad_norm, max_grad_norm);
   const std::vector<double> rate = read_rates(lr);
   if (skipped(found_inf)) return;

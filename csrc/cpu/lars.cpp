@@ -23,7 +23,7 @@ void lars_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& e
   const auto jobs =
       make_jobs<Layer<LarsScalars>>(params, grads, {&m, nullptr}, group, groups, codec, block_size);
   check_trust_ratios(params, jobs, trust_ratios, group, layers);
-  check_steps(steps, params.size());
+  check_steps(steps, params);
   const double grad_factor = gradient_factor(grad_scale, grad_norm, max_grad_norm);
   const std::vector<double> rate = read_rates(lr);
   if (skipped(found_inf)) return;

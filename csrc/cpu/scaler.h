@@ -23,14 +23,6 @@ inline std::vector<double> read_rates(const Tensors& lr) {
   return rates;
 }
 
-inline void check_steps(const Tensors& steps, size_t params) {
-  STD_TORCH_CHECK(steps.size() == params, "steps must have ", params, " entries, one per parameter, got ",
-                  steps.size());
-  for (const Tensor& step : steps)
-    STD_TORCH_CHECK(step.numel() == 1 && step.is_cpu() && step.scalar_type() == ScalarType::Float,
-                    "steps must be float32 tensors of one element on the CPU");
-}
-
 // Counts a step, and returns its number.
 inline uint64_t next_step(const Tensor& step) {
   return static_cast<uint64_t>(*static_cast<float*>(step.data_ptr()) += 1.0f);

@@ -33,16 +33,6 @@ inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::
   return h;
 }
 
-inline void check_steps(const Tensors& steps, const Tensors& params) {
-  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
-                  " entries, one per parameter, got ", steps.size());
-  for (size_t i = 0; i < steps.size(); ++i)
-    STD_TORCH_CHECK(steps[i].numel() == 1 && steps[i].scalar_type() == ScalarType::Float &&
-                        same_device(steps[i], params[0]),
-                    name_of("steps", i),
-                    " must be a float32 tensor of one element on the device of the parameters");
-}
-
 // Blocks of a tensor's own cut: codes' blocks, or tiles where the states are fp32.
 inline TensorRecord record_of(const StepTensor& job, const Tensor* step, int64_t group) {
   check_blocks(job.layout);
