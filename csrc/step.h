@@ -16,7 +16,7 @@ struct MomentArgs {
 };
 
 // A tensor of one number on the CPU.
-inline double read_number(const Tensor& t, const char* name) {
+inline double read_number(TensorRef t, const char* name) {
   STD_TORCH_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
   if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(t.data_ptr());
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " must be float32 or float64");
@@ -33,12 +33,11 @@ inline void check_hyperparameters(std::initializer_list<size_t> sizes, size_t gr
 inline void check_steps(const Tensors& steps, const Tensors& params) {
   STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
                   " entries, one per parameter, got ", steps.size());
-  const bool on_cpu = !params.empty() && params[0].is_cpu();
+  const DeviceOf device(params);
   for (size_t i = 0; i < steps.size(); ++i)
-    STD_TORCH_CHECK(steps[i].numel() == 1 && steps[i].scalar_type() == ScalarType::Float &&
-                        steps[i].is_cpu() == on_cpu && same_device(steps[i], params[0], on_cpu),
-                    name_of("steps", i),
-                    " must be a float32 tensor of one element on the device of the parameters");
+    STD_TORCH_CHECK(
+        steps[i].numel() == 1 && steps[i].scalar_type() == ScalarType::Float && device.holds(steps[i]),
+        name_of("steps", i), " must be a float32 tensor of one element on the device of the parameters");
 }
 
 // Checks everything, and makes the jobs (J: a StepTensor): all that the tensors tell.
@@ -60,21 +59,23 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
                       " entries, one per parameter, got ", moment->tensors.size());
 
   std::vector<J> jobs(n);
-  const bool on_cpu = n == 0 || params[0].is_cpu();
+  const DeviceOf device(params);
   size_t used = 0;
   for (size_t i = 0; i < n; ++i) {
     STD_TORCH_CHECK(group[i] >= 0 && static_cast<size_t>(group[i]) < groups, name_of("group", i),
                     " must be from 0 to ", groups - 1, ", got ", group[i]);
     const int64_t size = block_size[group[i]];
-    const Tensor &p = params[i], &g = grads[i];
+    const TensorRef p = params[i], g = grads[i];
     const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
     STD_TORCH_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
     STD_TORCH_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
-    STD_TORCH_CHECK(same_layout(g, p), name_of("grads", i), " must have its parameter's shape and strides");
-    STD_TORCH_CHECK(same_device(g, p, on_cpu) && same_device(p, params[0], on_cpu), name_of("grads", i),
+    const Shape shape(p);
+    STD_TORCH_CHECK(same_layout(g, shape), name_of("grads", i),
+                    " must have its parameter's shape and strides");
+    STD_TORCH_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
                     " and its parameter must be on the device of the first parameter");
     J& job = jobs[i];
-    job.layout = layout_of(p, size, "a parameter");
+    job.layout = layout_of(shape, size, "a parameter");
     job.param = p.data_ptr();
     job.grad = g.data_ptr();
     job.param_type = float_type(p_type);
@@ -84,21 +85,20 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
     for (int k = 0; k < 2; ++k) {
       const MomentArgs* moment = moments[k];
       if (!moment) continue;
-      const Tensor& state = moment->tensors[i];
+      const TensorRef state = moment->tensors[i];
       STD_TORCH_CHECK(state.scalar_type() == (coded ? moment->code : ScalarType::Float),
                       name_of(moment->name, i),
                       " must be 8-bit codes or float32, like the parameter's other states");
-      STD_TORCH_CHECK(same_layout(state, p), name_of(moment->name, i),
+      STD_TORCH_CHECK(same_layout(state, shape), name_of(moment->name, i),
                       " must have its parameter's shape and strides");
-      STD_TORCH_CHECK(same_device(state, p, on_cpu), name_of(moment->name, i),
-                      " must be on its parameter's device");
+      STD_TORCH_CHECK(device.holds(state), name_of(moment->name, i), " must be on its parameter's device");
       float* scale = nullptr;
       if (coded) {
         STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i),
                         " holds codes and has no scale");
-        const Tensor& all = moment->scales[used];
+        const TensorRef all = moment->scales[used];
         check_scale(all, job.layout, moment->name);
-        STD_TORCH_CHECK(same_device(all, p, on_cpu), "the scale of ", name_of(moment->name, i),
+        STD_TORCH_CHECK(device.holds(all), "the scale of ", name_of(moment->name, i),
                         " must be on its parameter's device");
         scale = static_cast<float*>(all.data_ptr());
       }
@@ -120,17 +120,16 @@ template <class J> void check_trust_ratios(const Tensors& params, const std::vec
                                            const Ints& layers) {
   STD_TORCH_CHECK(trust_ratios.size() == params.size(), "trust_ratios must have ", params.size(),
                   " entries, one per parameter, got ", trust_ratios.size());
-  const bool on_cpu = params.empty() || params[0].is_cpu();
+  const DeviceOf device(params);
   for (size_t i = 0; i < jobs.size(); ++i) {
     const int64_t wish = layers[group[i]];
     const int64_t count = layer_count(jobs[i].layout, params[i].dim(), wish);
     STD_TORCH_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
                     jobs[i].layout.rows, ", and end where a block of ", jobs[i].layout.block,
                     " elements does, got ", wish);
-    const Tensor& ratios = trust_ratios[i];
+    const TensorRef ratios = trust_ratios[i];
     STD_TORCH_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 &&
-                        ratios.numel() == count && ratios.is_contiguous() &&
-                        same_device(ratios, params[i], on_cpu),
+                        ratios.numel() == count && ratios.is_contiguous() && device.holds(ratios),
                     name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
                     ",) on its parameter's device");
   }

@@ -1,9 +1,6 @@
 // Tensors of LibTorch's stable ABI as the kernels want them: checked, with their block layout.
 #pragma once
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <optional>
@@ -12,12 +9,10 @@
 
 #include "core/job.h"
 #include "core/tables.h"
+#include "tensor_list.h"
 
 namespace memkern {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 using Doubles = std::vector<double>;
 
@@ -30,7 +25,7 @@ inline FloatType float_type(ScalarType t) {
          : t == ScalarType::Half   ? FloatType::kFp16
                                    : FloatType::kFp32;
 }
-inline FloatType float_type(const Tensor& t) { return float_type(t.scalar_type()); }
+inline FloatType float_type(TensorRef t) { return float_type(t.scalar_type()); }
 
 inline StateKind code_kind(int64_t codec) {
   return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
@@ -51,30 +46,44 @@ inline void check_codec(int64_t codec) {
                   " (dynamic), got ", codec);
 }
 
-inline BlockLayout layout_of(const Tensor& t, int64_t block_size, const char* name) {
+// How a tensor lies in memory.
+struct Shape {
+  int64_t dims;
+  const int64_t *sizes, *strides;
+  Shape(TensorRef t) : dims(t.dim()), sizes(t.sizes()), strides(t.strides()) {}
+  Shape(const Tensor& t) : Shape(TensorRef(t)) {}
+};
+
+inline BlockLayout layout_of(const Shape& t, int64_t block_size, const char* name) {
   BlockLayout layout;
-  STD_TORCH_CHECK(block_layout(t.sizes().data(), t.strides().data(), t.dim(), block_size, &layout), name,
+  STD_TORCH_CHECK(block_layout(t.sizes, t.strides, t.dims, block_size, &layout), name,
                   " must be dense (its elements must fill one run of memory); use contiguous() or clone()");
   return layout;
 }
 
 // The elements of a lie in memory as those of b do (a dimension of size 1 lies anywhere).
-inline bool same_layout(const Tensor& a, const Tensor& b) {
-  const auto as = a.sizes(), bs = b.sizes(), at = a.strides(), bt = b.strides();
-  if (as.size() != bs.size()) return false;
+inline bool same_layout(const Shape& a, const Shape& b) {
+  if (a.dims != b.dims) return false;
   bool same = true, empty = false;
-  for (size_t d = 0; d < as.size(); ++d) {
-    if (as[d] != bs[d]) return false;
-    if (as[d] == 0) empty = true;
-    if (as[d] != 1 && at[d] != bt[d]) same = false;
+  for (int64_t d = 0; d < a.dims; ++d) {
+    if (a.sizes[d] != b.sizes[d]) return false;
+    if (a.sizes[d] == 0) empty = true;
+    if (a.sizes[d] != 1 && a.strides[d] != b.strides[d]) same = false;
   }
   return same || empty;
 }
 
-// A CPU kernel gets no other tensors: the dispatcher has seen to that.
-inline bool same_device(const Tensor& a, const Tensor& b, bool on_cpu) {
-  return on_cpu || (!a.is_cpu() && a.get_device() == b.get_device());
-}
+// Where tensors are. A CPU kernel gets no other tensors than the CPU's: the dispatcher has seen to that.
+struct DeviceOf {
+  bool on_cpu = true;
+  int32_t device = 0;
+  explicit DeviceOf(const Tensors& tensors) {
+    if (tensors.empty()) return;
+    on_cpu = tensors[0].is_cpu();
+    device = tensors[0].get_device();
+  }
+  bool holds(TensorRef t) const { return on_cpu || (t.get_device() == device && !t.is_cpu()); }
+};
 
 // An empty tensor laid out as x is.
 inline Tensor empty_like(const Tensor& x, ScalarType dtype) {
@@ -90,11 +99,11 @@ inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
   return {l.blocks};
 }
 
-inline void check_scale(const Tensor& scale, const BlockLayout& layout, const char* name) {
-  const auto got = scale.sizes();
-  const bool fits = layout.long_rows ? got.size() == 2 && got[0] == layout.numel / layout.segment &&
+inline void check_scale(TensorRef scale, const BlockLayout& layout, const char* name) {
+  const int64_t *got = scale.sizes(), dims = scale.dim();
+  const bool fits = layout.long_rows ? dims == 2 && got[0] == layout.numel / layout.segment &&
                                            got[1] == layout.blocks_per_segment
-                                     : got.size() == 1 && got[0] == layout.blocks;
+                                     : dims == 1 && got[0] == layout.blocks;
   STD_TORCH_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(), "the scale of ",
                   name, " must be contiguous float32 with ", layout.blocks, " entries, got ", scale.numel());
 }

@@ -136,6 +136,21 @@ def test_two_devices_in_one_optimizer(backend: str) -> None:
     assert_same(snapshot(optimizer), expected(optim.AdamW8bit))
 
 
+@over_gpu
+@pytest.mark.parametrize("stray", ["exp_avg", "exp_avg_scale", "step"])
+def test_a_state_left_on_the_cpu_is_refused(backend: str, stray: str) -> None:
+    params, optimizer = make(optim.AdamW8bit, "cuda")
+    with on(backend):
+        give(params, 0)
+        optimizer.step()
+        before = [p.clone() for p in params]
+        state = optimizer.state[params[1]]
+        state[stray] = state[stray].cpu()
+        with pytest.raises((RuntimeError, ValueError), match=r"must be .*on"):
+            optimizer.step()
+    assert_same(params, before)
+
+
 # ---- scalers
 
 

@@ -17,7 +17,7 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
   std::vector<SquaresJob> jobs;
   int64_t chunks = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
-    const Tensor& g = grads[i];
+    const TensorRef g = grads[i];
     STD_TORCH_CHECK(g.is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
     STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
                     " must be float32, bfloat16 or float16");

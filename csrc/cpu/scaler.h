@@ -19,12 +19,12 @@ inline double gradient_factor(const std::optional<Tensor>& grad_scale, const std
 
 inline std::vector<double> read_rates(const Tensors& lr) {
   std::vector<double> rates;
-  for (const Tensor& t : lr) rates.push_back(read_number(t, "lr"));
+  for (const TensorRef t : lr) rates.push_back(read_number(t, "lr"));
   return rates;
 }
 
 // Counts a step, and returns its number.
-inline uint64_t next_step(const Tensor& step) {
+inline uint64_t next_step(TensorRef step) {
   return static_cast<uint64_t>(*static_cast<float*>(step.data_ptr()) += 1.0f);
 }
 

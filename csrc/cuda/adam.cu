@@ -29,7 +29,7 @@ void adam_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& 
                        decoupled[k] != 0, maximize[k] != 0});
 
   const OnDevice on(params[0]);
-  const auto step = upload_step<AdamGroup, AdamTensor>("adam_step_", header, records, jobs, params, steps,
+  const auto step = upload_step<AdamGroup, AdamTensor>("adam_step_", header, records, jobs, params[0], steps,
                                                        group, on.stream);
   launch_step("adam_step_", step, adam_prologue, adam_tiles<StateKind::kPower>,
               adam_tiles<StateKind::kDynamic>, on.stream);

@@ -13,7 +13,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   std::vector<uint32_t> first_tiles;
   int64_t tiles = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
-    const Tensor& g = grads[i];
+    const TensorRef g = grads[i];
     STD_TORCH_CHECK(same_device(g, norm), name_of("grads", i), " must be on norm's device");
     STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
                     " must be float32, bfloat16 or float16");

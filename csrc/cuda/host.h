@@ -19,12 +19,18 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 #ifdef __CUDACC__
+// torch brings CPU tensors here too, beside others that are not.
+inline int32_t device_of(TensorRef t) {
+  STD_TORCH_CHECK(!t.is_cpu(), "all tensors must be on one device, got one on the CPU beside others");
+  return t.get_device();
+}
+
 // Makes a tensor's device the current one, and knows torch's current stream there.
 struct OnDevice {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
 
-  explicit OnDevice(const Tensor& t) : guard(t.get_device()) {
+  explicit OnDevice(TensorRef t) : guard(device_of(t)) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
     void* current = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device(), &current));
@@ -32,17 +38,19 @@ struct OnDevice {
   }
 };
 
-inline bool is_host(const Tensor& t) { return t.is_cpu(); }
-inline bool same_device(const Tensor& a, const Tensor& b) { return same_device(a, b, false); }
+inline bool is_host(TensorRef t) { return t.is_cpu(); }
+inline bool same_device(TensorRef a, TensorRef b) {
+  return !a.is_cpu() && !b.is_cpu() && a.get_device() == b.get_device();
+}
 inline void keep_for_replay(const Tensor&) {}  // torch's pool of the graph does
 #else
 struct OnDevice {
   cudaStream_t stream = nullptr;
-  explicit OnDevice(const Tensor&) {}
+  explicit OnDevice(TensorRef) {}
 };
 
-inline bool is_host(const Tensor&) { return simt::host_numbers(); }
-inline bool same_device(const Tensor&, const Tensor&) { return true; }
+inline bool is_host(TensorRef) { return simt::host_numbers(); }
+inline bool same_device(TensorRef, TensorRef) { return true; }
 inline void keep_for_replay(const Tensor& t) {
   simt::machine.kept.push_back([t] {});
 }

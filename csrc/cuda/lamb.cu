@@ -34,7 +34,7 @@ void lamb_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& 
 
   const OnDevice on(params[0]);
   step_layers<LambGroup, LambTensor>(
-      "lamb_step_", header, records, layers_of(jobs, steps, trust_ratios, group), params, lamb_prologue,
+      "lamb_step_", header, records, layers_of(jobs, steps, trust_ratios, group), params[0], lamb_prologue,
       {lamb_norm_tiles<StateKind::kPower>, lamb_norm_tiles<StateKind::kDynamic>},
       {lamb_tiles<StateKind::kPower>, lamb_tiles<StateKind::kDynamic>}, on.stream);
 }

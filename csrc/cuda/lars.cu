@@ -32,7 +32,7 @@ void lars_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& 
 
   const OnDevice on(params[0]);
   step_layers<LarsGroup, LarsScalars>(
-      "lars_step_", header, records, layers_of(jobs, steps, trust_ratios, group), params, lars_prologue,
+      "lars_step_", header, records, layers_of(jobs, steps, trust_ratios, group), params[0], lars_prologue,
       {lars_norm_tiles<StateKind::kPower>, lars_norm_tiles<StateKind::kDynamic>},
       {lars_tiles<StateKind::kPower>, lars_tiles<StateKind::kDynamic>}, on.stream);
 }

@@ -23,8 +23,8 @@ void lion_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& 
         {number_of(lr[k], params[0], "lr"), beta1[k], beta2[k], weight_decay[k], maximize[k] != 0});
 
   const OnDevice on(params[0]);
-  const auto step =
-      upload_step<LionGroup, LionScalars>("lion_step_", header, records, jobs, params, {}, group, on.stream);
+  const auto step = upload_step<LionGroup, LionScalars>("lion_step_", header, records, jobs, params[0], {},
+                                                        group, on.stream);
   launch_step("lion_step_", step, lion_prologue, lion_tiles<StateKind::kPower>,
               lion_tiles<StateKind::kDynamic>, on.stream);
 }

@@ -63,13 +63,13 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Tensor allocate(const Tensor& like, size_t bytes) {
-  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+Tensor allocate(TensorRef like, size_t bytes) {
+  return torch::stable::new_empty(like.keep(), {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
 }  // namespace
 
-Twin upload(const Image& image, size_t scratch, const char* op, const Tensor& first, size_t count,
+Twin upload(const Image& image, size_t scratch, const char* op, TensorRef first, size_t count,
             cudaStream_t stream) {
   const std::vector<char>& now = image.bytes();
   std::unique_lock lock(plans().mutex);
@@ -98,15 +98,16 @@ Twin upload(const Image& image, size_t scratch, const char* op, const Tensor& fi
     plan->image.clear();  // should the allocation fail, nothing is taken for known
     plan->memory = allocate(first, bytes);
   }
-  const size_t size = now.size(), known = plan->image.size();
-  size_t begin = 0, end = size;
-  if (known == size) {
-    begin = std::mismatch(now.begin(), now.end(), plan->image.begin()).first - now.begin();
-    end = size - (std::mismatch(now.rbegin(), now.rend(), plan->image.rbegin()).first - now.rbegin());
+  // Sections begin on 16 bytes, so the parts that differ are whole ones.
+  size_t begin = 0, end = now.size();
+  if (plan->image.size() == end) {
+    const auto same = [&](size_t place) {
+      return memcmp(now.data() + place, plan->image.data() + place, sizeof(uint4)) == 0;
+    };
+    while (begin < end && same(begin)) begin += sizeof(uint4);
+    while (begin < end && same(end - sizeof(uint4))) end -= sizeof(uint4);
   }
   if (begin < end) {
-    begin = begin / 16 * 16;
-    end = (end + 15) / 16 * 16;
     plan->image.clear();
     write(static_cast<char*>(plan->memory.data_ptr()) + begin, now.data() + begin, end - begin, stream);
   }

@@ -1,5 +1,7 @@
 // From an optimizer op's arguments to its table on the device.
 #pragma once
+#include <span>
+
 #include "../step.h"
 #include "plan.h"
 #include "table.cuh"
@@ -7,7 +9,7 @@
 namespace memkern {
 
 // A tensor of one number: on the device it is read there, by the kernels; on the host, now.
-inline Number number_of(const Tensor& t, const Tensor& like, const char* name) {
+inline Number number_of(TensorRef t, TensorRef like, const char* name) {
   STD_TORCH_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name,
@@ -18,8 +20,7 @@ inline Number number_of(const Tensor& t, const Tensor& like, const char* name) {
 }
 
 inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-                            const std::optional<Tensor>& grad_norm, double max_grad_norm,
-                            const Tensor& like) {
+                            const std::optional<Tensor>& grad_norm, double max_grad_norm, TensorRef like) {
   StepHeader h{};
   h.max_grad_norm = max_grad_norm;
   const auto set = [&](Number& number, int64_t& given, const std::optional<Tensor>& t, const char* name) {
@@ -34,7 +35,7 @@ inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::
 }
 
 // Blocks of a tensor's own cut: codes' blocks, or tiles where the states are fp32.
-inline TensorRecord record_of(const StepTensor& job, const Tensor* step, int64_t group) {
+inline TensorRecord record_of(const StepTensor& job, const TensorRef* step, int64_t group) {
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
@@ -72,7 +73,7 @@ template <class Group, class Scalars> struct StepTable {
 template <class Group, class Scalars>
 StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                       const std::vector<Group>& groups, const std::vector<StepTensor>& jobs,
-                                      const Tensors& params, const Tensors& steps, const Ints& group,
+                                      TensorRef first, std::span<const TensorRef> steps, const Ints& group,
                                       cudaStream_t stream, size_t per_tile = 0) {
   static_assert(std::has_unique_object_representations_v<TensorRecord>,
                 "padding would differ from step to step");
@@ -96,7 +97,7 @@ StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header,
   }
   const size_t scalars_at = image.bytes().size(),
                scratch_at = scalars_at + (n * sizeof(Scalars) + 15) / 16 * 16;
-  made.twin = upload(image, scratch_at - scalars_at + made.tiles * per_tile, op, params[0], n, stream);
+  made.twin = upload(image, scratch_at - scalars_at + made.tiles * per_tile, op, first, n, stream);
   const Twin& twin = made.twin;
   made.table = {twin.at<const StepHeader>(header_at),
                 twin.at<const Group>(groups_at),
