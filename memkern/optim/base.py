@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import chain
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +21,8 @@ from ..layout import FLOATS, check_block_size, is_dense, layout_of, same_layout
 # shards that data-parallel wrappers make are far larger.
 MIN_1D_FACTOR = 16
 
-Part = tuple[
-    list[Tensor], list[list[Tensor]]
-]  # a group's parameters that take part in a step, and their states
+# A group's parameters that take part in a step, their gradients and their states.
+Part = tuple[list[Tensor], list[Tensor], list[list[Tensor]]]
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -111,19 +111,25 @@ class BlockwiseOptimizer(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state
 
-    def _init_group(self, group: dict[str, Any], params: list[Tensor], *lists: list[Tensor]) -> None:
-        """Appends the group's tensors that have a gradient to ``params``, and their states to ``lists``.
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
+    ) -> None:
+        """Appends the group's tensors that have a gradient, their gradients, and their states to the lists.
 
         The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
         """
-        ready = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in ready]
-        for p, state in zip(ready, states, strict=True):
+        for p in group["params"]:
+            if (g := p.grad) is not None:
+                params.append(p)
+                grads.append(g)
+        states = [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(self._init_state(p, group))
-        params += ready
+        scaled = f"{next(iter(self.moments))}_scale"
+        coded = [state for state in states if scaled in state]
         for key, tensors in zip(self._state_keys(), lists, strict=True):
-            tensors += [state[key] for state in states if key in state]
+            tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
 
     # ---- step
 
@@ -166,34 +172,44 @@ class BlockwiseOptimizer(Optimizer):
         per_group = []
         for group in groups:
             params: list[Tensor] = []
+            grads: list[Tensor] = []
             states: list[list[Tensor]] = [[] for _ in self._state_keys()]
-            self._init_group(group, params, *states)
-            per_group.append((params, states))
+            self._init_group(group, params, grads, *states)
+            per_group.append((params, grads, states))
 
-        devices = list(dict.fromkeys(p.device for params, _ in per_group for p in params))
-        work = {devices[0]: per_group} if len(devices) == 1 else self._split(per_group, devices)
         try:
-            grads = {d: [aligned_gradient(p) for ps, _ in part for p in ps] for d, part in work.items()}
-            norms = self._grad_norms(grads)
-            for device, part in work.items():
-                self._step_device(device, part, grads[device], norms.get(device))
+            work = {
+                device: (part, [g for ps, gs, _ in part for g in aligned_gradients(ps, gs)])
+                for device, part in self._by_device(per_group).items()
+            }
+            norms = self._grad_norms({device: grads for device, (_, grads) in work.items()})
+            for device, (part, grads) in work.items():
+                self._step_device(device, part, grads, norms.get(device))
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient from here, at every step,
             # would cost more than the step of a small tensor; it is only done for a better message.
-            for params, _ in per_group:
-                for p in params:
-                    _check_gradient(p)
+            for params, grads, _ in per_group:
+                for p, g in zip(params, grads, strict=True):
+                    _check_gradient(p, g)
             raise
         return loss
 
-    def _split(self, per_group: list[Part], devices: list[torch.device]) -> dict[torch.device, list[Part]]:
-        def part(params: list[Tensor], device: torch.device) -> Part:
-            own = [p for p in params if p.device == device]
-            return own, [
-                [self.state[p][key] for p in own if key in self.state[p]] for key in self._state_keys()
-            ]
+    def _by_device(self, per_group: list[Part]) -> dict[torch.device, list[Part]]:
+        params = [*chain.from_iterable(ps for ps, _, _ in per_group)]
+        if len({p.get_device() for p in params}) == 1:  # numbers cost half of what devices do
+            return {params[0].device: per_group}
 
-        return {device: [part(params, device) for params, _ in per_group] for device in devices}
+        def part(params: list[Tensor], grads: list[Tensor], device: torch.device) -> Part:
+            own = [i for i, p in enumerate(params) if p.device == device]
+            states = [self.state[params[i]] for i in own]
+            return (
+                [params[i] for i in own],
+                [grads[i] for i in own],
+                [[state[key] for state in states if key in state] for key in self._state_keys()],
+            )
+
+        devices = dict.fromkeys(p.device for p in params)
+        return {d: [part(ps, gs, d) for ps, gs, _ in per_group] for d in devices}
 
     def _scaler(self, name: str, device: torch.device) -> Tensor | None:
         """What a GradScaler set for this step: ``grad_scale`` or ``found_inf``."""
@@ -218,9 +234,10 @@ class BlockwiseOptimizer(Optimizer):
     def _step_device(
         self, device: torch.device, per_group: list[Part], grads: list[Tensor], grad_norm: Tensor | None
     ) -> None:
-        params = [*chain.from_iterable(ps for ps, _ in per_group)]
+        params = [*chain.from_iterable(ps for ps, _, _ in per_group)]
         states = [
-            [*chain.from_iterable(lists[k] for _, lists in per_group)] for k in range(len(self._state_keys()))
+            [*chain.from_iterable(lists[k] for _, _, lists in per_group)]
+            for k in range(len(self._state_keys()))
         ]
         groups = self.param_groups
         _ops.step_(
@@ -228,7 +245,7 @@ class BlockwiseOptimizer(Optimizer):
             params,
             grads,
             *states,
-            [*chain.from_iterable([i] * len(ps) for i, (ps, _) in enumerate(per_group))],
+            [*chain.from_iterable([i] * len(ps) for i, (ps, _, _) in enumerate(per_group))],
             self._learning_rates(groups),
             *self._hyperparameters(groups),
             [CODECS[g["codec"]] for g in groups],
@@ -366,9 +383,7 @@ def _check_param(p: Tensor) -> None:
         )
 
 
-def _check_gradient(p: Tensor) -> None:
-    g = p.grad
-    assert g is not None
+def _check_gradient(p: Tensor, g: Tensor) -> None:
     if g.layout != torch.strided:
         raise RuntimeError(
             f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam"
@@ -382,13 +397,14 @@ def _check_gradient(p: Tensor) -> None:
         )
 
 
-def aligned_gradient(p: Tensor) -> Tensor:
-    """The gradient with the parameter's strides: itself, or a copy where autograd laid it out otherwise."""
-    g = p.grad
-    assert g is not None
-    if g.stride() == p.stride() or same_layout(g, p):
-        return g
-    return torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
+def aligned_gradients(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients with their parameters' strides: themselves, or a copy where autograd laid one out otherwise."""
+    return [
+        g
+        if g.stride() == p.stride() or same_layout(g, p)
+        else torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:

@@ -78,11 +78,11 @@ def front_words(args: StepArgs, device: torch.device) -> list[int]:
 def signature_of(args: StepArgs) -> tuple[Any, ...]:
     """What a plan depends on, but for addresses. Few objects: 1,000 shapes a step set off the garbage collector."""
     both = args.params, args.grads
-    contiguous = [[x.is_contiguous() for x in tensors] for tensors in both]
+    contiguous = [[*map(Tensor.is_contiguous, tensors)] for tensors in both]
     return (
         # Not the states' dtypes: where one turns from codes to fp32, its scale goes, and so the list of addresses.
         [[x.dtype for x in tensors] for tensors in both],
-        [[x.numel() for x in tensors] for tensors in both],
+        [[*map(Tensor.numel, tensors)] for tensors in both],
         contiguous,
         [
             (x.shape, x.stride())
@@ -99,11 +99,8 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
 
 def addresses_of(args: StepArgs) -> list[int]:
     states = chain.from_iterable((m.tensors, m.scales) for m in args.moments)
-    return [
-        x.data_ptr()
-        for tensors in (args.params, *states, args.steps or (), args.trust_ratios)
-        for x in tensors
-    ]
+    lists = args.params, *states, args.steps or (), args.trust_ratios
+    return [*map(Tensor.data_ptr, chain.from_iterable(lists))]
 
 
 def check_step(args: StepArgs, device: torch.device) -> None:

@@ -218,7 +218,7 @@ def plan_for(
     anything is changed. ``tiles``: of one tensor, for one program. ``sums_per_program``: fp64 words of ``room.sums``.
     """
     signature, addresses = signature_of(args), addresses_of(args)
-    grads = [g.data_ptr() for g in args.grads]
+    grads = [*map(Tensor.data_ptr, args.grads)]
     if is_capturing(device):
         return _captured_plan(op, args, device, check, signature, addresses, tiles, sums_per_program)
     key = op, device, stream_of(device), args.params[0].data_ptr() if args.params else 0, len(grads)
