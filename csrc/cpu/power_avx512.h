@@ -41,7 +41,9 @@ struct SignedEstimator {
   }
 
   // Whether every code is surely the formula's: no value was too near the boundary between two.
-  MEMKERN_FN bool sure() const { return _mm512_reduce_max_ps(farthest) < 0.5f - 0x1p-14f; }
+  MEMKERN_FN bool sure() const {
+    return _mm512_cmp_ps_mask(farthest, _mm512_set1_ps(0.5f - 0x1p-14f), _CMP_NLT_UQ) == 0;
+  }
 };
 
 struct UnsignedEncoder {

@@ -51,6 +51,11 @@ struct SquareSum {
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
   }
+  MEMKERN_FN void add(const float* x) {
+    const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(x)), b = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8));
+    low = _mm512_fmadd_pd(a, a, low);
+    high = _mm512_fmadd_pd(b, b, high);
+  }
   MEMKERN_FN double total() const {
     double lane[8];  // g++ 12 warns of its own _mm512_reduce_add_pd
     _mm512_storeu_pd(lane, _mm512_add_pd(low, high));
