@@ -10,44 +10,54 @@ struct LambRule {
   static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return lamb_param(p, m, w, s); }
 };
 
-// The moments as they will be, of which nothing is stored.
+// The moments as they will be, of which nothing is stored. What is squared waits in a buffer for a loop of
+// its own: in one loop, squares that wait for a division fill the core's queues, and 16 elements take 15
+// cycles instead of 13 (Zen 5; with AVX2 33 instead of 26).
 template <class P, class G, StateKind Kind>
 Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
-  const LambScalars s = *job.scalars;
   constexpr bool kPower = Kind == StateKind::kPower;
   SquareSum params, updates;
-  const auto add = [&](F x, F m, F v, F g, auto keep) MEMKERN_LAMBDA {
-    adam_moments(m, v, adam_gradient(g, x, s), s);
-    x = lamb_decayed(x, s);
-    params.add(x);
-    updates.add(keep(lamb_update(x, m, sqrt(v), s)));
-  };
-  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
-    const P* p = static_cast<const P*>(job.param) + offset;
-    const G* g = static_cast<const G*>(job.grad) + offset;
-    fetch_ahead(p, n);
-    fetch_ahead(g, n);
-    if constexpr (Kind == StateKind::kFp32) {
-      const float *exp_avg = static_cast<const float*>(job.exp_avg) + offset,
-                  *exp_avg_sq = static_cast<const float*>(job.exp_avg_sq) + offset;
-      fetch_ahead(exp_avg, n);
-      fetch_ahead(exp_avg_sq, n);
-      for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-        add(load_from(p + i), F(s.beta1) * load_from(exp_avg + i), F(s.beta2) * load_from(exp_avg_sq + i),
-            load_from(g + i), kept_by(store_to));
-      });
-    } else {
-      const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, offset, block, nullptr);
-      const Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale,
-                                         kPower ? s.root_beta2 : s.beta2, offset, block, nullptr);
-      fetch_ahead(first.codes, n);
-      fetch_ahead(second.codes, n);
-      for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-        const F v = second.get(i, load_from);
-        add(load_from(p + i), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
-            kept_by(store_to));
-      });
-    }
+  alignas(64) float decayed[kBuffer], update[kBuffer];
+  with_usual(LambScalars(*job.scalars), [&](const LambScalars& s) MEMKERN_LAMBDA {
+    const auto put = [&](int i, F x, F m, F v, F g, auto keep) MEMKERN_LAMBDA {
+      adam_moments(m, v, adam_gradient(g, x, s), s);
+      x = lamb_decayed(x, s);
+      store(decayed + i, x);
+      store(update + i, keep(lamb_update(x, m, sqrt(v), s)));
+    };
+    for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+      const P* p = static_cast<const P*>(job.param) + offset;
+      const G* g = static_cast<const G*>(job.grad) + offset;
+      if constexpr (Kind == StateKind::kFp32) {
+        const float *exp_avg = static_cast<const float*>(job.exp_avg) + offset,
+                    *exp_avg_sq = static_cast<const float*>(job.exp_avg_sq) + offset;
+        for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+          fetch_ahead(p + i);
+          fetch_ahead(g + i);
+          fetch_ahead(exp_avg + i);
+          fetch_ahead(exp_avg_sq + i);
+          put(i, load_from(p + i), F(s.beta1) * load_from(exp_avg + i),
+              F(s.beta2) * load_from(exp_avg_sq + i), load_from(g + i), kept_by(store_to));
+        });
+      } else {
+        const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, offset, block, nullptr);
+        const Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale,
+                                           kPower ? s.root_beta2 : s.beta2, offset, block, nullptr);
+        for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+          fetch_ahead(p + i);
+          fetch_ahead(g + i);
+          fetch_ahead(first.codes + i);
+          fetch_ahead(second.codes + i);
+          const F v = second.get(i, load_from);
+          put(i, load_from(p + i), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
+              kept_by(store_to));
+        });
+      }
+      for (int i = 0; i < n; i += kLanes) {
+        params.add(decayed + i);
+        updates.add(update + i);
+      }
+    });
   });
   return {params.total(), updates.total()};
 }

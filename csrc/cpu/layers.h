@@ -1,11 +1,10 @@
 // Steps in two passes, layer by layer: first the norms, of which the trust ratio is made, then the update.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
-#include "../tensors.h"
 #include "kernels.h"
+#include "share.h"
 
 namespace memkern {
 
@@ -20,14 +19,12 @@ constexpr int64_t kPieceElements = 1 << 15;
 // What is updated while it is in the cache: layers of up to this many elements for each thread.
 constexpr int64_t kWaveElements = 1 << 16;
 
-// Calls run(piece) for each of [0, count). Threads fetch some at a time.
+// Calls run(piece) for each of [0, count), some at a time.
 template <class Run> void for_pieces(int64_t count, int64_t elements, Run&& run) {
   const int64_t threads = std::clamp<int64_t>(elements / kPieceElements, 1, torch::stable::get_num_threads());
   const int64_t some = std::max<int64_t>(1, count / (32 * threads)), turns = (count + some - 1) / some;
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(threads, turns), 1, [&](int64_t, int64_t) {
-    for (int64_t k; (k = next.fetch_add(1)) < turns;)
-      for (int64_t i = k * some; i < std::min(count, (k + 1) * some); ++i) run(i);
+  share(turns, threads, [&](int64_t k) {
+    for (int64_t i = k * some; i < std::min(count, (k + 1) * some); ++i) run(i);
   });
 }
 

@@ -1,11 +1,11 @@
 // Many tensors as one run of blocks, spread over torch's threads.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "isa.h"
 #include "kernels.h"
+#include "share.h"
 
 namespace memkern {
 
@@ -31,15 +31,12 @@ template <class J> void run_jobs(const std::vector<J>& jobs) {
       begin = std::max(begin, stop);
     }
   };
-  // Threads fetch chunks, so that one that is held up does not hold up the step.
+  // More chunks than threads, so that one that is held up does not hold up the step.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t grain = std::max<int64_t>(1, kGrainElements * blocks / elements);
   const int64_t chunk = std::max(grain, blocks / (kChunksPerThread * threads));
   const int64_t chunks = (blocks + chunk - 1) / chunk;
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(threads, chunks), 1, [&](int64_t, int64_t) {
-    for (int64_t k; (k = next.fetch_add(1)) < chunks;) run(k * chunk, std::min(blocks, (k + 1) * chunk));
-  });
+  share(chunks, threads, [&](int64_t k) { run(k * chunk, std::min(blocks, (k + 1) * chunk)); });
 }
 
 }  // namespace memkern

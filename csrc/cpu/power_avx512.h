@@ -1,10 +1,10 @@
 // The power codec's encoder with AVX-512: the codes of csrc/core/power.h, in fewer instructions.
 //
 // On a Zen 4 core, in cycles per 16 elements: a root occupies the divider for 10 and a division for 6, and
-// nearly everything else takes 1/2 to 1 elsewhere. Adam itself needs one root and one division. So w takes
-// its root from the divider, and m beside it an estimate from the multipliers. (Not the other way round:
-// under a steady gradient w creeps up to its boundaries, and the estimate is then in doubt in every third
-// block instead of one in 60.)
+// nearly everything else takes 1/2 to 1 elsewhere (on Zen 5 5, 3, and 1/4 to 1/2). Adam itself needs one root
+// and one division. So w takes its root from the divider, and m beside it an estimate from the multipliers.
+// (Not the other way round: under a steady gradient w creeps up to its boundaries, and the estimate is then
+// in doubt in every third block instead of one in 60.)
 #pragma once
 #include "../core/power.h"
 #include "simd_avx512.h"
@@ -41,7 +41,9 @@ struct SignedEstimator {
   }
 
   // Whether every code is surely the formula's: no value was too near the boundary between two.
-  MEMKERN_FN bool sure() const { return _mm512_reduce_max_ps(farthest) < 0.5f - 0x1p-14f; }
+  MEMKERN_FN bool sure() const {
+    return _mm512_cmp_ps_mask(farthest, _mm512_set1_ps(0.5f - 0x1p-14f), _CMP_NLT_UQ) == 0;
+  }
 };
 
 struct UnsignedEncoder {

@@ -59,6 +59,7 @@ struct SquareSum {
     low = _mm256_add_pd(low, _mm256_mul_pd(a, a));
     high = _mm256_add_pd(high, _mm256_mul_pd(b, b));
   }
+  MEMKERN_FN void add(const float* x) { add(_mm256_loadu_ps(x)); }
   MEMKERN_FN double total() const {
     double lane[4];
     _mm256_storeu_pd(lane, _mm256_add_pd(low, high));

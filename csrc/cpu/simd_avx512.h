@@ -21,6 +21,8 @@ constexpr int kLanes = 16;
 MEMKERN_FN F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }
 MEMKERN_FN F operator-(F a, F b) { return _mm512_sub_ps(a.v, b.v); }
 MEMKERN_FN F operator*(F a, F b) { return _mm512_mul_ps(a.v, b.v); }
+// Not a quotient made of multiplications: on Zen 5 Adam's loop would take 14 cycles instead of 9, and 19 with
+// a test for those that are not rounded correctly.
 MEMKERN_FN F operator/(F a, F b) { return _mm512_div_ps(a.v, b.v); }
 MEMKERN_FN F abs(F x) { return _mm512_abs_ps(x.v); }
 MEMKERN_FN F sqrt(F x) { return _mm512_sqrt_ps(x.v); }
@@ -48,6 +50,11 @@ struct SquareSum {
   MEMKERN_FN void add(F x) {
     const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
     const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
+    low = _mm512_fmadd_pd(a, a, low);
+    high = _mm512_fmadd_pd(b, b, high);
+  }
+  MEMKERN_FN void add(const float* x) {
+    const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(x)), b = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8));
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
   }

@@ -37,6 +37,7 @@ template <int Bits> struct LevelTable {
 struct SquareSum {
   double sum = 0.0;
   MEMKERN_FN void add(F x) { sum += static_cast<double>(x) * x; }
+  MEMKERN_FN void add(const float* x) { add(*x); }
   MEMKERN_FN double total() const { return sum; }
 };
 

@@ -33,17 +33,18 @@ template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
     body(
         i, [](const auto* p) MEMKERN_LAMBDA { return load(p); },
         [](auto* p, auto x) MEMKERN_LAMBDA { store(p, x); });
-  if (const int left = n - i; left > 0)
+  // Seldom: said so, Adam's loop in cache is 3 % faster.
+  if (const int left = n - i; __builtin_expect(left > 0, 0))
     body(
         i, [left](const auto* p) MEMKERN_LAMBDA { return load_part(p, left); },
         [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });
 }
 
-// Asks for what comes 1024 places after the n at x. Where nothing is written a core waits for what it reads:
-// on Zen 4 two threads went from 48 GB/s to between 50 and 72. (Adam's loop, which writes, would gain 5 %
-// from memory.)
-template <class T> MEMKERN_FN void fetch_ahead(const T* x, int n) {
-  for (int i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(x + 1024 + i);
+// In a body of for_vectors: asks for what comes 1024 places later. With two threads on Zen 5, from memory, a
+// step of Adam takes 0.8 (each core with a cache of its own) to 0.93 (one cache for both) of the time, Lion's
+// 0.86 to 0.94.
+template <class T> MEMKERN_FN void fetch_ahead(const T* x) {
+  if constexpr (kLanes > 1) __builtin_prefetch(x + 1024);
 }
 
 // In a body of for_vectors: a function that makes lanes past n zero, whatever came of reading 0 there.
