@@ -16,17 +16,8 @@ template <class Scalars> struct Layer : Job<Scalars> {
 
 // A sum for each piece, whatever the number of threads.
 constexpr int64_t kPieceElements = 1 << 15;
-// What is updated while it is in the cache: layers of up to this many elements for each thread.
-constexpr int64_t kWaveElements = 1 << 16;
-
-// Calls run(piece) for each of [0, count), some at a time.
-template <class Run> void for_pieces(int64_t count, int64_t elements, Run&& run) {
-  const int64_t threads = std::clamp<int64_t>(elements / kPieceElements, 1, torch::stable::get_num_threads());
-  const int64_t some = std::max<int64_t>(1, count / (32 * threads)), turns = (count + some - 1) / some;
-  share(turns, threads, [&](int64_t k) {
-    for (int64_t i = k * some; i < std::min(count, (k + 1) * some); ++i) run(i);
-  });
-}
+// Layers that are taken together: up to this many elements for each thread, which a last-level cache holds.
+constexpr int64_t kWaveElements = 1 << 18;
 
 template <class L> struct Piece {
   L* layer;
@@ -34,60 +25,69 @@ template <class L> struct Piece {
   Squares sum;
 };
 
-template <class L> void run_wave(const std::vector<L*>& wave, std::vector<Piece<L>>& pieces) {
-  pieces.clear();
+// Layers that go through a pass together, or a single large one.
+template <class L> struct Wave {
+  std::vector<Piece<L>> pieces;
   int64_t elements = 0;
-  for (L* layer : wave) {
-    const int64_t size = std::max<int64_t>(1, kPieceElements / layer->layout.block);
-    for (int64_t b = 0; b < layer->layout.blocks; b += size)
-      pieces.push_back({layer, b, std::min(b + size, layer->layout.blocks), {}});
-    elements += layer->layout.numel;
+
+  void add(L& layer) {
+    const int64_t size = std::max<int64_t>(1, kPieceElements / layer.layout.block);
+    for (int64_t b = 0; b < layer.layout.blocks; b += size)
+      pieces.push_back({&layer, b, std::min(b + size, layer.layout.blocks), {}});
+    elements += layer.layout.numel;
   }
-  const int64_t count = static_cast<int64_t>(pieces.size());
-  for_pieces(count, elements, [&](int64_t i) {
-    Piece<L>& piece = pieces[i];
-    if (piece.layer->trust.adapt) piece.sum = piece.layer->norms(*piece.layer, piece.begin, piece.end);
+};
+
+// The second pass over one wave beside the first over the next: threads take of both in turn. So they meet
+// once per wave, and a pass that only reads has one that writes beside it: 0.91 of the time of one pass after
+// the other for layers of 768 x 768, 0.96 for GPT-2's shapes of 16.8 M parameters, 1.0 for those of 124 M.
+template <class L> void run_passes(const Wave<L>& second, Wave<L>& first) {
+  const int64_t updates = second.pieces.size(), norms = first.pieces.size();
+  const int64_t threads = std::clamp<int64_t>((second.elements + first.elements) / kPieceElements, 1,
+                                              torch::stable::get_num_threads());
+  const int64_t turns = std::min(std::max(updates, norms), 32 * threads);
+  share(turns, threads, [&](int64_t turn) {
+    for (int64_t i = updates * turn / turns; i < updates * (turn + 1) / turns; ++i) {
+      const Piece<L>& piece = second.pieces[i];
+      piece.layer->run(*piece.layer, piece.begin, piece.end);
+    }
+    for (int64_t i = norms * turn / turns; i < norms * (turn + 1) / turns; ++i) {
+      Piece<L>& piece = first.pieces[i];
+      if (piece.layer->trust.adapt) piece.sum = piece.layer->norms(*piece.layer, piece.begin, piece.end);
+    }
   });
-  for (int64_t i = 0; i < count;) {
-    L& layer = *pieces[i].layer;
+}
+
+template <class L> void set_trust_ratios(const Wave<L>& wave) {
+  for (auto piece = wave.pieces.begin(); piece != wave.pieces.end();) {
+    L& layer = *piece->layer;
     Squares all{0.0, 0.0};
-    for (; i < count && pieces[i].layer == &layer; ++i) {
-      all.param += pieces[i].sum.param;
-      all.update += pieces[i].sum.update;
+    for (; piece != wave.pieces.end() && piece->layer == &layer; ++piece) {
+      all.param += piece->sum.param;
+      all.update += piece->sum.update;
     }
     if (layer.trust.adapt) *layer.trust_ratio = trust_ratio(all, layer.trust);
     set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
   }
-  // Not backwards, from what was read last: that gains no more from the cache than it costs (1.1 times as
-  // long).
-  for_pieces(count, elements, [&](int64_t i) {
-    const Piece<L>& piece = pieces[i];
-    piece.layer->run(*piece.layer, piece.begin, piece.end);
-  });
 }
 
-// Layers in waves that fit the cache; a larger layer is one by itself.
 template <class L> void run_layers(std::vector<L>& layers) {
   const int64_t most = kWaveElements * torch::stable::get_num_threads();
-  std::vector<Piece<L>> pieces;
-  std::vector<L*> wave;
-  int64_t elements = 0;
+  Wave<L> before, wave;
+  const auto advance = [&] {
+    run_passes(before, wave);
+    set_trust_ratios(wave);
+    before = std::move(wave);
+    wave = {};
+  };
   for (L& layer : layers) {
     layer.scalars = &layer.own;
     *layer.trust_ratio = 1.0f;
-    if (layer.layout.numel > most) {
-      run_wave<L>({&layer}, pieces);
-      continue;
-    }
-    if (elements + layer.layout.numel > most) {
-      run_wave(wave, pieces);
-      wave.clear();
-      elements = 0;
-    }
-    wave.push_back(&layer);
-    elements += layer.layout.numel;
+    if (wave.elements > 0 && wave.elements + layer.layout.numel > most) advance();
+    wave.add(layer);
   }
-  run_wave(wave, pieces);
+  advance();
+  advance();
 }
 
 }  // namespace memkern
