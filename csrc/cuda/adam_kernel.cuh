@@ -172,19 +172,14 @@ template <class Rule> MEMKERN_DEVICE void adam_fp32(const TileWork<typename Rule
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     adam_tiles(AdamTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<AdamTensor> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, AdamRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    adam_fp32<AdamRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { adam_coded<Kind, AdamRule>(work, known...); },
+      [&] { adam_fp32<AdamRule>(work); });
 }
 
 }  // namespace memkern

@@ -129,34 +129,23 @@ MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
 // One thread block per tile; nothing is written but the tile's sums.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LambTensor> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (!(t.kind == Kind || (t.kind == StateKind::kFp32 && fp32)) || !adapts(table.groups[t.group])) return;
+  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group])) return;
   Squares sum{0.0, 0.0};
-  if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) {
-      sum = lamb_norms_coded<Kind>(work, param, grad, group);
-    });
-  else
-    sum = lamb_norms_fp32(work);
+  with_states(
+      work.tensor, [&](auto... known) { sum = lamb_norms_coded<Kind>(work, known...); },
+      [&] { sum = lamb_norms_fp32(work); });
   store_squares(partial, sum);
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lamb_tiles(LambTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LambTensor> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, LambRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    adam_fp32<LambRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { adam_coded<Kind, LambRule>(work, known...); },
+      [&] { adam_fp32<LambRule>(work); });
 }
 
 }  // namespace memkern

@@ -102,34 +102,23 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
 // One thread block per tile; nothing is written but the tile's sums.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LarsScalars> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (!(t.kind == Kind || (t.kind == StateKind::kFp32 && fp32)) || !adapts(table.groups[t.group])) return;
+  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group])) return;
   Squares sum{0.0, 0.0};
-  if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) {
-      sum = lars_norms_coded<Kind>(work, param, grad, group);
-    });
-  else
-    sum = lars_norms_fp32(work);
+  with_states(
+      work.tensor, [&](auto... known) { sum = lars_norms_coded<Kind>(work, known...); },
+      [&] { sum = lars_norms_fp32(work); });
   store_squares(partial, sum);
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lars_tiles(LarsTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LarsScalars> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LarsRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    lion_fp32<LarsRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { lion_coded<Kind, LarsRule>(work, known...); },
+      [&] { lion_fp32<LarsRule>(work); });
 }
 
 }  // namespace memkern

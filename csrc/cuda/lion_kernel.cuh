@@ -116,19 +116,14 @@ template <class Rule> MEMKERN_DEVICE void lion_fp32(const TileWork<typename Rule
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lion_tiles(LionTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LionScalars> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LionRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    lion_fp32<LionRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { lion_coded<Kind, LionRule>(work, known...); },
+      [&] { lion_fp32<LionRule>(work); });
 }
 
 }  // namespace memkern
