@@ -3,6 +3,7 @@
 import os
 from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
@@ -23,6 +24,23 @@ def simt_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[CDLL, Path]:
     """csrc/cuda/ as CPU programs (tests/simt), its ops registered once a session."""
     path = build.compile_library(tmp_path_factory.mktemp("simt"))
     return build.load(path), path
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text for the tests of memkern.train."""
+    from train_helpers import TEXT
+
+    path = tmp_path_factory.mktemp("text") / "squares.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(text: Path) -> Any:
+    from memkern.train import load_corpus
+
+    return load_corpus([str(text)], seq_len=32)
 
 
 @pytest.fixture(autouse=True)

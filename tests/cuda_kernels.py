@@ -69,14 +69,11 @@ def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]
     """The machine code, and for each kernel its registers and bytes of stack and spills."""
     import torch
 
-    generated = folder / "core" / "tables.h"  # csrc/core/tables.h, where setup.py has not written it
-    generated.parent.mkdir(exist_ok=True)
-    generated.write_text(runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]())
     unit = folder / f"{arch}.cu"
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
     torch_dir = Path(torch.__file__).parent
-    includes = [ROOT / "csrc", folder, generated.parent, torch_dir / "include"]
+    includes = [ROOT / "csrc", folder, folder / "core", torch_dir / "include"]
     includes.append(torch_dir / "include/torch/csrc/api/include")
     binary = folder / f"{arch}.cubin"
     command = [str(nvcc()), *FLAGS, f"-arch={arch}", *(f"-I{path}" for path in includes)]
@@ -102,6 +99,9 @@ def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]
 
 
 def compile_all(folder: Path) -> dict[str, tuple[Path, dict[str, dict[str, int]]]]:
+    generated = folder / "core" / "tables.h"  # csrc/core/tables.h, where setup.py has not written it
+    generated.parent.mkdir()
+    generated.write_text(runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]())
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         return dict(zip(ARCHS, pool.map(lambda arch: compile_for(arch, folder), ARCHS), strict=True))
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_ops
 import torch
 from activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from activation_kernels import compare_activations, compare_forward
 from helpers import FLOATS, LAYOUTS, assert_same, hard, like, name_of, over_dtypes, over_layouts, tensor
+from op_helpers import step_args as op_args
 from simt import build, drive
 from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
+from test_ops_errors import BAD_CASES, BAD_STEPS
 
 from memkern import reference
 from memkern.layout import layer_count, layout_of
@@ -289,10 +290,10 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
 # ---- errors
 
 
-@pytest.mark.parametrize(("name", "case"), [c for c in test_ops.BAD_CASES if c[0] in drive.RATES])
+@pytest.mark.parametrize(("name", "case"), [c for c in BAD_CASES if c[0] in drive.RATES])
 def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
-    override = test_ops.BAD_STEPS[case]
-    args = test_ops.step_args(name, ["codes", "codes"], **override)
+    override = BAD_STEPS[case]
+    args = op_args(name, ["codes", "codes"], **override)
     before = twin([a for a in args if isinstance(a, list)])
     with pytest.raises(RuntimeError):
         getattr(torch.ops.memkern_simt, name)(*args)

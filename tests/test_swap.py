@@ -1,9 +1,8 @@
-"""memkern.compress and restore: what changes, what must not, what is left alone, and what is saved."""
+"""memkern.compress and restore: what changes, and what must not."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import gpt2
 import pytest
 import torch
 from helpers import assert_same
+from swap_helpers import EVERY, MLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,18 +34,6 @@ TORCH: dict[str, tuple[Callable[[], nn.Module], type[nn.Module]]] = {
     "Tanh": (nn.Tanh, mnn.Tanh),
     "Sigmoid": (nn.Sigmoid, mnn.Sigmoid),
 }
-EVERY = lambda name, module: True  # noqa: E731
-
-
-class MLP(nn.Module):
-    """Linear, activation, linear, under transformers' names."""
-
-    def __init__(self, act: nn.Module, width: int = 16) -> None:
-        super().__init__()
-        self.c_fc, self.c_proj, self.act = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.act(self.c_fc(x)))
 
 
 def named(name: str, function: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -236,111 +224,6 @@ def test_swaps_after_compiling_are_noticed() -> None:
     torch._dynamo.reset()
 
 
-# What is left alone
-
-
-class OwnForward(nn.GELU):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 1
-
-
-class OwnLinear(nn.Linear):
-    pass
-
-
-def test_subclasses_are_left_alone() -> None:
-    model = nn.Sequential(OwnForward(), OwnLinear(4, 4), nn.Linear(4, 4), nn.MultiheadAttention(4, 1))
-    nn.utils.parametrizations.weight_norm(model[2])
-    before = [type(m) for m in model.modules()]
-    report = memkern.compress(model, linear=0.5, predicate=EVERY)
-    assert [type(m) for m in model.modules()] == before
-    assert {left.names[0] for left in report.left} == {"0", "1", "2", "3.out_proj"}
-    assert "0: OwnForward, a subclass of torch.nn.GELU may do more" in str(report)
-
-
-def test_a_forward_on_the_instance_is_left_alone() -> None:
-    module = nn.GELU()
-    module.forward = lambda x: x  # as accelerate's hooks do
-    assert "its forward is set on the instance" in str(memkern.compress(module))
-    assert type(module) is nn.GELU
-
-
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.up(x))
-
-
-class Decorated(Calls):
-    @functools.wraps(Calls.forward)
-    def forward(self, *args: Any) -> Tensor:
-        return Calls.forward(self, *args)
-
-
-class Holds(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.activation_fn = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation_fn(x)
-
-
-class HasAChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gelu = nn.GELU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gelu(x)
-
-
-@pytest.mark.parametrize(
-    ("module", "function"),
-    [
-        (Calls(), "gelu"),
-        (Decorated(), "gelu"),
-        (Holds(F.silu), "silu"),
-        (Holds(functools.partial(F.gelu, approximate="tanh")), "gelu"),
-        (nn.TransformerEncoderLayer(8, 1, activation="gelu"), "gelu"),
-        (Holds(F.relu), None),
-        (nn.TransformerEncoderLayer(8, 1), None),
-        (HasAChild(), None),
-        (nn.Linear(3, 3), None),
-    ],
-    ids=[
-        "calls",
-        "decorated",
-        "holds",
-        "holds a partial",
-        "torch's layer",
-        "relu",
-        "torch's with relu",
-        "child",
-        "linear",
-    ],
-)
-def test_calls_of_functions_are_reported(module: nn.Module, function: str | None) -> None:
-    report = memkern.compress(nn.Sequential(module))
-    assert [left.reason.split(" itself")[0] for left in report.left] == (
-        [f"calls {function}"] if function else []
-    )
-
-
-@pytest.mark.parametrize("build", [nn.ReLU, nn.Tanh, nn.Sigmoid])
-def test_activations_whose_output_is_kept_anyway_are_left_by_default(build: Any) -> None:
-    model = nn.Sequential(nn.Linear(16, 16), build(), nn.Linear(16, 16))
-    x = torch.randn(100, 16)
-    before = memory.saved_bytes(lambda: model(x))
-    assert "torch keeps its output" in str(memkern.compress(model))
-    assert memory.saved_bytes(lambda: model(x)) == before
-    memkern.compress(model, predicate=EVERY)
-    assert memory.saved_bytes(lambda: model(x)) > before
-
-
 # Linear layers
 
 
@@ -400,177 +283,3 @@ def test_conv1d() -> None:
     assert memkern.restore(layer) == 1
     assert type(layer) is gpt2.Conv1D
     assert repr(layer).startswith("Conv1D")
-
-
-# The report
-
-
-@pytest.mark.parametrize(
-    ("build", "width"),
-    [
-        (lambda: MLP(nn.GELU()), (64, "c_fc")),
-        (lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 99)), (8, "0")),
-        (lambda: nn.Sequential(nn.GELU(), nn.Linear(8, 99)), None),
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU()), None),
-        (nn.GELU, None),
-    ],
-    ids=["beside", "in a row", "none before", "convolution", "alone"],
-)
-def test_the_width_that_the_structure_tells(build: Any, width: Any) -> None:
-    report = memkern.compress(build())
-    (swap,) = report.swapped
-    assert swap.width == width
-    assert report.bytes_per_token == (width[0] * (4 - 0.375) if width else 0)
-
-
-def test_report_groups_layers_and_says_everything() -> None:
-    model = nn.Sequential(
-        *(MLP(gpt2.NewGELUActivation()) for _ in range(12)), nn.Embedding(3, 3), nn.GELU(), Calls()
-    )
-    shown = str(memkern.compress(model.bfloat16(), embeddings=True))
-    now = "GELU(approximate='tanh', bits=3, keep='codes')"
-    saved = 64 * (8 - 0.375)
-    assert (
-        f"*.act (12 of them): NewGELUActivation -> {now}, 8 -> 0.375 bytes per element, {saved:,.0f}" in shown
-    )
-    assert (
-        "13: GELU -> GELU(approximate='none', bits=3, keep='codes'), 2 -> 0.375 bytes per element\n" in shown
-    )
-    assert f"saved per token: {12 * saved:,.0f} bytes" in shown
-    assert "1 embeddings marked" in shown
-    assert "14: Calls, calls gelu itself" in shown
-    assert str(memkern.compress(nn.Identity())) == "memkern.compress: 0 modules swapped"
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
-    [
-        (nn.GELU(), {"activations": 5}, ValueError, "bits"),
-        (nn.GELU(), {"activations": 0}, ValueError, "bits"),
-        (nn.GELU(), {"keep": "input"}, ValueError, "keep"),
-        (nn.GELU(), {"linear": 0.0}, ValueError, "keep must be a share of the tokens"),
-        (nn.GELU(), {"linear": {"projection": "x"}}, ValueError, "projection must be one of"),
-        (nn.GELU(), {"linear": {"colour": 1}}, TypeError, "colour"),
-        ([nn.GELU()], {}, TypeError, "model must be a torch.nn.Module, got list"),
-    ],
-)
-def test_bad_options_change_nothing(model: Any, options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        memkern.compress(model, **options)
-    if isinstance(model, nn.Module):
-        assert type(model) is nn.GELU
-
-
-# What it saves
-
-
-@pytest.mark.parametrize("width", [768, 1600])
-def test_gpt2_block(width: int) -> None:
-    """28 tensors of the width become 12, and 3 bits for each of 4 widths; FACTS.md has the same figures."""
-    block = gpt2.Block(width)
-    x = torch.randn(1, 64, width, requires_grad=True)
-    per_token = lambda: memory.saved_bytes(lambda: block(x)) / 64  # noqa: E731
-    statistics = 2 * 8 + 4 * width // 64  # of two layer norms, and the attention's log-sums
-    assert per_token() == 28 * 4 * width + statistics
-    report = memkern.compress(block)
-    assert per_token() == 12 * 4 * width + 4 * width * 3 / 8 + statistics
-    assert report.bytes_per_token == (16 - 3 / 8) * 4 * width
-    if width == 768:
-        assert per_token() <= 38_500
-    memkern.restore(block)
-    assert per_token() == 28 * 4 * width + statistics
-
-
-def test_gpt2_block_of_transformers() -> None:
-    modeling = pytest.importorskip("transformers.models.gpt2.modeling_gpt2", reason="needs transformers")
-    options = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_implementation": "sdpa"}
-    block = modeling.GPT2Block(modeling.GPT2Config(n_embd=768, n_head=12, **options), layer_idx=0)
-    x = torch.randn(1, 200, 768, requires_grad=True)
-    per_token = lambda: memory.saved_bytes(lambda: block(x)) / 200  # noqa: E731
-    assert 85_500 < per_token() < 86_500
-    memkern.compress(block)
-    assert per_token() <= 38_500
-    memkern.compress(block, linear=0.2)
-    assert per_token() <= 24_200
-    assert memkern.restore(block) == 5
-
-
-def test_activations_of_transformers() -> None:
-    activations = pytest.importorskip("transformers.activations", reason="needs transformers")
-    for name in (
-        "gelu",
-        "gelu_new",
-        "gelu_fast",
-        "gelu_accurate",
-        "gelu_pytorch_tanh",
-        "quick_gelu",
-        "silu",
-        "mish",
-    ):
-        module = activations.ACT2FN[name]
-        x = torch.randn(1000)
-        plain = module(x)
-        assert len(memkern.compress(module).swapped) == 1, name
-        torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
-
-
-def test_training_follows_the_exact_model() -> None:
-    x = torch.randn(400, 16)
-    target = torch.sin(2 * x)
-    losses = []
-    for compressed in (False, True):
-        torch.manual_seed(0)
-        model = MLP(nn.GELU())
-        if compressed:
-            memkern.compress(model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        for _ in range(100):
-            loss = F.mse_loss(model(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] < 0.6 * target.var()
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
-
-
-# Advice
-
-
-def test_advice_is_what_is_kept() -> None:
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    x = torch.randn(300, 16)
-    advice = mnn.advise(model, x)
-    size = 300 * 64
-    assert advice.modes == {
-        "as it is": 2 * 4 * size,
-        **{f"{bits} bit{'s' * (bits > 1)}": 4 * size + bits * size // 8 for bits in (1, 2, 3, 4)},
-        "output": 4 * size + size // 8,
-    }
-    assert (advice.modules, advice.best) == (1, "output")
-    shown = str(advice)
-    assert "3 bits" in shown
-    assert f"{4 * size + 3 * size // 8:,} bytes" in shown
-    model.insert(2, nn.Dropout(0.1))  # now nobody else keeps the output
-    assert mnn.advise(model, x).best == "1 bit"
-
-
-def test_advice_leaves_the_model_as_it_was() -> None:
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Embedding(2, 2)
-    )
-    memkern.compress(model, 2, linear=0.5, embeddings=True)
-    state = copy.deepcopy(model.state_dict())
-    x, random = torch.randn(300, 16), torch.get_rng_state()
-    with torch.no_grad():
-        advice = mnn.advise(model[:4], (x,))
-    assert torch.equal(torch.get_rng_state(), random)
-    assert advice.modes["as it is"] > advice.modes["3 bits"]
-    assert_same(model.state_dict(), state)
-    assert (type(model[2]), model[2].bits, model[0].keep) == (mnn.GELU, 2, 0.5)
-    assert memkern.restore(model) == 3
-
-
-def test_advice_takes_keywords() -> None:
-    advice = mnn.advise(MLP(nn.SiLU()), {"x": torch.randn(20, 16)})
-    assert advice.modes["as it is"] > advice.modes["1 bit"]

@@ -25,6 +25,7 @@ INTERPRETED = {
     "steps": ["tests/triton_steps.py"],
     "ops": [
         "tests/test_ops.py",
+        "tests/test_ops_errors.py",
         "-k",
         "memkern_triton and (bad_steps or bad_calls and quantize or scaler) and not lamb and not lars",
     ],

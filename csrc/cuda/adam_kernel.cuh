@@ -34,15 +34,61 @@ static __global__ void adam_prologue(AdamTable table) {
                       static_cast<uint32_t>(step)};
 }
 
-MEMKERN_DEVICE void adam_new_moments(float (&m)[kEight], float (&v)[kEight], float (&g)[kEight],
-                                     const float (&p)[kEight], const AdamScalars& s) {
+// Eight elements as a lane holds them.
+struct AdamEight {
+  float p[kEight], g[kEight], m[kEight], v[kEight];
+};
+
+// m and v come in decayed.
+MEMKERN_DEVICE void adam_new_moments(AdamEight& x, const AdamScalars& s) {
   // One test for all eight; each by itself would cost three instructions where nothing is to be done.
   if (s.grad_factor != 1.0f || s.coupled_decay != 0.0f) {
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) g[i] = adam_gradient(g[i], p[i], s);
+    for (int i = 0; i < kEight; ++i) x.g[i] = adam_gradient(x.g[i], x.p[i], s);
   }
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) adam_moments(m[i], v[i], g[i], s);
+  for (int i = 0; i < kEight; ++i) adam_moments(x.m[i], x.v[i], x.g[i], s);
+}
+
+// Loads eight elements and makes their moments new. The units are those of their block, decayed.
+template <StateKind Kind, class Tensor, class P, class G>
+MEMKERN_DEVICE AdamEight adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
+                                   float m_unit, float v_unit) {
+  const TensorRecord& t = work.tensor;
+  Raw p, g;
+  Codes m, v;
+  either_way(at, [&](const Span& span) {
+    p = load_raw(t.param, param_type, span);
+    g = load_raw(work.grad, grad_type, span);
+    m = load_codes(t.exp_avg, span);
+    v = load_codes(t.exp_avg_sq, span);
+  });
+  AdamEight x;
+  to_floats(p, param_type, x.p);
+  to_floats(g, grad_type, x.g);
+  decode<Kind, true>(m, m_unit, x.m);
+  decode<Kind, false>(v, v_unit, x.v);
+  if constexpr (Kind == StateKind::kPower)
+    for (float& w : x.v) w = w * w;  // power codes hold w = sqrt(v)
+  adam_new_moments(x, work.scalars.scalars);
+  return x;
+}
+
+MEMKERN_DEVICE AdamEight adam_load_fp32(const TensorRecord& t, const void* grad, const Span& at,
+                                        const AdamScalars& s) {
+  const Raw p = load_raw(t.param, t.param_type, at), g = load_raw(grad, t.grad_type, at);
+  AdamEight x;
+  load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+  load_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
+  to_floats(p, t.param_type, x.p);
+  to_floats(g, t.grad_type, x.g);
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    x.m[i] = s.beta1 * x.m[i];
+    x.v[i] = s.beta2 * x.v[i];
+  }
+  adam_new_moments(x, s);
+  return x;
 }
 
 // What becomes of the parameter; all else LAMB shares.
@@ -54,24 +100,22 @@ struct AdamRule {
   }
 };
 
-// p and w = sqrt(v) of eight elements whose moments are new.
-template <class Rule, class F> MEMKERN_DEVICE void adam_params(float (&p)[kEight], const float (&m)[kEight],
-                                                               const float (&v)[kEight], float (&w)[kEight],
-                                                               const typename Rule::Scalars& s) {
+// The new p, and w = sqrt(v).
+template <class Rule, class F>
+MEMKERN_DEVICE void adam_params(AdamEight& x, float (&w)[kEight], const typename Rule::Scalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    const F root = sqrt(F(v[i]));
+    const F root = sqrt(F(x.v[i]));
     w[i] = static_cast<float>(root);
-    p[i] = static_cast<float>(Rule::param(F(p[i]), F(m[i]), root, s));
+    x.p[i] = static_cast<float>(Rule::param(F(x.p[i]), F(x.m[i]), root, s));
   }
 }
 
 // Whether roots and divisions of these are of usual size.
-MEMKERN_DEVICE bool adam_usual(const float (&m)[kEight], const float (&v)[kEight], float m_largest,
-                               float v_largest, const AdamScalars& s) {
+MEMKERN_DEVICE bool adam_usual(const AdamEight& x, float m_largest, float v_largest, const AdamScalars& s) {
   bool usual = m_largest <= kMostNumerator && v_largest <= kMostRoot && s.eps <= 0x1p40f;
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) usual = usual && v[i] >= kLeastRoot && fabsf(m[i]) >= kLeastNumerator;
+  for (int i = 0; i < kEight; ++i) usual = usual && x.v[i] >= kLeastRoot && fabsf(x.m[i]) >= kLeastNumerator;
   return usual;
 }
 
@@ -81,11 +125,10 @@ MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P pa
   constexpr bool kPower = Kind == StateKind::kPower;
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars& s = work.scalars.scalars;
-  const void* const grad = work.grad;
   const Rounding rounding{false, work.scalars.step};
   const Halves half(group);
   const int levels = half.own(kPowerLevelsSigned, kPowerLevelsUnsigned);
-  const bool aligned = t.aligned && on_16_bytes(grad);
+  const bool aligned = t.aligned && on_16_bytes(work.grad);
   for_places(t.blocks, work.walk, group, [&](const Place& place) {
     float* const scale = half.own(t.exp_avg_scale, t.exp_avg_sq_scale) + place.block;
     const float decay = half.own(s.beta1, kPower ? s.root_beta2 : s.beta2);
@@ -99,33 +142,18 @@ MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P pa
       const bool first = turn < group.turns, last = turn >= turns - group.turns;
       const int j = ((first ? turn : turn - group.turns) * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, aligned);
-      Raw p_raw, g_raw;
-      Codes m_codes, v_codes;
-      either_way(at, [&](const Span& span) {
-        p_raw = load_raw(t.param, param_type, span);
-        g_raw = load_raw(grad, grad_type, span);
-        m_codes = load_codes(t.exp_avg, span);
-        v_codes = load_codes(t.exp_avg_sq, span);
-      });
-      float p[kEight], g[kEight], m[kEight], v[kEight], w[kEight];
-      to_floats(p_raw, param_type, p);
-      to_floats(g_raw, grad_type, g);
-      decode<Kind, true>(m_codes, m_unit, m);
-      decode<Kind, false>(v_codes, v_unit, v);
-      if constexpr (kPower)
-        for (float& x : v) x = x * x;  // power codes hold w = sqrt(v)
-      adam_new_moments(m, v, g, p, s);
-      float m_here = largest_of<true>(m), v_here = largest_of<false>(v);
-      if (at.n == 0 || adam_usual(m, v, m_here, v_here, s))
-        adam_params<Rule, Usual>(p, m, v, w, s);
+      AdamEight x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
+      float m_here = largest_of<true>(x.m), v_here = largest_of<false>(x.v), w[kEight];
+      if (at.n == 0 || adam_usual(x, m_here, v_here, s))
+        adam_params<Rule, Usual>(x, w, s);
       else
-        adam_params<Rule, float>(p, m, v, w, s);
-      if (last) store_floats(t.param, param_type, at, p);
+        adam_params<Rule, float>(x, w, s);
+      if (last) store_floats(t.param, param_type, at, x.p);
       if (first) {
         if (!(is_finite(m_here) && is_finite(v_here))) {
           finite = false;
-          m_here = largest_finite<true>(m);
-          v_here = largest_finite<false>(v);
+          m_here = largest_finite<true>(x.m);
+          v_here = largest_finite<false>(x.v);
         }
         m_largest = fmaxf(m_largest, m_here);
         v_largest = fmaxf(v_largest, v_here);
@@ -137,7 +165,8 @@ MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P pa
         if ((group.lane() & (half.distance - 1)) == 0 && place.n > 0) __stcs(scale, largest);
       }
       if (last) {
-        encode_both<Kind>(m, m_factor, kPower ? w : v, v_factor, finite, j, rounding, m_codes, v_codes);
+        Codes m_codes, v_codes;
+        encode_both<Kind>(x.m, m_factor, kPower ? w : x.v, v_factor, finite, j, rounding, m_codes, v_codes);
         either_way(at, [&](const Span& span) {
           store_codes(t.exp_avg, span, m_codes);
           store_codes(t.exp_avg_sq, span, v_codes);
@@ -153,38 +182,23 @@ template <class Rule> MEMKERN_DEVICE void adam_fp32(const TileWork<typename Rule
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
   for_eights(t.numel, work.tile, aligned, [&](const Span& at) {
-    const Raw p_raw = load_raw(t.param, t.param_type, at), g_raw = load_raw(grad, t.grad_type, at);
-    float p[kEight], g[kEight], m[kEight], v[kEight], w[kEight];
-    load_floats(t.exp_avg, FloatType::kFp32, at, m);
-    load_floats(t.exp_avg_sq, FloatType::kFp32, at, v);
-    to_floats(p_raw, t.param_type, p);
-    to_floats(g_raw, t.grad_type, g);
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      m[i] = s.beta1 * m[i];
-      v[i] = s.beta2 * v[i];
-    }
-    adam_new_moments(m, v, g, p, s);
-    adam_params<Rule, float>(p, m, v, w, s);
-    store_floats(t.param, t.param_type, at, p);
-    store_floats(t.exp_avg, FloatType::kFp32, at, m);
-    store_floats(t.exp_avg_sq, FloatType::kFp32, at, v);
+    AdamEight x = adam_load_fp32(t, grad, at, s);
+    float w[kEight];
+    adam_params<Rule, float>(x, w, s);
+    store_floats(t.param, t.param_type, at, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    store_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
   });
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     adam_tiles(AdamTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<AdamTensor> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, AdamRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    adam_fp32<AdamRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { adam_coded<Kind, AdamRule>(work, known...); },
+      [&] { adam_fp32<AdamRule>(work); });
 }
 
 }  // namespace memkern

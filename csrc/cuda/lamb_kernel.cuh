@@ -48,15 +48,14 @@ static __global__ void lamb_prologue(LambTable table) {
 }
 
 // Adds the squares of the first n elements, whose moments are new.
-template <class F> MEMKERN_DEVICE void lamb_squares(Squares& sum, const float (&p)[kEight],
-                                                    const float (&m)[kEight], const float (&v)[kEight], int n,
-                                                    const LambScalars& s) {
+template <class F>
+MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamEight& x, int n, const LambScalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
     if (i >= n) continue;
-    const F x = lamb_decayed(F(p[i]), s);
-    add_square(sum.param, static_cast<float>(x));
-    add_square(sum.update, static_cast<float>(lamb_update(x, F(m[i]), sqrt(F(v[i])), s)));
+    const F p = lamb_decayed(F(x.p[i]), s);
+    add_square(sum.param, static_cast<float>(p));
+    add_square(sum.update, static_cast<float>(lamb_update(p, F(x.m[i]), sqrt(F(x.v[i])), s)));
   }
 }
 
@@ -66,10 +65,9 @@ MEMKERN_DEVICE Squares lamb_norms_coded(const TileWork<LambTensor>& work, P para
   constexpr bool kPower = Kind == StateKind::kPower;
   const TensorRecord& t = work.tensor;
   const LambScalars& s = work.scalars.scalars;
-  const void* const grad = work.grad;
   const Halves half(group);
   const int levels = half.own(kPowerLevelsSigned, kPowerLevelsUnsigned);
-  const bool aligned = t.aligned && on_16_bytes(grad);
+  const bool aligned = t.aligned && on_16_bytes(work.grad);
   Squares sum{0.0, 0.0};
   for_places(t.blocks, work.walk, group, [&](const Place& place) {
     const float* const scale = half.own(t.exp_avg_scale, t.exp_avg_sq_scale) + place.block;
@@ -79,26 +77,11 @@ MEMKERN_DEVICE Squares lamb_norms_coded(const TileWork<LambTensor>& work, P para
     for (int turn = 0; turn < group.turns; ++turn) {
       const int j = (turn * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, aligned);
-      Raw p_raw, g_raw;
-      Codes m_codes, v_codes;
-      either_way(at, [&](const Span& span) {
-        p_raw = load_raw(t.param, param_type, span);
-        g_raw = load_raw(grad, grad_type, span);
-        m_codes = load_codes(t.exp_avg, span);
-        v_codes = load_codes(t.exp_avg_sq, span);
-      });
-      float p[kEight], g[kEight], m[kEight], v[kEight];
-      to_floats(p_raw, param_type, p);
-      to_floats(g_raw, grad_type, g);
-      decode<Kind, true>(m_codes, m_unit, m);
-      decode<Kind, false>(v_codes, v_unit, v);
-      if constexpr (kPower)
-        for (float& x : v) x = x * x;  // power codes hold w = sqrt(v)
-      adam_new_moments(m, v, g, p, s);
-      if (at.n == 0 || adam_usual(m, v, largest_of<true>(m), largest_of<false>(v), s))
-        lamb_squares<Usual>(sum, p, m, v, at.n, s);
+      const AdamEight x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
+      if (at.n == 0 || adam_usual(x, largest_of<true>(x.m), largest_of<false>(x.v), s))
+        lamb_squares<Usual>(sum, x, at.n, s);
       else
-        lamb_squares<float>(sum, p, m, v, at.n, s);
+        lamb_squares<float>(sum, x, at.n, s);
     }
   });
   return sum;
@@ -109,54 +92,31 @@ MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
   const LambScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_eights(t.numel, work.tile, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-    float p[kEight], g[kEight], m[kEight], v[kEight];
-    load_floats(t.param, t.param_type, at, p);
-    load_floats(grad, t.grad_type, at, g);
-    load_floats(t.exp_avg, FloatType::kFp32, at, m);
-    load_floats(t.exp_avg_sq, FloatType::kFp32, at, v);
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      m[i] = s.beta1 * m[i];
-      v[i] = s.beta2 * v[i];
-    }
-    adam_new_moments(m, v, g, p, s);
-    lamb_squares<float>(sum, p, m, v, at.n, s);
-  });
+  for_eights(t.numel, work.tile, t.aligned && on_16_bytes(grad),
+             [&](const Span& at) { lamb_squares<float>(sum, adam_load_fp32(t, grad, at, s), at.n, s); });
   return sum;
 }
 
 // One thread block per tile; nothing is written but the tile's sums.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LambTensor> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (!(t.kind == Kind || (t.kind == StateKind::kFp32 && fp32)) || !adapts(table.groups[t.group])) return;
+  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group])) return;
   Squares sum{0.0, 0.0};
-  if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) {
-      sum = lamb_norms_coded<Kind>(work, param, grad, group);
-    });
-  else
-    sum = lamb_norms_fp32(work);
+  with_states(
+      work.tensor, [&](auto... known) { sum = lamb_norms_coded<Kind>(work, known...); },
+      [&] { sum = lamb_norms_fp32(work); });
   store_squares(partial, sum);
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; the first launch also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lamb_tiles(LambTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LambTensor> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { adam_coded<Kind, LambRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    adam_fp32<LambRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { adam_coded<Kind, LambRule>(work, known...); },
+      [&] { adam_fp32<LambRule>(work); });
 }
 
 }  // namespace memkern

@@ -41,16 +41,15 @@ static __global__ void lars_prologue(LarsTable table) {
 
 // Adds the squares of the parameters and, classic, the gradients, else the new moments. Elements that do not
 // exist are 0 in all of them.
-MEMKERN_DEVICE void lars_squares(Squares& sum, const float (&p)[kEight], const float (&g)[kEight],
-                                 const float (&m)[kEight], const LarsScalars& s) {
+MEMKERN_DEVICE void lars_squares(Squares& sum, const LionEight& x, const LarsScalars& s) {
 #pragma unroll
   for (int i = 0; i < kEight; ++i) {
-    float d = lars_gradient(g[i], s);
-    add_square(sum.param, p[i]);
+    float d = lars_gradient(x.g[i], s);
+    add_square(sum.param, x.p[i]);
     if (s.classic)
       add_square(sum.update, d);
     else
-      add_square(sum.update, lars_moment(p[i], d, m[i], s));
+      add_square(sum.update, lars_moment(x.p[i], d, x.m[i], s));
   }
 }
 
@@ -59,26 +58,14 @@ MEMKERN_DEVICE Squares lars_norms_coded(const TileWork<LarsScalars>& work, P par
                                         Group group) {
   const TensorRecord& t = work.tensor;
   const LarsScalars& s = work.scalars;
-  const void* const grad = work.grad;
-  const bool aligned = t.aligned && on_16_bytes(grad);
+  const bool aligned = t.aligned && on_16_bytes(work.grad);
   Squares sum{0.0, 0.0};
   for_places(t.blocks, work.walk, group, [&](const Place& place) {
     const float unit = unit_of<Kind>(t.exp_avg_scale[place.block], 1.0f, kPowerLevelsSigned);
     for (int turn = 0; turn < group.turns; ++turn) {
       const int j = (turn * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, aligned);
-      Raw p_raw, g_raw;
-      Codes codes{0, 0};
-      either_way(at, [&](const Span& span) {
-        p_raw = load_raw(t.param, param_type, span);
-        g_raw = load_raw(grad, grad_type, span);
-        if (!s.classic) codes = load_codes(t.exp_avg, span);
-      });
-      float p[kEight], g[kEight], m[kEight];
-      to_floats(p_raw, param_type, p);
-      to_floats(g_raw, grad_type, g);
-      decode<Kind, true>(codes, unit, m);
-      lars_squares(sum, p, g, m, s);
+      lars_squares(sum, lion_load<Kind>(work, param_type, grad_type, at, unit, !s.classic), s);
     }
   });
   return sum;
@@ -90,11 +77,11 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
   for_eights(t.numel, work.tile, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-    float p[kEight], g[kEight], m[kEight] = {};
-    load_floats(t.param, t.param_type, at, p);
-    load_floats(grad, t.grad_type, at, g);
-    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, m);
-    lars_squares(sum, p, g, m, s);
+    LionEight x{};
+    load_floats(t.param, t.param_type, at, x.p);
+    load_floats(grad, t.grad_type, at, x.g);
+    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    lars_squares(sum, x, s);
   });
   return sum;
 }
@@ -102,34 +89,23 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
 // One thread block per tile; nothing is written but the tile's sums.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LarsScalars> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (!(t.kind == Kind || (t.kind == StateKind::kFp32 && fp32)) || !adapts(table.groups[t.group])) return;
+  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group])) return;
   Squares sum{0.0, 0.0};
-  if (t.kind == Kind)
-    with_usual(t, [&](auto param, auto grad, auto group) {
-      sum = lars_norms_coded<Kind>(work, param, grad, group);
-    });
-  else
-    sum = lars_norms_fp32(work);
+  with_states(
+      work.tensor, [&](auto... known) { sum = lars_norms_coded<Kind>(work, known...); },
+      [&] { sum = lars_norms_fp32(work); });
   store_squares(partial, sum);
 }
 
-// One thread block per tile. Kind: the codes that this launch sees to; one of the launches also does fp32
-// states.
+// One thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lars_tiles(LarsTable table, bool fp32) {
-  if (skipped(*table.header)) return;
   __shared__ TileWork<LarsScalars> work;
-  work.find(table);
-  const TensorRecord& t = work.tensor;
-  if (t.kind == Kind)
-    with_usual(
-        t, [&](auto param, auto grad, auto group) { lion_coded<Kind, LarsRule>(work, param, grad, group); });
-  else if (t.kind == StateKind::kFp32 && fp32)
-    lion_fp32<LarsRule>(work);
+  if (!work.find(table, Kind, fp32)) return;
+  with_states(
+      work.tensor, [&](auto... known) { lion_coded<Kind, LarsRule>(work, known...); },
+      [&] { lion_fp32<LarsRule>(work); });
 }
 
 }  // namespace memkern

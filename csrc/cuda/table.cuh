@@ -65,8 +65,11 @@ template <class Scalars> struct TileWork {
   const void* grad;
   int64_t tile;  // of the tensor
 
-  // All threads call it.
-  template <class Group> MEMKERN_DEVICE void find(const Table<Group, Scalars>& table) {
+  // All threads call it. False where the step is skipped, or another launch sees to the tile: this one does
+  // codes of `kind`, and, if it is the one for them, fp32 states.
+  template <class Group>
+  MEMKERN_DEVICE bool find(const Table<Group, Scalars>& table, StateKind kind, bool fp32) {
+    if (skipped(*table.header)) return false;
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
       if (threadIdx.x == 0) {
@@ -79,20 +82,23 @@ template <class Scalars> struct TileWork {
       }
     }
     __syncthreads();
+    return tensor.kind == kind || (tensor.kind == StateKind::kFp32 && fp32);
   }
 };
 
-// Calls use(param, grad, group): types and group as constants where they are the usual ones, which saves a
-// tenth of the instructions.
-template <class Use> MEMKERN_DEVICE void with_usual(const TensorRecord& t, Use&& use) {
+// Calls plain() where the states are fp32, else coded(param, grad, group): types and group as constants where
+// they are the usual ones, which saves a tenth of the instructions.
+template <class Coded, class Plain>
+MEMKERN_DEVICE void with_states(const TensorRecord& t, Coded&& coded, Plain&& plain) {
+  if (t.kind == StateKind::kFp32) return plain();
   const Group group(t.blocks.block);
   const bool sixteen = group.shift == 4;
   if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
-    use(Known<FloatType::kFp32>{}, Known<FloatType::kFp32>{}, Sixteen{});
+    coded(Known<FloatType::kFp32>{}, Known<FloatType::kFp32>{}, Sixteen{});
   else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
-    use(Known<FloatType::kBf16>{}, Known<FloatType::kBf16>{}, Sixteen{});
+    coded(Known<FloatType::kBf16>{}, Known<FloatType::kBf16>{}, Sixteen{});
   else
-    use(t.param_type, t.grad_type, group);
+    coded(t.param_type, t.grad_type, group);
 }
 
 // Calls visit(span) for the eights of a tile of a tensor without blocks that fall to this thread.

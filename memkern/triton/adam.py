@@ -11,10 +11,17 @@ from torch import Tensor
 
 from . import multi_tensor as mt
 from .codec import POWER, dither
-from .moment import decayed, load_scale, moment_pointer, store_moment
+from .moment import decayed, load_moment, load_scale, store_moment
 from .step_args import Moment, StepArgs
 from .table import run_step
-from .tiles import float_pointer, tile_of
+from .tiles import load_floats, store_floats, tile_of
+
+# Words of a tensor's scalars beside those of multi_tensor.py (AdamScalars in csrc/core/adam.h).
+ROOT_BETA2 = tl.constexpr(5)
+EPS = tl.constexpr(6)
+STEP_SIZE = tl.constexpr(7)
+COUPLED_DECAY = tl.constexpr(9)
+STEP_OFFSET = tl.constexpr(10)  # what the dither needs of the step: a uint32
 
 
 @triton.jit
@@ -31,31 +38,25 @@ def adam_direction(m, w, eps):
 
 @triton.jit
 def adam_scalars(out, mask, lr, beta1, beta2, eps, grad_factor, n, corrected):
-    """Words 0 to 7 and 10 of tensors' scalars (AdamScalars in csrc/core/adam.h); uncorrected the biases are left in."""
+    """Tensors' scalars, but for the decays and RUN; uncorrected the biases are left in."""
     root2 = tl.where(corrected, tl.sqrt(1.0 - mt.power_of(beta2, n)), 1.0)
     bias1 = tl.where(corrected, 1.0 - mt.power_of(beta1, n), 1.0)
-    tl.store(out, grad_factor.to(tl.float32), mask=mask)
-    tl.store(out + 1, beta1.to(tl.float32), mask=mask)
-    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
-    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
-    tl.store(out + 5, tl.sqrt(beta2).to(tl.float32), mask=mask)
-    tl.store(out + 6, (eps * root2).to(tl.float32), mask=mask)
-    tl.store(out + 7, (lr * root2 / bias1).to(tl.float32), mask=mask)
-    tl.store(out + 10, (n * mt.DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
+    tl.store(out + mt.GRAD_FACTOR, grad_factor.to(tl.float32), mask=mask)
+    tl.store(out + mt.BETA1, beta1.to(tl.float32), mask=mask)
+    tl.store(out + mt.ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(out + mt.BETA2, beta2.to(tl.float32), mask=mask)
+    tl.store(out + mt.ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(out + ROOT_BETA2, tl.sqrt(beta2).to(tl.float32), mask=mask)
+    tl.store(out + EPS, (eps * root2).to(tl.float32), mask=mask)
+    tl.store(out + STEP_SIZE, (lr * root2 / bias1).to(tl.float32), mask=mask)
+    tl.store(out + STEP_OFFSET, (n * mt.DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def adam_prologue(table, scalars, groups, tensors):
     """Advances the steps, and leaves each tensor's scalars for the main kernel."""
-    _, columns = mt.columns_of(table, groups, tensors)
-    t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
-    mask = t < tensors
-    at = (
-        table
-        + mt.HEADER_WORDS
-        + tl.load(columns + mt.GROUP * tensors + t, mask=mask, other=0) * mt.GROUP_WORDS
-    )
+    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
+    at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
     beta1 = mt.read_fp64(at + 2, mask)
     beta2 = mt.read_fp64(at + 3, mask)
@@ -72,51 +73,52 @@ def adam_prologue(table, scalars, groups, tensors):
     tl.store(step_at, step, mask=mask)
 
     out = scalars + t * mt.SCALARS
-    tl.store(out + 8, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
-    tl.store(out + 9, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
-    tl.store(out + 11, tl.where(run, 1.0, 0.0), mask=mask)
+    tl.store(out + mt.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
+    tl.store(out + COUPLED_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
+    tl.store(out + mt.RUN, tl.where(run, 1.0, 0.0), mask=mask)
     adam_scalars(
         out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step.to(tl.int64), mask | True
     )
 
 
 @triton.jit
-def adam_fields(grads, columns, tensors, tensor, scalars, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
-    """What :func:`adam_tile` needs to know of a tensor: addresses, the gradient's scalars, the moments'; the dither."""
-    word, s = columns + tensor, scalars + tensor * mt.SCALARS
+def adam_fields(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr):
+    """What there is to know of a tensor: addresses; the scalars of gradient, moments and parameter; the dither."""
     addresses = (
         tl.load(word + mt.PARAM * tensors),
-        tl.load(grads + tensor),
+        grad,
         tl.load(word + mt.EXP_AVG * tensors),
         tl.load(word + mt.EXP_AVG_SQ * tensors),
         tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
         tl.load(word + mt.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32)),
     )
-    of_gradient = tl.load(s), tl.load(s + 9)
-    decay2 = tl.load(s + 5) if KIND == POWER else tl.load(s + 3)  # power codes hold w = sqrt(v)
-    of_moments = tl.load(s + 1), tl.load(s + 2), decay2, tl.load(s + 4)
-    u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + 10).to(tl.uint32, bitcast=True))[None, :]
-    return addresses, of_gradient, of_moments, u
+    of_gradient = tl.load(s + mt.GRAD_FACTOR), tl.load(s + COUPLED_DECAY)
+    decay2 = tl.load(s + (ROOT_BETA2 if KIND == POWER else mt.BETA2))  # power codes hold w = sqrt(v)
+    of_moments = (
+        tl.load(s + mt.BETA1),
+        tl.load(s + mt.ONE_MINUS_BETA1),
+        decay2,
+        tl.load(s + mt.ONE_MINUS_BETA2),
+    )
+    u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + STEP_OFFSET).to(tl.uint32, bitcast=True))[None, :]
+    of_param = tl.load(s + EPS), tl.load(s + STEP_SIZE), tl.load(s + mt.DECAY)
+    return addresses, of_gradient, of_moments, of_param, u
 
 
 @triton.jit
-def adam_tile(
-    addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables,
+def adam_load(
+    addresses, of_gradient, of_moments, tile, tables,
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """p, the new m and v, and where the three are."""
-    p_at = float_pointer(addresses[0], start, P, VECTOR)
-    g_at = float_pointer(addresses[1], start, G, VECTOR)
-    m_at = moment_pointer(addresses[2], start, KIND, True, VECTOR)
-    v_at = moment_pointer(addresses[3], start, KIND, False, VECTOR)
-
+    """p, and the new m and v."""
+    param, grad, exp_avg, exp_avg_sq, m_scales, v_scales = addresses
     # All loads before all else: they wait together.
-    p = tl.load(p_at + offset, mask=mask, other=0.0)
-    g = tl.load(g_at + offset, mask=mask, other=0.0)
-    m = tl.load(m_at + offset, mask=mask, other=0)
-    v = tl.load(v_at + offset, mask=mask, other=0)
-    m_scale = load_scale(addresses[4], row, row_mask, KIND)
-    v_scale = load_scale(addresses[5], row, row_mask, KIND)
+    p = load_floats(param, tile, P, VECTOR)
+    g = load_floats(grad, tile, G, VECTOR)
+    m = load_moment(exp_avg, tile, KIND, True, VECTOR)
+    v = load_moment(exp_avg_sq, tile, KIND, False, VECTOR)
+    m_scale = load_scale(m_scales, tile, KIND)
+    v_scale = load_scale(v_scales, tile, KIND)
 
     grad_factor, coupled_decay = of_gradient
     beta1, one_minus_beta1, decay2, one_minus_beta2 = of_moments
@@ -129,17 +131,18 @@ def adam_tile(
     if KIND == POWER:
         v = v * v
     m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
-    return p, m, v, p_at, m_at, v_at
+    return p, m, v
 
 
 @triton.jit
 def adam_store(
-    p, m, v, w, p_at, m_at, v_at, addresses, u, offset, mask, row, row_mask, tables, KIND: tl.constexpr
+    p, m, v, w, addresses, u, tile, tables, KIND: tl.constexpr, P: tl.constexpr, VECTOR: tl.constexpr
 ):
-    tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
-    store_moment(m, m_at, addresses[4], u, offset, mask, row, row_mask, tables, KIND, True)
+    param, _, exp_avg, exp_avg_sq, m_scales, v_scales = addresses
+    store_floats(p, param, tile, P, VECTOR)
+    store_moment(m, exp_avg, m_scales, u, tile, tables, KIND, True, VECTOR)
     x = w if KIND == POWER else v
-    store_moment(x, v_at, addresses[5], u, offset, mask, row, row_mask, tables, KIND, False)
+    store_moment(x, exp_avg_sq, v_scales, u, tile, tables, KIND, False, VECTOR)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -148,23 +151,16 @@ def adam_kernel(
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    layout = mt.layout_of_tensor(columns + tensor, tensors)
-    addresses, of_gradient, of_moments, u = adam_fields(
-        grads, columns, tensors, tensor, scalars, BLOCK_SIZE, KIND
-    )
+    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * mt.SCALARS
-    eps, step_size, decay = tl.load(s + 6), tl.load(s + 7), tl.load(s + 8)
-    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in range(0, tl.where(tl.load(s + 11) != 0.0, tiles, 0)):  # none where the step is skipped
-        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, m, v, p_at, m_at, v_at = adam_tile(
-            addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
-        )
+    addresses, of_gradient, of_moments, of_param, u = adam_fields(word, grad, s, tensors, BLOCK_SIZE, KIND)
+    eps, step_size, decay = of_param
+    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p, m, v = adam_load(addresses, of_gradient, of_moments, tile, tables, KIND, P, G, VECTOR)
         w = tl.math.sqrt_rn(v)
         p = p * decay - step_size * adam_direction(m, w, eps)
-        adam_store(p, m, v, w, p_at, m_at, v_at, addresses, u, offset, mask, row, row_mask, tables, KIND)
+        adam_store(p, m, v, w, addresses, u, tile, tables, KIND, P, VECTOR)
 
 
 def adam_step_(

@@ -14,7 +14,7 @@ from . import multi_tensor as mt
 from .launch import OPTIONS, guard
 from .step_args import StepArgs
 from .table import plan_for
-from .tiles import float_pointer, tile_of
+from .tiles import load_floats, tile_of
 
 _SUMS = tl.constexpr(4096)
 
@@ -26,15 +26,11 @@ def squares_kernel(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a program's tiles, in fp64."""
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    layout = mt.layout_of_tensor(columns + tensor, tensors)
-    gradients = tl.load(grads + tensor)
+    _, _, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
     total = tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
     for i in range(0, mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
-        start, offset, mask, _, _ = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        at = float_pointer(gradients, start, G, VECTOR)
-        g = tl.load(at + offset, mask=mask, other=0.0).to(tl.float32).to(tl.float64)
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        g = load_floats(grad, tile, G, VECTOR).to(tl.float32).to(tl.float64)
         total += g * g
     tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 

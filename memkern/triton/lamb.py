@@ -11,20 +11,19 @@ from torch import Tensor
 
 from . import layers as ly
 from . import multi_tensor as mt
-from .adam import adam_direction, adam_fields, adam_scalars, adam_store, adam_tile
+from .adam import COUPLED_DECAY, adam_direction, adam_fields, adam_load, adam_scalars, adam_store
 from .step_args import Moment, StepArgs
 from .tiles import tile_of
 
+# A word of a layer's scalars.
 _UPDATE_DECAY = tl.constexpr(12)  # weight_decay where it is part of the update, else 0
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lamb_prologue(table, scalars, groups, tensors):
     """Leaves each layer's scalars (``LambScalars`` in csrc/core/lamb.h) for the kernels after it."""
-    _, columns = mt.columns_of(table, groups, tensors)
-    t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
-    mask = t < tensors
-    at = ly.group_of(table, columns, tensors, t, mask)
+    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
+    at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
     beta1, beta2, eps = mt.read_fp64(at + 2, mask), mt.read_fp64(at + 3, mask), mt.read_fp64(at + 4, mask)
     weight_decay = mt.read_fp64(at + 5, mask)
@@ -39,8 +38,8 @@ def lamb_prologue(table, scalars, groups, tensors):
     adam_scalars(
         out, mask, one, beta1, beta2, eps, factor, ly.next_step(columns, tensors, t, mask), corrected
     )
-    tl.store(out + 8, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
-    tl.store(out + 9, tl.zeros(t.shape, tl.float32), mask=mask)
+    tl.store(out + mt.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
+    tl.store(out + COUPLED_DECAY, tl.zeros(t.shape, tl.float32), mask=mask)
     tl.store(out + _UPDATE_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
     ly.begin_layers(table, columns, tensors, t, mask, out, at, lr, weight_decay)
 
@@ -61,29 +60,18 @@ def lamb_norms(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares, in fp64, of the parameter and of the update that will be; nothing else is written."""
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    layout = mt.layout_of_tensor(columns + tensor, tensors)
-    addresses, of_gradient, of_moments, _u = adam_fields(
-        grads, columns, tensors, tensor, scalars, BLOCK_SIZE, KIND
-    )
+    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * mt.SCALARS
-    eps, step_size, decay, update_decay = (
-        tl.load(s + 6),
-        tl.load(s + 7),
-        tl.load(s + 8),
-        tl.load(s + _UPDATE_DECAY),
-    )
+    addresses, of_gradient, of_moments, of_param, _u = adam_fields(word, grad, s, tensors, BLOCK_SIZE, KIND)
+    eps, step_size, decay = of_param
+    update_decay = tl.load(s + _UPDATE_DECAY)
     params, updates = tl.zeros((ROWS, BLOCK_SIZE), tl.float64), tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
-    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in range(0, tl.where(tl.load(s + ly.ADAPT) != 0.0, tiles, 0)):
-        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, m, v, _p_at, _m_at, _v_at = adam_tile(
-            addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
-        )
+    for i in range(0, mt.tiles_if(s + ly.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p, m, v = adam_load(addresses, of_gradient, of_moments, tile, tables, KIND, P, G, VECTOR)
         p = p * decay
         update = lamb_update(p, m, tl.math.sqrt_rn(v), eps, step_size, update_decay)
-        update = tl.where(mask, update, 0.0)  # what does not exist may be 0 / 0
+        update = tl.where(tile[2], update, 0.0)  # what does not exist may be 0 / 0
         params += p.to(tl.float64) * p.to(tl.float64)
         updates += update.to(tl.float64) * update.to(tl.float64)
     ly.store_squares(sums, programs_before + tl.program_id(0), params, updates)
@@ -97,7 +85,7 @@ def lamb_ratios(table, scalars, sums, programs_before, programs, groups, tensors
     s = scalars + tensor * mt.SCALARS
     if tl.load(s + ly.ADAPT) != 0.0:
         yes = tensor >= 0
-        at = ly.group_of(table, columns, tensors, tensor, yes)
+        at = mt.group_of(table, columns, tensors, tensor, yes)
         ratio = ly.both_or_one(p_norm, norm, p_norm / norm)
         ratio = ly.at_most_one(ratio, mt.read_fp64(at + ly.TRUST_CLIP, yes) != 0.0).to(tl.float32)
         tl.store(tl.load(columns + mt.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
@@ -110,30 +98,18 @@ def lamb_kernel(
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    layout = mt.layout_of_tensor(columns + tensor, tensors)
-    addresses, of_gradient, of_moments, u = adam_fields(
-        grads, columns, tensors, tensor, scalars, BLOCK_SIZE, KIND
-    )
+    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * mt.SCALARS
-    eps, step_size, decay, update_decay = (
-        tl.load(s + 6),
-        tl.load(s + 7),
-        tl.load(s + 8),
-        tl.load(s + _UPDATE_DECAY),
-    )
-    rate = tl.load(s + ly.RATE)
-    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in range(0, tl.where(tl.load(s + ly.RUN) != 0.0, tiles, 0)):  # none where the step is skipped
-        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, m, v, p_at, m_at, v_at = adam_tile(
-            addresses, of_gradient, of_moments, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
-        )
+    addresses, of_gradient, of_moments, of_param, u = adam_fields(word, grad, s, tensors, BLOCK_SIZE, KIND)
+    eps, step_size, decay = of_param
+    update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + ly.RATE)
+    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p, m, v = adam_load(addresses, of_gradient, of_moments, tile, tables, KIND, P, G, VECTOR)
         w = tl.math.sqrt_rn(v)
         p = p * decay
         p = p - rate * lamb_update(p, m, w, eps, step_size, update_decay)
-        adam_store(p, m, v, w, p_at, m_at, v_at, addresses, u, offset, mask, row, row_mask, tables, KIND)
+        adam_store(p, m, v, w, addresses, u, tile, tables, KIND, P, VECTOR)
 
 
 def lamb_step_(

@@ -11,22 +11,29 @@ from torch import Tensor
 
 from . import layers as ly
 from . import multi_tensor as mt
-from .moment import decayed, load_scale, moment_pointer, store_moment
+from .lion import lion_addresses, lion_load, lion_store
+from .moment import decayed
 from .step_args import Moment, StepArgs
-from .tiles import float_pointer, tile_of
+from .tiles import tile_of
 
-# Words of a group, and of a layer's scalars.
-_WEIGHT_DECAY, _TRUST_COEFF, _EPS = tl.constexpr(4), tl.constexpr(6), tl.constexpr(7)
-_CLASSIC, _NESTEROV = tl.constexpr(4), tl.constexpr(5)
+# Words of a group.
+_WEIGHT_DECAY = tl.constexpr(4)
+_TRUST_COEFF = tl.constexpr(6)
+_EPS = tl.constexpr(7)
+# Words of a layer's scalars beside those of multi_tensor.py and layers.py (LarsScalars in csrc/core/lars.h).
+_MOMENTUM = tl.constexpr(1)
+_WEIGHT = tl.constexpr(2)
+_COUPLED_DECAY = tl.constexpr(3)
+_CLASSIC = tl.constexpr(4)
+_NESTEROV = tl.constexpr(5)
+_GRAD_RATIO = tl.constexpr(12)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lars_prologue(table, scalars, groups, tensors):
     """Leaves each layer's scalars (``LarsScalars`` in csrc/core/lars.h) for the kernels after it."""
-    _, columns = mt.columns_of(table, groups, tensors)
-    t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
-    mask = t < tensors
-    at = ly.group_of(table, columns, tensors, t, mask)
+    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
+    at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
     momentum, dampening = mt.read_fp64(at + 2, mask), mt.read_fp64(at + 3, mask)
     weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
@@ -37,54 +44,40 @@ def lars_prologue(table, scalars, groups, tensors):
     dampening = tl.where(ly.next_step(columns, tensors, t, mask) == 1, 0.0, dampening)
 
     out = scalars + t * mt.SCALARS
-    tl.store(out, factor.to(tl.float32), mask=mask)
-    tl.store(out + 1, momentum.to(tl.float32), mask=mask)
-    tl.store(out + 2, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
-    tl.store(out + 3, weight_decay.to(tl.float32), mask=mask)
+    tl.store(out + mt.GRAD_FACTOR, factor.to(tl.float32), mask=mask)
+    tl.store(out + _MOMENTUM, momentum.to(tl.float32), mask=mask)
+    tl.store(out + _WEIGHT, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
+    tl.store(out + _COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
     tl.store(out + _CLASSIC, tl.where(classic, 1.0, 0.0), mask=mask)
     tl.store(out + _NESTEROV, tl.where(mt.read_fp64(at + 5, mask) != 0.0, 1.0, 0.0), mask=mask)
-    tl.store(out + ly.GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
+    tl.store(out + _GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
     ly.begin_layers(table, columns, tensors, t, mask, out, at, lr, weight_decay)
 
 
 @triton.jit
-def lars_fields(grads, columns, tensors, tensor, scalars):
-    """What :func:`lars_tile` needs to know of a layer: addresses and scalars."""
-    word, s = columns + tensor, scalars + tensor * mt.SCALARS
-    addresses = (
-        tl.load(word + mt.PARAM * tensors),
-        tl.load(grads + tensor),
-        tl.load(word + mt.EXP_AVG * tensors),
-        tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+def scalars_of_step(s):
+    return (
+        tl.load(s + mt.GRAD_FACTOR),
+        tl.load(s + _MOMENTUM),
+        tl.load(s + _WEIGHT),
+        tl.load(s + _COUPLED_DECAY),
+        tl.load(s + _GRAD_RATIO),
     )
-    of_step = tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + ly.GRAD_RATIO)
-    return addresses, of_step
 
 
 @triton.jit
-def lars_tile(
-    addresses, of_step, start, offset, mask, row, row_mask, tables,
+def lars_load(
+    addresses, of_step, tile, tables,
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """p, the gradient, what of it goes into the moment, the new moment, and where p and the moment are."""
-    p_at = float_pointer(addresses[0], start, P, VECTOR)
-    g_at = float_pointer(addresses[1], start, G, VECTOR)
-    m_at = moment_pointer(addresses[2], start, KIND, True, VECTOR)
-
-    p = tl.load(p_at + offset, mask=mask, other=0.0)
-    g = tl.load(g_at + offset, mask=mask, other=0.0)
-    m = tl.load(m_at + offset, mask=mask, other=0)
-    scale = load_scale(addresses[3], row, row_mask, KIND)
-
+    """p, the gradient, what of it goes into the moment, and the new moment."""
     grad_factor, momentum, weight, weight_decay, grad_ratio = of_step
-    p = p.to(tl.float32)
-    g = g.to(tl.float32) * grad_factor
+    p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, P, G, VECTOR)
     d = g
     if weight_decay != 0.0:
         d = d + weight_decay * p
     d = grad_ratio * d
-    m = momentum * decayed(m, scale, 1.0, tables, KIND, True) + weight * d
-    return p, g, d, m, p_at, m_at
+    return p, g, d, momentum * decayed(m, scale, 1.0, tables, KIND, True) + weight * d
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
@@ -94,19 +87,14 @@ def lars_norms(
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares, in fp64, of the parameter and, classic, of the gradient, else of the moment that will be."""
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    layout = mt.layout_of_tensor(columns + tensor, tensors)
-    addresses, of_step = lars_fields(grads, columns, tensors, tensor, scalars)
+    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * mt.SCALARS
+    addresses, of_step = lion_addresses(word, grad, tensors), scalars_of_step(s)
     classic = tl.load(s + _CLASSIC) != 0.0
     params, updates = tl.zeros((ROWS, BLOCK_SIZE), tl.float64), tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
-    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in range(0, tl.where(tl.load(s + ly.ADAPT) != 0.0, tiles, 0)):
-        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, g, _d, m, _p_at, _m_at = lars_tile(
-            addresses, of_step, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
-        )
+    for i in range(0, mt.tiles_if(s + ly.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p, g, _d, m = lars_load(addresses, of_step, tile, tables, KIND, P, G, VECTOR)
         update = tl.where(classic, g, m).to(tl.float64)
         params += p.to(tl.float64) * p.to(tl.float64)
         updates += update * update
@@ -121,7 +109,7 @@ def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors
     s = scalars + tensor * mt.SCALARS
     if tl.load(s + ly.ADAPT) != 0.0:
         yes = tensor >= 0
-        at = ly.group_of(table, columns, tensors, tensor, yes)
+        at = mt.group_of(table, columns, tensors, tensor, yes)
         lr, weight_decay = mt.read_number(at, yes), mt.read_fp64(at + _WEIGHT_DECAY, yes)
         coeff, eps = mt.read_fp64(at + _TRUST_COEFF, yes), mt.read_fp64(at + _EPS, yes)
         clip = mt.read_fp64(at + ly.TRUST_CLIP, yes) != 0.0
@@ -130,7 +118,7 @@ def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors
         ratio = ly.both_or_one(p_norm, norm, found)
         ratio = ly.at_most_one(tl.where(classic & clip, ratio / lr, ratio), clip).to(tl.float32)
         tl.store(tl.load(columns + mt.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
-        tl.store(s + ly.GRAD_RATIO, tl.where(classic, ratio, 1.0))
+        tl.store(s + _GRAD_RATIO, tl.where(classic, ratio, 1.0))
         tl.store(s + ly.RATE, tl.where(classic, lr, lr * ratio.to(tl.float64)).to(tl.float32))
 
 
@@ -140,21 +128,15 @@ def lars_kernel(
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    layout = mt.layout_of_tensor(columns + tensor, tensors)
-    addresses, of_step = lars_fields(grads, columns, tensors, tensor, scalars)
+    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * mt.SCALARS
-    momentum, rate, nesterov = tl.load(s + 1), tl.load(s + ly.RATE), tl.load(s + _NESTEROV) != 0.0
-    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in range(0, tl.where(tl.load(s + ly.RUN) != 0.0, tiles, 0)):  # none where the step is skipped
-        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, _g, d, m, p_at, m_at = lars_tile(
-            addresses, of_step, start, offset, mask, row, row_mask, tables, KIND, P, G, VECTOR
-        )
+    addresses, of_step = lion_addresses(word, grad, tensors), scalars_of_step(s)
+    momentum, rate, nesterov = tl.load(s + _MOMENTUM), tl.load(s + ly.RATE), tl.load(s + _NESTEROV) != 0.0
+    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p, _g, d, m = lars_load(addresses, of_step, tile, tables, KIND, P, G, VECTOR)
         p = p - rate * tl.where(nesterov, d + momentum * m, m)
-        tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
-        store_moment(m, m_at, addresses[3], 0.5, offset, mask, row, row_mask, tables, KIND, True)
+        lion_store(p, m, addresses, tile, tables, KIND, P, VECTOR)
 
 
 def lars_step_(

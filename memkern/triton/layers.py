@@ -1,7 +1,7 @@
 """Steps in two passes (LAMB, LARS): norms by tile, trust ratios by layer, then the update.
 
-A layer is a tensor of its own in the step's table. Words of its scalars that both optimizers have: RUN (0 where the
-step is skipped), GRAD_RATIO, RATE and ADAPT; of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE.
+A layer is a tensor of its own in the step's table. Words of its scalars that both optimizers have: RATE and ADAPT;
+of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE.
 """
 
 from __future__ import annotations
@@ -22,21 +22,12 @@ from .launch import guard
 from .step_args import Moment, StepArgs, check_step
 from .table import plan_for
 
-RUN = tl.constexpr(11)
-GRAD_RATIO = tl.constexpr(12)
 RATE = tl.constexpr(13)
 ADAPT = tl.constexpr(14)
 TRUST_CLIP = tl.constexpr(8)
 ALWAYS_ADAPT = tl.constexpr(9)
 MAXIMIZE = tl.constexpr(10)
 _LANES = tl.constexpr(1024)
-
-
-@triton.jit
-def group_of(table, columns, tensors, t, mask):
-    """Where the words of tensors' groups begin."""
-    group = tl.load(columns + mt.GROUP * tensors + t, mask=mask, other=0)
-    return table + mt.HEADER_WORDS + group * mt.GROUP_WORDS
 
 
 @triton.jit
@@ -55,7 +46,7 @@ def begin_layers(table, columns, tensors, t, mask, out, group, lr, weight_decay)
         tl.pointer_type(tl.float32)
     )
     tl.store(ratio, tl.where(run, 1.0, tl.load(ratio, mask=mask, other=0.0)), mask=mask)
-    tl.store(out + RUN, tl.where(run, 1.0, 0.0), mask=mask)
+    tl.store(out + mt.RUN, tl.where(run, 1.0, 0.0), mask=mask)
     tl.store(out + RATE, lr.to(tl.float32), mask=mask)
     tl.store(out + ADAPT, tl.where(run, tl.where(adapt, 1.0, 0.0), 0.0), mask=mask)
 
@@ -103,9 +94,8 @@ def at_most_one(ratio, clip):
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def count_steps(table, scalars, groups, tensors):
-    _, columns = mt.columns_of(table, groups, tensors)
-    t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
-    word = tl.load(columns + mt.COUNTED_STEP * tensors + t, mask=t < tensors, other=0)
+    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
+    word = tl.load(columns + mt.COUNTED_STEP * tensors + t, mask=mask, other=0)
     at = word.to(tl.pointer_type(tl.float32))
     step = tl.load(at, mask=word != 0, other=0.0)
     tl.store(at, tl.where(mt.skipped(table) == 0, step + 1.0, step), mask=word != 0)

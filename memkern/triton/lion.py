@@ -10,10 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from . import multi_tensor as mt
-from .moment import decayed, load_scale, moment_pointer, store_moment
+from .moment import decayed, load_moment, load_scale, store_moment
 from .step_args import Moment, StepArgs
 from .table import run_step
-from .tiles import float_pointer, tile_of
+from .tiles import load_floats, store_floats, tile_of
+
+# A word of a tensor's scalars, beside those of multi_tensor.py.
+_LR = tl.constexpr(5)
 
 
 @triton.jit
@@ -25,14 +28,8 @@ def sign(x):
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lion_prologue(table, scalars, groups, tensors):
     """Leaves each tensor's scalars (``LionScalars`` in csrc/core/lion.h) for the main kernel."""
-    _, columns = mt.columns_of(table, groups, tensors)
-    t = tl.program_id(0) * mt.PROLOGUE_TENSORS + tl.arange(0, mt.PROLOGUE_TENSORS)
-    mask = t < tensors
-    at = (
-        table
-        + mt.HEADER_WORDS
-        + tl.load(columns + mt.GROUP * tensors + t, mask=mask, other=0) * mt.GROUP_WORDS
-    )
+    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
+    at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
     beta1 = mt.read_fp64(at + 2, mask)
     beta2 = mt.read_fp64(at + 3, mask)
@@ -41,14 +38,45 @@ def lion_prologue(table, scalars, groups, tensors):
     factor = mt.gradient_factor(table)
 
     out = scalars + t * mt.SCALARS
-    tl.store(out, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
-    tl.store(out + 1, beta1.to(tl.float32), mask=mask)
-    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
-    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
-    tl.store(out + 5, lr.to(tl.float32), mask=mask)
-    tl.store(out + 6, (1.0 - lr * weight_decay).to(tl.float32), mask=mask)
-    tl.store(out + 7, tl.where(mt.skipped(table), 0.0, 1.0), mask=mask)
+    tl.store(out + mt.GRAD_FACTOR, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
+    tl.store(out + mt.BETA1, beta1.to(tl.float32), mask=mask)
+    tl.store(out + mt.ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(out + mt.BETA2, beta2.to(tl.float32), mask=mask)
+    tl.store(out + mt.ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(out + _LR, lr.to(tl.float32), mask=mask)
+    tl.store(out + mt.DECAY, (1.0 - lr * weight_decay).to(tl.float32), mask=mask)
+    tl.store(out + mt.RUN, tl.where(mt.skipped(table), 0.0, 1.0), mask=mask)
+
+
+@triton.jit
+def lion_addresses(word, grad, tensors):
+    """Of a tensor with one moment: the parameter's, the gradient's, the moment's and its scales'."""
+    return (
+        tl.load(word + mt.PARAM * tensors),
+        grad,
+        tl.load(word + mt.EXP_AVG * tensors),
+        tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+    )
+
+
+@triton.jit
+def lion_load(
+    addresses, grad_factor, tile, KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr
+):
+    """p, g, the moment as it is stored, and its scale."""
+    param, grad, exp_avg, scales = addresses
+    p = load_floats(param, tile, P, VECTOR)
+    g = load_floats(grad, tile, G, VECTOR)
+    m = load_moment(exp_avg, tile, KIND, True, VECTOR)
+    scale = load_scale(scales, tile, KIND)
+    return p.to(tl.float32), g.to(tl.float32) * grad_factor, m, scale
+
+
+@triton.jit
+def lion_store(p, m, addresses, tile, tables, KIND: tl.constexpr, P: tl.constexpr, VECTOR: tl.constexpr):
+    param, _, exp_avg, scales = addresses
+    store_floats(p, param, tile, P, VECTOR)
+    store_moment(m, exp_avg, scales, 0.5, tile, tables, KIND, True, VECTOR)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -57,37 +85,19 @@ def lion_kernel(
     KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    grads, columns = mt.columns_of(table, groups, tensors)
-    tensor, first_tile = mt.find_tensor(columns, tensors, first, count, TILES)
-    word, s = columns + tensor, scalars + tensor * mt.SCALARS
-    layout = mt.layout_of_tensor(word, tensors)
-    params = tl.load(word + mt.PARAM * tensors)
-    gradients = tl.load(grads + tensor)
-    exp_avg = tl.load(word + mt.EXP_AVG * tensors)
-    scales = tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32))
-    grad_factor = tl.load(s)
-    beta1, one_minus_beta1 = tl.load(s + 1), tl.load(s + 2)
-    beta2, one_minus_beta2 = tl.load(s + 3), tl.load(s + 4)
-    lr, decay = tl.load(s + 5), tl.load(s + 6)
-    tiles = mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)
-    for i in range(0, tl.where(tl.load(s + 7) != 0.0, tiles, 0)):  # none where the step is skipped
-        start, offset, mask, row, row_mask = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p_at = float_pointer(params, start, P, VECTOR)
-        g_at = float_pointer(gradients, start, G, VECTOR)
-        m_at = moment_pointer(exp_avg, start, KIND, True, VECTOR)
-
-        p = tl.load(p_at + offset, mask=mask, other=0.0)
-        g = tl.load(g_at + offset, mask=mask, other=0.0)
-        m = tl.load(m_at + offset, mask=mask, other=0)
-        scale = load_scale(scales, row, row_mask, KIND)
-
-        p = p.to(tl.float32)
-        g = g.to(tl.float32) * grad_factor
+    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
+    s = scalars + tensor * mt.SCALARS
+    addresses, grad_factor = lion_addresses(word, grad, tensors), tl.load(s + mt.GRAD_FACTOR)
+    beta1, one_minus_beta1 = tl.load(s + mt.BETA1), tl.load(s + mt.ONE_MINUS_BETA1)
+    beta2, one_minus_beta2 = tl.load(s + mt.BETA2), tl.load(s + mt.ONE_MINUS_BETA2)
+    lr, decay = tl.load(s + _LR), tl.load(s + mt.DECAY)
+    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+        tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, P, G, VECTOR)
         m = decayed(m, scale, 1.0, tables, KIND, True)
         p = p * decay - lr * sign(beta1 * m + one_minus_beta1 * g)
         m = beta2 * m + one_minus_beta2 * g
-        tl.store(p_at + offset, p.to(p_at.dtype.element_ty), mask=mask)
-        store_moment(m, m_at, scales, 0.5, offset, mask, row, row_mask, tables, KIND, True)
+        lion_store(p, m, addresses, tile, tables, KIND, P, VECTOR)
 
 
 def lion_step_(

@@ -1,4 +1,4 @@
-"""A moment's way out of its storage and back; what Adam, Lion and LAMB share. Twin: ``csrc/cpu/moment.h``."""
+"""A moment's way out of its storage and back; what all optimizers share. Twin: ``csrc/cpu/moment.h``."""
 
 from __future__ import annotations
 
@@ -33,21 +33,31 @@ def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_scale(scale, row, row_mask, KIND: tl.constexpr):
+def load_moment(address, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
+    """A tile (:func:`tile_of`) of a moment, as it is stored."""
+    start, offset, mask, _, _ = tile
+    return tl.load(moment_pointer(address, start, KIND, SIGNED, VECTOR) + offset, mask=mask, other=0)
+
+
+@triton.jit
+def load_scale(scale, tile, KIND: tl.constexpr):
     if KIND == FP32:
         return 0.0
     else:
+        _, _, _, row, row_mask = tile
         return tl.load(scale + row, mask=row_mask, other=0.0)
 
 
 @triton.jit
 def store_moment(
-    x, state, scale, u, offset, mask, row, row_mask, tables, KIND: tl.constexpr, SIGNED: tl.constexpr
+    x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Stores a moment; the inverse of :func:`decayed`. ``u``: the dither of unsigned power codes."""
+    start, offset, mask, row, row_mask = tile
+    at = moment_pointer(address, start, KIND, SIGNED, VECTOR)
     if KIND == FP32:
-        tl.store(state + offset, x, mask=mask)
+        tl.store(at + offset, x, mask=mask)
     else:
         codes, s = encode(x, u, tables, KIND, SIGNED)
-        tl.store(state + offset, codes, mask=mask)
+        tl.store(at + offset, codes, mask=mask)
         tl.store(scale + row, s, mask=row_mask)

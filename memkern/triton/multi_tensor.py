@@ -44,7 +44,15 @@ COUNTED_STEP = tl.constexpr(15)  # the step that is counted here, once for all l
 COLUMNS = tl.constexpr(16)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
-SCALARS = tl.constexpr(16)  # fp32 words a tensor, from the prologue
+# A tensor's scalars: fp32 words from the prologue. What several optimizers have; each names the rest for itself.
+GRAD_FACTOR = tl.constexpr(0)
+BETA1 = tl.constexpr(1)
+ONE_MINUS_BETA1 = tl.constexpr(2)
+BETA2 = tl.constexpr(3)
+ONE_MINUS_BETA2 = tl.constexpr(4)
+DECAY = tl.constexpr(8)  # 1 - lr * weight_decay where that is decoupled, else 1
+RUN = tl.constexpr(11)  # 0 where the step is skipped
+SCALARS = tl.constexpr(16)
 PROLOGUE_TENSORS = tl.constexpr(128)  # tensors a program of the prologue works on
 _SEARCH = tl.constexpr(128)
 
@@ -54,6 +62,21 @@ def columns_of(table, groups, tensors):
     """Where the gradients' addresses begin, and where the columns do."""
     grads = table + HEADER_WORDS + groups * GROUP_WORDS
     return grads, grads + tensors
+
+
+@triton.jit
+def tensors_of_program(table, groups, tensors):
+    """Of a prologue: the columns, the tensors that a program works on, and which of these exist."""
+    _, columns = columns_of(table, groups, tensors)
+    t = tl.program_id(0) * PROLOGUE_TENSORS + tl.arange(0, PROLOGUE_TENSORS)
+    return columns, t, t < tensors
+
+
+@triton.jit
+def group_of(table, columns, tensors, t, mask):
+    """Where the words of tensors' groups begin."""
+    group = tl.load(columns + GROUP * tensors + t, mask=mask, other=0)
+    return table + HEADER_WORDS + group * GROUP_WORDS
 
 
 @triton.jit
@@ -83,6 +106,15 @@ def layout_of_tensor(word, tensors):
 
 
 @triton.jit
+def find_work(table, groups, tensors, first, count, TILES: tl.constexpr):
+    """What this program works on: a tensor, its word of the first column, its gradient, its layout; the first tile."""
+    grads, columns = columns_of(table, groups, tensors)
+    tensor, first_tile = find_tensor(columns, tensors, first, count, TILES)
+    word = columns + tensor
+    return tensor, word, tl.load(grads + tensor), layout_of_tensor(word, tensors), first_tile
+
+
+@triton.jit
 def tiles_from(
     first_tile, layout, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLAT: tl.constexpr
 ):
@@ -90,6 +122,15 @@ def tiles_from(
     elements: tl.constexpr = ROWS * BLOCK_SIZE if FLAT else ROWS
     size = layout[0] if FLAT else layout[4]
     return tl.minimum((size + elements - 1) // elements - first_tile, TILES).to(tl.int32)
+
+
+@triton.jit
+def tiles_if(
+    flag, first_tile, layout,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """:func:`tiles_from`, or none where the scalar at ``flag`` is 0."""
+    return tl.where(tl.load(flag) != 0.0, tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT), 0)
 
 
 @triton.jit

@@ -90,3 +90,17 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
         offset = begin[:, None] + column[None, :]
         mask = column[None, :] < length[:, None]
     return start, offset, mask, first + row, row_mask
+
+
+@triton.jit
+def load_floats(address, tile, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """A tile (:func:`tile_of`) of what memkern.layout.FLOATS[DTYPE] is, unconverted; 0 where there is nothing."""
+    start, offset, mask, _, _ = tile
+    return tl.load(float_pointer(address, start, DTYPE, VECTOR) + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_floats(x, address, tile, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    start, offset, mask, _, _ = tile
+    at = float_pointer(address, start, DTYPE, VECTOR)
+    tl.store(at + offset, x.to(at.dtype.element_ty), mask=mask)

@@ -1,0 +1,74 @@
+"""What the randomized layers' tests share: inputs, projections as matrices, their variance, and what tells one seed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memkern import projection
+
+PROJECTIONS = [*projection.PROJECTIONS]
+over_projections = pytest.mark.parametrize("name", PROJECTIONS)
+CPU = torch.device("cpu")
+
+
+def inputs(shape: tuple[int, ...], out: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, weight, bias as leaves, and a gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [shape, (out, shape[-1]), (out,), (*shape[:-1], out)]
+    tensors = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    return [*(t.requires_grad_() for t in tensors[:3]), tensors[3]]
+
+
+def matrix(name: str, n: int, k: int, seed: Tensor) -> Tensor:
+    return projection.project(torch.eye(n, dtype=torch.float64), k, name, seed)
+
+
+def seeds() -> Any:
+    generator = torch.Generator().manual_seed(2)
+    while True:
+        yield projection.draw_seed(CPU, generator)
+
+
+def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
+    """FACTS' formulas: the sum over the weight gradient's elements; for dct derived for random signs."""
+    n = len(x)
+    product = (y.T @ x).square().sum()
+    norms = x.square().sum(1), y.square().sum(1)
+    total = norms[0].sum() * norms[1].sum()
+    d = norms[0] @ norms[1]
+    if name == "dct":
+        f, i = torch.meshgrid(*2 * [torch.arange(n, dtype=torch.float64)], indexing="ij")
+        c2 = (torch.cos(math.pi * f * (2 * i + 1) / (2 * n)) * math.sqrt(2 / n)).square()
+        c2[0] /= 2
+        pairs = c2.T @ c2  # sum over frequencies of c_fi^2 c_fj^2
+        d = (pairs * torch.outer(*norms)).sum() + 2 * (pairs * (x @ x.T) * (y @ y.T)).sum()
+        d = d - 2 * (c2.square().sum(0) * norms[0] * norms[1]).sum()
+    if name in ("rows", "dct"):
+        return float((n * d - product) / k * (n - k) / (n - 1))
+    return float((total + product) / k - (2 * d / k if name == "rademacher" else 0))
+
+
+def gram(layer: nn.Module, run: Any = lambda layer, x: layer(x)) -> Tensor:
+    """N / k S^T S, read off a square layer: its input is the identity, and so is the gradient of its output."""
+    n = layer.weight.shape[0]
+    layer.zero_grad()
+    run(layer, torch.eye(n, requires_grad=True)).backward(torch.eye(n))
+    return layer.weight.grad.clone()
+
+
+def assert_gram(s: Tensor, k: int) -> None:
+    """Symmetric, of rank k, trace N: only one S on both sides gives that."""
+    n = len(s)
+    torch.testing.assert_close(s, s.T, rtol=1e-4, atol=1e-5)
+    assert torch.linalg.matrix_rank(s, rtol=1e-4) == k
+    assert abs(float(s.trace()) / n - 1) < 0.5
+
+
+def checkpointed(**options: Any) -> Any:
+    return lambda layer, x: checkpoint(layer, x, use_reentrant=False, **options)

@@ -1,0 +1,28 @@
+"""Models that the tests of memkern.compress share."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EVERY = lambda name, module: True  # noqa: E731
+
+
+class MLP(nn.Module):
+    """Linear, activation, linear, under transformers' names."""
+
+    def __init__(self, act: nn.Module, width: int = 16) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj, self.act = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.act(self.c_fc(x)))
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x))

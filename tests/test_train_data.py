@@ -1,0 +1,74 @@
+"""The text that is trained on, and its batches."""
+
+from pathlib import Path
+
+import torch
+
+from memkern.train import Corpus, load_corpus
+from memkern.train.data import standard_library_files, step_batches, validation_batches
+
+
+def test_the_tail_of_every_file_is_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"b" * 100)
+    (tmp_path / "a").write_bytes(b"a" * 57)
+    corpus = load_corpus([str(tmp_path)], seq_len=4)
+    assert bytes(corpus.train.tolist()) == b"a" * 52 + b"b" * 90
+    assert bytes(corpus.validation.tolist()) == b"a" * 5 + b"b" * 10
+    assert corpus.files == 2
+
+
+def test_which_files_a_folder_gives(tmp_path: Path) -> None:
+    for name in ("z/last.txt", "a/one.py", ".git/config", "a/.hidden", "two.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name * 100)
+    (tmp_path / "image").write_bytes(b"PNG\0" * 100)
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    given = [str(tmp_path), str(tmp_path / "a" / "one.py")]  # the second a duplicate
+    corpus = load_corpus(given, seq_len=8)
+    names = ["two.txt", "a/one.py", "z/last.txt"]
+    assert bytes(corpus.train.tolist()) == b"".join((name * 100)[: 90 * len(name)].encode() for name in names)
+    assert load_corpus([str(tmp_path / "image")], seq_len=8).files == 1  # given by its name: taken
+    assert load_corpus(given, seq_len=8).digest == corpus.digest
+    (tmp_path / "two.txt").write_text("three.tx" * 100)
+    assert load_corpus(given, seq_len=8).digest != corpus.digest
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    files = standard_library_files()
+    names = {path.name for path in files}
+    assert files == standard_library_files()
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not [path for path in files if {"site-packages", "test", "tests"} & set(path.parts[-4:-1])]
+    assert sum(path.stat().st_size for path in files) > 3_000_000
+
+
+def test_batches_depend_on_seed_and_step_alone(corpus: Corpus) -> None:
+    def starts(**changes: int) -> list[torch.Tensor]:
+        options = {"seed": 1, "step": 5, "accumulate": 2, "batch_size": 3, "seq_len": 8} | changes
+        return [inputs for inputs, _ in step_batches(corpus.train, **options)]
+
+    assert all(torch.equal(a, b) for a, b in zip(starts(), starts(), strict=True))
+    assert not torch.equal(torch.cat(starts()), torch.cat(starts(step=6)))
+    assert not torch.equal(torch.cat(starts()), torch.cat(starts(seed=2)))
+    assert torch.equal(torch.cat(starts()), torch.cat(starts(accumulate=1, batch_size=6)))
+    assert not torch.equal(*starts())
+
+
+def test_targets_are_the_next_bytes_and_reach_the_last(corpus: Corpus) -> None:
+    text = torch.arange(10, dtype=torch.uint8)
+    seen = set()
+    for step in range(40):
+        for inputs, targets in step_batches(text, seed=0, step=step, accumulate=1, batch_size=4, seq_len=8):
+            assert torch.equal(inputs + 1, targets)
+            seen |= {*inputs[:, 0].tolist()}
+    assert seen == {0, 1}
+
+
+def test_validation_windows_are_apart_and_spread() -> None:
+    text = (torch.arange(1000) % 251).to(torch.uint8)
+    batches = list(validation_batches(text, tokens=400, batch_size=3, seq_len=40))
+    starts = torch.cat([inputs[:, 0] for inputs, _ in batches])
+    assert [len(inputs) for inputs, _ in batches] == [3, 3, 3, 1]
+    expected = torch.arange(10) * 24 // 10 * 40  # 10 of the 24 windows that fit
+    assert torch.equal(starts, expected % 251)

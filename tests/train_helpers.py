@@ -1,0 +1,29 @@
+"""What the tests of the training loop share: a text, a small configuration, runs and their comparison."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from memkern.train import Corpus, TrainConfig, Trainer, run
+
+TEXT = "".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(1500))
+SMALL = TrainConfig(
+    layers=2, heads=2, width=64, seq_len=32, batch_size=4, steps=6, warmup=1, eval_every=3, eval_tokens=512
+)
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in trainer.model.parameters()]
+
+
+def trained(corpus: Corpus, **changes: Any) -> Trainer:
+    trainer = Trainer(dataclasses.replace(SMALL, **changes), corpus)
+    run([trainer])
+    return trainer
+
+
+def assert_same_run(a: Trainer, b: Trainer) -> None:
+    assert a.history.train_loss == b.history.train_loss
+    assert a.history.validation == b.history.validation
+    assert all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
