@@ -22,7 +22,7 @@ constexpr int64_t kWaveElements = 1 << 16;
 template <class L> struct Piece {
   L* layer;
   int64_t begin, end;  // blocks
-  int64_t before;      // elements of the wave
+  int64_t before;      // elements of the wave, nearly
   Squares sum;
 };
 
@@ -35,7 +35,7 @@ template <class L> struct Wave {
     const BlockLayout& l = layer.layout;
     const int64_t size = std::max<int64_t>(1, kPieceElements / l.block);
     for (int64_t b = 0; b < l.blocks; b += size)
-      pieces.push_back({&layer, b, std::min(b + size, l.blocks), elements + b * l.numel / l.blocks, {}});
+      pieces.push_back({&layer, b, std::min(b + size, l.blocks), elements + b * (l.numel / l.blocks), {}});
     elements += l.numel;
   }
 
