@@ -114,6 +114,13 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
   return jobs;
 }
 
+// Appends the layers of a tensor, which has a trust ratio for each.
+template <class J> void add_layers(std::vector<J>& layers, J tensor, TensorRef trust_ratios) {
+  const int64_t count = trust_ratios.numel();
+  tensor.trust_ratio = static_cast<float*>(trust_ratios.data_ptr());
+  for (int64_t k = 0; k < count; ++k) layers.push_back(layer_of(tensor, k, count));
+}
+
 // Checks that there is a trust ratio for each layer of each tensor.
 template <class J> void check_trust_ratios(const Tensors& params, const std::vector<J>& jobs,
                                            const Tensors& trust_ratios, const Ints& group,

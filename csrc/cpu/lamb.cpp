@@ -42,9 +42,7 @@ void lamb_step_cpu(const Tensors& params, const Tensors& grads, const Tensors& e
     if (job.kind == StateKind::kPower) job.rounding = rounding.at(job.layout.block, step);
     job.run = MEMKERN_PICK(lamb_kernel, job.kind, job.param_type, job.grad_type);
     job.norms = MEMKERN_PICK(lamb_norms, job.kind, job.param_type, job.grad_type);
-    job.trust_ratio = static_cast<float*>(trust_ratios[i].data_ptr());
-    for (int64_t layer = 0; layer < trust_ratios[i].numel(); ++layer)
-      all.push_back(layer_of(job, layer, trust_ratios[i].numel()));
+    add_layers(all, job, trust_ratios[i]);
   }
   run_layers(all);
 }

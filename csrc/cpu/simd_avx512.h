@@ -47,14 +47,10 @@ MEMKERN_FN float max_of(F x) { return _mm512_reduce_max_ps(x.v); }
 struct SquareSum {
   __m512d low, high;
   MEMKERN_FN SquareSum() : low(_mm512_setzero_pd()), high(low) {}
-  MEMKERN_FN void add(F x) {
-    const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
-    const __m512d b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
-    low = _mm512_fmadd_pd(a, a, low);
-    high = _mm512_fmadd_pd(b, b, high);
-  }
-  MEMKERN_FN void add(const float* x) {
-    const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(x)), b = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8));
+  MEMKERN_FN void add(F x) { add(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); }
+  MEMKERN_FN void add(const float* x) { add(_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)); }
+  MEMKERN_FN void add(__m256 first, __m256 second) {
+    const __m512d a = _mm512_cvtps_pd(first), b = _mm512_cvtps_pd(second);
     low = _mm512_fmadd_pd(a, a, low);
     high = _mm512_fmadd_pd(b, b, high);
   }

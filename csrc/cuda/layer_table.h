@@ -16,10 +16,8 @@ inline Layers layers_of(const std::vector<StepTensor>& jobs, const Tensors& step
                         const Tensors& trust_ratios, const Ints& group) {
   Layers all;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    StepTensor job = jobs[i];
-    job.trust_ratio = static_cast<float*>(trust_ratios[i].data_ptr());
+    add_layers(all.jobs, jobs[i], trust_ratios[i]);
     const int64_t count = trust_ratios[i].numel();
-    for (int64_t k = 0; k < count; ++k) all.jobs.push_back(layer_of(job, k, count));
     all.steps.insert(all.steps.end(), count, steps[i]);
     all.group.insert(all.group.end(), count, group[i]);
   }
