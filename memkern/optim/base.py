@@ -168,36 +168,32 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        groups = self.param_groups
-        per_group = []
-        for group in groups:
-            params: list[Tensor] = []
-            grads: list[Tensor] = []
-            states: list[list[Tensor]] = [[] for _ in self._state_keys()]
-            self._init_group(group, params, grads, *states)
-            per_group.append((params, grads, states))
-
         try:
-            work = {
-                device: (part, [g for ps, gs, _ in part for g in aligned_gradients(ps, gs)])
-                for device, part in self._by_device(per_group).items()
-            }
-            norms = self._grad_norms({device: grads for device, (_, grads) in work.items()})
-            for device, (part, grads) in work.items():
-                self._step_device(device, part, grads, norms.get(device))
+            work = self._by_device([self._part(group) for group in self.param_groups])
+            norms = self._grad_norms(work)
+            for device, parts in work.items():
+                self._step_device(device, parts, norms.get(device))
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient from here, at every step,
             # would cost more than the step of a small tensor; it is only done for a better message.
-            for params, grads, _ in per_group:
-                for p, g in zip(params, grads, strict=True):
-                    _check_gradient(p, g)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        _check_gradient(p, p.grad)
             raise
         return loss
 
-    def _by_device(self, per_group: list[Part]) -> dict[torch.device, list[Part]]:
-        params = [*chain.from_iterable(ps for ps, _, _ in per_group)]
+    def _part(self, group: dict[str, Any]) -> Part:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        states: list[list[Tensor]] = [[] for _ in self._state_keys()]
+        self._init_group(group, params, grads, *states)
+        return params, aligned_gradients(params, grads), states
+
+    def _by_device(self, parts: list[Part]) -> dict[torch.device, list[Part]]:
+        params = [*chain.from_iterable(ps for ps, _, _ in parts)]
         if len({p.get_device() for p in params}) == 1:  # numbers cost half of what devices do
-            return {params[0].device: per_group}
+            return {params[0].device: parts}
 
         def part(params: list[Tensor], grads: list[Tensor], device: torch.device) -> Part:
             own = [i for i, p in enumerate(params) if p.device == device]
@@ -209,35 +205,34 @@ class BlockwiseOptimizer(Optimizer):
             )
 
         devices = dict.fromkeys(p.device for p in params)
-        return {d: [part(ps, gs, d) for ps, gs, _ in per_group] for d in devices}
+        return {d: [part(ps, gs, d) for ps, gs, _ in parts] for d in devices}
 
     def _scaler(self, name: str, device: torch.device) -> Tensor | None:
         """What a GradScaler set for this step: ``grad_scale`` or ``found_inf``."""
         value = getattr(self, name, None)
         return None if value is None else value.to(device)
 
-    def _grad_norms(self, grads: dict[torch.device, list[Tensor]]) -> dict[torch.device, Tensor]:
+    def _grad_norms(self, work: dict[torch.device, list[Part]]) -> dict[torch.device, Tensor]:
         """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
         if self.defaults["max_grad_norm"] is None:
             return {}
-        if torch.compiler.is_compiling() or {*getattr(self, "_norm_buffers", ())} != {*grads}:
-            self._norm_buffers = {d: torch.zeros((), dtype=torch.float64, device=d) for d in grads}
+        if torch.compiler.is_compiling() or {*getattr(self, "_norm_buffers", ())} != {*work}:
+            self._norm_buffers = {d: torch.zeros((), dtype=torch.float64, device=d) for d in work}
         norms = self._norm_buffers  # reused, so that a step allocates nothing
-        for device, tensors in grads.items():
-            _ops.grad_norm_(norms[device], tensors, self._scaler("grad_scale", device))
+        for device, parts in work.items():
+            grads = [*chain.from_iterable(gs for _, gs, _ in parts)]
+            _ops.grad_norm_(norms[device], grads, self._scaler("grad_scale", device))
         if len(norms) > 1:
             first = next(iter(norms))
             total = torch.stack([norm.to(first) for norm in norms.values()]).square().sum().sqrt()
             return {device: total.to(device) for device in norms}
         return norms
 
-    def _step_device(
-        self, device: torch.device, per_group: list[Part], grads: list[Tensor], grad_norm: Tensor | None
-    ) -> None:
-        params = [*chain.from_iterable(ps for ps, _, _ in per_group)]
+    def _step_device(self, device: torch.device, parts: list[Part], grad_norm: Tensor | None) -> None:
+        params = [*chain.from_iterable(ps for ps, _, _ in parts)]
+        grads = [*chain.from_iterable(gs for _, gs, _ in parts)]
         states = [
-            [*chain.from_iterable(lists[k] for _, _, lists in per_group)]
-            for k in range(len(self._state_keys()))
+            [*chain.from_iterable(lists[k] for _, _, lists in parts)] for k in range(len(self._state_keys()))
         ]
         groups = self.param_groups
         _ops.step_(
@@ -245,7 +240,7 @@ class BlockwiseOptimizer(Optimizer):
             params,
             grads,
             *states,
-            [*chain.from_iterable([i] * len(ps) for i, (ps, _, _) in enumerate(per_group))],
+            [*chain.from_iterable([i] * len(ps) for i, (ps, _, _) in enumerate(parts))],
             self._learning_rates(groups),
             *self._hyperparameters(groups),
             [CODECS[g["codec"]] for g in groups],
