@@ -120,21 +120,27 @@ GRADIENT_LAYOUTS = {
 
 
 @over_optimizers
+@over_cpu
+@pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
-def test_gradients_may_lie_otherwise_than_their_parameter(build: type, layout: str) -> None:
+def test_gradients_may_lie_otherwise_than_their_parameter(
+    layout: str, norm: float | None, backend: str, build: type
+) -> None:
     shape = (8, 16, 8, 8) if layout == "channels_last" else (64, 128)
     p, q = make_params([shape]), make_params([shape])
     if layout == "channels_last":
         for params in (p, q):
             params[0].data = params[0].data.contiguous(memory_format=torch.channels_last)
-    a, b = build(p), build(q)
+    a, b = build(p, max_grad_norm=norm), build(q, max_grad_norm=norm)
     for step in range(2):
         g = GRADIENT_LAYOUTS[layout](hard(shape, step))
         p[0].grad = g
         q[0].grad = torch.empty_like(q[0]).copy_(g)
         assert g.stride() != q[0].grad.stride()
-        a.step()
-        b.step()
+        with on(backend):
+            a.step()
+            b.step()
+        assert p[0].grad is g
     assert_same(snapshot(a), snapshot(b))
     assert p[0].stride() == q[0].stride()
 
