@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _ops
-from ..blockwise import check_codec
 from ..codec import CODECS
-from ..layout import FLOATS, check_block_size, is_dense, layout_of, same_layout
+from ..layout import layout_of, same_layout
+from .checks import check_gradient, check_group, check_param
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
@@ -54,7 +54,7 @@ class BlockwiseOptimizer(Optimizer):
             for item in params:
                 p = item[1] if isinstance(item, tuple) else item
                 if isinstance(p, Tensor):
-                    _check_param(p)
+                    check_param(p)
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
 
@@ -66,30 +66,7 @@ class BlockwiseOptimizer(Optimizer):
             group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        lr, betas, weight_decay = group["lr"], group.get("betas", (0.0, 0.0)), group["weight_decay"]
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
-                raise ValueError(
-                    f"lr must be a float or a 0-dim tensor of float32 or float64, got {lr.dtype} of shape "
-                    f"{tuple(lr.shape)}"
-                )
-        elif not lr >= 0:
-            raise ValueError(f"lr must be 0 or more, got {lr}")
-        if len(betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas):
-            raise ValueError(f"betas must be two floats from 0 to below 1, got {betas}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
-        if group["state_bits"] not in (8, 32):
-            raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
-        check_block_size(group["block_size"])
-        check_codec(group["codec"])
-        norm = group["max_grad_norm"]
-        if norm is not None and not norm > 0:
-            raise ValueError(f"max_grad_norm must be None or more than 0, got {norm}")
-        if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
-            raise ValueError(
-                f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}"
-            )
+        check_group(group)
 
     # ---- state
 
@@ -179,7 +156,7 @@ class BlockwiseOptimizer(Optimizer):
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        _check_gradient(p, p.grad)
+                        check_gradient(p, p.grad)
             raise
         return loss
 
@@ -374,32 +351,6 @@ def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
     return group["state_bits"] == 8 and p.numel() >= least
 
 
-def _check_param(p: Tensor) -> None:
-    if p.dtype not in FLOATS:
-        raise TypeError(
-            f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}"
-        )
-    if p.layout != torch.strided or not is_dense(p.shape, p.stride()):
-        raise ValueError(
-            f"params must be dense (their elements must fill one run of memory), got shape {tuple(p.shape)} with "
-            f"{p.layout}" + (f" and strides {p.stride()}" if p.layout == torch.strided else "")
-        )
-
-
-def _check_gradient(p: Tensor, g: Tensor) -> None:
-    if g.layout != torch.strided:
-        raise RuntimeError(
-            f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam"
-        )
-    if g.dtype not in FLOATS:
-        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {g.dtype}")
-    if g.shape != p.shape or g.device != p.device:
-        raise RuntimeError(
-            f"a gradient must have its parameter's shape and device, {tuple(p.shape)} on {p.device}, "
-            f"got {tuple(g.shape)} on {g.device}"
-        )
-
-
 def aligned_gradients(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     """The gradients with their parameters' strides: themselves, or a copy where autograd laid one out otherwise."""
     return [
@@ -408,10 +359,3 @@ def aligned_gradients(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]
         else torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
         for p, g in zip(params, grads, strict=True)
     ]
-
-
-def check_torch_options(optimizer: str, **options: bool) -> None:
-    """Raises ValueError for options of torch.optim's that are not supported and were asked for."""
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import check_torch_options
+from .checks import check_torch_options
 from .layerwise import LayerwiseOptimizer, layers_number
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BlockwiseOptimizer, check_torch_options
+from .base import BlockwiseOptimizer
+from .checks import check_torch_options
 
 
 class Lion(BlockwiseOptimizer):

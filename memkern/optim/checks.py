@@ -1,0 +1,70 @@
+"""What the optimizers refuse, with messages that say what was given and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..blockwise import check_codec
+from ..layout import FLOATS, check_block_size, is_dense
+
+
+def check_torch_options(optimizer: str, **options: bool) -> None:
+    """Raises ValueError for options of torch.optim's that are not supported and were asked for."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """The options that every optimizer has."""
+    lr, betas, weight_decay = group["lr"], group.get("betas", (0.0, 0.0)), group["weight_decay"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"lr must be a float or a 0-dim tensor of float32 or float64, got {lr.dtype} of shape "
+                f"{tuple(lr.shape)}"
+            )
+    elif not lr >= 0:
+        raise ValueError(f"lr must be 0 or more, got {lr}")
+    if len(betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas):
+        raise ValueError(f"betas must be two floats from 0 to below 1, got {betas}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
+    if group["state_bits"] not in (8, 32):
+        raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
+    check_block_size(group["block_size"])
+    check_codec(group["codec"])
+    norm = group["max_grad_norm"]
+    if norm is not None and not norm > 0:
+        raise ValueError(f"max_grad_norm must be None or more than 0, got {norm}")
+    if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
+        raise ValueError(f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}")
+
+
+def check_param(p: Tensor) -> None:
+    if p.dtype not in FLOATS:
+        raise TypeError(
+            f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}"
+        )
+    if p.layout != torch.strided or not is_dense(p.shape, p.stride()):
+        raise ValueError(
+            f"params must be dense (their elements must fill one run of memory), got shape {tuple(p.shape)} with "
+            f"{p.layout}" + (f" and strides {p.stride()}" if p.layout == torch.strided else "")
+        )
+
+
+def check_gradient(p: Tensor, g: Tensor) -> None:
+    if g.layout != torch.strided:
+        raise RuntimeError(
+            f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam"
+        )
+    if g.dtype not in FLOATS:
+        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {g.dtype}")
+    if g.shape != p.shape or g.device != p.device:
+        raise RuntimeError(
+            f"a gradient must have its parameter's shape and device, {tuple(p.shape)} on {p.device}, "
+            f"got {tuple(g.shape)} on {g.device}"
+        )
