@@ -2,6 +2,7 @@
 // any Python and torch >= 2.10. memkern/_ops.py repeats the schemas for installations without this file (a
 // test compares them).
 #include "ops.h"
+#include "recall.h"
 
 STABLE_TORCH_LIBRARY(memkern, m) {
   m.def(
@@ -77,3 +78,8 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
   m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cuda));
 }
 #endif
+
+// For Python, which knows when an optimizer's step begins (backend.py).
+extern "C" __attribute__((visibility("default"))) void memkern_recall(int64_t key) {
+  memkern::Recall::begin(key);
+}

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "python_lock.h"
+#include "recall.h"
 
 namespace memkern {
 
@@ -54,12 +55,14 @@ class TensorRef {
   // Asks the cache for these bytes of the tensor's own record, to which the handle leads in two steps (in
   // torch so far; a hint may be wrong). With cold caches a step of 148 tensors ends in 80 us instead of 140.
   void prefetch(int from, int to) const {
-    const char* record = *reinterpret_cast<const char* const*>(handle_);
-    for (int i = from; i < to; i += 64) __builtin_prefetch(record + i);
+    for (int i = from; i < to; i += 64) __builtin_prefetch(record() + i);
   }
+  void note() const { Recall::note(handle_, record()); }
 
  private:
   AtenTensorHandle handle_;
+
+  const char* record() const { return *reinterpret_cast<const char* const*>(handle_); }
 
   template <class T> T ask(AOTITorchError (*question)(AtenTensorHandle, T*)) const {
     T answer;
@@ -81,6 +84,7 @@ class Tensors {
       STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
       refs_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(item));
       refs_.back().prefetch(64, 192);
+      refs_.back().note();
     }
     STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
   }

@@ -15,6 +15,7 @@ XPU tensors take ``triton``, else ``reference``; others take ``reference``. ``ME
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -22,7 +23,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,22 @@ def load_library() -> str | None:
     except OSError as error:
         return f"{LIBRARY} does not load ({error.__cause__ or error}); reinstall memkern against this torch"
     return None
+
+
+@functools.cache
+def _recall() -> Callable[[int], object] | None:
+    if load_library():
+        return None
+    function = ctypes.PyDLL(str(LIBRARY)).memkern_recall
+    function.argtypes = [ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+def recall(key: int) -> None:
+    """Tells the C++ ops that a step of the optimizer ``key`` begins: they ask the caches for what its last one read."""
+    if function := _recall():
+        function(key)
 
 
 def _missing_cuda() -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import _ops
+from .. import _ops, backend
 from ..codec import CODECS
 from ..layout import layout_of, same_layout
 from .checks import check_gradient, check_group, check_param
@@ -145,6 +145,8 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
+        if not torch.compiler.is_compiling():
+            backend.recall(id(self))
         try:
             work = self._by_device([self._part(group) for group in self.param_groups])
             norms = self._grad_norms(work)
