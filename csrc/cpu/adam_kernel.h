@@ -43,7 +43,7 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
                                  b.offset, block, w_values + b.place);
     with_usual(s, [&](const typename Rule::Scalars& s) MEMKERN_LAMBDA {
       for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-        fetch_ahead_once(i, p, g, first.codes, second.codes);
+        fetch_ahead<kOnce>(i, p, g, first.codes, second.codes);
         const F x = load_from(p + i);
         // Power codes hold w = sqrt(v).
         F m = first.get(i, load_from), v = second.get(i, load_from);

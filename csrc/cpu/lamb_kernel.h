@@ -32,7 +32,7 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
         const float *exp_avg = static_cast<const float*>(job.exp_avg) + offset,
                     *exp_avg_sq = static_cast<const float*>(job.exp_avg_sq) + offset;
         for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          fetch_ahead(i, p, g, exp_avg, exp_avg_sq);
+          fetch_ahead<kAgain>(i, p, g, exp_avg, exp_avg_sq);
           put(i, load_from(p + i), F(s.beta1) * load_from(exp_avg + i),
               F(s.beta2) * load_from(exp_avg_sq + i), load_from(g + i), kept_by(store_to));
         });
@@ -41,7 +41,7 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
         const Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale,
                                            kPower ? s.root_beta2 : s.beta2, offset, block, nullptr);
         for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          fetch_ahead(i, p, g, first.codes, second.codes);
+          fetch_ahead<kAgain>(i, p, g, first.codes, second.codes);
           const F v = second.get(i, load_from);
           put(i, load_from(p + i), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
               kept_by(store_to));

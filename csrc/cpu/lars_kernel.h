@@ -26,20 +26,20 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
     const G* g = static_cast<const G*>(job.grad) + offset;
     if (s.classic) {
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        fetch_ahead(i, p, g);
+        fetch_ahead<kAgain>(i, p, g);
         params.add(load_from(p + i));
         updates.add(lars_gradient(load_from(g + i), s));
       });
     } else if constexpr (Kind == StateKind::kFp32) {
       const float* exp_avg = static_cast<const float*>(job.exp_avg) + offset;
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        fetch_ahead(i, p, g, exp_avg);
+        fetch_ahead<kAgain>(i, p, g, exp_avg);
         add_moment(load_from(p + i), load_from(g + i), load_from(exp_avg + i));
       });
     } else {
       const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, offset, block, nullptr);
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        fetch_ahead(i, p, g, first.codes);
+        fetch_ahead<kAgain>(i, p, g, first.codes);
         add_moment(load_from(p + i), load_from(g + i), first.get(i, load_from));
       });
     }

@@ -39,10 +39,13 @@ template <class L> struct Wave {
     elements += l.numel;
   }
 
-  // The first piece of part k of `parts`, which are alike in elements.
-  auto part(int64_t k, int64_t parts) {
-    return std::partition_point(pieces.begin(), pieces.end(),
-                                [&](const Piece<L>& p) { return p.before < elements * k / parts; });
+  // Calls visit(piece) for part k of `parts`, which are alike in elements.
+  template <class Visit> void visit_part(int64_t k, int64_t parts, Visit&& visit) {
+    const auto start = [&](int64_t k) {
+      return std::partition_point(pieces.begin(), pieces.end(),
+                                  [&](const Piece<L>& p) { return p.before < elements * k / parts; });
+    };
+    std::for_each(start(k), start(k + 1), visit);
   }
 };
 
@@ -57,12 +60,12 @@ template <class L> void run_passes(Wave<L>& second, Wave<L>& first) {
   const int64_t threads = std::clamp<int64_t>(pieces, 1, torch::stable::get_num_threads());
   const int64_t turns = std::min(pieces + 1, 4 * threads);
   const auto update = [&](int64_t turn) {
-    for (auto p = second.part(turn, turns); p != second.part(turn + 1, turns); ++p)
-      p->layer->run(*p->layer, p->begin, p->end);
+    second.visit_part(turn, turns, [](Piece<L>& p) { p.layer->run(*p.layer, p.begin, p.end); });
   };
   const auto sum_squares = [&](int64_t turn) {
-    for (auto p = first.part(turn, turns); p != first.part(turn + 1, turns); ++p)
-      if (p->layer->trust.adapt) p->sum = p->layer->norms(*p->layer, p->begin, p->end);
+    first.visit_part(turn, turns, [](Piece<L>& p) {
+      if (p.layer->trust.adapt) p.sum = p.layer->norms(*p.layer, p.begin, p.end);
+    });
   };
   share(turns, threads, [&](int64_t turn) {
     const bool update_first = 2 * turn < turns;

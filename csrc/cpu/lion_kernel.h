@@ -22,7 +22,7 @@ void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     const G* g = static_cast<const G*>(job.grad) + b.offset;
     Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, b.offset, block, values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      fetch_ahead_once(i, p, g, first.codes);
+      fetch_ahead<kOnce>(i, p, g, first.codes);
       F x = load_from(p + i);
       F m = first.get(i, load_from);
       Rule::update(x, load_from(g + i), m, s);

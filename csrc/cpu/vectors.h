@@ -40,18 +40,16 @@ template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
         [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });
 }
 
+// Whether this step will read something again. What it will not need not stay in a cache that all cores
+// share: that leaves room for what LAMB's other pass reads again, and LAMB's step takes 0.95 of the time for
+// GPT-2's shapes, Adam's and Lion's 0.97 to 0.98.
+enum Reuse { kOnce = 0, kAgain = 3 };  // __builtin_prefetch's locality
+
 // In a body of for_vectors: asks for what comes 1024 places after i. With two threads on Zen 5, from memory,
 // a step of Adam takes 0.8 (each core with a cache of its own) to 0.93 (one cache for both) of the time,
 // Lion's 0.86 to 0.94.
-template <class... T> MEMKERN_FN void fetch_ahead(int i, const T*... arrays) {
-  if constexpr (kLanes > 1) (__builtin_prefetch(arrays + i + 1024), ...);
-}
-
-// The same for what nobody reads again in this step: it need not stay in a cache that all cores share. That
-// leaves room for what LAMB's other pass reads again: its step takes 0.95 of the time for GPT-2's shapes,
-// Adam's and Lion's 0.97 to 0.98.
-template <class... T> MEMKERN_FN void fetch_ahead_once(int i, const T*... arrays) {
-  if constexpr (kLanes > 1) (__builtin_prefetch(arrays + i + 1024, 0, 0), ...);
+template <Reuse R, class... T> MEMKERN_FN void fetch_ahead(int i, const T*... arrays) {
+  if constexpr (kLanes > 1) (__builtin_prefetch(arrays + i + 1024, 0, R), ...);
 }
 
 // In a body of for_vectors: a function that makes lanes past n zero, whatever came of reading 0 there.
