@@ -114,7 +114,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     limit_jobs()
     header = ROOT / CSRC / "core" / "tables.h"
-    text = runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]()
+    text = runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]()
     if not header.exists() or header.read_text() != text:
         header.write_text(text)
 

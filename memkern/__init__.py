@@ -13,8 +13,8 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, train
     from .backend import report, use_backend
-    from .blockwise import dequantize_blockwise, quantize_blockwise
-    from .nn.swap import compress, restore
+    from .compression.swap import compress, restore
+    from .quant.blockwise import dequantize_blockwise, quantize_blockwise
 
 __all__ = [
     "__version__",
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "compress": "nn.swap",
-    "dequantize_blockwise": "blockwise",
-    "quantize_blockwise": "blockwise",
+    "compress": "compression.swap",
+    "dequantize_blockwise": "quant.blockwise",
+    "quantize_blockwise": "quant.blockwise",
     "report": "backend",
-    "restore": "nn.swap",
+    "restore": "compression.swap",
     "use_backend": "backend",
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import backend
-from .codec import ACTIVATIONS, HUGE_PAGES_FROM
+from .quant.codec import ACTIVATIONS, HUGE_PAGES_FROM
 from .reference.activation import activate, check_function
 
 aten = torch.ops.aten

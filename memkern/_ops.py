@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from . import _cpu, backend, reference
-from .codec import CODECS
-from .layout import check_block_size, layout_of
-from .levels import Levels, Valley
+from .fewbit.levels import Levels, Valley
+from .quant.codec import CODECS
+from .quant.layout import check_block_size, layout_of
 from .reference.activation import plane_bytes
 
 SCHEMAS = {

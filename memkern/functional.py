@@ -3,7 +3,7 @@
 Forward is torch's own operation (fused kernels on a GPU: DESIGN.md says how near). For the backward pass each function
 keeps the code of the nearest of ``2^bits`` levels of its derivative, as bit planes: ``bits / 8`` bytes per element and
 less than 64 bytes more, where torch keeps the input. Gradient: ``grad * level``, a fp32 product rounded once. The
-levels and their errors: :mod:`memkern.tables`, from :func:`memkern.nn.fit_levels`.
+levels and their errors: :mod:`memkern.fewbit.tables`, from :func:`memkern.nn.fit_levels`.
 
 fp32, bf16 and fp16, any shape and strides. Nothing is kept under ``no_grad`` or ``inference_mode``, or where the input
 needs no gradient. Double backward raises. NaN stays NaN in the output; in the gradient such an element has some level.
@@ -19,13 +19,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._autograd import Codes, Output, Wrapped
-from ._mlp import mlp
-from .codec import ACTIVATIONS
-from .levels import Levels, check_bits, hardtanh_levels, relu_levels
-from .randomized import randomized_linear
+from .fewbit.autograd import Codes, Output, Wrapped
+from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
+from .fewbit.mlp import mlp
+from .fewbit.tables import LEVELS, VALLEYS
+from .quant.codec import ACTIVATIONS
+from .randomized.linear import randomized_linear
 from .reference.activation import activate
-from .tables import LEVELS, VALLEYS
 
 __all__ = [
     "few_bit",

@@ -12,9 +12,9 @@ from helpers import hard
 from torch import Tensor
 
 from memkern import functional, nn
-from memkern.levels import Levels, hardtanh_levels, relu_levels
-from memkern.nn.shipped import DERIVATIVES
-from memkern.tables import LEVELS
+from memkern.fewbit.levels import Levels, hardtanh_levels, relu_levels
+from memkern.fewbit.shipped import DERIVATIVES
+from memkern.fewbit.tables import LEVELS
 
 
 class Activation(NamedTuple):

@@ -10,9 +10,9 @@ from helpers import FLOATS, assert_same
 from torch import Tensor
 
 from memkern import reference
-from memkern.codec import ACTIVATIONS
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import ACTIVATIONS
 from memkern.reference.activation import activate
-from memkern.tables import LEVELS, VALLEYS
 
 ARGUMENTS = {"softplus": (2.0, 4.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 0.75)}
 """The activations' parameters a and b, where they have any."""

@@ -7,9 +7,9 @@ import torch
 from helpers import FLOATS, INTERPRETED, hard, tensor
 from torch import Tensor
 
-from memkern.codec import ACTIVATIONS
-from memkern.layout import layout_of
-from memkern.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import ACTIVATIONS
+from memkern.quant.layout import layout_of
 
 NAMESPACES = ("memkern", "memkern_reference", *(["memkern_triton"] if INTERPRETED else []))
 over_namespaces = pytest.mark.parametrize("namespace", NAMESPACES)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from memkern import backend
-from memkern.codec import CODECS
-from memkern.layout import layout_of
-from memkern.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import CODECS
+from memkern.quant.layout import layout_of
 
 ISAS = ("generic", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -37,9 +37,9 @@ from helpers import (
 from torch import Tensor
 
 from memkern import _ops
-from memkern.levels import Levels
+from memkern.fewbit.levels import Levels
+from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.reference.activation import decode, plane_bytes
-from memkern.tables import LEVELS, VALLEYS
 
 over_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 

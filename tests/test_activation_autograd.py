@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from memkern import functional, nn
+from memkern.fewbit.tables import LEVELS
 from memkern.memory import saved_bytes
-from memkern.tables import LEVELS
 
 # ---- what is kept
 

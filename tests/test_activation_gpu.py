@@ -7,8 +7,8 @@ from activation_kernels import assert_near
 from helpers import assert_same, on, over_dtypes, over_gpu
 
 from memkern import _ops, functional
-from memkern.codec import ACTIVATIONS as NUMBERS
-from memkern.tables import LEVELS
+from memkern.fewbit.tables import LEVELS
+from memkern.quant.codec import ACTIVATIONS as NUMBERS
 
 LARGE = 2_200_000_011  # more than 2**31 elements, and a short last group
 DEFAULTS = {"softplus": (1.0, 20.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 1.0)}

@@ -26,7 +26,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import memkern
-from memkern import codec as C
+from memkern.quant import codec as C
 from memkern.reference.blockwise import dither
 
 FLT_MAX = torch.finfo(torch.float32).max

@@ -5,8 +5,8 @@ import torch
 from helpers import hard, on, over_codecs, over_cpu, over_dtypes, over_signs
 
 import memkern
-from memkern import codec as C
-from memkern.layout import layout_of
+from memkern.quant import codec as C
+from memkern.quant.layout import layout_of
 from memkern.reference.blockwise import dither, to_blocks
 
 FLT_MAX = torch.finfo(torch.float32).max

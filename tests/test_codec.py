@@ -1,4 +1,4 @@
-"""memkern.codec: the constants and tables that every backend reads."""
+"""memkern.quant.codec: the constants and tables that every backend reads."""
 
 import re
 from fractions import Fraction
@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import over_signs
 
-from memkern import codec
+from memkern.quant import codec
 
 
 def bitsandbytes_map(signed: bool) -> torch.Tensor:

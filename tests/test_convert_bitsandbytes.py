@@ -24,8 +24,8 @@ from convert_helpers import (
 from torch import Tensor, nn
 
 from memkern import optim, quantize_blockwise
-from memkern.codec import dynamic_map, dynamic_zero
 from memkern.optim.base import takes_8bit_state
+from memkern.quant.codec import dynamic_map, dynamic_zero
 
 
 def by_hand(params: list[nn.Parameter], names: tuple[str, ...], wrapped: bool, block: int = 256) -> State:

@@ -25,7 +25,7 @@ from simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 from test_ops_errors import BAD_CASES, BAD_STEPS
 
 from memkern import reference
-from memkern.layout import layer_count, layout_of
+from memkern.quant.layout import layer_count, layout_of
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 

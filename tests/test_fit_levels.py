@@ -10,11 +10,11 @@ from helpers import assert_same, hard
 from torch import Tensor
 
 from memkern import functional, nn
-from memkern.codec import EVEN, ODD, PLAIN
-from memkern.levels import Levels
-from memkern.nn.fit import SIGMAS, fit_levels, mean_squared_error
-from memkern.nn.shipped import DERIVATIVES, VALLEY_FUNCTIONS, fit_shipped, fit_valley
-from memkern.tables import LEVELS, VALLEYS
+from memkern.fewbit.fit import SIGMAS, fit_levels, mean_squared_error
+from memkern.fewbit.levels import Levels
+from memkern.fewbit.shipped import DERIVATIVES, VALLEY_FUNCTIONS, fit_shipped, fit_valley
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import EVEN, ODD, PLAIN
 
 over_names = pytest.mark.parametrize("name", DERIVATIVES)
 

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 
 import memkern
 from memkern import optim
-from memkern.layout import layout_of
+from memkern.quant.layout import layout_of
 
 SHAPES = [(64, 128), (37, 53), (300,), (40, 1000)]
 STEPS = 6

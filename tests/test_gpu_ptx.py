@@ -21,7 +21,7 @@ from ptx_emulator import Module, contracted
 from simt import build, drive, ptx
 
 from memkern import reference
-from memkern.codec import CODECS as NUMBERS
+from memkern.quant.codec import CODECS as NUMBERS
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself")

@@ -1,4 +1,4 @@
-"""memkern.layout: how a tensor is cut into blocks, in Python and in C++, whole and in shards."""
+"""memkern.quant.layout: how a tensor is cut into blocks, in Python and in C++, whole and in shards."""
 
 import math
 
@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memkern
-from memkern.layout import block_layout, check_block_size, is_dense, memory_order
 from memkern.optim import AdamW8bit, Lion8bit
+from memkern.quant.layout import block_layout, check_block_size, is_dense, memory_order
 
 # shape, strides, block_size -> segment, block, shape of the scales
 TABLE = [

@@ -23,7 +23,7 @@ from helpers import (
 )
 
 from memkern import _ops, optim
-from memkern.codec import to_fp32
+from memkern.quant.codec import to_fp32
 
 
 def norm_on(backend: str, grads: list[torch.Tensor], scale: float | None = None) -> float:

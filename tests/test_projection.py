@@ -9,9 +9,9 @@ import torch
 from helpers import assert_same
 from linear_helpers import PROJECTIONS, assert_gram, matrix, over_projections, seeds, variance
 
-from memkern import projection
 from memkern.functional import randomized_linear
 from memkern.nn import RandomizedLinear
+from memkern.randomized import projection
 
 
 def test_rows_are_a_sample_without_replacement() -> None:

@@ -9,9 +9,9 @@ import torch
 from helpers import CODECS, LAYOUTS, hard, over_layouts, over_signs, tensor
 from torch import Tensor
 
-from memkern import codec as C
 from memkern import optim, use_backend
-from memkern.layout import layout_of, memory_order
+from memkern.quant import codec as C
+from memkern.quant.layout import layout_of, memory_order
 from memkern.reference import blockwise, lion, state
 
 # ---- parts

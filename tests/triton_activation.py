@@ -8,7 +8,7 @@ from helpers import FLOATS, assert_same, name_of
 
 import memkern.triton
 from memkern import reference
-from memkern.levels import Levels
+from memkern.fewbit.levels import Levels
 
 
 @over_layouts

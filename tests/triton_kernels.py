@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from memkern.codec import ACTIVATIONS
-from memkern.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import ACTIVATIONS
 from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, layers, lion
 from memkern.triton.launch import TILE, rows_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
-FP32, BF16, FP16 = range(3)  # in memkern.layout.FLOATS
+FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
 POWER, DYNAMIC, PLAIN = 1, 2, 0
 
 # Argument types by name, for all kernels; what is not here is an i32 or a constant.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import memkern.triton
 from memkern import reference
-from memkern.layout import layer_count
+from memkern.quant.layout import layer_count
 from memkern.triton import table
 
 MIXED = [

@@ -1,5 +1,5 @@
 // Activations that keep a few bits: what a table is, and the derivative from an output. The twin of
-// memkern/levels.py and memkern/reference/activation.py, which explain it.
+// memkern/fewbit/levels.py and memkern/reference/activation.py, which explain it.
 #pragma once
 #include "scalar.h"
 #include "tables.h"

@@ -1,4 +1,4 @@
-// The dynamic tree map (memkern/codec.py): a table to decode, arithmetic and one comparison each way to
+// The dynamic tree map (memkern/quant/codec.py): a table to decode, arithmetic and one comparison each way to
 // encode.
 #pragma once
 #include "scalar.h"

@@ -1,4 +1,4 @@
-// How a parameter is cut into blocks: the twin of memkern/layout.py, which explains it.
+// How a parameter is cut into blocks: the twin of memkern/quant/layout.py, which explains it.
 #pragma once
 #include "scalar.h"
 
@@ -53,7 +53,7 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
 // A tensor of many layers, in place of their number: each row is one.
 constexpr int64_t kEveryRow = 0;
 
-// How many layers a tensor is (memkern/layout.py: layer_count), or 0 where rows do not divide or a layer
+// How many layers a tensor is (memkern/quant/layout.py: layer_count), or 0 where rows do not divide or a layer
 // would end inside a block.
 MEMKERN_FN int64_t layer_count(const BlockLayout& l, int64_t dims, int64_t layers) {
   if (layers == 1 || dims < 2 || l.numel == 0) return 1;

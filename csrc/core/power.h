@@ -1,4 +1,4 @@
-// The power codec (formulas: memkern/codec.py). F is float or a vector of floats; codes are whole numbers in
+// The power codec (formulas: memkern/quant/codec.py). F is float or a vector of floats; codes are whole numbers in
 // F.
 #pragma once
 #include "scalar.h"

@@ -1,5 +1,11 @@
-"""Modules that keep less for the backward pass."""
+"""Modules that save less for the backward pass."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ..fewbit.fit import Fit, fit_levels
 from .activation import (
     GELU,
     FewBit,
@@ -15,12 +21,13 @@ from .activation import (
     Tanh,
     few_bit,
 )
-from .advise import Advice, advise
 from .embedding import StableEmbedding
-from .fit import Fit, fit_levels
 from .linear import RandomizedLinear
 from .mlp import MLP
-from .swap import compress, restore
+
+if TYPE_CHECKING:
+    from ..compression.advice import Advice, advise
+    from ..compression.swap import compress, restore
 
 __all__ = [
     "GELU",
@@ -46,3 +53,12 @@ __all__ = [
     "fit_levels",
     "restore",
 ]
+
+# memkern.compression is built from the modules here; its functions are loaded on first use.
+_LAZY = {"Advice": "advice", "advise": "advice", "compress": "swap", "restore": "swap"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"memkern.compression.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..levels import Levels, check_bits
-from .fit import Derivative, fit_levels
+from ..fewbit.fit import Derivative, fit_levels
+from ..fewbit.levels import Levels, check_bits
 
 
 class GELU(nn.GELU):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..randomized import MIN_TOKENS, check_options, randomized_linear
+from ..randomized.linear import MIN_TOKENS, check_options, randomized_linear
 
 
 class RandomizedLinear(nn.Linear):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as F
-from .._mlp import check_mlp
+from ..fewbit.mlp import check_mlp
 
 
 class MLP(nn.Module):

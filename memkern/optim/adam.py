@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import BlockwiseOptimizer
-from .checks import check_torch_options
+from .options import check_torch_options
 
 
 class Adam(BlockwiseOptimizer):
@@ -35,7 +35,7 @@ class Adam(BlockwiseOptimizer):
         decoupled_weight_decay: as in torch.optim.Adam. Default False.
         state_bits: 32, or 8 for moments as codes. Default 32.
         block_size: elements that share one fp32 scale, a multiple of 8 from 8 to 4096. Default 128.
-        codec: ``"power"`` or ``"dynamic"`` (see :mod:`memkern.codec`). Default ``"power"``.
+        codec: ``"power"`` or ``"dynamic"`` (see :mod:`memkern.quant.codec`). Default ``"power"``.
         min_8bit_size: tensors with fewer elements, and 1-D tensors with fewer than 16 times as many, keep 32-bit
             states. Default 4096.
         max_grad_norm: clips all gradients together to this norm inside the step, by the formula of

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _ops, backend
-from ..codec import CODECS
-from ..layout import layout_of, same_layout
-from .checks import check_gradient, check_group, check_param
+from ..quant.codec import CODECS
+from ..quant.layout import layout_of, same_layout
+from .options import check_gradient, check_group, check_param
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_torch_options
 from .layerwise import LayerwiseOptimizer, layers_number
+from .options import check_torch_options
 
 
 class LARS(LayerwiseOptimizer):

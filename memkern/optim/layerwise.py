@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import EVERY_ROW, layer_count
+from ..quant.layout import EVERY_ROW, layer_count
 from .base import BlockwiseOptimizer
 
 

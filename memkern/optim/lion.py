@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import BlockwiseOptimizer
-from .checks import check_torch_options
+from .options import check_torch_options
 
 
 class Lion(BlockwiseOptimizer):

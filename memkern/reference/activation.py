@@ -2,7 +2,7 @@
 
 Codes are bit planes: byte i of plane p holds bit p of the codes of elements 8i to 8i + 7, in memory order. A plane is
 padded with zeros to a multiple of 16 bytes, so that ``bits`` planes take ``bits / 8`` bytes per element and less than
-64 bytes more. Levels and thresholds: :mod:`memkern.levels`.
+64 bytes more. Levels and thresholds: :mod:`memkern.fewbit.levels`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, PLANE_ALIGNMENT, to_fp32
-from ..layout import FLOATS, is_dense, memory_order, same_layout
-from ..levels import SYMMETRIES, Levels
+from ..fewbit.levels import SYMMETRIES, Levels
+from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, PLANE_ALIGNMENT, to_fp32
+from ..quant.layout import FLOATS, is_dense, memory_order, same_layout
 from .blockwise import sqrt
 
 # In fp64 for gradcheck; kernels are for FLOATS.
@@ -186,7 +186,7 @@ def few_bit_backward_from_output(
     falling_reach: float,
     rising_reach: float,
 ) -> Tensor:
-    """grad times the derivative that a :class:`memkern.levels.Valley` finds from the output and one bit, in fp32."""
+    """grad times the derivative, in fp32, that a Valley (memkern.fewbit.levels) finds from the output and one bit."""
     check_from_output(grad, output, codes, falling, rising)
     t = memory_order(output).float() - to_fp32(minimum)
     s = sqrt(torch.where(t > 0, t, 0))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..codec import to_fp32
-from ..layout import layout_of
+from ..quant.codec import to_fp32
+from ..quant.layout import layout_of
 from .blockwise import from_blocks, sqrt, to_blocks
 from .state import (
     Scales,

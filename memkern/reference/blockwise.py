@@ -1,4 +1,4 @@
-"""Block-wise 8-bit codes: the formulas of ``memkern.codec`` on tensors of shape (blocks, block)."""
+"""Block-wise 8-bit codes: the formulas of ``memkern.quant.codec`` on tensors of shape (blocks, block)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import codec as C
-from ..codec import to_fp32
-from ..layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of, memory_order
+from ..quant import codec as C
+from ..quant.codec import to_fp32
+from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of, memory_order
 
 POWER = C.CODECS["power"]
 

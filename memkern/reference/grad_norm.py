@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import FLOATS, layout_of, memory_order
+from ..quant.layout import FLOATS, layout_of, memory_order
 from .state import gradient_factor
 
 

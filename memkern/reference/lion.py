@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..codec import to_fp32
-from ..layout import layout_of
+from ..quant.codec import to_fp32
+from ..quant.layout import layout_of
 from .blockwise import from_blocks, to_blocks
 from .state import Scales, check_tensors, gradient, gradient_factor, load_moment, skipped, store_moment
 

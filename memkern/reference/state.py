@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..codec import to_fp32
-from ..layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
+from ..quant.codec import to_fp32
+from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
 from .blockwise import POWER, check_codec, code_blocks, decode, dither, encode, from_blocks, sqrt, to_blocks
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import BlockLayout, layer_count
+from ..quant.layout import BlockLayout, layer_count
 from .blockwise import from_blocks
 
 

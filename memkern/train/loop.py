@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from .. import memory
-from ..nn.swap import compress
+from ..compression.swap import compress
 from .config import BASELINES, FREE_ON_RESUME, ArgumentError, TrainConfig
 from .data import Corpus, step_batches, validation_batches
 from .model import GPT

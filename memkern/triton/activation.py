@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codec import EVEN, ODD, PLAIN, to_fp32
+from ..quant.codec import EVEN, ODD, PLAIN, to_fp32
 from ..reference.activation import (
     check_from_output,
     check_function,

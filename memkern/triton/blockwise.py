@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import codec as C
-from ..layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of
+from ..quant import codec as C
+from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of
 from ..reference.blockwise import check_codec
 from .codec import code_unit, decode, dither, dynamic_tables, encode
 from .launch import cdiv, guard, options_of, rows_of

@@ -1,4 +1,5 @@
-"""The codecs' formulas (``memkern.codec``) on tiles of (blocks, block). Twins: ``csrc/core/power.h``, ``dynamic.h``.
+"""The codecs' formulas (``memkern.quant.codec``) on tiles of (blocks, block). Mirrors: ``csrc/core/power.h``,
+``dynamic.h``.
 
 Every operation rounds once, to nearest: kernels are compiled with ``enable_fp_fusion=False``.
 """
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import codec as C
+from ..quant import codec as C
 
 # How a moment is stored.
 FP32 = tl.constexpr(0)

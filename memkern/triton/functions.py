@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..codec import ACTIVATIONS
+from ..quant.codec import ACTIVATIONS
 
 GELU = tl.constexpr(ACTIVATIONS["gelu"])
 GELU_TANH = tl.constexpr(ACTIVATIONS["gelu_tanh"])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import FLOATS, layout_of
+from ..quant.layout import FLOATS, layout_of
 from . import multi_tensor as mt
 from .launch import OPTIONS, guard
 from .step_args import StepArgs

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import row_count
+from ..quant.layout import row_count
 from ..reference.trust import check_trust
 from . import multi_tensor as mt
 from .codec import dynamic_tables

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import codec as C
+from ..quant import codec as C
 
 # Header: three numbers (a word and its kind each), and the clipping norm.
 GRAD_SCALE = tl.constexpr(0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import FLOATS, BlockLayout, layout_of
+from ..quant.layout import FLOATS, BlockLayout, layout_of
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
 from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, options_of, rows_of, stream_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import triton
 import triton.language as tl
 
-from ..layout import BlockLayout
+from ..quant.layout import BlockLayout
 
 LINE = 8
 """Elements that the blocks of an aligned tile start at and end on multiples of."""
@@ -47,7 +47,7 @@ def pointer(address, start, dtype: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def float_pointer(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """:func:`pointer` to what memkern.layout.FLOATS[DTYPE] is. Types as constants would cost more at each launch."""
+    """:func:`pointer` to quant.layout.FLOATS[DTYPE]. Types as constants would cost more at each launch."""
     if DTYPE == 0:
         return pointer(address, start, tl.float32, VECTOR)
     elif DTYPE == 1:
@@ -94,7 +94,7 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
 
 @triton.jit
 def load_floats(address, tile, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile (:func:`tile_of`) of what memkern.layout.FLOATS[DTYPE] is, unconverted; 0 where there is nothing."""
+    """A tile (:func:`tile_of`) of what memkern.quant.layout.FLOATS[DTYPE] is, unconverted; 0 where there is nothing."""
     start, offset, mask, _, _ = tile
     return tl.load(float_pointer(address, start, DTYPE, VECTOR) + offset, mask=mask, other=0.0)
 

@@ -32,7 +32,7 @@ def includes(folder: Path) -> list[str]:
     """Where csrc/ finds its headers; core/tables.h is made in ``folder``, as setup.py may not have written it."""
     header = folder / "generated" / "core" / "tables.h"
     header.parent.mkdir(parents=True, exist_ok=True)
-    header.write_text(runpy.run_path(str(ROOT / "memkern" / "codec.py"))["c_header"]())
+    header.write_text(runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]())
     torch_dir = Path(torch.__file__).parent / "include"
     paths = [
         ROOT / "tests" / "simt",

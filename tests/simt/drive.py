@@ -21,7 +21,7 @@ from activation_kernels import compare_activations
 from helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 
 from memkern import reference
-from memkern.layout import layout_of
+from memkern.quant.layout import layout_of
 from simt import build
 
 RATES = {

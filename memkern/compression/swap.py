@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..fewbit.levels import check_bits
 from ..functional import check_keep
-from ..levels import check_bits
 from ..memory import saved_bytes
-from . import recognize
-from .embedding import MARK, state_bits_of
-from .swap_report import Left, Report, Swap
+from ..nn.embedding import MARK, state_bits_of
+from . import match
+from .report import Left, Report, Swap
 
 Predicate = Callable[[str, nn.Module], bool]
 
@@ -148,9 +148,9 @@ class _Compression:
     def activations(self, bits: int, keep: str) -> None:
         for name, module in self.modules():
             cls = original_class(module)
-            new = recognize.activation(cls, module, bits, keep)
+            new = match.activation(cls, module, bits, keep)
             if new is None:
-                if function := recognize.called_in_forward(module):
+                if function := match.called_in_forward(module):
                     self._leave(
                         module, f"calls {function} itself; memkern.functional has one that keeps less"
                     )
@@ -159,7 +159,7 @@ class _Compression:
                 self._leave(module, new)
                 continue
             reason = "torch keeps its output, which the next layer usually keeps too"
-            if not self._wanted(name, module, reason if cls in recognize.KEEP_THEIR_OUTPUT else None):
+            if not self._wanted(name, module, reason if cls in match.KEEP_THEIR_OUTPUT else None):
                 continue
             if not _is_already(module, new):
                 before = _kept_per_element(cls, module, self.dtype)
@@ -175,7 +175,7 @@ class _Compression:
         module: Any
         for name, module in self.modules():
             cls = original_class(module)
-            new = recognize.linear(cls, module, options)
+            new = match.linear(cls, module, options)
             if new is None:
                 continue
             if isinstance(new, str):
@@ -245,7 +245,7 @@ def compress(
     options = None
     if linear is not None:
         options = dict(linear) if isinstance(linear, Mapping) else {"keep": linear}
-        recognize.RandomizedLinear(1, 1, device="meta", **options)  # checks them
+        match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
     compression = _Compression(model, predicate)
     if activations is not None:
         compression.activations(activations, keep)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .codec import EVEN, MAX_BITS, ODD, PLAIN, to_fp32
+from ..quant.codec import EVEN, MAX_BITS, ODD, PLAIN, to_fp32
 
 SYMMETRIES = (PLAIN, EVEN, ODD)
 
 
 class Levels(NamedTuple):
-    """A derivative's ``2^bits`` levels by code, and how x becomes a code (see :mod:`memkern.levels`)."""
+    """A derivative's ``2^bits`` levels by code, and how x becomes a code (see :mod:`memkern.fewbit.levels`)."""
 
     bits: int
     levels: tuple[float, ...]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops
-from .codec import ACTIVATIONS
-from .layout import is_dense, same_layout
+from .. import _ops
+from ..quant.codec import ACTIVATIONS
+from ..quant.layout import is_dense, same_layout
+from ..reference.activation import activate
 from .levels import Levels, Valley
-from .reference.activation import activate
 
 # What autocast computes in fp32: torch's op sees to that, a fused kernel would not.
 _AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)

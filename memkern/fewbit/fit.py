@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codec import EVEN, MAX_THRESHOLDS, ODD, PLAIN
-from ..levels import Levels, check_bits, from_intervals
+from ..quant.codec import EVEN, MAX_THRESHOLDS, ODD, PLAIN
+from .levels import Levels, check_bits, from_intervals
 
 Derivative = Callable[[Tensor], Tensor]
 

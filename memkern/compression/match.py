@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import activation as ours
-from .linear import RandomizedConv1D, RandomizedLinear
+from ..nn import activation as ours
+from ..nn.linear import RandomizedConv1D, RandomizedLinear
 
 Maker = Callable[..., nn.Module]
 """(module, bits, keep) -> its counterpart, made anew."""

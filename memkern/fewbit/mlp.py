@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _ops
-from ._autograd import encoded, laid_out, once
-from .codec import ACTIVATIONS
+from .. import _ops
+from ..quant.codec import ACTIVATIONS
+from .autograd import encoded, laid_out, once
 from .levels import Levels, check_bits
 from .tables import LEVELS, VALLEYS
 

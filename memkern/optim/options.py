@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blockwise import check_codec
-from ..layout import FLOATS, check_block_size, is_dense
+from ..quant.blockwise import check_codec
+from ..quant.layout import FLOATS, check_block_size, is_dense
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:

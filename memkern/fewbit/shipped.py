@@ -1,4 +1,4 @@
-"""What is shipped: ``python -m memkern.nn.shipped`` writes ``memkern/tables.py``, and a test compares."""
+"""What is shipped: ``python -m memkern.fewbit.shipped`` writes ``memkern/fewbit/tables.py``, and a test compares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import EVEN, MAX_BITS, ODD, PLAIN
-from ..levels import Valley
+from ..quant.codec import EVEN, MAX_BITS, ODD, PLAIN
 from .fit import Derivative, Fit, fit_levels, mean_squared_error
+from .levels import Valley
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def fit_valley(name: str) -> Valley:
 
 def _main() -> None:
     lines = [
-        '"""The shipped tables. Written by ``python -m memkern.nn.shipped``: change it there."""',
+        '"""The shipped tables. Written by ``python -m memkern.fewbit.shipped``: change it there."""',
         "",
         "from .codec import EVEN, ODD, PLAIN",
         "from .levels import Levels, Valley",
@@ -147,7 +147,7 @@ def _main() -> None:
         valley = fit_valley(name)
         rows = [row for v in valley for row in (_wrapped(v) if isinstance(v, tuple) else [f"        {v},"])]
         lines += [f'    "{name}": Valley(', *rows, "    ),"]
-    Path(__file__).parent.with_name("tables.py").write_text("\n".join([*lines, "}", ""]))
+    Path(__file__).with_name("tables.py").write_text("\n".join([*lines, "}", ""]))
 
 
 def _wrapped(numbers: Sequence[float]) -> list[str]:

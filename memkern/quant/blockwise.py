@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _ops
+from .. import _ops
 from .codec import CODECS
 from .layout import FLOATS, check_block_size, check_codes, layout_of
 
@@ -23,8 +23,8 @@ def quantize_blockwise(
 
     With ``t = |x| / s``: ``power`` takes ``sign(x) * rint(127 * sqrt(t))`` where signed and
     ``min(255, max(1, floor(255 * sqrt(t) + u)))`` where not (0 only for 0); ``dynamic`` takes the nearest entry of the
-    dynamic tree map of Dettmers et al. (arXiv 2110.02861). Formulas in full: :mod:`memkern.codec`; how a tensor is cut
-    into blocks: :mod:`memkern.layout`.
+    dynamic tree map of Dettmers et al. (arXiv 2110.02861). Formulas in full: :mod:`memkern.quant.codec`; how a
+    tensor is cut into blocks: :mod:`memkern.quant.layout`.
 
     Args:
         x: float32, bfloat16 or float16, any shape, dense in memory (channels_last is).

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._autograd import once
+from ..fewbit.autograd import once
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = 128  # below it a layer's input is smaller than its weight, and a fifth of it says little
@@ -85,7 +85,7 @@ def randomized_linear(
         y      = x W^T + b                          as torch computes it
         grad_x = grad_y W                           as torch computes it
         grad_b = sum of grad_y over tokens          as torch computes it
-        grad_W = N / k (S grad_y)^T (S x)           unbiased; its variance is in memkern.projection
+        grad_W = N / k (S grad_y)^T (S x)           unbiased; its variance is in memkern.randomized.projection
 
     Args:
         x: (..., in), floating point.

@@ -1,6 +1,6 @@
-"""The shipped tables. Written by ``python -m memkern.nn.shipped``: change it there."""
+"""The shipped tables. Written by ``python -m memkern.fewbit.shipped``: change it there."""
 
-from .codec import EVEN, ODD, PLAIN
+from ..quant.codec import EVEN, ODD, PLAIN
 from .levels import Levels, Valley
 
 # fmt: off

@@ -44,7 +44,7 @@ ACTIVATIONS = {
 PLAIN, EVEN, ODD = 0, 1, 2
 """Symmetry of a derivative d: none; d(-x) = d(x); d(-x) = c - d(x)."""
 
-# Of an activation's table: memkern/levels.py.
+# Of an activation's table: memkern/fewbit/levels.py.
 MAX_BITS = 4
 MAX_THRESHOLDS = 64
 MAX_COEFFICIENTS = 16
@@ -158,7 +158,7 @@ def c_header() -> str:
     }
     return "\n".join(
         [
-            "// Written by setup.py from memkern/codec.py: change it there.",
+            "// Written by setup.py from memkern/quant/codec.py: change it there.",
             "#pragma once",
             "#include <cstdint>",
             "",

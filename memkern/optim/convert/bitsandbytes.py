@@ -1,0 +1,177 @@
+"""State dicts of bitsandbytes' Adam, AdamW and Lion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...quant.blockwise import quantize_blockwise
+from ...quant.codec import dynamic_map, dynamic_zero
+from ...quant.layout import layout_of
+from ..adam import Adam
+from ..base import BlockwiseOptimizer, takes_8bit_state
+from ..lion import Lion
+from .states import (
+    BNB_ONLY,
+    check_keys,
+    check_moment,
+    check_optimizer,
+    entries_of,
+    groups_from,
+    groups_to,
+    load_moment,
+    own_entries,
+    step_number,
+    store_moment,
+)
+
+BNB_WRAPPED = "__bnb_optimizer_quant_state__"  # where newer versions put all tensors of a parameter's state
+BNB_BLOCK = 256
+BNB_OLD_BLOCK = 2048  # up to version 0.43
+BNB_SUFFIX = {"exp_avg": "1", "exp_avg_sq": "2"}
+
+
+@torch.no_grad()
+def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state of bitsandbytes' Adam, AdamW or Lion as one that ``optimizer.load_state_dict`` takes.
+
+    Args:
+        optimizer: memkern's Adam, AdamW or Lion, over the same parameters in the same order; not changed. Its
+            groups say how states are stored (state_bits, block_size, codec, min_8bit_size).
+        state_dict: of AdamW8bit, Adam8bit, Lion8bit, their paged or their 32-bit forms: ``step`` and, beside
+            it or inside ``"__bnb_optimizer_quant_state__"``, ``state1`` (m) and ``state2`` (v; not for Lion)
+            of the parameter's shape. Either float32, or uint8 indices into ``qmap1`` and ``qmap2`` (256
+            float32) with ``absmax1`` and ``absmax2`` (float32, one per block of 256 elements in row-major
+            order; 2048 in states of versions up to 0.43).
+
+    Returns:
+        A state dict as from :func:`from_torch_state_dict`. Codes and scales move over as they are where
+        ``codec="dynamic"`` and the blocks are the same runs of 256 elements: ``block_size=256``, a contiguous
+        parameter, and as many elements per row (of the first dimension) as divide 256 or as 256 divides.
+        Otherwise they are decoded and coded anew. lr, betas, eps, weight_decay and what schedulers add come
+        from ``state_dict``. All of bitsandbytes' Adams decay decoupled: so does the result, Adam's too.
+
+    Raises:
+        TypeError: ``optimizer`` is not memkern's, or an entry of the state is not what bitsandbytes makes.
+        ValueError: the state does not fit the optimizer or its parameters, or is not block-wise.
+    """
+    check_optimizer(optimizer, Adam, Lion)
+    entries = entries_of(optimizer, state_dict)
+    decay = {"decoupled_weight_decay": True} if isinstance(optimizer, Adam) else {}
+    groups = groups_from(optimizer, state_dict, **decay)
+    state: dict[Any, dict[str, Tensor]] = {}
+    for i, p, group, values in entries:
+        where = f'state_dict["state"][{i!r}]'
+        values = {**values, **values.get(BNB_WRAPPED, {})}
+        check_keys(where, values, [f"state{BNB_SUFFIX[name]}" for name in optimizer.moments])
+        if "state2" in values and "exp_avg_sq" not in optimizer.moments:
+            kind = type(optimizer).__name__
+            raise ValueError(f"{where} has state2, a second moment, which {kind} does not have")
+        step, state[i] = 0.0, {}
+        if optimizer.has_step:
+            check_keys(where, values, ["step"])
+            step = step_number(where, values["step"])
+            state[i]["step"] = torch.tensor(step, dtype=torch.float32)
+        for name in optimizer.moments:
+            state[i] |= _from_bnb(where, name, values, p, group, int(step))
+    return {"state": state, "param_groups": groups}
+
+
+@torch.no_grad()
+def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
+    """The optimizer's state as one that bitsandbytes' optimizer of the same kind takes.
+
+    Args:
+        optimizer: memkern's Adam, AdamW or Lion. The result is for bitsandbytes' Adam8bit or AdamW8bit (to
+            them the same thing), or Lion8bit, over the same parameters in the same order.
+
+    Returns:
+        A state dict of new tensors: ``step`` (int; 0 for Lion, which does not read it), ``state1`` (m) and
+        ``state2`` (v; not for Lion) of the parameter's shape, contiguous. 8-bit states are uint8 with
+        ``qmap1``, ``qmap2`` (256 float32), ``absmax1`` and ``absmax2`` (float32, one per 256 elements), moved
+        as they are or coded anew as for :func:`from_bitsandbytes_state_dict`. 32-bit states stay float32, in
+        which bitsandbytes continues them.
+
+    Raises:
+        TypeError: ``optimizer`` is not memkern's.
+        ValueError: a group maximizes or has coupled weight decay; bitsandbytes can do neither.
+    """
+    check_optimizer(optimizer, Adam, Lion)
+    for n, group in enumerate(optimizer.param_groups):
+        if group["maximize"]:
+            raise ValueError(f"group {n} has maximize=True, which bitsandbytes does not have")
+        if group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True):
+            raise ValueError(
+                f"group {n} has coupled weight_decay={group['weight_decay']}, and bitsandbytes' Adams decay "
+                "decoupled; weight_decay must be 0 or decoupled_weight_decay True"
+            )
+    maps: dict[tuple[bool, torch.device], Tensor] = {}
+    state: dict[Any, dict[str, Any]] = {}
+    for i, p, group, values in own_entries(optimizer):
+        state[i] = {"step": int(values["step"]) if optimizer.has_step else 0}
+        for name, dtype in optimizer.moments.items():
+            codes, k, signed = values[name], BNB_SUFFIX[name], dtype == torch.int8
+            if codes.dtype == torch.float32:
+                state[i][f"state{k}"] = codes.clone(memory_format=torch.contiguous_format)
+                continue
+            scale = values[f"{name}_scale"].clone()
+            if not same_blocks(p, group):
+                flat = load_moment(name, values, group).reshape(-1)  # row-major, whatever the strides
+                codes, scale = quantize_blockwise(flat, codec="dynamic", signed=signed, block_size=BNB_BLOCK)
+            if (signed, p.device) not in maps:
+                maps[signed, p.device] = torch.tensor(dynamic_map(signed), device=p.device)
+            state[i] |= {
+                f"state{k}": (codes.view(torch.uint8) + dynamic_zero(signed)).reshape(p.shape),
+                f"qmap{k}": maps[signed, p.device],
+                f"absmax{k}": scale.reshape(-1),
+            }
+    groups = groups_to(optimizer, {} if isinstance(optimizer, Lion) else BNB_ONLY)
+    for saved in groups:
+        saved |= {"lr": float(saved["lr"]), "eps": saved.get("eps", 0.0)}
+        for option in ("maximize", "decoupled_weight_decay"):
+            saved.pop(option, None)
+    return {"state": state, "param_groups": groups}
+
+
+def same_blocks(p: Tensor, group: dict[str, Any]) -> bool:
+    """Whether the group stores the parameter as bitsandbytes does: its map, on the same runs of elements."""
+    if group["codec"] != "dynamic" or not takes_8bit_state(p, group) or not p.is_contiguous():
+        return False
+    layout = layout_of(p, group["block_size"])
+    return layout.block == BNB_BLOCK and (layout.segment == layout.numel or layout.segment % BNB_BLOCK == 0)
+
+
+def _from_bnb(
+    where: str, name: str, values: dict[str, Any], p: Tensor, group: dict[str, Any], step: int
+) -> dict[str, Tensor]:
+    """A moment of bitsandbytes' as the optimizer keeps it."""
+    k, signed = BNB_SUFFIX[name], name == "exp_avg"
+    data = values[f"state{k}"]
+    check_moment(f"{where}['state{k}']", data, p, or_uint8=True)
+    if not data.is_contiguous():
+        raise ValueError(
+            f"{where}['state{k}'] is not contiguous; bitsandbytes orders such a state by place in memory on "
+            "a GPU and by index on the CPU: make it contiguous in the order that it was trained in"
+        )
+    if data.dtype != torch.uint8:
+        return store_moment(name, data, p, group, step)
+    check_keys(where, values, [f"qmap{k}", f"absmax{k}"])
+    table, scale = (values[f"{key}{k}"].to(p.device, torch.float32) for key in ("qmap", "absmax"))
+    counts = {-(-data.numel() // size): size for size in (BNB_OLD_BLOCK, BNB_BLOCK)}
+    if table.shape != (256,) or scale.dim() != 1 or scale.numel() not in counts:
+        raise ValueError(
+            f"{where} must have qmap{k} of 256 entries and absmax{k} of {-(-data.numel() // BNB_BLOCK)}, one "
+            f"per block of {BNB_BLOCK} elements, got {tuple(table.shape)} and {tuple(scale.shape)}"
+        )
+    block = counts[scale.numel()]
+    data = data.to(p.device)
+    own = torch.tensor(dynamic_map(signed), device=p.device)
+    if block == BNB_BLOCK and same_blocks(p, group) and torch.equal(table, own):
+        codes = data - dynamic_zero(signed)  # modulo 256, as uint8 does
+        scale = scale.reshape(layout_of(p, group["block_size"]).scale_shape).clone()
+        return {name: codes.view(torch.int8) if signed else codes, f"{name}_scale": scale}
+    x = table.index_select(0, data.reshape(-1).int())
+    x *= scale.repeat_interleave(block)[: x.numel()]
+    return store_moment(name, x.reshape(p.shape), p, group, step)

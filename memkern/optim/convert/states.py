@@ -1,0 +1,145 @@
+"""What the converters share: a moment's way from and to 8 bits, groups, entries, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...quant.blockwise import dequantize_blockwise, quantize_blockwise
+from ...reference.blockwise import sqrt
+from ..base import BlockwiseOptimizer, takes_8bit_state
+
+# memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
+OPTIONS = ("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable")
+TORCH_ONLY = {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
+BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in every group
+
+Entry = tuple[Any, Tensor, dict[str, Any], dict[str, Any]]  # key, parameter, memkern's group, state
+
+
+# ---- one moment
+
+
+def store_moment(name: str, x: Tensor, p: Tensor, group: dict[str, Any], step: int) -> dict[str, Tensor]:
+    """A moment, given as floats of the parameter's shape, as the optimizer keeps it."""
+    x = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(x)
+    if name == "exp_avg_sq" and bool((x < 0).any()):
+        raise ValueError(f"the second moment of a parameter of shape {tuple(p.shape)} has negative entries")
+    if not takes_8bit_state(p, group):
+        return {name: x}
+    codec, signed = group["codec"], name == "exp_avg"
+    rooted = codec == "power" and not signed
+    codes, scale = quantize_blockwise(
+        sqrt(x) if rooted else x,
+        codec=codec,
+        signed=signed,
+        block_size=group["block_size"],
+        step=step if rooted else None,
+    )
+    return {name: codes, f"{name}_scale": scale}
+
+
+def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    """A moment of memkern's as new float32 values with the parameter's shape and strides."""
+    codes, codec = state[name], group["codec"]
+    if codes.dtype == torch.float32:
+        return codes.clone()
+    x = dequantize_blockwise(codes, state[f"{name}_scale"], codec=codec, block_size=group["block_size"])
+    return x * x if codec == "power" and codes.dtype == torch.uint8 else x
+
+
+# ---- groups and entries
+
+
+def groups_from(
+    optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fixed: Any
+) -> list[dict[str, Any]]:
+    """The given state's groups, with memkern's options from the optimizer's."""
+    groups = []
+    wanted = {"lr", "betas", "eps", "weight_decay"} & {*optimizer.defaults}
+    left_out = {*OPTIONS, *TORCH_ONLY, *BNB_ONLY, *({"eps"} - wanted)}
+    for k, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+        check_keys(f'state_dict["param_groups"][{k}]', saved, sorted(wanted))
+        groups.append(
+            {
+                **{key: own[key] for key in optimizer.defaults if key in own},
+                **{key: value for key, value in saved.items() if key not in left_out},
+                "betas": tuple(float(b) for b in saved["betas"]),
+                "params": list(saved["params"]),
+                **fixed,
+            }
+        )
+    return groups
+
+
+def groups_to(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict[str, Any]]:
+    """The optimizer's groups without memkern's options, parameters numbered as state_dict() does."""
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        kept = {key: value for key, value in group.items() if key not in (*OPTIONS, "params")}
+        count = len(group["params"])
+        groups.append({**kept, **added, "params": list(range(first, first + count))})
+        first += count
+    return groups
+
+
+def own_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
+    """Every parameter that has a state, numbered as state_dict() does."""
+    pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for i, (p, group) in enumerate(pairs):
+        if values := optimizer.state.get(p):
+            yield i, p, group, values
+
+
+def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> list[Entry]:
+    """Every parameter that the given state has an entry for."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= {*state_dict}:
+        got = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise TypeError(f"state_dict must be an optimizer's, with state and param_groups, got {got}")
+    groups = optimizer.param_groups, state_dict["param_groups"]
+    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in groups)
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"state_dict must have groups of {sizes} parameters, as optimizer, got {saved_sizes}"
+        )
+    pairs = zip(*groups, strict=True)
+    places = [
+        (i, p, own) for own, saved in pairs for i, p in zip(saved["params"], own["params"], strict=True)
+    ]
+    if extra := {*state_dict["state"]} - {i for i, _, _ in places}:
+        raise ValueError(f'state_dict["state"] has entries of no parameter: {sorted(extra, key=str)}')
+    return [(i, p, group, state_dict["state"][i]) for i, p, group in places if state_dict["state"].get(i)]
+
+
+# ---- checks
+
+
+def check_optimizer(optimizer: Any, *kinds: type) -> None:
+    if not isinstance(optimizer, kinds):
+        names = " or ".join(f"memkern.optim.{kind.__name__}" for kind in kinds)
+        got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        raise TypeError(f"optimizer must be a {names}, got {got}")
+
+
+def check_keys(where: str, values: dict[str, Any], keys: list[str]) -> None:
+    if missing := [key for key in keys if key not in values]:
+        raise ValueError(f"{where} must have {', '.join(missing)}, got only {', '.join(map(str, values))}")
+
+
+def check_moment(where: str, x: Any, p: Tensor, or_uint8: bool = False) -> None:
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or (or_uint8 and x.dtype == torch.uint8)):
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        wanted = "floating-point or uint8" if or_uint8 else "floating-point"
+        raise TypeError(f"{where} must be a {wanted} tensor, got {got}")
+    if x.shape != p.shape:
+        raise ValueError(f"{where} must have its parameter's shape {tuple(p.shape)}, got {tuple(x.shape)}")
+
+
+def step_number(where: str, step: Any) -> float:
+    number = float(step) if not isinstance(step, Tensor) or step.numel() == 1 else -1.0
+    if not number >= 0 or number % 1 != 0:
+        raise ValueError(f"{where}['step'] must be one whole number, 0 or more, got {step}")
+    return number

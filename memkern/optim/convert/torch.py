@@ -1,0 +1,95 @@
+"""State dicts of torch.optim's Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..adam import Adam
+from .states import (
+    TORCH_ONLY,
+    check_keys,
+    check_moment,
+    check_optimizer,
+    entries_of,
+    groups_from,
+    groups_to,
+    load_moment,
+    own_entries,
+    step_number,
+    store_moment,
+)
+
+
+@torch.no_grad()
+def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state of a torch.optim.AdamW or Adam as one that ``optimizer.load_state_dict`` takes.
+
+    Args:
+        optimizer: memkern's Adam, AdamW, Adam8bit or AdamW8bit over the same parameters in the same order;
+            not changed. Its groups say how states are stored (state_bits, block_size, codec, min_8bit_size).
+        state_dict: of torch.optim.AdamW or Adam, foreach, fused and capturable too: ``exp_avg`` and
+            ``exp_avg_sq`` of the parameter's shape in any floating-point dtype, and ``step``.
+
+    Returns:
+        A state dict of new tensors. ``step`` is float32 on the CPU. Moments that the group stores in 8 bits
+        become codes (``exp_avg`` int8, ``exp_avg_sq`` uint8, shape and strides of the parameter) and scales
+        (float32), rounded as the optimizer would have rounded them at that step; the others are float32. lr,
+        betas, eps, weight_decay, maximize, decoupled_weight_decay and what schedulers add come from
+        ``state_dict``; foreach, fused, capturable and differentiable are left out. A parameter that has no
+        state yet has none after.
+
+    Raises:
+        TypeError: ``optimizer`` is not memkern's Adam, or an entry of the state is not what torch.optim
+            makes.
+        ValueError: the state does not fit the parameters, has amsgrad, or has negative second moments.
+    """
+    check_optimizer(optimizer, Adam)
+    entries = entries_of(optimizer, state_dict)
+    for k, group in enumerate(state_dict["param_groups"]):
+        if group.get("amsgrad"):
+            raise ValueError(
+                f'state_dict["param_groups"][{k}] has amsgrad=True, which memkern.optim does not support; '
+                "only a state without it converts"
+            )
+    groups = groups_from(optimizer, state_dict)
+    state = {}
+    for i, p, group, values in entries:
+        where = f'state_dict["state"][{i!r}]'
+        check_keys(where, values, [*optimizer.moments, "step"])
+        step = step_number(where, values["step"])
+        state[i] = {"step": torch.tensor(step, dtype=torch.float32)}
+        for name in optimizer.moments:
+            x = values[name]
+            check_moment(f"{where}[{name!r}]", x, p)
+            state[i] |= store_moment(name, x, p, group, int(step))
+    return {"state": state, "param_groups": groups}
+
+
+@torch.no_grad()
+def to_torch_state_dict(optimizer: Adam) -> dict[str, Any]:
+    """The optimizer's state as one that torch.optim.AdamW or Adam over the same parameters takes.
+
+    Args:
+        optimizer: memkern's Adam, AdamW, Adam8bit or AdamW8bit. The result is for torch.optim.AdamW where its
+            groups decay decoupled, else for torch.optim.Adam.
+
+    Returns:
+        A state dict of new tensors: ``exp_avg`` and ``exp_avg_sq`` float32 with the parameter's shape and
+        strides (torch.optim rounds them to the parameter's dtype when it loads them), ``step`` float32 on the
+        CPU. 32-bit states are exact, 8-bit ones the values of their codes. foreach, fused and capturable are
+        torch's defaults.
+
+    Raises:
+        TypeError: ``optimizer`` is not memkern's Adam.
+    """
+    check_optimizer(optimizer, Adam)
+    state = {
+        i: {
+            "step": values["step"].detach().to("cpu", copy=True),
+            **{name: load_moment(name, values, group) for name in optimizer.moments},
+        }
+        for i, _, group, values in own_entries(optimizer)
+    }
+    return {"state": state, "param_groups": groups_to(optimizer, TORCH_ONLY)}

@@ -1,0 +1,1 @@
+"""Block-wise 8-bit quantization: the codes (``codec``), the blocks (``layout``), the functions (``blockwise``)."""

@@ -1,0 +1,1 @@
+"""Linear layers that save a random projection of their input."""
