@@ -1,0 +1,156 @@
+"""What earlier versions wrote and computed still holds: their checkpoints go on, their results come out bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fixtures import make_checkpoints, make_hashes
+
+import memkern
+from memkern import optim
+
+ISAS = ("generic", "avx2", "avx512")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@contextlib.contextmanager
+def on(backend: str) -> Iterator[str]:
+    """Runs the ops on a backend, or on the C++ one with an instruction set; gives the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend in ISAS:
+            patch.setenv("MEMKERN_CPU_ISA", backend)
+        with memkern.use_backend("cpu" if backend in ISAS else backend):
+            yield _device_of(backend)
+
+
+def _device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
+
+
+def _why_not(backend: str) -> str | None:
+    if _device_of(backend) == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if backend not in ISAS:
+        return memkern.backend.available()[backend]
+    if reason := memkern.backend.available()["cpu"]:
+        return reason
+    with on(backend):
+        runs = memkern.report()["cpu"]["instruction_set"]
+    return None if runs == backend else f"this processor has no {backend}: {runs} would run"
+
+
+def _param(backend: str, *values: Any, slow: bool = False) -> Any:
+    reason = _why_not(backend)
+    marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
+    if _device_of(backend) == "cuda":
+        marks.append(pytest.mark.gpu)
+    if slow:
+        marks.append(pytest.mark.slow)
+    return pytest.param(backend, *values, marks=marks, id="-".join((backend, *values)))
+
+
+# ---- results
+
+HASHES = json.loads(make_hashes.FILE.read_text())
+QUICK = ("AdamW8bit", "activations", "blockwise", "linear")  # the reference takes 40 s for all of them
+
+
+@pytest.mark.parametrize(
+    ("backend", "group"),
+    [
+        _param(backend, group, slow=backend == "reference" and group not in QUICK)
+        for group in make_hashes.GROUPS
+        for backend in ("reference", *ISAS, "cuda", "triton")
+        if group != "linear" or backend in ("reference", "cuda")  # torch alone computes it
+    ],
+)
+def test_results_are_those_of_earlier_versions(backend: str, group: str) -> None:
+    cases = make_hashes.GROUPS[group]()
+    assert [*cases] == [*HASHES[group]], "cases were added or removed: see fixtures/make_hashes.py"
+    wrong = []
+    with on(backend) as device:
+        for name, run in cases.items():
+            found, expected = run(device), HASHES[group][name]
+            # A state may have more entries than it had.
+            if differing := [key for key in expected if found.get(key) != expected[key]]:
+                wrong.append(f"{name}: {', '.join(differing)}")
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n".join(wrong[:20])
+
+
+# ---- checkpoints
+
+over_cpu = pytest.mark.parametrize("backend", [_param("reference"), _param("cpu")])
+
+
+@over_cpu
+@pytest.mark.parametrize("build", make_hashes.BUILDS)
+def test_a_checkpoint_of_an_earlier_version_goes_on(build: str, backend: str) -> None:
+    saved = torch.load(make_checkpoints.FOLDER / f"{build}.pt", weights_only=True)
+    assert [*saved] == [*make_checkpoints.cases(build)]
+    for name, case in saved.items():
+        params = [torch.nn.Parameter(p.clone()) for p in case["params"]]
+        first = case["state_dict"]["param_groups"][0]
+        shape_of_state = {key: first[key] for key in ("layers", "block_size") if key in first}
+        optimizer = getattr(optim, build)(params, **shape_of_state)  # the other options come with the state
+        with on(backend):
+            optimizer.load_state_dict(case["state_dict"])
+            make_checkpoints.give_gradients(params, case["gradient_seed"])
+            optimizer.step()
+        for i, (p, expected) in enumerate(zip(params, case["params_after"], strict=True)):
+            assert torch.equal(p, expected), f"{name}: parameter {i}"
+        found = make_hashes.hashes_of(optimizer)
+        wrong = [key for key, value in case["hashes_after"].items() if found.get(key) != value]
+        assert not wrong, f"{name}: {wrong}"
+
+
+@over_cpu
+@pytest.mark.parametrize("build", make_hashes.BUILDS)
+def test_a_pickled_optimizer_of_an_earlier_version_goes_on(build: str, backend: str) -> None:
+    folder = make_checkpoints.FOLDER / "optimizers"
+    optimizer = pickle.loads((folder / f"{build}.pkl").read_bytes())
+    assert type(optimizer) is getattr(optim, build)
+    with on(backend):
+        after = make_checkpoints.step_of(build, optimizer)
+    for p, expected in zip(after, torch.load(folder / "after.pt", weights_only=True)[build], strict=True):
+        assert torch.equal(p, expected)
+
+
+@pytest.mark.parametrize("name", make_checkpoints.modules())
+def test_a_pickled_module_of_an_earlier_version_works(name: str) -> None:
+    module = pickle.loads((make_checkpoints.FOLDER / "modules" / f"{name}.pkl").read_bytes())
+    fresh = make_checkpoints.modules()[name]
+    assert [type(m) for m in module.modules()] == [type(m) for m in fresh.modules()]
+    assert repr(module) == repr(fresh)
+    fresh.load_state_dict(module.state_dict())
+    x = torch.arange(54) % 9 if name == "StableEmbedding" else make_hashes.values(name, 54, top=2, span=6)
+    x = x.view(9, 6)
+    found = []
+    for each in (module, fresh):
+        given = x.clone().requires_grad_(x.dtype.is_floating_point)
+        y = each(given)
+        y.backward(make_hashes.values(f"{name} gradient", y.numel()).view_as(y))
+        found.append([y, given.grad, *(p.grad for p in each.parameters())])
+    for old, new in zip(*found, strict=True):
+        assert old is new is None or torch.equal(old, new)
+
+
+def test_fixtures_are_of_every_public_class() -> None:
+    modules = {
+        c.__name__
+        for c in vars(memkern.nn).values()
+        if isinstance(c, type) and issubclass(c, torch.nn.Module)
+    }
+    assert modules <= {*make_checkpoints.modules()}
+    classes = {
+        c.__name__
+        for c in vars(optim).values()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
+    assert classes == {*make_hashes.BUILDS}
