@@ -31,7 +31,7 @@ bench: $(VENV)/.installed
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has. Under 8 minutes on an H200.
 gpu:
-	$(PYTHON) tests/gpu.py $(GPU_ARGS)
+	$(PYTHON) -m tests.gpu $(GPU_ARGS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -26,7 +26,7 @@ CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 GIB_PER_JOB = 2  # what one compilation may take
 TARGET_TORCH = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10
 # -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane
-# only (dynamic codec with maximize, AVX-512: tests/test_optim_numerics.py fails without).
+# only (dynamic codec with maximize, AVX-512: tests/optim/test_numerics.py fails without).
 CXX_FLAGS = [
     *("-O3", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-g0"),
     *("-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),

@@ -9,19 +9,20 @@ import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
 from hypothesis import settings
-from simt import build
+
+from tests.support.simt import build
 
 # The same examples every run: a failure that comes and goes tells less than one that stays.
 settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
 settings.load_profile("memkern")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import triton_interpreter  # noqa: F401  (repairs it)
+    from tests.support import triton_interpreter  # noqa: F401  (repairs it)
 
 
 @pytest.fixture(scope="session")
 def simt_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[CDLL, Path]:
-    """csrc/cuda/ as CPU programs (tests/simt), its ops registered once a session."""
+    """csrc/cuda/ as CPU programs (tests/support/simt), its ops registered once a session."""
     path = build.compile_library(tmp_path_factory.mktemp("simt"))
     return build.load(path), path
 
@@ -29,7 +30,7 @@ def simt_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[CDLL, Path]:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text for the tests of memkern.train."""
-    from train_helpers import TEXT
+    from tests.support.train_helpers import TEXT
 
     path = tmp_path_factory.mktemp("text") / "squares.txt"
     path.write_text(TEXT)

@@ -1,4 +1,4 @@
-// What kernels and their launches need of CUDA. Under g++ tests/simt/simt.h stands in for the CUDA runtime,
+// What kernels and their launches need of CUDA. Under g++ tests/support/simt/simt.h stands in for the CUDA runtime,
 // and the same sources run on the CPU.
 #pragma once
 #ifdef __CUDACC__

@@ -1,0 +1,45 @@
+"""The CUDA half of the build, on a machine that may have no GPU: a probe kernel goes into the library."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROBE = r"""
+#include <cuda_runtime.h>
+__global__ void twice(float* x) { x[threadIdx.x] *= 2; }
+extern "C" __attribute__((visibility("default"))) int memkern_cuda_probe() {
+  twice<<<1, 32>>>(nullptr);
+  return 42;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_cuda_sources_are_compiled_and_linked(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    shutil.copytree(ROOT / "memkern", tmp_path / "memkern", ignore=shutil.ignore_patterns("*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "csrc" / "cuda").mkdir(exist_ok=True)
+    (tmp_path / "csrc" / "cuda" / "probe.cu").write_text(PROBE)
+    options = {"MEMKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MEMKERN_CXX_FLAGS": "-O0"}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=tmp_path, env={**os.environ, **options}, check=True, capture_output=True)
+
+    # In a process of its own: the ops register once.
+    code = (
+        "import ctypes, memkern; print(memkern.report()['build']['cuda_archs'], "
+        "ctypes.CDLL(str(memkern.backend.LIBRARY)).memkern_cuda_probe())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert run.stdout.split() == ["9.0+PTX", "42"]

@@ -1,0 +1,190 @@
+"""Every way to install memkern, from a clean copy of the tree and without a network.
+
+The environments see the packages of the running one (torch, setuptools, pybind11, ...), and nothing of the tree.
+Libraries are built at -O0, which takes a fraction of the time; `make test` itself installs with the default flags.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tree import copy_of_tree
+
+pytestmark = pytest.mark.slow
+
+STEP = """
+import json, torch, memkern
+p = torch.nn.Parameter(torch.ones(64, 128))
+optimizer = memkern.optim.AdamW8bit([p], lr=0.5, weight_decay=0)
+p.grad = torch.ones_like(p)
+optimizer.step()
+print(json.dumps({
+    "backend": memkern.backend.select("cpu"),
+    "reason": memkern.backend.available()["cpu"],
+    "parameter": p.unique().tolist(),
+    "file": memkern.__file__,
+}))
+"""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The running environment without what would lead to the tree or change the build; no CUDA."""
+    ours = {"PYTHONPATH", "CXX", "CC", "MAX_JOBS"}
+    kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(("MEMKERN_", "PIP_"))}
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    return {**kept, "PATH": path, "PIP_CONFIG_FILE": os.devnull, "NVCC": "/nonexistent", **changes}
+
+
+class Environment:
+    """A virtual environment in which the running one's packages are visible."""
+
+    def __init__(self, path: Path) -> None:
+        venv.create(path, symlinks=True)
+        self.python = path / "bin" / "python"
+        (self.site_packages,) = path.glob("lib/python*/site-packages")
+        seen = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+        (self.site_packages / "outer.pth").write_text("\n".join(seen))
+        self.away = path / "away"  # not the tree, so that nothing there is imported
+        self.away.mkdir()
+
+    def run(self, *arguments: str) -> str:
+        return subprocess.run(
+            [self.python, *arguments],
+            cwd=self.away, env=environment(), check=True, stdout=subprocess.PIPE, text=True,
+        ).stdout  # fmt: skip
+
+    def info(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.run("-m", "memkern", "info", "--json"))
+        assert Path(found["executable"]) == self.python
+        return found
+
+    def step(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.run("-c", STEP))
+        assert found["parameter"] == [0.5]
+        return found
+
+    def install(self, *what: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [self.python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+        quiet = ["--ignore-installed", "--no-cache-dir", "--disable-pip-version-check"]
+        return subprocess.run(
+            [*command, *quiet, *what],
+            cwd=self.away, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def installed(self) -> set[str]:
+        return {str(p.relative_to(self.site_packages)) for p in self.site_packages.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("pip")
+    return copy_of_tree(tmp_path_factory.mktemp("install") / "memkern")
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, made as `python -m build --sdist` makes it."""
+    to = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(to)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment(), check=True, capture_output=True)
+    (archive,) = to.glob("memkern-*.tar.gz")
+    return archive
+
+
+def assert_cpu_is_available(env: Environment) -> None:
+    report = env.info()
+    assert report["backends"]["cpu"] == {"available": True, "reason": None}
+    assert report["selected"]["cpu"] == "cpu"
+    assert report["cpu"]["instruction_set"] in ("generic", "avx2", "avx512")
+    assert report["build"]["compiler"]
+    assert env.step()["backend"] == "cpu"
+
+
+def assert_pure(env: Environment) -> None:
+    assert not [name for name in env.installed() if name.endswith(".so")]
+    found = env.step()
+    assert found["backend"] == "reference"
+    assert Path(found["file"]).is_relative_to(env.site_packages)
+    assert "the C++ extension was not built" in found["reason"]
+    assert "install a C++ compiler and reinstall" in found["reason"]
+
+
+def test_the_sdist_has_all_sources_and_no_binaries(tree: Path, sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = [
+        p.relative_to(tree).as_posix()
+        for folder in ("csrc", "memkern", "tests", "benchmarks")
+        for p in (tree / folder).rglob("*")
+        if p.is_file() and p.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".typed") and p.name != "tables.h"
+    ]
+    assert len(wanted) > 50
+    assert not {*wanted, "setup.py", "pyproject.toml", "Makefile", "LICENSE"} - names
+    assert not [n for n in names if n.endswith((".so", ".o", ".pyc", "tables.h"))]
+
+
+def test_an_install_from_the_sdist_builds_the_library(sdist: Path, tmp_path: Path) -> None:
+    env = Environment(tmp_path / "env")
+    done = env.install(str(sdist), MEMKERN_CXX_FLAGS="-O0")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert_cpu_is_available(env)
+    files = env.installed()
+    assert {"memkern/libmemkern.so", "memkern/py.typed", "memkern/train/cli.py"} <= files
+    assert not [name for name in files if name.startswith(("csrc", "tests", "benchmarks", "memkern/csrc"))]
+
+
+def test_an_editable_install_builds_the_library_in_the_tree(tree: Path, tmp_path: Path) -> None:
+    env = Environment(tmp_path / "env")
+    done = env.install("-e", str(tree), MEMKERN_BUILD="cpu", MEMKERN_CXX_FLAGS="-O0")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert (tree / "memkern" / "libmemkern.so").exists()
+    assert_cpu_is_available(env)
+    assert Path(env.step()["file"]).is_relative_to(tree)
+
+
+# The tree has binaries by now, which an install that asks for none must not pick up.
+
+
+def test_none_installs_a_pure_package(tree: Path, tmp_path: Path) -> None:
+    env = Environment(tmp_path / "env")
+    done = env.install(str(tree), MEMKERN_BUILD="none")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert_pure(env)
+
+
+def test_without_a_compiler_auto_installs_a_pure_package(tree: Path, tmp_path: Path) -> None:
+    env = Environment(tmp_path / "env")
+    done = env.install("-v", str(tree), CXX="/nonexistent")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "no C++ compiler ('/nonexistent'): installing without compiled kernels" in done.stdout
+    assert_pure(env)
+    backends = env.info()["backends"]
+    assert backends["reference"]["available"]
+    assert not backends["cpu"]["available"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MEMKERN_BUILD": "cpu", "CXX": "/nonexistent"}, "MEMKERN_BUILD=cpu needs a C++ compiler; '/nonexistent'"),
+        ({"MEMKERN_BUILD": "cuda"}, "MEMKERN_BUILD=cuda needs "),
+        ({"MEMKERN_BUILD": "bogus"}, "MEMKERN_BUILD must be auto, cpu, cuda or none, got 'bogus'"),
+    ],
+    ids=["cpu without a compiler", "cuda without nvcc", "bogus"],
+)  # fmt: skip
+def test_what_cannot_be_built_fails_with_the_reason(
+    changes: dict[str, str], message: str, tree: Path, tmp_path: Path
+) -> None:
+    env = Environment(tmp_path / "env")
+    done = env.install(str(tree), **changes)
+    assert done.returncode != 0
+    assert message in done.stdout
+    assert "memkern" not in {name.split("/")[0] for name in env.installed()}

@@ -1,0 +1,285 @@
+"""memkern.compress and restore: what changes, and what must not."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memkern
+from memkern import memory
+from memkern import nn as mnn
+from tests.support import gpt2
+from tests.support.helpers import assert_same
+from tests.support.swap_helpers import EVERY, MLP
+
+TORCH: dict[str, tuple[Callable[[], nn.Module], type[nn.Module]]] = {
+    "GELU": (nn.GELU, mnn.GELU),
+    "tanh GELU": (lambda: nn.GELU("tanh"), mnn.GELU),
+    "SiLU": (nn.SiLU, mnn.SiLU),
+    "SiLU in place": (lambda: nn.SiLU(inplace=True), mnn.SiLU),
+    "Mish": (nn.Mish, mnn.Mish),
+    "Hardswish": (nn.Hardswish, mnn.Hardswish),
+    "Softplus": (lambda: nn.Softplus(2.0, 10.0), mnn.Softplus),
+    "LeakyReLU": (lambda: nn.LeakyReLU(0.2), mnn.LeakyReLU),
+    "Hardtanh": (lambda: nn.Hardtanh(-2.0, 0.5), mnn.Hardtanh),
+    "ReLU6": (nn.ReLU6, mnn.Hardtanh),
+    "ReLU": (nn.ReLU, mnn.ReLU),
+    "Tanh": (nn.Tanh, mnn.Tanh),
+    "Sigmoid": (nn.Sigmoid, mnn.Sigmoid),
+}
+
+
+def named(name: str, function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A module of a class with that name."""
+    return type(name, (nn.Module,), {"forward": lambda self, input: function(input)})()
+
+
+def contents(module: nn.Module) -> dict[str, Any]:
+    return {key: copy.copy(value) for key, value in vars(module).items()}
+
+
+# Activations
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_torch_s_activations_and_back(case: str) -> None:
+    build, ours = TORCH[case]
+    module = build()
+    before = type(module), contents(module)
+    x = torch.randn(400, requires_grad=True)
+    plain = module(x * 1)
+    report = memkern.compress(module, predicate=EVERY)
+    assert type(module) is ours
+    assert [(swap.names, swap.was) for swap in report.swapped] == [(("",), before[0].__name__)]
+    few = module(x * 1)
+    assert_same(few, plain)
+    a, b = (torch.autograd.grad(y.sum(), x)[0] for y in (few, plain))
+    assert 0 <= (a - b).norm() / b.norm() < 0.15
+    assert memory.saved_bytes(lambda: module(x * 1)) < 400
+    assert memkern.restore(module) == 1
+    assert (type(module), contents(module)) == before
+    assert_same(module(x * 1), plain)
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / 2**0.5))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x)))
+
+
+NAMED = {
+    "NewGELUActivation": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
+    "FastGELUActivation": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
+    "AccurateGELUActivation": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
+    "GELUTanh": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
+    "PytorchGELUTanh": (lambda x: F.gelu(x, approximate="tanh"), mnn.GELU, {"approximate": "tanh"}),
+    "BloomGelu": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
+    "NewGELU": (tanh_gelu, mnn.GELU, {"approximate": "tanh"}),
+    "GELUActivation": (erf_gelu, mnn.GELU, {"approximate": "none"}),
+    "QuickGELUActivation": (lambda x: x * torch.sigmoid(1.702 * x), mnn.QuickGELU, {}),
+    "QuickGELU": (lambda x: x * torch.sigmoid(1.702 * x), mnn.QuickGELU, {}),
+    "SiLUActivation": (F.silu, mnn.SiLU, {"inplace": False}),
+    "MishActivation": (F.mish, mnn.Mish, {"inplace": False}),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_activations_by_name(name: str) -> None:
+    function, ours, attributes = NAMED[name]
+    module = named(name, function)
+    before = type(module), contents(module)
+    x = torch.randn(400)
+    plain = module(x)
+    memkern.compress(module, 4)
+    assert type(module) is ours
+    assert {key: getattr(module, key) for key in attributes} == attributes
+    assert module.bits == 4
+    torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
+    memkern.restore(module)
+    assert (type(module), contents(module)) == before
+
+
+def _raises(x: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("function", [tanh_gelu, F.silu, _raises, lambda x: (x,)])
+def test_a_name_that_lies_is_left_alone(function: Any) -> None:
+    module = named("QuickGELUActivation", function)
+    report = memkern.compress(module)
+    assert not report.swapped
+    assert type(module).__name__ == "QuickGELUActivation"
+    assert "does not compute what QuickGELU does" in str(report)
+
+
+def test_options_reach_the_modules() -> None:
+    model = nn.Sequential(nn.GELU(), nn.SiLU(), nn.SiLU(inplace=True), nn.Mish())
+    memkern.compress(model, 2, keep="output")
+    assert [m.bits for m in model] == [2, 2, 2, 2]
+    assert [m.keep for m in model[:3]] == ["output", "output", "codes"]
+
+
+# What must not change
+
+
+def test_all_but_the_class_stays() -> None:
+    model = nn.Sequential(MLP(gpt2.NewGELUActivation()), nn.Sequential(nn.Linear(16, 16), nn.SiLU()))
+    seen: list[str] = []
+    model[0].act.register_forward_hook(lambda *_: seen.append("after"))
+    model[0].act.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model[0].c_fc.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model[1][0].register_buffer("extra", torch.ones(2))
+    model[1].eval()
+    modules = [*model.modules()]
+    state, flags = model.state_dict(), [m.training for m in modules]
+    parameters = [*model.parameters()]
+    memkern.compress(model, linear=0.5)
+    assert len({type(m) for m in modules} & {mnn.GELU, mnn.SiLU, mnn.RandomizedLinear}) == 3
+    assert [*model.modules()] == modules
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert_same(model.state_dict(), state)
+    assert [m.training for m in modules] == flags
+    model(torch.randn(200, 16, requires_grad=True)).sum().backward()
+    assert seen == ["before", "after", "backward"]
+    model.load_state_dict(state)
+    memkern.restore(model)
+    assert {type(m) for m in modules} & {mnn.GELU, mnn.SiLU, mnn.RandomizedLinear} == set()
+
+
+def test_idempotent_and_adjustable() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Embedding(4, 4))
+    options = {"linear": 0.5, "embeddings": True}
+    first = memkern.compress(model, **options)
+    assert (len(first.swapped), first.marked) == (2, ("2",))
+    again = memkern.compress(model, **options)
+    assert (again.swapped, again.marked) == ((), ())
+    changed = memkern.compress(model, 4)
+    assert [swap.names for swap in changed.swapped] == [("1",)]
+    assert changed.swapped[0].before == 4  # of the original, not of 3 bits
+    assert (model[1].bits, model[0].keep) == (4, 0.5)
+    memkern.compress(model, None, linear={"keep": 0.25, "projection": "dct", "min_tokens": 7})
+    assert (model[0].keep, model[0].projection, model[0].min_tokens, model[1].bits) == (0.25, "dct", 7, 4)
+    assert memkern.restore(model) == 3
+    assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Embedding]
+    assert "keep" not in vars(model[0])
+    assert memkern.restore(model) == 0
+
+
+def test_modules_of_memkern_s_own_are_not_restored() -> None:
+    model = nn.Sequential(mnn.GELU(bits=2), mnn.RandomizedLinear(4, 4))
+    assert not memkern.compress(model, linear=0.5).swapped
+    assert memkern.restore(model) == 0
+    assert (type(model[0]), model[0].bits, model[1].keep) == (mnn.GELU, 2, 0.2)
+
+
+def test_a_shared_module_is_swapped_once() -> None:
+    act = nn.GELU()
+    model = nn.Sequential(MLP(act), MLP(act))
+    report = memkern.compress(model)
+    (swap,) = report.swapped
+    assert swap.names == ("0.act", "1.act")
+    assert model[0].act is model[1].act is act
+    assert report.bytes_per_token == 2 * 64 * (4 - 0.375)
+    assert memkern.restore(model) == 1
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_are_swapped_and_can_be_restored(way: str) -> None:
+    model = nn.Sequential(MLP(gpt2.NewGELUActivation()), MLP(nn.SiLU()))
+    memkern.compress(model, linear=0.5)
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert type(twin[0].act) is mnn.GELU
+    assert memkern.restore(twin) == 6
+    assert type(twin[0].act) is gpt2.NewGELUActivation
+    assert type(model[0].act) is mnn.GELU
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(twin(x), model(x))
+
+
+def test_swaps_after_compiling_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(300, 16)
+    plain = memory.saved_bytes(lambda: compiled(x), x)
+    memkern.compress(compiled)
+    assert type(model[1]) is mnn.GELU
+    assert memory.saved_bytes(lambda: compiled(x), x) == plain - 300 * 64 * 4 + 300 * 64 * 3 // 8
+    memkern.restore(compiled)
+    assert memory.saved_bytes(lambda: compiled(x), x) == plain
+    torch._dynamo.reset()
+
+
+# Linear layers
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(50, 16), MLP(nn.GELU()), nn.Linear(16, 50, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_tied_heads_are_left_unless_asked_for() -> None:
+    model = tied()
+    report = memkern.compress(model, None, linear=0.25)
+    assert {swap.names[0] for swap in report.swapped} == {"1.c_fc", "1.c_proj"}
+    assert "2: Linear, it shares its weight with 0" in str(report)
+    memkern.restore(model)
+    report = memkern.compress(model, None, linear=0.25, predicate=lambda name, module: name == "2")
+    assert {swap.names[0] for swap in report.swapped} == {"2"}
+    assert model[2].weight is model[0].weight
+    F.cross_entropy(model(torch.arange(50).repeat(4)), torch.arange(50).repeat(4)).backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_linear_layers_share_their_parameters_with_before() -> None:
+    model = MLP(nn.GELU())
+    x = torch.randn(300, 16, requires_grad=True)
+    plain = model(x)
+    weight = model.c_fc.weight
+    report = memkern.compress(model, None, linear=0.2)
+    assert model.c_fc.weight is weight
+    assert_same(model(x), plain)
+    assert report.bytes_per_token == pytest.approx((16 + 64) * 4 * 0.8)
+    kept = memory.saved_bytes(lambda: model(x), x)
+    assert kept == 300 * 64 * 4 + 60 * (16 + 64) * 4 + 2 * 16
+
+
+def test_frozen_layers_save_nothing() -> None:
+    model = MLP(nn.GELU()).requires_grad_(False)
+    assert memkern.compress(model, None, linear=0.2).bytes_per_token == 0
+
+
+def test_conv1d() -> None:
+    layer = gpt2.Conv1D(48, 16)
+    x = torch.randn(2, 100, 16, requires_grad=True)
+    grad = torch.randn(2, 100, 48)
+    leaves = [x, layer.weight, layer.bias]
+    plain = layer(x)
+    expected = torch.autograd.grad(plain, leaves, grad)
+    report = memkern.compress(layer, linear=0.25)
+    assert report.bytes_per_token == 16 * 4 * 0.75
+    assert "nf=48, nx=16, keep=0.25" in str(report)
+    assert_same(layer(x), plain)
+    assert memory.saved_bytes(lambda: layer(x)) == 50 * 16 * 4 + 16
+    ours = torch.autograd.grad(layer(x), leaves, grad)
+    assert_same([ours[0], ours[2]], [expected[0], expected[2]])
+    mean = torch.stack([torch.autograd.grad(layer(x), layer.weight, grad)[0] for _ in range(400)]).mean(0)
+    assert (mean - expected[1]).norm() < 0.2 * expected[1].norm()
+    assert memkern.restore(layer) == 1
+    assert type(layer) is gpt2.Conv1D
+    assert repr(layer).startswith("Conv1D")

@@ -1,0 +1,131 @@
+"""What memkern.compress saves, and what memkern.nn.advise says beforehand."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memkern
+from memkern import memory
+from memkern import nn as mnn
+from tests.support import gpt2
+from tests.support.helpers import assert_same
+from tests.support.swap_helpers import MLP
+
+# What it saves
+
+
+@pytest.mark.parametrize("width", [768, 1600])
+def test_gpt2_block(width: int) -> None:
+    """28 tensors of the width become 12, and 3 bits for each of 4 widths; FACTS.md has the same figures."""
+    block = gpt2.Block(width)
+    x = torch.randn(1, 64, width, requires_grad=True)
+    per_token = lambda: memory.saved_bytes(lambda: block(x)) / 64  # noqa: E731
+    statistics = 2 * 8 + 4 * width // 64  # of two layer norms, and the attention's log-sums
+    assert per_token() == 28 * 4 * width + statistics
+    report = memkern.compress(block)
+    assert per_token() == 12 * 4 * width + 4 * width * 3 / 8 + statistics
+    assert report.bytes_per_token == (16 - 3 / 8) * 4 * width
+    if width == 768:
+        assert per_token() <= 38_500
+    memkern.restore(block)
+    assert per_token() == 28 * 4 * width + statistics
+
+
+def test_gpt2_block_of_transformers() -> None:
+    modeling = pytest.importorskip("transformers.models.gpt2.modeling_gpt2", reason="needs transformers")
+    options = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_implementation": "sdpa"}
+    block = modeling.GPT2Block(modeling.GPT2Config(n_embd=768, n_head=12, **options), layer_idx=0)
+    x = torch.randn(1, 200, 768, requires_grad=True)
+    per_token = lambda: memory.saved_bytes(lambda: block(x)) / 200  # noqa: E731
+    assert 85_500 < per_token() < 86_500
+    memkern.compress(block)
+    assert per_token() <= 38_500
+    memkern.compress(block, linear=0.2)
+    assert per_token() <= 24_200
+    assert memkern.restore(block) == 5
+
+
+def test_activations_of_transformers() -> None:
+    activations = pytest.importorskip("transformers.activations", reason="needs transformers")
+    for name in (
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "gelu_accurate",
+        "gelu_pytorch_tanh",
+        "quick_gelu",
+        "silu",
+        "mish",
+    ):
+        module = activations.ACT2FN[name]
+        x = torch.randn(1000)
+        plain = module(x)
+        assert len(memkern.compress(module).swapped) == 1, name
+        torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_training_follows_the_exact_model() -> None:
+    x = torch.randn(400, 16)
+    target = torch.sin(2 * x)
+    losses = []
+    for compressed in (False, True):
+        torch.manual_seed(0)
+        model = MLP(nn.GELU())
+        if compressed:
+            memkern.compress(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(100):
+            loss = F.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] < 0.6 * target.var()
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+# Advice
+
+
+def test_advice_is_what_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    x = torch.randn(300, 16)
+    advice = mnn.advise(model, x)
+    size = 300 * 64
+    assert advice.modes == {
+        "as it is": 2 * 4 * size,
+        **{f"{bits} bit{'s' * (bits > 1)}": 4 * size + bits * size // 8 for bits in (1, 2, 3, 4)},
+        "output": 4 * size + size // 8,
+    }
+    assert (advice.modules, advice.best) == (1, "output")
+    shown = str(advice)
+    assert "3 bits" in shown
+    assert f"{4 * size + 3 * size // 8:,} bytes" in shown
+    model.insert(2, nn.Dropout(0.1))  # now nobody else keeps the output
+    assert mnn.advise(model, x).best == "1 bit"
+
+
+def test_advice_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Embedding(2, 2)
+    )
+    memkern.compress(model, 2, linear=0.5, embeddings=True)
+    state = copy.deepcopy(model.state_dict())
+    x, random = torch.randn(300, 16), torch.get_rng_state()
+    with torch.no_grad():
+        advice = mnn.advise(model[:4], (x,))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert advice.modes["as it is"] > advice.modes["3 bits"]
+    assert_same(model.state_dict(), state)
+    assert (type(model[2]), model[2].bits, model[0].keep) == (mnn.GELU, 2, 0.5)
+    assert memkern.restore(model) == 3
+
+
+def test_advice_takes_keywords() -> None:
+    advice = mnn.advise(MLP(nn.SiLU()), {"x": torch.randn(20, 16)})
+    assert advice.modes["as it is"] > advice.modes["1 bit"]

@@ -1,0 +1,170 @@
+"""What memkern.compress leaves alone, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memkern
+from memkern import memory
+from tests.support import gpt2
+from tests.support.swap_helpers import EVERY, MLP, Calls
+
+# What is left alone
+
+
+class OwnForward(nn.GELU):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+def test_subclasses_are_left_alone() -> None:
+    model = nn.Sequential(OwnForward(), OwnLinear(4, 4), nn.Linear(4, 4), nn.MultiheadAttention(4, 1))
+    nn.utils.parametrizations.weight_norm(model[2])
+    before = [type(m) for m in model.modules()]
+    report = memkern.compress(model, linear=0.5, predicate=EVERY)
+    assert [type(m) for m in model.modules()] == before
+    assert {left.names[0] for left in report.left} == {"0", "1", "2", "3.out_proj"}
+    assert "0: OwnForward, a subclass of torch.nn.GELU may do more" in str(report)
+
+
+def test_a_forward_on_the_instance_is_left_alone() -> None:
+    module = nn.GELU()
+    module.forward = lambda x: x  # as accelerate's hooks do
+    assert "its forward is set on the instance" in str(memkern.compress(module))
+    assert type(module) is nn.GELU
+
+
+class Decorated(Calls):
+    @functools.wraps(Calls.forward)
+    def forward(self, *args: Any) -> Tensor:
+        return Calls.forward(self, *args)
+
+
+class Holds(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.activation_fn = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation_fn(x)
+
+
+class HasAChild(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gelu = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gelu(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (Calls(), "gelu"),
+        (Decorated(), "gelu"),
+        (Holds(F.silu), "silu"),
+        (Holds(functools.partial(F.gelu, approximate="tanh")), "gelu"),
+        (nn.TransformerEncoderLayer(8, 1, activation="gelu"), "gelu"),
+        (Holds(F.relu), None),
+        (nn.TransformerEncoderLayer(8, 1), None),
+        (HasAChild(), None),
+        (nn.Linear(3, 3), None),
+    ],
+    ids=[
+        "calls",
+        "decorated",
+        "holds",
+        "holds a partial",
+        "torch's layer",
+        "relu",
+        "torch's with relu",
+        "child",
+        "linear",
+    ],
+)
+def test_calls_of_functions_are_reported(module: nn.Module, function: str | None) -> None:
+    report = memkern.compress(nn.Sequential(module))
+    assert [left.reason.split(" itself")[0] for left in report.left] == (
+        [f"calls {function}"] if function else []
+    )
+
+
+@pytest.mark.parametrize("build", [nn.ReLU, nn.Tanh, nn.Sigmoid])
+def test_activations_whose_output_is_kept_anyway_are_left_by_default(build: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), build(), nn.Linear(16, 16))
+    x = torch.randn(100, 16)
+    before = memory.saved_bytes(lambda: model(x))
+    assert "torch keeps its output" in str(memkern.compress(model))
+    assert memory.saved_bytes(lambda: model(x)) == before
+    memkern.compress(model, predicate=EVERY)
+    assert memory.saved_bytes(lambda: model(x)) > before
+
+
+# The report
+
+
+@pytest.mark.parametrize(
+    ("build", "width"),
+    [
+        (lambda: MLP(nn.GELU()), (64, "c_fc")),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 99)), (8, "0")),
+        (lambda: nn.Sequential(nn.GELU(), nn.Linear(8, 99)), None),
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU()), None),
+        (nn.GELU, None),
+    ],
+    ids=["beside", "in a row", "none before", "convolution", "alone"],
+)
+def test_the_width_that_the_structure_tells(build: Any, width: Any) -> None:
+    report = memkern.compress(build())
+    (swap,) = report.swapped
+    assert swap.width == width
+    assert report.bytes_per_token == (width[0] * (4 - 0.375) if width else 0)
+
+
+def test_report_groups_layers_and_says_everything() -> None:
+    model = nn.Sequential(
+        *(MLP(gpt2.NewGELUActivation()) for _ in range(12)), nn.Embedding(3, 3), nn.GELU(), Calls()
+    )
+    shown = str(memkern.compress(model.bfloat16(), embeddings=True))
+    now = "GELU(approximate='tanh', bits=3, keep='codes')"
+    saved = 64 * (8 - 0.375)
+    assert (
+        f"*.act (12 of them): NewGELUActivation -> {now}, 8 -> 0.375 bytes per element, {saved:,.0f}" in shown
+    )
+    assert (
+        "13: GELU -> GELU(approximate='none', bits=3, keep='codes'), 2 -> 0.375 bytes per element\n" in shown
+    )
+    assert f"saved per token: {12 * saved:,.0f} bytes" in shown
+    assert "1 embeddings marked" in shown
+    assert "14: Calls, calls gelu itself" in shown
+    assert str(memkern.compress(nn.Identity())) == "memkern.compress: 0 modules swapped"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (nn.GELU(), {"activations": 5}, ValueError, "bits"),
+        (nn.GELU(), {"activations": 0}, ValueError, "bits"),
+        (nn.GELU(), {"keep": "input"}, ValueError, "keep"),
+        (nn.GELU(), {"linear": 0.0}, ValueError, "keep must be a share of the tokens"),
+        (nn.GELU(), {"linear": {"projection": "x"}}, ValueError, "projection must be one of"),
+        (nn.GELU(), {"linear": {"colour": 1}}, TypeError, "colour"),
+        ([nn.GELU()], {}, TypeError, "model must be a torch.nn.Module, got list"),
+    ],
+)
+def test_bad_options_change_nothing(model: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        memkern.compress(model, **options)
+    if isinstance(model, nn.Module):
+        assert type(model) is nn.GELU

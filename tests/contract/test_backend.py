@@ -1,0 +1,246 @@
+"""memkern.backend: what runs where, what is asked for, and what is said where it cannot be."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import memkern
+from memkern import backend
+from tests.support.helpers import ISAS, fast_here, needs_cpp
+
+ROOT = Path(memkern.__file__).parents[1]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# ---- import
+
+
+def test_import_is_light_and_silent() -> None:
+    code = (
+        "import sys; before = {*sys.modules}; import memkern\n"
+        "heavy = {m.split('.')[0] for m in {*sys.modules} - before}\n"
+        "assert not heavy & {'torch', 'numpy', 'rich', 'matplotlib', 'triton'}, heavy\n"
+        "assert memkern.__version__ and 'optim' in dir(memkern)\n"
+        "from memkern import backend\n"
+        "from memkern.quant import codec\n"
+        "assert 'torch' not in sys.modules\n"
+        "memkern.optim.AdamW8bit, memkern.quantize_blockwise\n"
+        "assert 'torch' in sys.modules"
+    )
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == result.stderr == ""
+
+
+def test_names() -> None:
+    for name in memkern.__all__:
+        assert getattr(memkern, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = memkern.nothing
+
+
+# ---- choice
+
+
+def test_available_names_every_backend() -> None:
+    found = backend.available()
+    assert tuple(found) == backend.BACKENDS == ("cpu", "cuda", "triton", "reference")
+    assert found["reference"] is None
+    assert all(reason is None or len(reason) > 20 for reason in found.values())
+
+
+@needs_cpp
+def test_cpu_tensors_take_cpp() -> None:
+    assert backend.select("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "meta"])
+def test_every_device_has_a_backend(device: str) -> None:
+    assert backend.available()[backend.select(device)] is None
+
+
+def test_use_backend_holds_inside_nests_and_ends() -> None:
+    outside = backend.select("cpu")
+    with memkern.use_backend("reference"):
+        assert backend.select("cpu") == "reference"
+        assert backend.select("cuda") == "reference"
+        if backend.available()["cpu"] is None:
+            with memkern.use_backend("cpu"):
+                assert backend.select("cpu") == "cpu"
+        assert backend.select("cpu") == "reference"
+    assert backend.select("cpu") == outside
+    with pytest.raises(ZeroDivisionError), memkern.use_backend("reference"):
+        _ = 1 / 0
+    assert backend.select("cpu") == outside
+
+
+def test_an_unknown_backend() -> None:
+    with (
+        pytest.raises(ValueError, match=r"one of cpu, cuda, triton, reference, got 'tpu'"),
+        memkern.use_backend("tpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", backend.BACKENDS)
+def test_a_backend_that_is_not_there_says_why(name: str) -> None:
+    reason = backend.available()[name]
+    if reason is None:
+        with memkern.use_backend(name):
+            pass
+        return
+    with (
+        pytest.raises(RuntimeError, match=f"backend '{name}' is not available: ") as error,
+        memkern.use_backend(name),
+    ):
+        pass
+    assert reason in str(error.value)
+    assert backend.select("cpu") in ("cpu", "reference")  # and the attempt left no trace
+
+
+@needs_cpp
+def test_a_backend_for_other_tensors_says_what_helps() -> None:
+    with (
+        memkern.use_backend("cpu"),
+        pytest.raises(RuntimeError, match=r"does not run on cuda tensors; move .*cuda, triton"),
+    ):
+        backend.select("cuda")
+
+
+def test_without_the_library_the_reference_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "_missing", lambda name: None if name == "reference" else f"no {name} today")
+    backend._automatic.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO, logger="memkern"):
+            assert backend.select("cpu") == "reference"
+            assert backend.select("cpu") == "reference"
+        assert [r.message for r in caplog.records] == [
+            "backend 'cpu' is not available for cpu tensors: no cpu today"
+        ]
+        assert backend.available()["cpu"] == "no cpu today"
+        with pytest.raises(RuntimeError, match="no cpu today"), memkern.use_backend("cpu"):
+            pass
+    finally:
+        backend._automatic.cache_clear()
+
+
+def test_the_package_works_without_the_library(tmp_path: Path) -> None:
+    # As it is installed where there is no compiler: the Python files alone.
+    for file in [*(ROOT / "memkern").rglob("*.py")]:
+        target = tmp_path / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(file.read_text())
+    code = (
+        "import memkern, torch\n"
+        "from memkern.optim import AdamW8bit\n"
+        f"assert memkern.__file__.startswith({str(tmp_path)!r}), memkern.__file__\n"
+        "p = torch.nn.Parameter(torch.ones(64, 128)); p.grad = torch.ones(64, 128)\n"
+        "AdamW8bit([p]).step()\n"
+        "assert p.detach().max() < 1\n"
+        "torch.ops.memkern.quantize_blockwise(p.detach(), 0, True, 128)\n"
+        "report = memkern.report()\n"
+        "assert report['selected']['cpu'] == 'reference'\n"
+        "print(report['backends']['cpu']['reason'])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_") and k != "PYTHONPATH"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "was not built; install a C++ compiler" in result.stdout
+
+
+# ---- environment
+
+STEP = (
+    "import torch, memkern; from memkern import backend\n"
+    "print(backend.select('cpu'))\n"
+    "memkern.quantize_blockwise(torch.ones(300))"
+)
+
+
+def test_environment_asks_for_a_backend() -> None:
+    assert python(STEP, MEMKERN_BACKEND="reference").stdout == "reference\n"
+    choice = "print(backend.select('cpu'))"
+    inside = f"import memkern; from memkern import backend\nwith memkern.use_backend('reference'): {choice}"
+    if backend.available()["cpu"] is None:
+        assert python(STEP, MEMKERN_BACKEND="cpu").stdout == "cpu\n"
+        assert python(inside, MEMKERN_BACKEND="cpu").stdout == "reference\n"  # the narrower wish wins
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [("tpu", "ValueError", "backend must be one of"), ("triton", "RuntimeError", "is not available")],
+)
+def test_environment_asks_for_what_is_not_there(name: str, error: str, message: str) -> None:
+    if backend.available().get(name, "") is None:
+        pytest.skip(f"{name} runs here")
+    result = python(STEP, MEMKERN_BACKEND=name)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(error)
+    assert message in last
+
+
+@needs_cpp
+@pytest.mark.parametrize("isa", ISAS)
+def test_environment_asks_for_an_instruction_set(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = pytest.importorskip("memkern._host")
+    best = host.cpu_isa()
+    monkeypatch.setenv("MEMKERN_CPU_ISA", isa)
+    assert host.cpu_isa() == (isa if isa in fast_here() else best)
+    monkeypatch.setenv("MEMKERN_CPU_ISA", "no such thing")
+    assert host.cpu_isa() == best
+
+
+# ---- report
+
+
+def test_report_is_json_and_complete() -> None:
+    report = memkern.report()
+    assert json.loads(json.dumps(report)) == report
+    assert report["versions"]["memkern"] == memkern.__version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert {*report["backends"]} == {*backend.BACKENDS}
+    for name, entry in report["backends"].items():
+        assert entry["available"] == (entry["reason"] is None) == (backend.available()[name] is None)
+    assert report["selected"]["cpu"] == backend.select("cpu")
+    with memkern.use_backend("reference"):
+        assert memkern.report()["selected"]["cpu"] == "reference"
+    if fast_here():
+        assert report["cpu"]["instruction_set"] in ISAS
+        assert isinstance(report["cpu"]["features"], list)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("tpu", "backend must be one of"), ("triton", "is not available")]
+)
+def test_the_report_tells_of_a_wish_that_cannot_be(name: str, message: str) -> None:
+    if backend.available().get(name, "") is None:
+        pytest.skip(f"{name} runs here")
+    result = python("import json, memkern; print(json.dumps(memkern.report()))", MEMKERN_BACKEND=name)
+    assert result.returncode == 0, result.stderr
+    assert message in json.loads(result.stdout)["selected"]["cpu"]

@@ -1,0 +1,100 @@
+"""torch.ops.memkern and torch.ops.memkern_reference: complete, alike, and checked by opcheck."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkern
+from memkern import _ops, reference
+from tests.support.helpers import assert_same, needs_cpp
+from tests.support.op_helpers import CASES, NAMESPACES, SAMPLES, op, over_namespaces
+
+over_ops = pytest.mark.parametrize("name", _ops.SCHEMAS)
+
+
+# ---- every op has all its parts
+
+
+@over_ops
+def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> None:
+    root = Path(__file__).parents[2]
+    public = name.removesuffix("_step_").removesuffix("_")  # adam, lion, quantize_blockwise, ...
+    assert name in reference.__all__
+    assert callable(getattr(reference, name))
+    assert name in _ops.FAKES
+    assert name in SAMPLES
+    word = {"adam": "AdamW8bit", "lamb": "LAMB8bit", "lars": "LARS8bit", "lion": "Lion8bit"}.get(
+        public, public
+    )
+    for folder, pattern in (("tests", "**/test_*.py"), ("benchmarks", "bench_*.py")):
+        files = [*(root / folder).glob(pattern)]
+        assert any(word in file.read_text() for file in files), f"{folder}/ does not mention {word}"
+
+
+def test_nothing_is_left_unlisted() -> None:
+    assert {*_ops.FAKES} == {*reference.__all__} == {*_ops.SCHEMAS}
+    registered = {
+        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("memkern::")
+    }
+    assert registered == {*_ops.SCHEMAS}
+
+
+@over_ops
+def test_schemas_are_alike(name: str) -> None:
+    ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES[:2])
+    assert ours.split("::")[1] == references.split("::")[1]
+    stated = torch._C.parse_schema(f"memkern::{name}{_ops.SCHEMAS[name]}")
+    assert str(stated) == ours
+
+
+@needs_cpp
+@over_ops
+def test_cpu_tensors_meet_cpp(name: str) -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"memkern::{name}", "CPU")
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"memkern_reference::{name}", "CPU")
+
+
+# ---- opcheck
+
+
+@over_namespaces
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_opcheck(namespace: str, name: str, sample: str) -> None:
+    torch.library.opcheck(op(namespace, name), SAMPLES[name][sample]())
+
+
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_namespaces_give_the_same_bits(name: str, sample: str) -> None:
+    results = []
+    for namespace in NAMESPACES:
+        args = SAMPLES[name][sample]()
+        results.append([op(namespace, name)(*args), [a for a in args if isinstance(a, (list, Tensor))]])
+    if name == "grad_norm_":  # each backend adds up in an order of its own
+        torch.testing.assert_close(results[0][1][0], results[1][1][0], rtol=1e-12, atol=0)
+    else:
+        assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SAMPLES if name.startswith("few_bit") or "quantize" in name]
+)
+def test_meta_tensors(name: str) -> None:
+    # What the fakes say about shapes, strides and dtypes, on tensors without data.
+    for make in SAMPLES[name].values():
+        args = make()
+        real = op("memkern", name)(*args)
+        fake = op("memkern", name)(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
+        for r, f in zip(*((x if isinstance(x, tuple) else (x,)) for x in (real, fake)), strict=True):
+            assert (r.shape, r.dtype) == (f.shape, f.dtype)
+            assert r.numel() < 2 or r.stride() == f.stride()
+
+
+@over_namespaces
+def test_no_gradient_flows_through_codes(namespace: str) -> None:
+    x = torch.randn(4, 256, requires_grad=True)
+    codes, _ = memkern.quantize_blockwise(x)
+    assert not codes.requires_grad
+    with torch.no_grad():
+        assert_same(op(namespace, "quantize_blockwise")(x, 0, True, 128)[0], codes)

@@ -1,0 +1,368 @@
+"""Few-bit activations: ops and kernels against the specification, functions against torch's own."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memkern import _ops
+from memkern.fewbit.levels import Levels
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.reference.activation import decode, plane_bytes
+from tests.support.activation_helpers import (
+    ACTIVATIONS,
+    TABLES,
+    around,
+    gradients,
+    over_activations,
+    over_all_layouts,
+    over_bits,
+    over_exact,
+    over_layouts,
+    values,
+)
+from tests.support.activation_helpers import (
+    LAYOUTS as DENSE,
+)
+from tests.support.helpers import (
+    FLOATS,
+    assert_same,
+    at,
+    device_of,
+    fast_here,
+    hard,
+    on,
+    over_all,
+    over_cpu,
+    over_dtypes,
+    over_fast,
+)
+
+over_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+
+
+def encode(backend: str, x: Tensor, table: Levels) -> Tensor:
+    with on(backend):
+        return _ops.few_bit_encode(at(x, backend), table)
+
+
+# ---- codes
+
+
+@over_tables
+def test_codes_are_what_the_table_says(table: Levels) -> None:
+    x = torch.cat([around(table), values("odd").flatten()])
+    codes = encode("reference", x, table)
+    u = x if table.symmetry == 0 else x.abs()
+    for value, size, code in zip(x.tolist(), u.tolist(), decode(codes, x.numel()).tolist(), strict=True):
+        expected = 0
+        for threshold, flip in zip(table.thresholds, table.flips, strict=True):
+            expected ^= flip if size > torch.tensor(threshold).item() else 0
+        if table.symmetry == 2 and value < 0:
+            expected ^= 1 << (table.bits - 1)
+        assert code == expected, value
+
+
+@over_fast
+@over_tables
+@over_dtypes
+def test_codes_are_the_same_everywhere(backend: str, table: Levels, dtype: torch.dtype) -> None:
+    x = torch.cat([around(table).to(dtype), values("odd", dtype).flatten()])
+    assert_same(encode(backend, x, table), encode("reference", x, table))
+
+
+@over_fast
+@over_layouts
+@over_dtypes
+def test_codes_of_layouts(backend: str, layout: str, dtype: torch.dtype) -> None:
+    for bits, name in product((1, 2, 3, 4), ("gelu", "mish", "tanh")):
+        x, table = values(layout, dtype), LEVELS[name, bits]
+        assert_same(encode(backend, x, table), encode("reference", x, table))
+
+
+@over_fast
+def test_codes_of_many_threads(backend: str) -> None:
+    torch.set_num_threads(4)
+    x, table = hard((300_001,), 1, scale=1.0), LEVELS["gelu", 3]
+    codes = encode(backend, x, table)
+    torch.set_num_threads(1)
+    assert_same(codes, encode("reference", x, table))
+
+
+@over_all
+@over_layouts
+@over_bits
+def test_planes(backend: str, layout: str, bits: int) -> None:
+    x = values(layout)
+    codes = encode(backend, x, LEVELS["gelu", bits]).cpu()
+    assert codes.shape == (bits, plane_bytes(x.numel()))
+    assert 8 * codes.numel() < bits * x.numel() + 8 * 64
+    unpacked = (codes[:, :, None] >> torch.arange(8) & 1).view(bits, -1)
+    assert not unpacked[:, x.numel() :].any(), "padding must be zeros"
+    # Plane p, byte i, bit j: bit p of the code of element 8 i + j, in memory order.
+    expected = LEVELS["gelu", bits].codes(torch.as_strided(x, (x.numel(),), (1,)))
+    for p in range(bits):
+        assert torch.equal(unpacked[p, : x.numel()], expected >> p & 1)
+
+
+# ---- backward passes
+
+
+@over_fast
+@over_layouts
+@over_dtypes
+def test_backward_is_the_same_everywhere(backend: str, layout: str, dtype: torch.dtype) -> None:
+    x, grad = values(layout), values(layout, dtype, seed=1)
+    grad[grad == 0] = torch.nan
+    for bits in (1, 2, 3, 4):
+        table = LEVELS["gelu", bits]
+        codes = encode("reference", x, table)
+        with on("reference"):
+            expected = _ops.few_bit_backward(grad, codes, table.levels)
+        with on(backend):
+            actual = _ops.few_bit_backward(at(grad, backend), at(codes, backend), table.levels)
+        assert_same(actual, expected)
+
+
+@over_fast
+@over_layouts
+@pytest.mark.parametrize("name", VALLEYS)
+@pytest.mark.parametrize("dtypes", [(0, 0), (1, 1), (2, 2), (1, 0), (0, 2)])
+def test_backward_from_output_is_the_same_everywhere(
+    backend: str, layout: str, name: str, dtypes: tuple[int, int]
+) -> None:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    grad, output = values(layout, floats[dtypes[0]], seed=1), values(layout, floats[dtypes[1]])
+    if output.numel() > 10:
+        torch.as_strided(output, (output.numel(),), (1,))[:6] = torch.tensor(
+            [torch.nan, -0.17, -0.2, -1e-30, 5.0, 4e4]
+        )
+    codes = encode("reference", hard((output.numel(),), 3, scale=1.0), Levels(1, (), (0.0,), (1,)))
+    with on("reference"):
+        expected = _ops.few_bit_backward_from_output(grad, output, codes, VALLEYS[name])
+    with on(backend):
+        actual = _ops.few_bit_backward_from_output(
+            at(grad, backend), at(output, backend), at(codes, backend), VALLEYS[name]
+        )
+    assert_same(actual, expected)
+
+
+# ---- the functions
+
+
+@over_activations
+@over_all_layouts
+def test_forward_is_torchs(name: str, layout: str) -> None:
+    activation = ACTIVATIONS[name]
+    for dtype, backend in product(FLOATS, ("reference", *fast_here()[-1:])):
+        x = values(layout, dtype)
+        expected = activation.torch(x)
+        with on(backend):
+            assert_same(activation(x), expected)
+            assert_same(activation(x.requires_grad_()), expected)
+
+
+@over_activations
+def test_forward_of_large_tensors_is_torchs(name: str) -> None:
+    # Large enough for huge pages, and a part of a tensor for which torch's vectors begin elsewhere.
+    activation = ACTIVATIONS[name]
+    x = (torch.randn(2**20 + 77) * 3)[3:].requires_grad_()
+    assert_same(activation(x), activation.torch(x))
+
+
+@over_all
+@over_activations
+@over_all_layouts
+def test_gradient_is_the_level_of_each_element(backend: str, name: str, layout: str) -> None:
+    activation = ACTIVATIONS[name]
+    x = values(layout)
+    grad = hard(x.shape, 7, scale=1.0)
+    for bits in (1, 2, 3, 4) if layout in ("odd", "a slice") else (3,):
+        with on(backend):
+            _, dx = gradients(lambda t, n=bits: activation(t, n), at_any(x, backend), at_any(grad, backend))
+        assert torch.equal(dx.cpu(), grad * activation.table(bits).derivative(x))
+
+
+def at_any(x: Tensor, backend: str) -> Tensor:
+    return x.to(device_of(backend))
+
+
+@over_cpu
+@over_exact
+@over_dtypes
+def test_exact_gradients_are_torchs(backend: str, name: str, dtype: torch.dtype) -> None:
+    activation = ACTIVATIONS[name]
+    borders = [-1.0, 1.0, 0.0, -0.0, 6.0, 5.96875, 0.99609375, -0.99609375, 1.0078125, torch.inf, -torch.inf]
+    for layout in ("odd", "permuted", "a slice", "expanded"):
+        x = values(layout, dtype).clone()
+        x[0, : len(borders)] = torch.tensor(borders, dtype=dtype).view(-1, *[1] * (x.dim() - 2))
+        with on(backend):
+            _, dx = gradients(activation, x)
+        assert torch.equal(dx, gradients(activation.torch, x)[1])
+
+
+@over_cpu
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "slices", "channels_last"])
+def test_gradients_of_any_strides(backend: str, kind: str) -> None:
+    x = values("permuted")
+    grad = {
+        "expanded": torch.ones(()).expand(x.shape),
+        "transposed": hard(x.shape[::-1], 1).permute(2, 1, 0),
+        "slices": hard((*x.shape[:-1], 2 * x.shape[-1]), 2)[..., ::2],
+        "channels_last": hard(x.shape, 3).contiguous(),
+    }[kind]
+    with on(backend):
+        _, dx = gradients(lambda t: ACTIVATIONS["gelu"](t), x, grad)
+        assert torch.equal(dx, grad * LEVELS["gelu", 3].derivative(x))
+
+
+@over_cpu
+@over_activations
+@over_dtypes
+def test_nan_in_nan_out(backend: str, name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, torch.nan, -1.0, torch.nan], dtype=dtype)
+    with on(backend):
+        y, dx = gradients(lambda t: ACTIVATIONS[name](t), x, torch.ones(4, dtype=dtype))
+    assert torch.equal(y.isnan(), x.isnan())
+    assert dx.isfinite().all()
+
+
+@over_cpu
+@over_exact
+def test_gradcheck(backend: str, name: str) -> None:
+    # In fp64, which the kernels do not have; a rounded derivative fails by design.
+    x = torch.tensor([-7.3, -1.2, -0.4, 0.3, 0.9, 2.0, 6.5], dtype=torch.float64, requires_grad=True)
+    with on(backend):
+        if backend == "reference":
+            assert torch.autograd.gradcheck(ACTIVATIONS[name], (x,))
+        else:
+            with pytest.raises((TypeError, RuntimeError), match="must be float32, bfloat16 or float16"):
+                ACTIVATIONS[name](x)
+
+
+# ---- in place
+
+
+@over_cpu
+@pytest.mark.parametrize("name", [name for name, a in ACTIVATIONS.items() if a.inplace])
+@pytest.mark.parametrize("layout", ["odd", "channels_last", "every second", "empty", "0-dim"])
+def test_in_place(backend: str, name: str, layout: str) -> None:
+    activation = ACTIVATIONS[name]
+    leaf = values(layout).requires_grad_()
+    with on(backend):
+        x = leaf.clone()
+        y = activation(x, inplace=True)
+        assert y is x
+        assert_same(y, activation.torch(leaf.clone(), inplace=True))
+        grad = hard(y.shape, 1)
+        (dx,) = torch.autograd.grad(y, leaf, grad)
+        assert torch.equal(dx, grad * activation.table(3).derivative(leaf))
+        with torch.no_grad():
+            z = leaf.detach().clone()
+            assert activation(z, inplace=True) is z
+            assert_same(z, y)
+
+
+def test_in_place_on_a_leaf_raises_before_anything_changes() -> None:
+    x = torch.randn(8, requires_grad=True)
+    before = x.detach().clone()
+    with pytest.raises(RuntimeError, match="inplace"):
+        ACTIVATIONS["silu"](x, inplace=True)
+    assert_same(x, before)
+
+
+def test_in_place_on_a_view() -> None:
+    x = torch.randn(8, 6, requires_grad=True)
+    base = x * 1
+    ACTIVATIONS["relu"](base[2:5], inplace=True)
+    base.sum().backward()
+    expected = torch.ones(8, 6)
+    expected[2:5] = (x[2:5] > 0).float()
+    assert torch.equal(x.grad, expected)
+
+
+def test_in_place_is_seen_by_autograds_checks() -> None:
+    x = torch.randn(8, requires_grad=True)
+    h = x * 1
+    kept = h * h  # keeps h
+    ACTIVATIONS["relu"](h, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+# ---- from the output
+
+
+@pytest.mark.parametrize("name", VALLEYS)
+def test_derivative_from_the_output(name: str) -> None:
+    from memkern import functional
+
+    fn, args = (
+        (functional.silu, ())
+        if name == "silu"
+        else (functional.gelu, ("tanh" if "tanh" in name else "none",))
+    )
+    own = F.silu if name == "silu" else lambda x: F.gelu(x, approximate=args[0])
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        y, dx = gradients(
+            lambda t: fn(t, *args, keep="output"), x.to(dtype), torch.ones(200_000, dtype=dtype)
+        )
+        assert_same(y, own(x.to(dtype)))
+        truth = gradients(own, x.to(dtype).double(), torch.ones(200_000).double())[1]
+        errors[dtype] = float((dx.double() - truth).pow(2).mean().sqrt())
+        assert float((dx.double() - truth).abs().max()) < (0.03 if dtype == torch.bfloat16 else 1e-3)
+    assert errors[torch.float32] < 8e-5
+    assert errors[torch.bfloat16] < 2.3e-3
+
+
+@pytest.mark.parametrize("layout", ["odd", "channels_last", "every second", "expanded", "empty", "0-dim"])
+def test_from_the_output_in_any_layout(layout: str) -> None:
+    x = values(layout)
+    ones = torch.ones_like(x)
+    y, dx = gradients(lambda t: ACTIVATIONS["gelu"].ours(t, keep="output"), x, ones)
+    assert_same(y, F.gelu(x))
+    truth = gradients(F.gelu, x, ones)[1]
+    finite = truth.isfinite()
+    assert torch.allclose(dx[finite], truth[finite], atol=1e-3, rtol=0)
+
+
+def test_a_changed_output_raises() -> None:
+    x = torch.randn(100, requires_grad=True)
+    y = ACTIVATIONS["gelu"].ours(x, keep="output")
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# ---- bad arguments
+
+GELU, SILU = ACTIVATIONS["gelu"].ours, ACTIVATIONS["silu"].ours
+X = torch.ones(4, requires_grad=True)
+BAD: dict[str, tuple[Any, str]] = {
+    "bits 0": (lambda: GELU(X, bits=0), "bits must be an integer from 1 to 4, got 0"),
+    "bits 5": (lambda: GELU(X, bits=5), "bits must be .* got 5"),
+    "bits 2.0": (lambda: GELU(X, bits=2.0), "bits must be .* got 2.0"),
+    "approximate": (lambda: GELU(X, "erf"), "approximate must be 'none' or 'tanh', got 'erf'"),
+    "keep": (lambda: GELU(X, keep="all"), "keep must be 'codes' or 'output', got 'all'"),
+    "keep input": (lambda: GELU(X, keep="input"), "use torch.nn.functional, or memkern.nn.MLP"),
+    "keep output in place": (lambda: SILU(X, True, keep="output"), "keep must be 'codes' where inplace"),
+    "beta": (lambda: ACTIVATIONS["softplus"].ours(X, -1.0), "beta must be positive, got -1.0"),
+    "bounds": (lambda: ACTIVATIONS["hardtanh"].ours(X, 1.0, 1.0), "max_val must be larger than min_val"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("grad", [True, False])
+def test_bad_arguments_name_themselves(case: str, grad: bool) -> None:
+    call, message = BAD[case]
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_every_layout_is_dense_or_not() -> None:
+    assert all(_ops.layout_of(values(layout), 8) for layout in DENSE)

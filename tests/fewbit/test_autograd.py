@@ -1,0 +1,221 @@
+"""Few-bit activations inside autograd, autocast, checkpointing and torch.compile; what they keep; the modules."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from memkern import functional, nn
+from memkern.fewbit.tables import LEVELS
+from memkern.memory import saved_bytes
+from tests.support.activation_helpers import ACTIVATIONS, gradients, over_activations, over_bits, values
+from tests.support.helpers import assert_same, on, over_cpu
+
+# ---- what is kept
+
+
+@over_activations
+@over_bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_truly_so_many_bits_are_kept(name: str, bits: int, dtype: torch.dtype) -> None:
+    activation = ACTIVATIONS[name]
+    x = torch.randn(1000, 77, dtype=dtype, requires_grad=True)
+    kept = saved_bytes(lambda: activation(x, bits))
+    least = (bits if activation.has_bits else 1) * x.numel() / 8
+    assert least <= kept <= least + 64
+
+
+def test_output_and_a_bit_are_kept() -> None:
+    x = torch.randn(1000, 77, requires_grad=True)
+    assert 0 <= saved_bytes(lambda: functional.gelu(x, keep="output")) - x.nbytes - x.numel() / 8 <= 64
+
+
+@over_activations
+def test_nothing_is_kept_in_vain(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    x = torch.randn(100, requires_grad=True)
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad():
+            first = activation(x)
+        with torch.inference_mode():
+            second = activation(x)
+        return [first, second, activation(x.detach())]
+
+    assert saved_bytes(outputs) == 0
+    for y in outputs():
+        assert not y.requires_grad
+        assert torch.equal(y, activation.torch(x))
+
+
+# ---- autograd
+
+
+@over_cpu
+def test_a_graph_is_walked_twice(backend: str) -> None:
+    x = torch.randn(500, requires_grad=True)
+    with on(backend):
+        y = functional.gelu(x)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert_same(torch.autograd.grad(y.sum(), x), first)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(y.sum(), x)
+
+
+def test_a_module_used_twice() -> None:
+    x = torch.randn(500, requires_grad=True)
+    act = nn.SiLU()
+    (act(x) + act(2 * x)).sum().backward()
+    table = LEVELS["silu", 3]
+    torch.testing.assert_close(x.grad, table.derivative(x) + 2 * table.derivative(2 * x))
+
+
+@pytest.mark.parametrize("keep", ["codes", "output"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(keep: str, reentrant: bool) -> None:
+    layer = torch.nn.Linear(16, 16)
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def block(t: Tensor) -> Tensor:
+        return functional.gelu(layer(functional.gelu(layer(t), keep=keep)), keep=keep)
+
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    assert_same(x.grad, expected)
+
+
+@pytest.mark.parametrize("keep", ["codes", "output"])
+@pytest.mark.parametrize("by", ["the input", "a weight"])
+def test_double_backward_raises(keep: str, by: str) -> None:
+    x, w = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    y = functional.gelu(x, keep=keep) * (w if by == "a weight" else 1)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*torch\.nn\.functional"):
+        dx.sum().backward()
+
+
+def test_a_graph_that_does_not_need_it_has_double_backward() -> None:
+    # A gradient penalty on another path: the few-bit gradient itself is a constant of it.
+    x, w = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    y = functional.gelu(x).sum() + (w**3).sum()
+    _, dw = torch.autograd.grad(y, (x, w), create_graph=True)
+    dw.sum().backward()
+    torch.testing.assert_close(w.grad, 6 * w)
+
+
+def test_saved_codes_can_be_offloaded() -> None:
+    x = torch.randn(500, requires_grad=True)
+    expected = gradients(functional.gelu, x, torch.ones(500))
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(gradients(functional.gelu, x, torch.ones(500)), expected)
+
+
+# ---- autocast and compile
+
+
+@over_activations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_as_torchs(name: str, dtype: torch.dtype) -> None:
+    activation = ACTIVATIONS[name]
+    x = values("odd", dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, dx = gradients(activation, x)
+        expected, expected_dx = gradients(activation.torch, x)
+    assert_same(y, expected)
+    assert dx.dtype == expected_dx.dtype
+
+
+COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: functional.gelu(x),
+    "gelu from output": lambda x: functional.gelu(x, "tanh", keep="output"),
+    "softplus": lambda x: functional.softplus(x, 2.0, bits=4),
+    "in place": lambda x: functional.leaky_relu(x * 2, inplace=True) + 1,
+    "wrapped": lambda x: functional.few_bit(x, torch.sin, LEVELS["gelu", 2]),
+    "module": torch.nn.Sequential(torch.nn.Linear(7, 9), nn.Mish(), torch.nn.Linear(9, 7)),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compile_without_a_graph_break(case: str) -> None:
+    fn = COMPILED[case]
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=case == "gelu")
+    for rows in (5, 6):
+        x = torch.randn(rows, 7)
+        assert_same(gradients(compiled, x), gradients(fn, x))
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(64, 48)
+    compiled = torch.compile(lambda t: functional.gelu(t) * 2, fullgraph=True)
+    assert_same(gradients(compiled, x), gradients(lambda t: functional.gelu(t) * 2, x))
+
+
+# ---- modules
+
+MODULES = [nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Mish, nn.Hardswish]
+MODULES += [nn.ReLU, nn.LeakyReLU, nn.Hardtanh]
+
+
+@pytest.mark.parametrize("cls", MODULES, ids=lambda c: c.__name__)
+def test_modules_are_torchs(cls: Any) -> None:
+    own = getattr(torch.nn, cls.__name__)
+    assert issubclass(cls, own)
+    ours, theirs = (inspect.signature(c).parameters for c in (cls, own))
+    theirs = {name: p for name, p in theirs.items() if name not in ("args", "kwargs")}
+    assert [p for p in ours if p not in ("bits", "keep", "args", "kwargs")] == [*theirs]
+    assert all(ours[p].default == theirs[p].default for p in theirs)
+    assert not cls().state_dict()
+
+
+@over_activations
+@over_bits
+def test_modules_call_their_function(name: str, bits: int) -> None:
+    activation = ACTIVATIONS[name]
+    module = activation.module(**({"bits": bits} if activation.has_bits else {}))
+    module = copy.deepcopy(module)
+    x = values("odd")
+    assert_same(gradients(module, x), gradients(lambda t: activation(t, bits), x))
+    if activation.has_bits:
+        assert f"bits={bits}" in repr(module)
+
+
+def test_modules_in_place() -> None:
+    x = torch.randn(9)
+    for cls in (nn.SiLU, nn.Mish, nn.Hardswish, nn.ReLU, nn.LeakyReLU):
+        h = x.clone()
+        assert cls(inplace=True)(h) is h
+        assert "inplace=True" in repr(cls(inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.GELU(bits=7), "bits"),
+        (lambda: nn.GELU(keep="input"), "torch.nn.functional"),
+        (lambda: nn.SiLU(True, keep="output"), "keep"),
+        (lambda: nn.Softplus(0.0), "beta"),
+        (lambda: nn.Tanh(bits="3"), "bits"),
+        (lambda: nn.MLP(4, 8, keep="both"), "keep"),
+        (lambda: nn.MLP(4, 8, approximate="x"), "approximate"),
+    ],
+)
+def test_modules_check_when_they_are_made(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_gelu_module_from_the_output() -> None:
+    x = values("odd")
+    module = nn.GELU("tanh", keep="output")
+    assert "keep='output'" in repr(module)
+    assert_same(gradients(module, x), gradients(lambda t: functional.gelu(t, "tanh", keep="output"), x))
+    assert_same(module(x), F.gelu(x, approximate="tanh"))

@@ -1,0 +1,215 @@
+"""fit_levels: the shipped tables come out of it, and nothing better was overlooked."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from memkern import functional, nn
+from memkern.fewbit.fit import SIGMAS, fit_levels, mean_squared_error
+from memkern.fewbit.levels import Levels
+from memkern.fewbit.shipped import DERIVATIVES, VALLEY_FUNCTIONS, fit_shipped, fit_valley
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import EVEN, ODD, PLAIN
+from tests.support.activation_helpers import gradients, over_bits
+from tests.support.helpers import assert_same, hard
+
+over_names = pytest.mark.parametrize("name", DERIVATIVES)
+
+# fewbit's 3-bit GELU, 2023: mean squared error of the derivative for x ~ N(0, s^2).
+FEWBIT = {0.25: 5.24e-3, 0.5: 4.68e-3, 1.0: 3.38e-3, 2.0: 2.10e-3, 3.0: 1.50e-3}
+
+
+def sampled_error(table: Levels, name: str, sigma: float) -> float:
+    """The error over a million evenly spread quantiles of N(0, sigma^2), without the fit's own grid."""
+    u = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
+    x = sigma * math.sqrt(2) * torch.erfinv(2 * u - 1)
+    return float((DERIVATIVES[name](x) - table.derivative(x).double()).pow(2).mean())
+
+
+@over_names
+@over_bits
+def test_shipped_tables_are_fitted_ones(name: str, bits: int) -> None:
+    fitted, shipped = fit_shipped(name, bits).levels, LEVELS[name, bits]
+    assert (fitted.bits, fitted.flips, fitted.symmetry) == (shipped.bits, shipped.flips, shipped.symmetry)
+    assert fitted.levels == pytest.approx(shipped.levels, abs=2e-6)
+    assert fitted.thresholds == pytest.approx(shipped.thresholds, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", VALLEY_FUNCTIONS)
+def test_shipped_valleys_are_fitted_ones(name: str) -> None:
+    for fitted, shipped in zip(fit_valley(name), VALLEYS[name], strict=True):
+        assert fitted == pytest.approx(shipped, abs=1e-6)
+
+
+@over_names
+def test_derivatives_are_those_of_the_functions(name: str) -> None:
+    fn = {
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+    }.get(name) or getattr(torch.nn.functional, name)
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64) + 1e-3
+    torch.testing.assert_close(
+        DERIVATIVES[name](x), gradients(fn, x, torch.ones_like(x))[1], rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_3_bit_gelu_errs_less_than_fewbits(sigma: float) -> None:
+    error = sampled_error(LEVELS["gelu", 3], "gelu", sigma)
+    assert FEWBIT[sigma] / error >= 1.5
+    assert error == pytest.approx(fit_shipped("gelu", 3).errors[sigma], rel=1e-3)
+
+
+def test_3_bit_gelu_levels() -> None:
+    table = LEVELS["gelu", 3]
+    assert sorted(table.levels) == [-0.1, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.1]
+    assert table.thresholds == (0.256185, 0.554376, 0.883233, 2.348606)
+    assert LEVELS["gelu_tanh", 3].thresholds == (0.256213, 0.554652, 0.884284, 2.355164)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "levels", "error"),
+    [
+        ("gelu", 1, [0.0908, 0.9092], 3.84e-2),
+        ("gelu", 2, [-0.0464, 0.3127, 0.6873, 1.0464], 8.00e-3),
+        ("gelu", 4, None, 4.7e-4),
+        ("silu", 3, None, 1.99e-3),
+    ],
+)
+def test_best_levels_for_n_0_1(name: str, bits: int, levels: list[float] | None, error: float) -> None:
+    fit = fit_levels(DERIVATIVES[name], bits, sigmas=(1.0,))
+    assert fit.errors[1.0] <= error * 1.003
+    if levels:
+        assert sorted(fit.levels.levels) == pytest.approx(levels, abs=2e-4)
+
+
+@over_names
+@over_bits
+def test_symmetry_is_seen(name: str, bits: int) -> None:
+    table = LEVELS[name, bits]
+    expected = {"tanh": EVEN, "sigmoid": EVEN, "mish": PLAIN}.get(name, ODD)
+    assert table.symmetry == expected
+    if expected == ODD:
+        half = 2 ** (bits - 1)
+        assert [
+            a + b for a, b in zip(table.levels[:half], table.levels[half:], strict=True)
+        ] == pytest.approx([1.0] * half, abs=2e-6)
+        assert len(table.thresholds) < 2**bits
+
+
+@pytest.mark.parametrize("name", ["gelu", "mish", "tanh"])
+def test_no_neighbour_is_better(name: str) -> None:
+    # A minimum of the mean error: moving any level makes it worse.
+    fit = fit_levels(DERIVATIVES[name], 3)
+    best = sum(fit.errors.values())
+    for i, step in product(range(8), (-3e-3, 3e-3)):
+        levels = list(fit.levels.levels)
+        levels[i] += step
+        moved = sum(mean_squared_error(fit.levels._replace(levels=tuple(levels)), DERIVATIVES[name]).values())
+        assert moved > best
+
+
+def test_the_search_is_not_caught_in_a_local_minimum() -> None:
+    # Against Lloyd's iteration from many starts, on the same problem.
+    x = torch.linspace(-4, 4, 4001, dtype=torch.float64)
+    d, weight = DERIVATIVES["mish"](x), torch.exp(-(x**2) / 2)
+    best = math.inf
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        levels = d[torch.randint(4001, (4,), generator=generator)].sort().values
+        for _ in range(300):
+            nearest = (d[:, None] - levels).abs().argmin(1)
+            w = torch.zeros(4).double().scatter_add_(0, nearest, weight)
+            levels = torch.where(
+                w > 0, torch.zeros(4).double().scatter_add_(0, nearest, weight * d) / w, levels
+            )
+        error = float(((d[:, None] - levels).abs().min(1).values ** 2 * weight).sum() / weight.sum())
+        best = min(best, error)
+    assert fit_levels(DERIVATIVES["mish"], 2, sigmas=(1.0,)).errors[1.0] < best * 1.001
+
+
+def test_exact_levels_are_among_them() -> None:
+    fit = fit_levels(DERIVATIVES["silu"], 3, exact=(1.0,))
+    assert {0.0, 1.0} <= {*fit.levels.levels}
+    fit = fit_levels(DERIVATIVES["mish"], 3, exact=(0.0, 0.5, 1.0))
+    assert {0.0, 0.5, 1.0} <= {*fit.levels.levels}
+
+
+def test_a_derivative_with_jumps_is_exact() -> None:
+    fit = fit_levels(lambda x: torch.where(x > 1, 3.0, torch.where(x < -2, -1.0, 0.5)), 2)
+    x = torch.tensor([-5.0, -2.001, -1.999, 0.0, 0.999, 1.001, 9.0])
+    assert fit.levels.derivative(x).tolist() == pytest.approx([-1, -1, 0.5, 0.5, 0.5, 3, 3], abs=1e-6)
+    assert max(fit.errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 0}, "bits"),
+        ({"bits": 3, "sigmas": ()}, "sigmas"),
+        ({"bits": 3, "sigmas": (1.0, -1.0)}, "sigmas"),
+        ({"bits": 1, "exact": (0.0, 0.5, 1.0)}, "exact"),
+        ({"bits": 3, "exact": (1.0, 0.0)}, "exact"),
+        ({"bits": 3, "derivative": lambda x: x / x * torch.nan}, "finite"),
+        ({"bits": 3, "derivative": lambda x: x.sum()}, "derivative"),
+        ({"bits": 4, "derivative": lambda x: torch.sin(20 * x)}, "thresholds"),
+    ],
+)
+def test_bad_arguments_name_themselves(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_levels(**({"derivative": DERIVATIVES["mish"]} | options))
+
+
+# ---- a user's own activation
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+def test_few_bit_wraps_any_function() -> None:
+    module = nn.few_bit(squared_relu, lambda x: 2 * x.clamp(min=0), 4, sigmas=(1.0,))
+    assert "squared_relu" in repr(module)
+    x, grad = hard((37, 53), 0, scale=1.0), hard((37, 53), 1)
+    for layout in (x, x.t(), x[:, ::3], x.bfloat16()):
+        g = grad[: layout.shape[0], : layout.shape[1]] if layout.shape[0] == 37 else grad.t()
+        y, dx = gradients(module, layout, g.to(layout.dtype))
+        assert_same(y, squared_relu(layout))
+        expected = (g.to(layout.dtype).float() * module.levels.derivative(layout)).to(layout.dtype)
+        assert torch.equal(dx, expected)
+    with torch.no_grad():
+        assert_same(module(x), squared_relu(x))
+
+
+def test_few_bit_refuses_what_is_not_elementwise() -> None:
+    module = nn.FewBit(lambda x: x.sum(0), LEVELS["gelu", 3])
+    with pytest.raises(ValueError, match="fn must work elementwise"):
+        module(torch.randn(3, 4, requires_grad=True))
+
+
+def test_levels_train() -> None:
+    # A regression with 3-bit SiLU follows the exact one, loss by loss.
+    def losses(act: torch.nn.Module) -> list[float]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 64), act, torch.nn.Linear(64, 1))
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        x = torch.randn(256, 8)
+        y = torch.sin(x.sum(1, keepdim=True))
+        found = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = (net(x) - y).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss))
+        return found
+
+    exact, ours = losses(torch.nn.SiLU()), losses(nn.SiLU())
+    assert ours[0] == exact[0]
+    assert ours == pytest.approx(exact, rel=0.15)
+    assert functional.silu is not torch.nn.functional.silu

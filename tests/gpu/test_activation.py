@@ -1,0 +1,63 @@
+"""What only a GPU can show of the activations: how near torch's own kernels their forward is, and large tensors."""
+
+import pytest
+import torch
+
+from memkern import _ops, functional
+from memkern.fewbit.tables import LEVELS
+from memkern.quant.codec import ACTIVATIONS as NUMBERS
+from tests.support.activation_helpers import ACTIVATIONS, gradients, over_activations
+from tests.support.activation_kernels import assert_near
+from tests.support.helpers import assert_same, on, over_dtypes, over_gpu
+
+LARGE = 2_200_000_011  # more than 2**31 elements, and a short last group
+DEFAULTS = {"softplus": (1.0, 20.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 1.0)}
+RARE = 1e-4  # share of elements whose 16-bit result may be the neighbour of torch's
+
+
+@over_gpu
+@over_activations
+@over_dtypes
+def test_forward_is_near_torchs(backend: str, name: str, dtype: torch.dtype) -> None:
+    activation = ACTIVATIONS[name]
+    x = torch.randn(2**20, device="cuda").to(dtype).requires_grad_()
+    with on(backend):
+        y = activation(x)
+    own = activation.torch(x)
+    if name in NUMBERS:
+        assert_near(y.detach(), x.detach(), name, *DEFAULTS.get(name, ()))
+    if name != "quick_gelu" and dtype != torch.float32:  # torch's own rounds that one three times
+        bits, others = (t.detach().view(torch.int16).int() for t in (y, own))
+        apart = (bits - others).abs()
+        assert int(apart.max()) <= 1
+        assert float((apart > 0).float().mean()) <= RARE
+
+
+@over_gpu
+def test_large_tensors(backend: str) -> None:
+    if torch.cuda.mem_get_info()[0] < 12 * LARGE:
+        pytest.skip("too little free memory")
+    x = torch.empty(LARGE, dtype=torch.bfloat16, device="cuda").normal_()
+    table = LEVELS["gelu", 3]
+    with on(backend):
+        codes = _ops.few_bit_encode(x, table)
+        dx = _ops.few_bit_backward(x, codes, table.levels)
+        for start in (0, 2**30, 2**31 - 64, LARGE // 128 * 128 - 1024):
+            part = slice(start, min(start + 1100, LARGE))
+            few = _ops.few_bit_encode(x[part].contiguous(), table)[:, :100]
+            assert_same(codes[:, start // 8 : start // 8 + 100].contiguous(), few.contiguous())
+            expected = x[part].float() * table.derivative(x[part])
+            assert torch.equal(dx[part], expected.bfloat16())
+
+
+@over_gpu
+def test_autocast_as_torchs(backend: str) -> None:
+    x = torch.randn(1000, device="cuda", dtype=torch.bfloat16)
+    with on(backend), torch.autocast("cuda", dtype=torch.bfloat16):
+        for ours, own in (
+            (functional.softplus, torch.nn.functional.softplus),
+            (functional.gelu, torch.nn.functional.gelu),
+        ):
+            y, dx = gradients(ours, x)
+            expected, expected_dx = gradients(own, x)
+            assert (y.dtype, dx.dtype) == (expected.dtype, expected_dx.dtype)

@@ -1,0 +1,338 @@
+"""The CUDA kernels and their host side, compiled by g++ and run on the CPU (tests/support/simt): the reference's bits.
+
+What this proves is the arithmetic, the indexing, the tables and the launches; not the timing, and not what the GPU's
+memory does with two threads at once. Threads run in three orders, so that a result that depends on it shows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import reference
+from memkern.quant.layout import layer_count, layout_of
+from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
+from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
+from tests.support.activation_kernels import compare_activations, compare_forward
+from tests.support.helpers import (
+    FLOATS,
+    LAYOUTS,
+    assert_same,
+    hard,
+    like,
+    name_of,
+    over_dtypes,
+    over_layouts,
+    tensor,
+)
+from tests.support.op_helpers import step_args as op_args
+from tests.support.simt import build, drive
+from tests.support.simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+
+ORDERS = ("fwd", "rev", "rand")
+over_orders = pytest.mark.parametrize("order", ORDERS)
+over_steps = pytest.mark.parametrize("name", drive.RATES)
+TWO_MOMENTS = ("adam_step_", "lamb_step_")
+MOST_LAUNCHES = {"adam_step_": 4, "lamb_step_": 7, "lars_step_": 7, "lion_step_": 4}
+
+
+@pytest.fixture(scope="module")
+def library(simt_library: tuple[CDLL, Path]) -> CDLL:
+    return simt_library[0]
+
+
+@pytest.fixture
+def graph(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
+    """Launches are recorded while SIMT_CAPTURE is set."""
+    library.memkern_simt_forget()
+    yield library
+    library.memkern_simt_forget()
+
+
+@pytest.fixture(autouse=True)
+def _loaded(library: CDLL) -> None:
+    pass
+
+
+# ---- the kernels
+
+
+@over_layouts
+@over_dtypes
+def test_codecs(layout: str, dtype: torch.dtype) -> None:
+    compare_codecs(layout, dtype, (8, 128, 256, 1024))
+
+
+@pytest.mark.parametrize("layout", ACTIVATION_LAYOUTS)
+@over_dtypes
+def test_activations(layout: str, dtype: torch.dtype) -> None:
+    for bits in (1, 2, 3, 4):
+        compare_activations(torch.ops.memkern_simt, layout, dtype, bits)
+
+
+@over_dtypes
+def test_forward_of_many_values(dtype: torch.dtype) -> None:
+    compare_forward(torch.ops.memkern_simt, dtype)
+
+
+@over_orders
+def test_codecs_in_any_order(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    for layout in ("odd", "short rows", "one long row"):
+        compare_codecs(layout, torch.float32, (24, 264, 4096))
+
+
+@over_steps
+@over_dtypes
+@pytest.mark.parametrize("grad", FLOATS, ids=name_of)
+def test_steps(name: str, dtype: torch.dtype, grad: torch.dtype) -> None:
+    compare_steps(name, step_args(name, dtype, grad), scaler())
+
+
+@over_steps
+@pytest.mark.parametrize("block_size", [8, 24, 256, 264, 4096])
+def test_block_sizes(name: str, block_size: int) -> None:
+    layouts = ("odd", "long rows", "one long row", "short rows", "unaligned", "channels_last")
+    compare_steps(name, step_args(name, block_size=block_size, layouts=layouts), {})
+
+
+@over_steps
+@over_orders
+def test_steps_in_any_order(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    layouts = ("odd", "short rows", "unaligned", "one long row", "empty", "0-dim")
+    compare_steps(name, step_args(name, torch.bfloat16, codec=(0, 0), layouts=layouts), {})
+    compare_steps(name, step_args(name, block_size=264, layouts=layouts), scaler())
+
+
+@over_steps
+def test_many_tiles_of_one_tensor(name: str) -> None:
+    args = step_args(name, layouts=("odd",) * 3)
+    for i in range(3):  # one in power codes, one in dynamic ones, one in fp32
+        for tensors, dtype in ((args[0], None), (args[1], None), (args[2], args[2][i].dtype)):
+            tensors[i] = (hard((40, 1000), i, scale=0.1) if dtype is None else torch.zeros(40, 1000)).to(
+                dtype or torch.float32
+            )
+        if name in TWO_MOMENTS:
+            args[3][i] = torch.zeros(40, 1000, dtype=args[3][i].dtype)
+    for scales in args[4:6] if name in TWO_MOMENTS else args[3:4]:
+        scales[:] = [torch.zeros(layout_of(args[0][0], 128).scale_shape) for _ in scales]
+    compare_steps(name, args, {}, steps=1)
+
+
+@pytest.mark.parametrize("name", ["lamb_step_", "lars_step_"])
+@pytest.mark.parametrize("layers", [3, 0], ids=["three", "rows"])
+@over_orders
+def test_layers_of_a_tensor(name: str, layers: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    args = step_args(name, layouts=("long rows", "one long row", "whole blocks", "1-D"))
+    at = drive.RATES[name]
+    args[at - 2] = [torch.ones(layer_count(p, 128, layers)) for p in args[0][:1]] + [torch.ones(1)] * 3
+    if layers == 0:
+        args[at - 2][2] = torch.ones(6)
+    args[at - 1] = [0, 1, 0 if layers == 0 else 1, 1]  # one long row has no three layers
+    args[drive.RATES[name] + 9][0] = layers
+    compare_steps(name, args, scaler())
+    assert [len(ratios) for ratios in args[at - 2]] == [3, 1, 6 if layers == 0 else 1, 1]
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-24, 1e-18, 1e-15, 1e-12, 1e12, 1e18, 1e36])
+def test_sizes_that_are_not_usual(scale: float) -> None:
+    """Roots and divisions near the ends of the range of fp32 are left to the compiler's."""
+    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+    args[drive.RATES["adam_step_"] + 3] = [0.0, 1e-30]  # eps: nothing hides what the root is
+    for step in range(2):
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in args[0]]
+        args[1] = [g * scale * (1 + 99 * (g > 1)) for g in grads]
+        compare_steps("adam_step_", args, {}, steps=1)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-36, 1e-38])
+def test_small_moments_over_large_ones(scale: float) -> None:
+    """A first moment near the end of the range, a second one that is not, and a parameter where the quotient shows."""
+    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+    for first in (True, False):
+        for p in args[0]:
+            p.zero_()
+        args[1] = [like(p, 7) * (1e-6 if first else scale) for p in args[0]]
+        for g in args[1]:
+            g.view(-1)[::100] = 1.0 if first else scale
+        compare_steps("adam_step_", args, {}, steps=1)
+
+
+def test_long_run() -> None:
+    """What the approximate roots of the encoder are not sure of is encoded by the formula."""
+    compare_steps(
+        "adam_step_", step_args("adam_step_", codec=(0, 0), layouts=("odd", "whole blocks")), {}, 30
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@over_orders
+def test_norm(scale: float | None, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [tensor(layout, FLOATS[i % 3], seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
+    grads.append(hard((40_000,), 7))  # several tiles
+    grad_scale = None if scale is None else torch.tensor(scale)
+    norms = [torch.full((), -1.0, dtype=torch.float64) for _ in range(3)]
+    torch.ops.memkern_simt.grad_norm_(norms[0], grads, grad_scale)
+    monkeypatch.setenv("SIMT_ORDER", order)
+    torch.ops.memkern_simt.grad_norm_(norms[1], grads, grad_scale)
+    assert_same(norms[1], norms[0], "the same bits in any order")
+    reference.grad_norm_(norms[2], grads, grad_scale)
+    assert float(norms[0]) == pytest.approx(float(norms[2]), rel=1e-12)
+
+
+# ---- the table
+
+
+@over_steps
+def test_numbers_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lr and a GradScaler's tensors may be on the CPU: their values are then part of the table."""
+    monkeypatch.setenv("SIMT_HOST_NUMBERS", "1")
+    layouts = ("odd", "one element", "whole blocks")
+    args = step_args(name, layouts=layouts)
+    rates = args[drive.RATES[name]]
+    expected = twin(args)
+    for step in range(3):
+        rates[0].mul_(0.5)
+        getattr(torch.ops.memkern_simt, name)(*args, **scaler())
+        expected[drive.RATES[name]][0].copy_(rates[0])
+        getattr(reference, name)(*expected, **scaler())
+        assert_same(args, expected, f"step {step}")
+
+
+@over_steps
+def test_a_step_is_skipped_whole(name: str) -> None:
+    args = step_args(name)
+    before = twin(args)
+    getattr(torch.ops.memkern_simt, name)(*args, **scaler(found_inf=torch.tensor(1.0)))
+    assert_same(args, before)
+
+
+@over_steps
+def test_optimizers_take_turns(name: str) -> None:
+    """Two with the same first parameter and as many tensors share a place in memory, and neither sees the other's."""
+    one, other = step_args(name), step_args(name, codec=(1, 0))
+    other[0][0] = one[0][0]
+    expected = twin(one), twin(other)
+    expected[1][0][0] = expected[0][0][0]
+    for _ in range(2):
+        for args, same in zip((one, other), expected, strict=True):
+            getattr(torch.ops.memkern_simt, name)(*args)
+            getattr(reference, name)(*same)
+    assert_same([one, other], [*expected])
+
+
+def many(n: int) -> list[Any]:
+    """A Lion step of n small tensors."""
+    params = [hard((40,), i) for i in range(n)]
+    zeros = [torch.zeros(40) for _ in params]
+    rest = [[1e-2], [0.9], [0.99], [0.1]]
+    rates = [torch.tensor(rest[0][0])]
+    return [params, [like(p, 1) for p in params], zeros, [], [0] * n, rates, *rest[1:], [0], [0], [128]]
+
+
+@pytest.mark.parametrize("n", [1, 148, 1000])
+def test_launches_are_few_whatever_the_number_of_tensors(
+    n: int, graph: CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = many(n)
+    expected = twin(args)
+    torch.ops.memkern_simt.lion_step_(*args)  # the table is new: as many launches as it has chunks
+    args[1] = [g.clone() for g in args[1]]  # zero_grad(set_to_none=True): new gradients at every step
+    monkeypatch.setenv("SIMT_CAPTURE", "1")
+    torch.ops.memkern_simt.lion_step_(*args)
+    monkeypatch.delenv("SIMT_CAPTURE")
+    chunks = -(-n * 120 // 31744) - 1  # a graph holds the whole table
+    assert graph.memkern_simt_launches() <= MOST_LAUNCHES["lion_step_"] + chunks
+    graph.memkern_simt_replay()
+    for _ in range(2):
+        reference.lion_step_(*expected)
+    assert_same(args, expected)
+
+
+@over_steps
+def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = step_args(name)
+    rates = args[drive.RATES[name]]
+    options = scaler()
+    step_, reference_step = getattr(torch.ops.memkern_simt, name), getattr(reference, name)
+    expected = twin(args)
+
+    def compare(what: str) -> None:
+        expected[1], expected[drive.RATES[name]] = args[1], rates
+        reference_step(*expected, **options)
+        assert_same(args, expected, what)
+
+    step_(*args, **options)  # the table is known when the graph is captured
+    compare("before")
+    monkeypatch.setenv("SIMT_CAPTURE", "1")
+    step_(*args, **options)
+    monkeypatch.delenv("SIMT_CAPTURE")
+    assert_same(args, expected, "nothing runs while a graph is captured")
+    assert graph.memkern_simt_launches() <= MOST_LAUNCHES[name]
+    captured = args[1]
+    for step in range(3):
+        for rate in rates:
+            rate.mul_(0.7)
+        options["found_inf"].fill_(step == 1)
+        new = drive.gradients(args[0], step + 5, torch.float32)
+        for g, fresh in zip(captured, new, strict=True):
+            g.copy_(fresh)
+        graph.memkern_simt_replay()
+        compare(f"replay {step}")
+        args[1] = drive.gradients(args[0], step + 50, torch.float32)  # other tensors: another table
+        step_(*args, **options)
+        compare(f"eager step {step}")
+        args[1] = captured
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(("name", "case"), [c for c in BAD_CASES if c[0] in drive.RATES])
+def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
+    override = BAD_STEPS[case]
+    args = op_args(name, ["codes", "codes"], **override)
+    before = twin([a for a in args if isinstance(a, list)])
+    with pytest.raises(RuntimeError):
+        getattr(torch.ops.memkern_simt, name)(*args)
+    assert_same([a for a in args if isinstance(a, list)], before)
+
+
+# ---- memory
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    def path(name: str) -> str:
+        return subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
+
+    runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    if not all(os.path.isabs(name) for name in runtime):
+        pytest.skip("g++ has no libasan or libubsan beside it")
+    flags = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
+    library = build.compile_library(tmp_path, *flags)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(build.ROOT),
+        "LD_PRELOAD": " ".join(runtime),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "SIMT_ORDER": "rand",
+    }
+    command = [sys.executable, "-m", drive.__name__, str(library)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+    assert run.stdout.strip() == "nothing found"

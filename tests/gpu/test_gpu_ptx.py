@@ -1,0 +1,139 @@
+"""What nvcc and Triton compile for the GPU, run in the PTX emulator by the backends' own host side.
+
+The SIMT shim and Triton's interpreter run the sources; this runs what the compilers made of them, so a contraction, a
+flushed denormal or a root that is not correctly rounded would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import reference
+from memkern.quant.codec import CODECS as NUMBERS
+from tests.support import triton_ptx
+from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
+from tests.support.activation_kernels import compare_gradients
+from tests.support.helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
+from tests.support.ptx_emulator import Module, contracted
+from tests.support.simt import build, drive, ptx
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself")
+]
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
+SOME_LAYOUTS = ("odd", "long rows", "short rows", "channels_last", "unaligned", "whole blocks")
+MISSING = {"cuda": build.missing() or ptx.missing(), "triton": triton_ptx.missing()}
+over_compiled = pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(why is not None, reason=str(why)))
+        for n, why in MISSING.items()
+    ],
+    indirect=True,
+)
+
+
+class Compiled:
+    """A backend's ops, run by the emulator; ``modules`` are what was launched, or could have been."""
+
+    def __init__(self, ops: Any, emulated: AbstractContextManager[Any]) -> None:
+        self.ops, self.emulated = ops, emulated
+        self.modules: list[Module] = []
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> ptx.Program:
+    return ptx.Program(tmp_path_factory.mktemp("ptx"))
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
+    if request.param == "triton":
+        import memkern.triton
+
+        made = Compiled(memkern.triton, triton_ptx.emulated())
+    else:
+        library, path = request.getfixturevalue("simt_library")
+        made = Compiled(
+            torch.ops.memkern_simt, ptx.emulated(request.getfixturevalue("program"), library, path)
+        )
+        made.modules = request.getfixturevalue("program").modules
+    with made.emulated as launched:
+        yield made
+    assert launched  # nothing else ran
+    if request.param == "triton":
+        made.modules = launched
+    assert made.modules
+    assert not [text for module in made.modules for text in contracted(module)]
+
+
+@over_compiled
+@pytest.mark.parametrize(
+    ("name", "param", "grad"),
+    [
+        *((name, *dtypes) for name in ("adam_step_", "lion_step_") for dtypes in DTYPES),
+        ("lamb_step_", *DTYPES[0]),
+        ("lars_step_", *DTYPES[1]),
+    ],
+)
+def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dtype) -> None:
+    args, options = drive.step_args(name, param, grad), drive.scaler()
+    expected = drive.twin(args)
+    for step in range(2):
+        getattr(compiled.ops, name)(*args, **options)
+        getattr(reference, name)(*expected, **options)
+        assert_same(args, expected, f"step {step}")
+        args[1] = expected[1] = drive.gradients(args[0], step + 2, grad)
+
+
+@over_compiled
+@pytest.mark.parametrize("block_size", [24, 1024])
+def test_blocks_of_other_sizes(compiled: Compiled, block_size: int) -> None:
+    args = drive.step_args("adam_step_", block_size=block_size, layouts=SOME_LAYOUTS[:3])
+    expected = drive.twin(args)
+    compiled.ops.adam_step_(*args)
+    reference.adam_step_(*expected)
+    assert_same(args, expected)
+
+
+@over_compiled
+@pytest.mark.parametrize("codec", CODECS)
+def test_quantizers(compiled: Compiled, codec: str) -> None:
+    for i, layout in enumerate(SOME_LAYOUTS):
+        for signed in (True, False):
+            x, step = drive.spoiled(tensor(layout, FLOATS[i % 3])), None if signed else 7
+            args = x, NUMBERS[codec], signed, 128, step
+            expected = reference.quantize_blockwise(*args)
+            assert_same([*compiled.ops.quantize_blockwise(*args)], [*expected], layout)
+            args = *expected, NUMBERS[codec], 128, FLOATS[i % 3]
+            assert_same(
+                compiled.ops.dequantize_blockwise(*args), reference.dequantize_blockwise(*args), layout
+            )
+
+
+@over_compiled
+def test_norm(compiled: Compiled) -> None:
+    grads = [tensor(layout, FLOATS[i % 3], scale=0.1) for i, layout in enumerate(LAYOUTS)]
+    norm = torch.zeros((), dtype=torch.float64)
+    compiled.ops.grad_norm_(norm, grads, torch.tensor(4.0))
+    truth = torch.cat([g.double().flatten() for g in grads]).norm() / 4
+    torch.testing.assert_close(norm, truth, rtol=1e-12, atol=0)
+
+
+@over_compiled
+def test_activations(compiled: Compiled) -> None:
+    # Forward is for the shim and the interpreter: approximations of exp and erf are not in the emulator.
+    for i, layout in enumerate(ACTIVATION_LAYOUTS):
+        bits, dtype = i % 4 + 1, FLOATS[i % 3]
+        compare_gradients(compiled.ops, layout, dtype, bits)
+
+
+def test_names_are_read_alike() -> None:
+    assert ptx.readable(["_ZN7memkern10norm_tilesENS_9NormTableE"]) == ["memkern::norm_tiles"]
+    assert Path(build.ROOT, "csrc", "cuda").exists()

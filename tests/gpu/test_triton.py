@@ -1,0 +1,60 @@
+"""The Triton backend without a GPU: its kernels in Triton's interpreter, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memkern import backend
+
+ROOT = Path(__file__).parents[2]
+missing = backend.available()["triton"]
+pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
+
+INTERPRETED = {
+    "activations": ["tests/gpu/triton_activation.py"],
+    "functions": [
+        "tests/fewbit/test_activation.py",
+        "-k",
+        "triton and (gradient_is or planes) and (odd or slice or channels)",
+    ],
+    "steps": ["tests/gpu/triton_steps.py"],
+    "ops": [
+        "tests/contract/test_ops.py",
+        "tests/contract/test_ops_errors.py",
+        "-k",
+        "memkern_triton and (bad_steps or bad_calls and quantize or scaler) and not lamb and not lars",
+    ],
+    "quantizers": [
+        "tests/quant/test_blockwise.py",
+        "tests/quant/test_layout.py",
+        "-k",
+        "triton and not boundary and not large",
+    ],
+    "boundaries": ["tests/quant/test_blockwise.py", "-k", "triton and boundary and (1.0 or e-38 or dynamic)"],
+    "optimizers": [
+        "tests/optim/test_numerics.py",
+        "tests/optim/test_clip.py",
+        "-k",
+        "triton and (late_steps or test_norm)",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", INTERPRETED)
+def test_interpreted(what: str) -> None:
+    what_to_run, options = INTERPRETED[what], ["-q", "-x", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *what_to_run],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert " passed" in result.stdout

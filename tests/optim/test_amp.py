@@ -1,0 +1,212 @@
+"""The optimizers under a GradScaler, and what a gradient that is not finite does without one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler
+
+from memkern import optim
+from tests.support.helpers import (
+    FLOATS,
+    LAYERWISE,
+    assert_same,
+    hard,
+    like,
+    make_params,
+    name_of,
+    on,
+    over_8bit,
+    over_cpu,
+    over_optimizers,
+    set_grad,
+    snapshot,
+)
+
+SCALE = 2.0**12
+
+
+def model_and_data(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 8)).to(dtype)
+    return model, torch.randn(32, 64, dtype=dtype), torch.randn(32, 8, dtype=dtype)
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+@over_cpu
+@over_optimizers
+def test_a_scale_that_is_a_power_of_two_changes_no_bit(backend: str, build: type) -> None:
+    runs = []
+    for scaled in (False, True):
+        model, x, y = model_and_data()
+        optimizer = build(model.parameters(), lr=1e-2)
+        scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=2, enabled=scaled)
+        with on(backend):
+            for _ in range(4):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, x, y)).backward()
+                scaled_gradient = next(model.parameters()).grad.clone()
+                scaler.step(optimizer)
+                scaler.update()
+                assert torch.equal(next(model.parameters()).grad, scaled_gradient)  # left as it is
+        runs.append(snapshot(optimizer))
+        assert scaler.get_scale() == (SCALE * 4 if scaled else 1.0)  # it grew on the way
+    assert_same(*runs)
+
+
+@over_cpu
+@over_optimizers
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_step_is_skipped_whole(backend: str, build: type, bad: float) -> None:
+    model, x, y = model_and_data()
+    optimizer = build(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scaler = GradScaler("cpu", init_scale=SCALE)
+    with on(backend):
+        for spoil in (False, True, False):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, x, y)).backward()
+            before, scale = snapshot(optimizer), scaler.get_scale()
+            if spoil:
+                [*model.parameters()][-1].grad[3] = bad  # one element of one tensor
+            scaler.step(optimizer)
+            scaler.update()
+            if spoil:
+                assert_same(snapshot(optimizer), before)
+                assert scaler.get_scale() == scale / 2
+            else:
+                assert not torch.equal(snapshot(optimizer)["params"][0], before["params"][0])
+    steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    assert steps == [2.0] * len(steps)
+
+
+def test_the_very_first_step_may_be_skipped() -> None:
+    model, x, y = model_and_data()
+    optimizer, scaler = optim.AdamW8bit(model.parameters()), GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(loss_of(model, x, y)).backward()
+    next(model.parameters()).grad[0, 0] = torch.inf
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    assert_same([*model.parameters()], before)
+    assert all(not (value != 0).any() for state in optimizer.state.values() for value in state.values())
+
+
+@over_optimizers
+def test_unscale_and_clip(build: type) -> None:
+    runs = []
+    for scaled in (False, True):
+        model, x, y = model_and_data()
+        optimizer = build(model.parameters(), lr=1e-2)
+        scaler = GradScaler("cpu", init_scale=SCALE, enabled=scaled)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, x, y)).backward()
+            scaler.unscale_(optimizer)
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+            scaler.step(optimizer)
+            scaler.update()
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+    # And with an infinity among the gradients.
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, x, y)).backward()
+    next(model.parameters()).grad[0, 0] = torch.inf
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert_same(snapshot(optimizer), runs[1])
+
+
+@over_optimizers
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_any_scale_unscales_by_its_fp32_reciprocal(build: type, dtype: torch.dtype) -> None:
+    # 1 / 3 is rounded, then the product: as GradScaler.unscale_ does with fp32 gradients.
+    runs = []
+    for scale in (None, torch.tensor(3.0)):
+        params = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params()]
+        optimizer = build(params)
+        if scale is not None:
+            optimizer.grad_scale, optimizer.found_inf = scale, torch.tensor(0.0)
+        for step in range(2):
+            for i, p in enumerate(params):
+                g = like(p, 10 * step + i)
+                set_grad(p, g if scale is not None else g.float() * torch.tensor(1 / 3))
+            optimizer.step()
+        runs.append(snapshot(optimizer))
+    assert_same(runs[1], runs[0])
+
+
+@over_8bit
+def test_fp16_parameters_under_a_scaler(build: type) -> None:
+    model, x, y = model_and_data(torch.float16)
+    lr = 3e-2 if build in LAYERWISE else 3e-3  # a share of a layer's norm
+    optimizer, scaler = build(model.parameters(), lr=lr), GradScaler("cpu", init_scale=128.0)
+    found = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        found.append(loss.item())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert found[-1] < 0.8 * found[0]
+
+
+def test_after_the_scaler_the_optimizer_steps_plainly() -> None:
+    model, x, y = model_and_data()
+    optimizer, scaler = optim.AdamW8bit(model.parameters()), GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(loss_of(model, x, y)).backward()
+    scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale")  # GradScaler sets them for its call and takes them away
+    assert not hasattr(optimizer, "found_inf")
+
+
+# ---- without a scaler
+
+
+@over_cpu
+@over_optimizers
+@pytest.mark.parametrize("codec", ["power", "dynamic"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_bad_gradient_reaches_its_element_only(backend: str, build: type, codec: str, bad: float) -> None:
+    place, runs = (2, 200), []
+    with on(backend):
+        for spoilt in (False, True):
+            p = torch.nn.Parameter(hard((4, 300), 0))
+            # Without decay: a trust ratio ties the elements of a layer together (test_optim_layerwise.py).
+            optimizer = build([p], codec=codec, min_8bit_size=0, weight_decay=0.0)
+            for step in range(4):
+                p.grad = hard((4, 300), 10 + step)
+                p.grad[place] = bad if spoilt and step == 1 else 0.0
+                optimizer.step()
+            runs.append(snapshot(optimizer))
+    clean, spoilt = runs
+    if "Lion" in build.__name__ and bad == bad:
+        assert spoilt["params"][0][place].isfinite()  # the sign of an infinity is a sign
+    elif "LARS" in build.__name__:
+        assert not spoilt["params"][0][place].isfinite()  # it takes a step along an infinity
+    else:
+        assert spoilt["params"][0][place].isnan()
+    for state in (clean["states"][0], spoilt["states"][0]):
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key in state:
+                state[key][place] = 0
+    for run in runs:
+        run["params"][0][place] = 0
+    assert_same(spoilt, clean)
+
+
+@over_8bit
+def test_moments_of_a_bad_gradient_are_stored_as_finite(build: type) -> None:
+    for bad in (torch.nan, torch.inf):
+        p = torch.nn.Parameter(torch.ones(64, 128))
+        optimizer = build([p])
+        p.grad = torch.full_like(p, 1e-3)
+        p.grad[3, 4] = bad
+        optimizer.step()
+        state: dict[str, Any] = optimizer.state[p]
+        assert state["exp_avg"][3, 4] == 0
+        assert all(state[key].isfinite().all() for key in state if key.endswith("scale"))
+        if "exp_avg_sq" in state:
+            assert state["exp_avg_sq"][3, 4] == 255

@@ -1,0 +1,182 @@
+"""max_grad_norm: all gradients clipped together inside the step; and the op behind it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import _ops, optim
+from memkern.quant.codec import to_fp32
+from tests.support.helpers import (
+    FLOATS,
+    assert_same,
+    at,
+    give_gradients,
+    hard,
+    make_params,
+    name_of,
+    needs_cpp,
+    on,
+    over_all,
+    over_cpu,
+    over_dtypes,
+    over_optimizers,
+    snapshot,
+    tensor,
+)
+
+
+def norm_on(backend: str, grads: list[torch.Tensor], scale: float | None = None) -> float:
+    grads = [at(g, backend) for g in grads]
+    device = grads[0].device
+    norm = torch.full((), -1.0, dtype=torch.float64, device=device)
+    with on(backend):
+        _ops.grad_norm_(norm, grads, None if scale is None else torch.tensor(scale, device=device))
+    return float(norm)
+
+
+@over_all
+@over_dtypes
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_norm(backend: str, dtype: torch.dtype, scale: float | None) -> None:
+    layouts = ["0-dim", "empty", "odd", "channels_last", "unaligned", "long rows", "short rows"]
+    grads = [tensor(layout, dtype, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
+    grads.append(hard((40_000,), 7).to(dtype))  # more than one chunk
+    truth = float(torch.cat([g.double().flatten() for g in grads]).norm()) / (scale or 1.0)
+    assert norm_on(backend, grads, scale) == pytest.approx(truth, rel=1e-12)
+
+
+@needs_cpp
+def test_norm_has_the_same_bits_whatever_the_threads() -> None:
+    grads = [hard((300_001,), 1), hard((77, 1001), 2)]
+    found = set()
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.add(norm_on("cpu", grads))
+    assert len(found) == 1
+
+
+@over_all
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_norm_of_what_is_not_finite(backend: str, bad: float) -> None:
+    grads = [hard((100,), 1), hard((3000,), 2)]
+    grads[1][2999] = bad
+    assert str(norm_on(backend, grads)) == str(abs(bad))
+
+
+def clipped(build: type, backend: str, max_norm: float | None, factor: float = 1.0, **scaler: Any) -> Any:
+    params = make_params()
+    optimizer = build(params, lr=1e-2, weight_decay=0.1, max_grad_norm=max_norm)
+    for name, value in scaler.items():
+        setattr(optimizer, name, value)
+    for step in range(2):
+        give_gradients(params, step)
+        for p in params:
+            p.grad *= factor
+        kept = [p.grad.clone() for p in params]
+        with on(backend):
+            optimizer.step()
+        assert_same([p.grad for p in params], kept)
+    return snapshot(optimizer)
+
+
+def factors(max_norm: float) -> list[float]:
+    """What the gradients of the two steps are multiplied by."""
+    params = make_params()
+    found = []
+    for step in range(2):
+        give_gradients(params, step)
+        found.append(max_norm / (norm_on("reference", [p.grad for p in params]) + 1e-6))
+    return found
+
+
+@over_cpu
+@over_optimizers
+def test_a_clipped_step_is_one_on_smaller_gradients(backend: str, build: type) -> None:
+    assert max(factors(1e-3)) < 1
+    params = make_params()
+    optimizer = build(params, lr=1e-2, weight_decay=0.1)
+    for step, factor in enumerate(factors(1e-3)):
+        give_gradients(params, step)
+        for p in params:
+            p.grad *= to_fp32(factor)
+        with on(backend):
+            optimizer.step()
+    assert_same(clipped(build, backend, 1e-3), snapshot(optimizer))
+
+
+@over_optimizers
+def test_as_torch_clips(build: type) -> None:
+    params = make_params()
+    optimizer = build(params, lr=1e-2, weight_decay=0.1)
+    for step in range(2):
+        give_gradients(params, step)
+        torch.nn.utils.clip_grad_norm_(params, 1e-3)
+        optimizer.step()
+    for ours, theirs in zip(clipped(build, "cpu", 1e-3)["params"], params, strict=True):
+        # torch's norm is fp32: a code or a sign may fall on the other side.
+        assert (ours - theirs.detach()).norm() <= 1e-3 * theirs.detach().norm()
+
+
+@over_cpu
+@over_optimizers
+def test_a_norm_within_bounds_changes_no_bit(backend: str, build: type) -> None:
+    assert min(factors(1e9)) > 1
+    assert_same(clipped(build, backend, 1e9), clipped(build, backend, None))
+
+
+@over_cpu
+@over_optimizers
+def test_clips_what_a_scaler_unscaled(backend: str, build: type) -> None:
+    scaler = {"grad_scale": torch.tensor(4096.0), "found_inf": torch.tensor(0.0)}
+    assert_same(clipped(build, backend, 1e-3, factor=4096.0, **scaler), clipped(build, backend, 1e-3))
+
+
+@over_cpu
+@over_optimizers
+def test_a_norm_that_is_nan_reaches_every_parameter(backend: str, build: type) -> None:
+    # As torch.nn.utils.clip_grad_norm_ with error_if_nonfinite=False.
+    params = make_params()
+    optimizer = build(params, max_grad_norm=1.0)
+    give_gradients(params, 0)
+    params[0].grad[0, 0] = torch.nan
+    with on(backend):
+        optimizer.step()
+    assert all(p.isnan().all() for p in params)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_it_is_a_state_of_the_optimizer_not_of_a_checkpoint(dtype: torch.dtype) -> None:
+    optimizer = optim.AdamW8bit([p.detach().to(dtype) for p in make_params()], max_grad_norm=1.0)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["max_grad_norm"] = 3.0
+    optimizer.load_state_dict(state)
+    assert optimizer.defaults["max_grad_norm"] == optimizer.param_groups[0]["max_grad_norm"] == 1.0
+
+
+@pytest.mark.parametrize("option", [{"max_grad_norm": 2.0}, {"capturable": True}])
+def test_a_group_cannot_have_its_own(option: dict[str, Any]) -> None:
+    optimizer = optim.AdamW8bit(make_params())
+    with pytest.raises(ValueError, match=f"{next(iter(option))} belongs to the whole optimizer"):
+        optimizer.add_param_group({"params": make_params(), **option})
+    assert len(optimizer.param_groups) == 1
+
+
+@over_optimizers
+def test_capturable_makes_lr_a_tensor_that_schedulers_fill(build: type) -> None:
+    runs = []
+    for capturable in (False, True):
+        params = make_params()
+        optimizer = build(params, lr=0.1, capturable=capturable)
+        lr = optimizer.param_groups[0]["lr"]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+            scheduler.step()
+        assert (optimizer.param_groups[0]["lr"] is lr) == capturable
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.0125)
+        runs.append(snapshot(optimizer))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == capturable
+    assert_same(*runs)

@@ -1,0 +1,246 @@
+"""torch.compile(fullgraph=True) around a step: eager's bits, and no recompile a step."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import memkern
+from memkern import optim
+from tests.support.helpers import (
+    EIGHT_BIT,
+    OPTIMIZERS,
+    assert_same,
+    give_gradients,
+    hard,
+    make_params,
+    name_of,
+    needs_cpp,
+    over_optimizers,
+    snapshot,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled(optimizer: torch.optim.Optimizer, backend: str = "aot_eager") -> Callable[..., Any]:
+    return torch.compile(optimizer.step, fullgraph=True, backend=backend)
+
+
+RATES = {
+    "constant float": (lambda: 1e-2, [1e-2] * 5, 1),
+    "changing float": (lambda: 1e-2, [1e-2, 9e-3, 5e-3, 1e-4, 3e-2], 2),
+    "warm-up from 0": (lambda: 0.0, [0.0, 1e-3, 2e-3, 1.0, 0.0], 2),
+    "constant tensor": (lambda: torch.tensor(1e-2), [1e-2] * 5, 1),
+    "changing fp32 tensor": (lambda: torch.tensor(1e-2), [1e-2, 9e-3, 5e-3, 0.0, 3e-2], 1),
+    "changing fp64 tensor": (
+        lambda: torch.tensor(1e-2, dtype=torch.float64),
+        [1e-2, 9e-3, 5e-3, 0.0, 3e-2],
+        1,
+    ),
+}
+
+
+def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
+    make_lr, values, _ = RATES[rates]
+    params = make_params()
+    optimizer = build(params, lr=make_lr(), **options)
+    step = through(optimizer)
+    for seed, value in enumerate(values):
+        group = optimizer.param_groups[0]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+        give_gradients(params, seed)  # new tensors, as zero_grad() and backward() make them
+        step()
+    return snapshot(optimizer)
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+@pytest.mark.parametrize("rates", RATES)
+def test_graphs_and_bits(build: type, rates: str) -> None:
+    expected = run(build, rates, lambda o: o.step)
+    actual = run(build, rates, compiled)
+    assert 1 <= graphs() <= RATES[rates][2]
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("codec", ["power", "dynamic"])
+def test_codecs(codec: str) -> None:
+    options = {"codec": codec, "weight_decay": 0.1, "block_size": 64}
+    expected = run(optim.AdamW8bit, "constant float", lambda o: o.step, **options)
+    assert_same(run(optim.AdamW8bit, "constant float", compiled, **options), expected)
+    assert graphs() == 1
+
+
+def test_groups_with_their_own_changing_rates() -> None:
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params()
+        optimizer = optim.AdamW8bit([{"params": [p], "lr": 1e-2 * (i + 1)} for i, p in enumerate(params)])
+        step = through(optimizer)
+        for seed in range(4):
+            give_gradients(params, seed)
+            step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+        return snapshot(optimizer)
+
+    assert_same(train(compiled), train(lambda o: o.step))
+    assert graphs() <= 2
+
+
+def test_a_scheduler() -> None:
+    # The step is compiled before the scheduler wraps it, as TorchDynamo refuses what the scheduler puts around it.
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params()
+        optimizer = optim.AdamW8bit(params, lr=1e-2)
+        step = through(optimizer)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        for seed in range(4):
+            give_gradients(params, seed)
+            step()
+            optimizer._opt_called = True  # else the scheduler warns that nobody has stepped
+            scheduler.step()
+        return snapshot(optimizer)
+
+    assert_same(train(compiled), train(lambda o: o.step))
+    assert graphs() <= 2
+
+
+@over_optimizers
+def test_under_a_grad_scaler(build: type) -> None:
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params()
+        optimizer = build(params)
+        step = through(optimizer)
+        for seed in range(4):
+            give_gradients(params, seed)
+            optimizer.grad_scale, optimizer.found_inf = (
+                torch.tensor(2.0**seed),
+                torch.tensor(float(seed == 2)),
+            )
+            step()
+        return snapshot(optimizer)
+
+    assert_same(train(compiled), train(lambda o: o.step))
+    assert graphs() == 1
+
+
+def test_closure() -> None:
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params()
+        optimizer = optim.AdamW8bit(params)
+        give_gradients(params, 0)
+        loss = through(optimizer)(lambda: sum((p * p).sum() for p in params))
+        return loss.detach(), snapshot(optimizer)
+
+    (loss, result), (eager_loss, expected) = train(compiled), train(lambda o: o.step)
+    torch.testing.assert_close(loss, eager_loss)
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
+def test_channels_last_with_contiguous_gradients(build: type) -> None:
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        x = hard((8, 16, 6, 6), 0).contiguous(memory_format=torch.channels_last)
+        optimizer = build([torch.nn.Parameter(x)])
+        step = through(optimizer)
+        for seed in range(3):
+            optimizer.param_groups[0]["params"][0].grad = hard((8, 16, 6, 6), seed)
+            step()
+        return snapshot(optimizer)
+
+    assert_same(train(compiled), train(lambda o: o.step))
+    assert graphs() == 1
+
+
+def test_after_eager_steps_and_after_loading() -> None:
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params()
+        optimizer = optim.AdamW8bit(params)
+        give_gradients(params, 0)
+        optimizer.step()
+        step = through(optimizer)
+        for seed in range(1, 3):
+            give_gradients(params, seed)
+            step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        for seed in range(3, 5):
+            give_gradients(params, seed)
+            step()
+        return snapshot(optimizer)
+
+    assert_same(train(compiled), train(lambda o: o.step))
+    assert graphs() <= 2  # other state tensors
+
+
+def test_a_gradient_that_goes_missing() -> None:
+    def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params()
+        optimizer = optim.AdamW8bit(params)
+        step = through(optimizer)
+        for seed in range(4):
+            give_gradients(params, seed)
+            if seed == 2:
+                params[1].grad = None
+            step()
+        return snapshot(optimizer)
+
+    assert_same(train(compiled), train(lambda o: o.step))
+    assert graphs() <= 2
+
+
+@needs_cpp
+def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params()
+    optimizer = optim.AdamW8bit(params)
+    step, ran = compiled(optimizer), []
+    from memkern.reference import adam
+
+    monkeypatch.setattr(
+        adam, "adam_moments", lambda *a, f=adam.adam_moments: ran.append("reference") or f(*a)
+    )
+    for seed in range(4):
+        give_gradients(params, seed)
+        if seed in (1, 3):
+            with memkern.use_backend("reference"):
+                step()
+        else:
+            with memkern.use_backend("cpu"):
+                step()
+        assert (len(ran) > 0) == (seed in (1, 3))
+        ran.clear()
+    assert graphs() == 2  # one a backend, and back without a third
+
+
+def test_autograd_sees_that_parameters_changed() -> None:
+    params = make_params()
+    step = compiled(optim.AdamW8bit(params))
+    for seed in range(2):
+        loss = sum((p * p).sum() for p in params)
+        give_gradients(params, seed)
+        step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Lion8bit], ids=name_of)
+def test_inductor(build: type) -> None:
+    expected = run(build, "changing float", lambda o: o.step)
+    assert_same(run(build, "changing float", lambda o: compiled(o, "inductor")), expected)
+    assert graphs() <= 2

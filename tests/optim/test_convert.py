@@ -1,0 +1,259 @@
+"""State dicts of torch.optim, converted to memkern's and back."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import optim, quantize_blockwise
+from memkern.optim.base import takes_8bit_state
+from tests.support.convert_helpers import (
+    DROP,
+    HYPER,
+    State,
+    assert_same_tree,
+    assert_steps_agree,
+    changed,
+    give_gradients,
+    over_options,
+    parameters,
+    train,
+    twins,
+    value,
+)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("implementation", ["foreach", "fused", "capturable", "plain"])
+def test_from_torch_to_32_bits_is_exact(kind: str, implementation: str) -> None:
+    params = parameters()
+    flags = {} if implementation == "plain" else {implementation: True}
+    if implementation == "capturable":
+        flags = {}  # refused on the CPU at step time: the flag is put into the state below
+    theirs = getattr(torch.optim, kind)(params, **HYPER, **flags)
+    train(theirs, params, 3)
+    saved = theirs.state_dict()
+    if implementation == "capturable":
+        saved["param_groups"][0]["capturable"] = True
+    copies = twins(params)
+    ours = getattr(optim, kind)(copies)
+    ours.load_state_dict(optim.from_torch_state_dict(ours, saved))
+    for p, q in zip(params, copies, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.state[q][name], theirs.state[p][name])
+            assert ours.state[q][name].stride() == q.stride()
+        assert ours.state[q]["step"] == 3
+        assert ours.state[q]["step"].dtype == torch.float32
+    group = ours.param_groups[0]
+    assert {k: group[k] for k in HYPER} == HYPER
+    assert group["decoupled_weight_decay"] == (kind == "AdamW")
+    assert {*group} == {*type(ours)(twins(params)).param_groups[0]}
+    assert_steps_agree(theirs, params, ours, copies)
+
+
+@over_options
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_torch_stores_what_the_optimizer_would(options: State, dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    theirs = torch.optim.AdamW(params, **HYPER)
+    train(theirs, params, 5)
+    ours = optim.AdamW(twins(params), **options)
+    ours.load_state_dict(optim.from_torch_state_dict(ours, theirs.state_dict()))
+    (group,) = ours.param_groups
+    for p, q in zip(params, group["params"], strict=True):
+        got = ours.state[q]
+        coded = takes_8bit_state(q, group)
+        assert got["exp_avg"].dtype == (torch.int8 if coded else torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            x = torch.empty_like(q, dtype=torch.float32).copy_(theirs.state[p][name]).detach()
+            assert got[name].stride() == q.stride()
+            if not coded:
+                assert torch.equal(got[name], x)
+                continue
+            rooted = name == "exp_avg_sq" and group["codec"] == "power"
+            codes, scale = quantize_blockwise(
+                x.double().sqrt().float() if rooted else x,
+                codec=group["codec"],
+                signed=name == "exp_avg",
+                block_size=group["block_size"],
+                step=5 if rooted else None,
+            )
+            assert torch.equal(got[name], codes)
+            assert torch.equal(got[f"{name}_scale"], scale)
+
+
+def test_codes_are_those_of_the_optimizers_own_step() -> None:
+    # With beta = 0 a moment is the last gradient's, so that a step of ours stores what the converter should.
+    params = parameters()
+    theirs = torch.optim.AdamW(params, betas=(0.0, 0.0))
+    copies = twins(params)
+    ours = optim.AdamW8bit(copies, betas=(0.0, 0.0))
+    for seed in range(4):
+        give_gradients(params, seed, copies)
+        theirs.step()
+        ours.step()
+    converted = optim.from_torch_state_dict(ours, theirs.state_dict())
+    assert_same_tree(converted["state"], ours.state_dict()["state"])
+
+
+@over_options
+def test_to_torch_and_back(options: State) -> None:
+    params = parameters()
+    ours = optim.AdamW(params, **HYPER, **options)
+    train(ours, params, 4)
+    before = copy.deepcopy(ours.state_dict())
+    converted = optim.to_torch_state_dict(ours)
+    copies = twins(params)
+    theirs = torch.optim.AdamW(copies)
+    theirs.load_state_dict(converted)
+    (group,) = ours.param_groups
+    for p, q in zip(params, copies, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert theirs.state[q][name].dtype == torch.float32
+            assert torch.equal(theirs.state[q][name], value(ours.state[p], name, group))
+            assert theirs.state[q][name].stride() == q.stride()
+        assert theirs.state[q]["step"] == 4
+    assert {*theirs.param_groups[0]} == {*torch.optim.AdamW(twins(params)).param_groups[0]}
+    assert_same_tree(before, ours.state_dict())
+    back = optim.from_torch_state_dict(ours, theirs.state_dict())["state"]
+    if options["state_bits"] == 32:
+        assert_same_tree(back, before["state"])
+    for i, p in enumerate(params):
+        if not takes_8bit_state(p, group):
+            continue
+        for name in ("exp_avg", "exp_avg_sq"):
+            # A block whose largest code stands for less than its scale (the dynamic map has no -1) shrinks
+            # with it, and the dither may move a root that stands on a code by one.
+            same = (back[i][name] == ours.state[p][name]).float().mean()
+            exact = name == ("exp_avg" if group["codec"] == "power" else "exp_avg_sq")
+            assert same == 1 if exact else same > 0.7
+            x, truth = value(back[i], name, group), value(ours.state[p], name, group)
+            assert (x - truth).abs().max() <= 0.03 * truth.abs().max()
+    assert_steps_agree(ours, params, theirs, copies)
+
+
+def test_to_torch_of_bf16_and_of_coupled_decay() -> None:
+    params = parameters(torch.bfloat16)
+    ours = optim.Adam(params, **HYPER)
+    train(ours, params, 3)
+    copies = twins(params)
+    theirs = torch.optim.Adam(copies)
+    theirs.load_state_dict(optim.to_torch_state_dict(ours))
+    assert theirs.param_groups[0]["decoupled_weight_decay"] is False
+    for p, q in zip(params, copies, strict=True):
+        assert torch.equal(theirs.state[q]["exp_avg"], ours.state[p]["exp_avg"].bfloat16())
+    train(theirs, copies, 1)
+
+
+def test_groups_keep_their_own_options_and_take_the_states_hyperparameters() -> None:
+    params = parameters()
+    theirs = torch.optim.AdamW(
+        [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "weight_decay": 0.25, "maximize": True}],
+        lr=torch.tensor(0.125),
+    )
+    torch.optim.lr_scheduler.LinearLR(theirs)
+    train(theirs, params, 2)
+    copies = twins(params)
+    ours = optim.AdamW8bit(
+        [
+            {"params": copies[:3], "block_size": 64},
+            {"params": copies[3:], "codec": "dynamic", "min_8bit_size": 0},
+        ]
+    )
+    ours.load_state_dict(optim.from_torch_state_dict(ours, theirs.state_dict()))
+    a, b = ours.param_groups
+    assert (a["block_size"], a["codec"], b["codec"], b["min_8bit_size"]) == (64, "power", "dynamic", 0)
+    assert (a["initial_lr"], a["maximize"], b["maximize"], b["weight_decay"]) == (0.5, False, True, 0.25)
+    assert b["lr"] == theirs.param_groups[1]["lr"]
+    assert ours.state[copies[-1]]["exp_avg"].dtype == torch.int8
+    back = optim.to_torch_state_dict(ours)
+    assert [g["params"] for g in back["param_groups"]] == [[0, 1, 2], [*range(3, len(params))]]
+    assert back["param_groups"][0]["initial_lr"] == 0.5
+
+
+def test_parameters_without_a_state_stay_without() -> None:
+    params = parameters()
+    theirs = torch.optim.AdamW(params)
+    ours = optim.AdamW8bit(params)
+    assert optim.from_torch_state_dict(ours, theirs.state_dict())["state"] == {}
+    assert optim.to_torch_state_dict(ours)["state"] == {}
+    assert optim.to_bitsandbytes_state_dict(ours)["state"] == {}
+    give_gradients(params, 0)
+    params[0].grad = None
+    theirs.step()
+    converted = optim.from_torch_state_dict(ours, theirs.state_dict())
+    assert [*converted["state"]] == [*range(1, len(params))]
+    ours.load_state_dict(converted)
+    assert [*optim.to_torch_state_dict(ours)["state"]] == [*range(1, len(params))]
+    assert params[0] not in ours.state
+
+
+def test_nothing_is_shared_or_changed() -> None:
+    params = parameters()
+    theirs = torch.optim.AdamW(params)
+    train(theirs, params, 1)
+    given = theirs.state_dict()
+    before = copy.deepcopy(given)
+    for options in ({"state_bits": 32}, {"state_bits": 8}):
+        ours = optim.AdamW(twins(params), **options)
+        converted = optim.from_torch_state_dict(ours, given)
+        for state in converted["state"].values():
+            for tensor in state.values():
+                tensor.fill_(77)
+        assert not ours.state
+        ours.load_state_dict(optim.from_torch_state_dict(ours, given))
+        own = copy.deepcopy(ours.state_dict())
+        for convert in (optim.to_torch_state_dict, optim.to_bitsandbytes_state_dict):
+            for state in convert(ours)["state"].values():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        tensor.fill_(77)
+        assert_same_tree(ours.state_dict(), own)
+    assert_same_tree(given, before)
+
+
+# ---- errors
+
+G, S = "param_groups", "state"
+MATRIX = torch.zeros(96, 64)
+ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
+    "amsgrad": ((G, 0, "amsgrad"), True, ValueError, r"\[0\] has amsgrad=True"),
+    "groups": ((G,), [{"params": [0]}, {"params": [1]}], ValueError, r"groups of \[2\].*got \[1, 1\]"),
+    "no lr": ((G, 0, "lr"), DROP, ValueError, r"param_groups.*must have lr"),
+    "no moment": ((S, 1, "exp_avg"), DROP, ValueError, r"\[1\] must have exp_avg, got only"),
+    "shape": ((S, 0, "exp_avg"), MATRIX[:3], ValueError, r"shape \(96, 64\), got \(3, 64\)"),
+    "dtype": ((S, 0, "exp_avg"), MATRIX.to(torch.int8), TypeError, r"got torch\.int8"),
+    "no tensor": ((S, 0, "exp_avg_sq"), 3, TypeError, r"'exp_avg_sq'.*got int"),
+    "negative": ((S, 0, "exp_avg_sq"), MATRIX - 1, ValueError, "negative"),
+    "step": ((S, 0, "step"), torch.tensor(-1.0), ValueError, "whole number"),
+    "half a step": ((S, 0, "step"), 1.5, ValueError, "whole number"),
+    "stranger": ((S, 9), {}, ValueError, r"no parameter: \[9\]"),
+    "no state": ((S,), DROP, TypeError, "with state and param_groups"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_states(case: str) -> None:
+    path, wrong, error, message = ERRORS[case]
+    params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
+    theirs = torch.optim.AdamW(params)
+    train(theirs, params, 1)
+    ours = optim.AdamW8bit(params)
+    with pytest.raises(error, match=message):
+        optim.from_torch_state_dict(ours, changed(theirs.state_dict(), path, wrong))
+    assert not ours.state
+
+
+def test_optimizers_and_states_of_another_kind() -> None:
+    params = [nn.Parameter(torch.randn(96, 64))]
+    adam, lion, theirs = optim.AdamW8bit(params), optim.Lion8bit(params), torch.optim.AdamW(params)
+    with pytest.raises(TypeError, match=r"must be a memkern\.optim\.Adam, got torch\.optim\.adamw\.AdamW"):
+        optim.from_torch_state_dict(theirs, theirs.state_dict())
+    for convert in (lambda o: optim.from_torch_state_dict(o, theirs.state_dict()), optim.to_torch_state_dict):
+        with pytest.raises(TypeError, match=r"must be a memkern\.optim\.Adam, got .*Lion8bit"):
+            convert(lion)
+    train(adam, params, 1)
+    with pytest.raises(TypeError, match=r"floating-point tensor, got torch\.int8"):
+        optim.from_torch_state_dict(adam, adam.state_dict())

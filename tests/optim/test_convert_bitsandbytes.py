@@ -1,0 +1,310 @@
+"""State dicts of bitsandbytes, converted to memkern's and back: its format by hand, and itself."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import optim, quantize_blockwise
+from memkern.optim.base import takes_8bit_state
+from memkern.quant.codec import dynamic_map, dynamic_zero
+from tests.support.convert_helpers import (
+    DROP,
+    HYPER,
+    SAME_BLOCKS,
+    SHAPES,
+    State,
+    assert_same_tree,
+    assert_steps_agree,
+    changed,
+    give_gradients,
+    over_options,
+    parameters,
+    train,
+    twins,
+    value,
+)
+
+
+def by_hand(params: list[nn.Parameter], names: tuple[str, ...], wrapped: bool, block: int = 256) -> State:
+    """A state dict as bitsandbytes writes it, with random codes."""
+    generator = torch.Generator().manual_seed(1)
+    state: State = {}
+    for i, p in enumerate(params):
+        quant: State = {}
+        for k, _ in zip("12", names, strict=False):
+            if p.numel() < 4096:
+                quant[f"state{k}"] = torch.rand(p.shape, generator=generator)
+                continue
+            quant[f"state{k}"] = torch.randint(256, p.shape, generator=generator, dtype=torch.uint8)
+            quant[f"qmap{k}"] = torch.tensor(dynamic_map(k == "1"))
+            quant[f"absmax{k}"] = torch.rand(-(-p.numel() // block), generator=generator) + 0.1
+        state[i] = {"step": 7, **({"__bnb_optimizer_quant_state__": quant} if wrapped else quant)}
+    adam = {"alpha": 0.0, "t_alpha": None, "t_beta3": None} if len(names) == 2 else {}
+    group = {**HYPER, **adam, "eps": HYPER["eps"] if adam else 0.0, "params": [*range(len(params))]}
+    return {"state": state, "param_groups": [group]}
+
+
+def unwrapped(state: State) -> State:
+    flat = {**state, **state.get("__bnb_optimizer_quant_state__", {})}
+    flat.pop("__bnb_optimizer_quant_state__", None)
+    return flat
+
+
+def bnb_value(state: State, k: str, block: int = 256) -> Tensor:
+    quant = unwrapped(state)
+    codes = quant[f"state{k}"]
+    if codes.dtype != torch.uint8:
+        return codes
+    scale = quant[f"absmax{k}"].repeat_interleave(block)[: codes.numel()]
+    return (quant[f"qmap{k}"][codes.long().reshape(-1)] * scale).reshape(codes.shape)
+
+
+KINDS = {
+    "AdamW8bit": ("exp_avg", "exp_avg_sq"),
+    "Adam8bit": ("exp_avg", "exp_avg_sq"),
+    "Lion8bit": ("exp_avg",),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_from_bitsandbytes_moves_codes_where_the_blocks_are_the_same(kind: str, wrapped: bool) -> None:
+    names = KINDS[kind]
+    params = parameters()
+    given = by_hand(params, names, wrapped)
+    before = copy.deepcopy(given)
+    ours = getattr(optim, kind)(params, codec="dynamic", block_size=256)
+    converted = optim.from_bitsandbytes_state_dict(ours, given)
+    ours.load_state_dict(converted)
+    (group,) = ours.param_groups
+    for i, (shape, p) in enumerate(zip(SHAPES, params, strict=True)):
+        for k, name in zip("12", names, strict=False):
+            got, truth = ours.state[p], bnb_value(given["state"][i], k)
+            if shape in SAME_BLOCKS:
+                quant = unwrapped(given["state"][i])
+                zero = dynamic_zero(k == "1")
+                assert torch.equal(got[name].view(torch.uint8) + zero, quant[f"state{k}"])
+                assert torch.equal(got[f"{name}_scale"].reshape(-1), quant[f"absmax{k}"])
+                assert torch.equal(value(got, name, group), truth)
+            else:
+                expected = torch.empty_like(p).copy_(truth).detach()
+                if takes_8bit_state(p, group):
+                    codes, scale = quantize_blockwise(
+                        expected, codec="dynamic", signed=k == "1", block_size=256
+                    )
+                    assert torch.equal(got[name], codes)
+                    assert torch.equal(got[f"{name}_scale"], scale)
+                else:
+                    assert torch.equal(got[name], expected)
+        assert "step" not in ours.state[p] if kind == "Lion8bit" else ours.state[p]["step"] == 7
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (HYPER["lr"], HYPER["betas"], 0.1)
+    assert {*group} == {*type(ours)(twins(params)).param_groups[0]}
+    if kind != "Lion8bit":
+        assert group["eps"] == HYPER["eps"]
+        assert group["decoupled_weight_decay"] is True
+    assert_same_tree(given, before)
+
+    back = optim.to_bitsandbytes_state_dict(ours)
+    for i, shape in enumerate(SHAPES):
+        if shape in SAME_BLOCKS:
+            want = {**unwrapped(given["state"][i]), "step": 0 if kind == "Lion8bit" else 7}
+            assert_same_tree(back["state"][i], want)
+    assert_same_tree(back["param_groups"], given["param_groups"])
+
+
+@over_options
+def test_from_bitsandbytes_into_other_codes(options: State) -> None:
+    params = parameters()
+    given = by_hand(params, ("exp_avg", "exp_avg_sq"), wrapped=True)
+    ours = optim.AdamW(params, **options)
+    ours.load_state_dict(optim.from_bitsandbytes_state_dict(ours, given))
+    (group,) = ours.param_groups
+    for i, p in enumerate(params):
+        for k, name in zip("12", KINDS["AdamW8bit"], strict=True):
+            x, truth = value(ours.state[p], name, group), bnb_value(given["state"][i], k)
+            if ours.state[p][name].dtype == torch.float32:
+                assert torch.equal(x, truth)
+                continue
+            assert ours.state[p][name].stride() == p.stride()
+            # Gaps of the power codes around t are 2 sqrt(t) / N, and w = sqrt(v) keeps that share of v.
+            error = (x - truth).abs().max() / truth.abs().max()
+            assert error < (0.02 if group["codec"] == "power" else 0.04)
+
+
+def test_old_blocks_of_2048_and_foreign_maps_are_decoded() -> None:
+    params = [nn.Parameter(torch.randn(20, 512))]
+    ours = optim.Lion(params)
+    given = by_hand(params, ("exp_avg",), wrapped=False, block=2048)
+    converted = optim.from_bitsandbytes_state_dict(ours, given)
+    assert torch.equal(converted["state"][0]["exp_avg"], bnb_value(given["state"][0], "1", 2048))
+    exchanging = optim.Lion8bit(params, codec="dynamic", block_size=256)
+    given = by_hand(params, ("exp_avg",), wrapped=False)
+    given["state"][0]["qmap1"] = torch.linspace(-1, 1, 256)
+    converted = optim.from_bitsandbytes_state_dict(exchanging, given)
+    x = value(converted["state"][0], "exp_avg", exchanging.param_groups[0])
+    assert not torch.equal(x, bnb_value(given["state"][0], "1"))
+    torch.testing.assert_close(x, bnb_value(given["state"][0], "1"), atol=0.05, rtol=0)
+
+
+def test_to_bitsandbytes_codes_blocks_of_256() -> None:
+    params = parameters()
+    ours = optim.AdamW8bit(params)
+    train(ours, params, 3)
+    (group,) = ours.param_groups
+    converted = optim.to_bitsandbytes_state_dict(ours)
+    for i, p in enumerate(params):
+        state = converted["state"][i]
+        assert state["step"] == 3
+        assert type(state["step"]) is int
+        for k, name in zip("12", KINDS["AdamW8bit"], strict=True):
+            assert state[f"state{k}"].is_contiguous()
+            truth = value(ours.state[p], name, group)
+            if not takes_8bit_state(p, group):
+                assert torch.equal(state[f"state{k}"], truth)
+                continue
+            assert state[f"state{k}"].dtype == torch.uint8
+            blocks = torch.nn.functional.pad(truth.reshape(-1), (0, -p.numel() % 256)).reshape(-1, 256)
+            assert torch.equal(state[f"absmax{k}"], blocks.abs().amax(1))
+            # The nearest entry, by brute force over the map.
+            error = (bnb_value(state, k) - truth).abs().reshape(-1)
+            t = (blocks / blocks.abs().amax(1, keepdim=True)).reshape(-1)[: p.numel()]
+            nearest = (t[:, None] - state[f"qmap{k}"]).abs().amin(1)
+            scale = state[f"absmax{k}"].repeat_interleave(256)[: p.numel()]
+            assert bool((error <= nearest * scale * (1 + 1e-5) + 1e-6 * scale).all())
+
+
+# ---- bitsandbytes itself
+
+
+@pytest.fixture(scope="module")
+def bnb() -> Any:
+    return pytest.importorskip("bitsandbytes").optim
+
+
+def bnb_pair(bnb: Any, kind: str, params: list[nn.Parameter], **options: Any) -> tuple[Any, Any]:
+    hyper = {k: v for k, v in HYPER.items() if k != "eps" or kind != "Lion8bit"}
+    if kind == "Adam8bit":
+        options["decoupled_weight_decay"] = True  # what bitsandbytes' Adam does
+    return getattr(bnb, kind)(params, **hyper), getattr(optim, kind)(twins(params), **hyper, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exchanged", [True, False], ids=["exchanged", "requantized"])
+def test_training_goes_on_from_bitsandbytes(bnb: Any, kind: str, exchanged: bool) -> None:
+    torch.manual_seed(0)
+    shapes = [s for s in SHAPES if s in SAME_BLOCKS or s == "bias"]
+    params = [nn.Parameter(SHAPES[s]()) for s in shapes]
+    options: State = {"codec": "dynamic", "block_size": 256} if exchanged else {"state_bits": 32}
+    theirs, _ = bnb_pair(bnb, kind, params)
+    train(theirs, params, 5)
+    ours = getattr(optim, kind)(twins(params), **options)
+    copies = ours.param_groups[0]["params"]
+    ours.load_state_dict(optim.from_bitsandbytes_state_dict(ours, theirs.state_dict()))
+    for i, p in enumerate(copies):
+        for k, name in zip("12", KINDS[kind], strict=False):
+            want = bnb_value(theirs.state_dict()["state"][i], k)
+            assert torch.equal(value(ours.state[p], name, ours.param_groups[0]), want)
+    assert_steps_agree(theirs, params, ours, copies)
+    if not exchanged:
+        return
+    # What the two then store. The CPU encoder of bitsandbytes takes a neighbour of the nearest entry for 0.1 % of
+    # m and 3 % of v, so codes are close, not equal.
+    after = optim.from_bitsandbytes_state_dict(ours, theirs.state_dict())["state"]
+    (group,) = ours.param_groups
+    for i, p in enumerate(copies):
+        for name in KINDS[kind]:
+            x, y = value(ours.state[p], name, group), value(after[i], name, group)
+            if takes_8bit_state(p, group):
+                assert ((x - y).abs() > 1e-6 * x.abs()).float().mean() <= 0.05
+                assert (x - y).abs().max() <= 0.02 * x.abs().max()
+            else:
+                torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_in_bitsandbytes(bnb: Any, kind: str) -> None:
+    params = parameters()
+    _, ours = bnb_pair(bnb, kind, params, codec="dynamic", block_size=256)
+    own = ours.param_groups[0]["params"]
+    train(ours, own, 5)
+    copies = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in own]
+    theirs = getattr(bnb, kind)(copies)
+    theirs.load_state_dict(optim.to_bitsandbytes_state_dict(ours))
+    assert {*theirs.param_groups[0]} == {*getattr(bnb, kind)(twins(copies)).param_groups[0]}
+    for (shape, p), q in zip(zip(SHAPES, own, strict=True), copies, strict=True):
+        for k, name in zip("12", KINDS[kind], strict=False):
+            truth = value(ours.state[p], name, ours.param_groups[0])
+            got = bnb_value(theirs.state[q], k)
+            if shape in SAME_BLOCKS or got is theirs.state[q][f"state{k}"]:
+                assert torch.equal(got, truth)
+            else:
+                assert (got - truth).abs().max() <= 0.03 * truth.abs().max()
+    # Where blocks differ the moments were coded anew, so only the others' steps agree.
+    places = [i for i, s in enumerate(SHAPES) if s in SAME_BLOCKS or own[i].numel() < 4096]
+    give_gradients(own, 99, copies)
+    before = [p.detach().clone() for p in own]
+    ours.step()
+    theirs.step()
+    for i in places:
+        bound = 1e-6 * (before[i].abs() + 10 * HYPER["lr"])
+        assert bool(((own[i] - copies[i]).abs() <= bound).all())
+    for p, q in zip(own, copies, strict=True):
+        assert (p - q).abs().max() <= 2.001 * HYPER["lr"]
+
+
+# ---- errors
+
+G, S = "param_groups", "state"
+MATRIX = torch.zeros(96, 64)
+ERRORS: dict[str, tuple[tuple[Any, ...], Any, type[Exception], str]] = {
+    "no state2": ((S, 0, "state2"), DROP, ValueError, r"\[0\] must have state2"),
+    "no map": ((S, 0, "qmap1"), DROP, ValueError, r"must have qmap1"),
+    "no scale": ((S, 0, "absmax2"), DROP, ValueError, r"must have absmax2"),
+    "scales": ((S, 0, "absmax1"), torch.ones(5), ValueError, r"absmax1 of 24.*got \(256,\) and \(5,\)"),
+    "map": ((S, 0, "qmap1"), torch.ones(16), ValueError, r"got \(16,\)"),
+    "no step": ((S, 0, "step"), DROP, ValueError, "must have step"),
+    "shape": ((S, 0, "state1"), MATRIX[None], ValueError, r"got \(1, 96, 64\)"),
+    "dtype": ((S, 0, "state1"), MATRIX.int(), TypeError, r"got torch\.int32"),
+    "order": ((S, 0, "state1"), torch.zeros(64, 96).t(), ValueError, "not contiguous"),
+    "no betas": ((G, 0, "betas"), DROP, ValueError, r"param_groups.*must have betas"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_states(case: str) -> None:
+    path, wrong, error, message = ERRORS[case]
+    params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
+    ours = optim.AdamW8bit(params)
+    given = by_hand(params, KINDS["AdamW8bit"], wrapped=False)
+    with pytest.raises(error, match=message):
+        optim.from_bitsandbytes_state_dict(ours, changed(given, path, wrong))
+    assert not ours.state
+
+
+def test_optimizers_and_states_of_another_kind() -> None:
+    params = [nn.Parameter(torch.randn(96, 64))]
+    adam, lion, theirs = optim.AdamW8bit(params), optim.Lion8bit(params), torch.optim.AdamW(params)
+    given = by_hand(params, KINDS["AdamW8bit"], wrapped=True)
+    names = r"must be a memkern\.optim\.Adam or memkern\.optim\.Lion, got torch\.optim\.adamw\.AdamW"
+    with pytest.raises(TypeError, match=names):
+        optim.from_bitsandbytes_state_dict(theirs, given)
+    with pytest.raises(TypeError, match=names):
+        optim.to_bitsandbytes_state_dict(theirs)
+    with pytest.raises(ValueError, match="has state2, a second moment, which Lion8bit does not have"):
+        optim.from_bitsandbytes_state_dict(lion, given)
+    with pytest.raises(ValueError, match="must have exp_avg, exp_avg_sq, got only step"):
+        optim.from_torch_state_dict(adam, given)
+    train(theirs, params, 1)
+    with pytest.raises(ValueError, match="must have state1, state2, got only step, exp_avg"):
+        optim.from_bitsandbytes_state_dict(adam, theirs.state_dict())
+
+
+def test_what_bitsandbytes_cannot_do() -> None:
+    params = [nn.Parameter(torch.randn(96, 64))]
+    with pytest.raises(ValueError, match="group 0 has maximize=True"):
+        optim.to_bitsandbytes_state_dict(optim.Lion8bit(params, maximize=True))
+    with pytest.raises(ValueError, match=r"group 0 has coupled weight_decay=0\.1"):
+        optim.to_bitsandbytes_state_dict(optim.Adam8bit(params, weight_decay=0.1))

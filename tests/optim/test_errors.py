@@ -1,0 +1,225 @@
+"""Bad input to the optimizers: an error that says what is wrong, before anything changes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import optim
+from tests.support.helpers import (
+    OPTIMIZERS,
+    assert_same,
+    give_gradients,
+    make_params,
+    name_of,
+    over_optimizers,
+    set_grad,
+    snapshot,
+    train,
+)
+
+ADAMS = [optim.AdamW, optim.Adam, optim.AdamW8bit, optim.Adam8bit]
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1e-3}, "lr must be 0 or more, got -0.001"),
+    ({"lr": math.nan}, "lr must be 0 or more"),
+    ({"lr": torch.ones(2)}, "lr must be a float or a 0-dim"),
+    ({"lr": torch.tensor(1)}, "lr must be a float or a 0-dim"),
+    ({"lr": torch.tensor(1j)}, "lr must be a float or a 0-dim"),
+    ({"weight_decay": -1e-2}, "weight_decay must be 0 or more"),
+    ({"weight_decay": math.nan}, "weight_decay must be 0 or more"),
+    ({"state_bits": 4}, "state_bits must be 8 or 32, got 4"),
+    ({"state_bits": "8"}, "state_bits must be 8 or 32"),
+    ({"block_size": 0}, "block_size must be a multiple of 8"),
+    ({"block_size": 12}, "block_size must be a multiple of 8"),
+    ({"block_size": 8192}, "block_size must be a multiple of 8"),
+    ({"block_size": 128.0}, "block_size must be a multiple of 8"),
+    ({"codec": "linear"}, "codec must be one of 'power', 'dynamic', got 'linear'"),
+    ({"min_8bit_size": -1}, "min_8bit_size must be a whole number"),
+    ({"min_8bit_size": 4096.0}, "min_8bit_size must be a whole number"),
+    ({"differentiable": True}, "does not support differentiable=True"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be None or more than 0"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm must be None or more than 0"),
+    ({"max_grad_norm": math.nan}, "max_grad_norm must be None or more than 0"),
+]
+BETAS: list[tuple[dict[str, Any], str]] = [
+    ({"betas": (1.0, 0.9)}, "betas must be"),
+    ({"betas": (0.9, 1.0)}, "betas must be"),
+    ({"betas": (-0.1, 0.9)}, "betas must be"),
+    ({"betas": (0.9, math.nan)}, "betas must be"),
+    ({"betas": (0.9,)}, "betas must be"),
+    ({"betas": (0.9, 0.99, 0.999)}, "betas must be"),
+]
+ADAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"eps": -1e-8}, "eps must be 0 or more"),
+    ({"eps": math.nan}, "eps must be 0 or more"),
+    ({"amsgrad": True}, "does not support amsgrad=True"),
+]
+# Without those of torch.optim's that a group cannot ask for.
+GROUP_OPTIONS = [o for o in OPTIONS + BETAS + ADAM_OPTIONS if not {"differentiable", "amsgrad"} & o[0].keys()]
+
+
+def option_id(value: Any) -> str | None:
+    return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None
+
+
+@over_optimizers
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=option_id)
+def test_options_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(make_params(), **options)
+
+
+@pytest.mark.parametrize("build", [b for b in OPTIMIZERS if "LARS" not in b.__name__], ids=name_of)
+@pytest.mark.parametrize(("options", "message"), BETAS, ids=option_id)
+def test_betas_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(make_params(), **options)
+
+
+@pytest.mark.parametrize("build", ADAMS, ids=name_of)
+@pytest.mark.parametrize(("options", "message"), ADAM_OPTIONS, ids=option_id)
+def test_adam_options_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(make_params(), **options)
+
+
+@pytest.mark.parametrize(("options", "message"), GROUP_OPTIONS, ids=option_id)
+def test_a_bad_group_is_not_added(options: dict[str, Any], message: str) -> None:
+    optimizer = optim.AdamW8bit(make_params())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": make_params(), **options})
+    assert len(optimizer.param_groups) == 1
+    train(optimizer, 1)
+
+
+def test_unknown_options_are_no_options() -> None:
+    for build in ADAMS:
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            build(make_params(), paged=True)
+
+
+DENSE = torch.ones(8, 16)
+PARAMS: dict[str, tuple[Callable[[], Any], type, str]] = {
+    "gaps": (lambda: torch.ones(8, 32)[:, ::2].requires_grad_(), ValueError, "dense"),
+    "overlap": (lambda: torch.ones(100).as_strided((8, 16), (4, 1)).requires_grad_(), ValueError, "dense"),
+    "expanded": (lambda: torch.ones(8, 1).expand(8, 16).requires_grad_(), ValueError, "dense"),
+    "sparse": (lambda: torch.eye(4).to_sparse().requires_grad_(), ValueError, "dense"),
+    "fp64": (
+        lambda: DENSE.double().requires_grad_(),
+        TypeError,
+        "float32, bfloat16 or float16, got torch.float64",
+    ),
+    "complex": (lambda: DENSE.to(torch.complex64).requires_grad_(), TypeError, "got torch.complex64"),
+    "integer": (lambda: DENSE.int(), TypeError, "got torch.int32"),
+    "not a leaf": (lambda: DENSE.clone().requires_grad_() * 2, ValueError, "non-leaf"),
+    "no tensor": (lambda: 3, TypeError, "can only optimize Tensors"),
+}
+
+
+@over_optimizers
+@pytest.mark.parametrize("name", PARAMS)
+def test_parameters_of_a_wrong_kind(build: type, name: str) -> None:
+    bad, error, message = PARAMS[name]
+    with pytest.raises(error, match=message):
+        build([*make_params(), bad()])
+    with pytest.raises(error, match=message):
+        build([*((f"p{i}", p) for i, p in enumerate(make_params())), ("bad", bad())])
+    optimizer = build(make_params())
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": [bad()]})
+    assert len(optimizer.param_groups) == 1
+
+
+@over_optimizers
+def test_ways_to_give_parameters_that_torch_refuses(build: type) -> None:
+    p, q = make_params([(4, 4), (5, 5)])
+    optimizer = build([p])
+    for bad, error in (
+        ({"params": {q}}, TypeError),  # a set has no order
+        ({"params": [p]}, ValueError),  # twice
+        ([q], TypeError),  # a group is a dict
+    ):
+        with pytest.raises(error):
+            optimizer.add_param_group(bad)
+        with pytest.raises(error):
+            torch.optim.AdamW([p]).add_param_group(bad)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        build([])
+    with pytest.raises(TypeError):
+        build(p)
+    assert len(optimizer.param_groups) == 1
+
+
+def resized(p: torch.nn.Parameter) -> None:
+    p.grad = torch.ones_like(p)
+    p.data = torch.ones(3, 5)
+
+
+def of_dtype(dtype: torch.dtype) -> Callable[[torch.nn.Parameter], None]:
+    return lambda p: set_grad(p, torch.ones_like(p, dtype=dtype))
+
+
+def sparse(p: torch.nn.Parameter) -> None:
+    p.grad = torch.ones_like(p).to_sparse()
+
+
+GRADIENTS: dict[str, tuple[Callable[[torch.nn.Parameter], None], type, str]] = {
+    "sparse": (sparse, RuntimeError, "dense gradients.*SparseAdam"),
+    "fp64": (of_dtype(torch.float64), TypeError, "gradients must be float32, bfloat16 or float16"),
+    "complex": (
+        of_dtype(torch.complex64),
+        TypeError,
+        "gradients must be float32, bfloat16 or float16",
+    ),
+    "another shape": (resized, RuntimeError, "parameter's shape and device"),
+}
+
+
+@over_optimizers
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
+def test_bad_gradients_raise_before_anything_changes(build: type, name: str, steps: int) -> None:
+    spoil, error, message = GRADIENTS[name]
+    params = make_params()
+    optimizer = build([{"params": params[:1]}, {"params": params[1:]}])
+    train(optimizer, steps)
+    give_gradients(params, 9)
+    spoil(params[1])
+    before, versions = snapshot(optimizer), [p._version for p in params]
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    after = snapshot(optimizer)
+    assert_same(after["params"], before["params"])
+    assert [p._version for p in params] == versions
+    if steps:
+        assert_same(after["states"], before["states"])
+    else:
+        rest = {"trust_ratio": 1.0}
+        assert all(
+            (value == rest.get(key, 0)).all() for state in after["states"] for key, value in state.items()
+        )
+    if name != "another shape":  # and goes on as if nothing had been
+        params[1].grad = None
+        optimizer.step()
+
+
+def test_a_parameter_that_changed_its_strides_is_told() -> None:
+    p = torch.nn.Parameter(torch.randn(8, 16, 8, 8))
+    optimizer = optim.AdamW8bit([p])
+    train(optimizer, 1)
+    p.data = p.data.contiguous(memory_format=torch.channels_last)
+    p.grad = torch.ones_like(p)
+    before = snapshot(optimizer)
+    with pytest.raises((RuntimeError, ValueError), match=r"exp_avgs\[0\].*parameter's shape and strides"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+def test_lr_tensors_of_few_bits(dtype: torch.dtype) -> None:
+    # A kernel reads fp32 and fp64; what it cannot read is refused where it is given, not in training.
+    with pytest.raises(ValueError, match="lr must be"):
+        optim.AdamW8bit(make_params(), lr=torch.tensor(0.5, dtype=dtype))

@@ -1,0 +1,277 @@
+"""LAMB and LARS: trust ratios, layers of a tensor, options."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memkern import optim
+from tests.support.helpers import (
+    LAYERWISE,
+    LAYOUTS,
+    assert_same,
+    hard,
+    like,
+    make_params,
+    name_of,
+    needs_cpp,
+    on,
+    over_cpu,
+    over_layerwise,
+    snapshot,
+    tensor,
+    train,
+)
+
+# ---- layers of a tensor
+
+
+def over_forms(**more: Any) -> Any:
+    forms = {
+        "LAMB": (optim.LAMB, {}),
+        "LARS": (optim.LARS, {}),
+        "classic LARS": (optim.LARS, {"trust_coeff": 1e-2}),
+    }
+    return pytest.mark.parametrize(
+        ("build", "options"), [(b, o | more) for b, o in forms.values()], ids=forms
+    )
+
+
+@over_cpu
+@over_forms(lr=1e-2, weight_decay=0.1)
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize(
+    ("layers", "shape", "block_size"),
+    [
+        (3, (96, 64), 128),
+        (3, (12, 300), 128),
+        ("rows", (7, 200), 128),
+        ("rows", (9, 24), 24),
+        (2, (4, 6, 50), 256),
+    ],
+)
+def test_layers_step_as_tensors_of_their_own(
+    backend: str,
+    build: type,
+    options: dict[str, Any],
+    bits: int,
+    layers: int | str,
+    shape: Any,
+    block_size: int,
+) -> None:
+    options |= {"state_bits": bits, "min_8bit_size": 0, "block_size": block_size}
+    whole = torch.nn.Parameter(hard(shape, 0, scale=0.1))
+    count = shape[0] if layers == "rows" else layers
+    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().chunk(count)]
+    one, many = build([whole], layers=layers, **options), build(parts, **options)
+    with on(backend):
+        for step in range(3):
+            whole.grad = hard(shape, 10 + step)
+            for part, g in zip(parts, whole.grad.chunk(count), strict=True):
+                part.grad = g.clone()
+            one.step()
+            many.step()
+    assert_same(whole.detach(), torch.cat([p.detach() for p in parts]))
+    (ratios,) = one.trust_ratios().values()
+    assert_same(ratios, torch.cat([*many.trust_ratios().values()]))
+    assert len(ratios.unique()) == count
+
+
+LAYERS_THAT_DO_NOT_FIT: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
+    "rows do not divide": ((64, 128), {"layers": 3}, "layers must divide the rows of a tensor, 64"),
+    "a layer ends inside a block": ((6, 60), {"layers": "rows"}, "block_size of at most 60, a row's length"),
+    "so do three": ((9, 50), {"layers": 3}, "inside its blocks of 100"),
+    "0": ((64, 128), {"layers": 0}, "layers must be a number of layers, 1 or more, or 'rows', got 0"),
+    "a name": ((64, 128), {"layers": "columns"}, "or 'rows', got 'columns'"),
+    "a bool": ((64, 128), {"layers": True}, "layers must be a number of layers"),
+}
+
+
+@over_layerwise
+@pytest.mark.parametrize("name", LAYERS_THAT_DO_NOT_FIT)
+def test_layers_that_do_not_fit(build: type, name: str) -> None:
+    shape, options, message = LAYERS_THAT_DO_NOT_FIT[name]
+    with pytest.raises(ValueError, match=message):
+        build(make_params([shape]), **options)
+    optimizer = build(make_params())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": make_params([shape]), **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("layers", [3, "rows"])
+def test_vectors_and_scalars_are_one_layer(layers: int | str) -> None:
+    optimizer = optim.LAMB(make_params([(3, 128), (100,), (), (0, 128)]), layers=layers)
+    train(optimizer, 1)
+    assert [len(r) for r in optimizer.trust_ratios().values()] == [3, 1, 1, 1]
+
+
+# ---- trust ratios
+
+
+@over_cpu
+@over_layerwise
+def test_trust_ratios_of_the_last_step(backend: str, build: type) -> None:
+    weight, bias, frozen = make_params([(64, 128), (300,), (5,)])
+    groups = [
+        {"params": [("weight", weight), ("frozen", frozen)]},
+        {"params": [("bias", bias)], "weight_decay": 0.0},
+    ]
+    optimizer = build(groups, lr=1e-2)
+    assert optimizer.trust_ratios() == {}
+    weight.grad, bias.grad = like(weight, 1), like(bias, 2)
+    with on(backend):
+        optimizer.step()
+    ratios = {name: float(ratio) for name, ratio in optimizer.trust_ratios().items()}
+    assert [*ratios] == ["weight", "bias"]
+    assert ratios["bias"] == 1.0
+    assert ratios["weight"] not in (0.0, 1.0)
+    assert math.isfinite(ratios["weight"])
+    held = optimizer.trust_ratios()["weight"]
+    assert (held.dtype, held.shape, held.device) == (torch.float32, (1,), weight.device)
+    with on(backend):
+        optimizer.step()
+    assert float(held) != ratios["weight"]  # the state's own tensor
+
+
+@over_cpu
+@over_layerwise
+def test_a_ratio_is_one_where_a_norm_is_zero(backend: str, build: type) -> None:
+    still, unmoved = torch.nn.Parameter(torch.zeros(8, 16)), torch.nn.Parameter(torch.ones(8, 16))
+    optimizer = build([still, unmoved], lr=1e-2, weight_decay=0.0, always_adapt=True)
+    still.grad, unmoved.grad = torch.ones(8, 16), torch.zeros(8, 16)
+    with on(backend):
+        optimizer.step()
+    assert [float(r) for r in optimizer.trust_ratios().values()] == [1.0, 1.0]
+    assert (still < 0).all()
+    assert (unmoved == 1).all()
+
+
+@over_cpu
+@over_layerwise
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_gradient_leaves_the_rest_of_its_layer_finite(backend: str, build: type, bad: float) -> None:
+    p = torch.nn.Parameter(hard((4, 300), 0, scale=0.1))
+    optimizer = build([p], lr=1e-2, weight_decay=0.1, min_8bit_size=0)
+    with on(backend):
+        for step in range(3):
+            p.grad = hard((4, 300), 10 + step)
+            if step == 1:
+                p.grad[2, 200] = bad
+            optimizer.step()
+    wrong = (~p.isfinite()).nonzero().tolist()
+    assert wrong == [[2, 200]]
+    assert all(value.isfinite().all() for key, value in optimizer.state[p].items() if key.endswith("scale"))
+
+
+@over_cpu
+@over_forms(lr=1e-2, weight_decay=0.1, trust_clip=True)
+def test_no_clipped_ratio_is_above_one(backend: str, build: type, options: dict[str, Any]) -> None:
+    params = [torch.nn.Parameter(1e3 * p.detach()) for p in make_params()]
+    optimizer = build(params, **options)
+    with on(backend):
+        train(optimizer, 1)
+    assert all(float(r) == 1.0 for r in optimizer.trust_ratios().values())
+
+
+@needs_cpp
+@over_layerwise
+def test_bits_depend_neither_on_the_run_nor_on_the_threads(build: type) -> None:
+    # Layers of many pieces, of one, and waves of several.
+    shapes = [(300, 700), (40, 7), (200, 513), *[(33, 300)] * 20, (5,)]
+    threads, runs = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 3):
+            torch.set_num_threads(n)
+            runs.append(train(build(make_params(shapes), lr=1e-2, weight_decay=0.1), 2))
+    finally:
+        torch.set_num_threads(threads)
+    for other in runs[1:]:
+        assert_same(other, runs[0])
+
+
+@over_cpu
+@over_layerwise
+def test_norms_count_every_element_once(backend: str, build: type) -> None:
+    # With eps 0 an element that does not exist would be 0 / 0 to LAMB.
+    for layout in LAYOUTS:
+        if "empty" in layout:
+            continue
+        p = torch.nn.Parameter(tensor(layout, scale=0.1))
+        optimizer = build([p], lr=0.0, weight_decay=0.0, always_adapt=True, eps=0.0, min_8bit_size=0)
+        p.grad = torch.full_like(p, 0.25)
+        with on(backend):
+            optimizer.step()
+        (ratio,) = optimizer.trust_ratios().values()
+        # The first step's direction is 1 for LAMB, and the moment a tenth of the gradient for LARS.
+        norm = math.sqrt(p.numel()) * (1.0 if "LAMB" in build.__name__ else 0.025)
+        assert float(ratio) == pytest.approx(float(p.detach().double().norm()) / norm, rel=1e-6), layout
+
+
+# ---- options
+
+
+LARS_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"momentum": 1.0}, "momentum must be from 0 to below 1, got 1.0"),
+    ({"momentum": -0.1}, "momentum must be"),
+    ({"momentum": math.nan}, "momentum must be"),
+    ({"dampening": 1.5, "trust_coeff": 1e-3}, "dampening must be from 0 to 1, got 1.5"),
+    ({"dampening": 0.5}, "classic form: they need a trust_coeff"),
+    ({"nesterov": True}, "classic form: they need a trust_coeff"),
+    ({"nesterov": True, "trust_coeff": 1e-3, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+    (
+        {"nesterov": True, "trust_coeff": 1e-3, "dampening": 0.5},
+        "nesterov needs a momentum above 0 and no dampening",
+    ),
+    ({"trust_coeff": 0.0}, "trust_coeff must be None or above 0, got 0.0"),
+    ({"trust_coeff": -1.0}, "trust_coeff must be None or above 0"),
+    ({"eps": -1e-8}, "eps must be 0 or more"),
+]
+LAMB_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"eps": -1e-8}, "eps must be 0 or more"),
+    ({"eps": math.nan}, "eps must be 0 or more"),
+    ({"caution": True}, "does not support caution=True"),
+    ({"corrected_weight_decay": True}, "does not support corrected_weight_decay=True"),
+    ({"grad_averaging": False}, "does not support grad_averaging=False; leave it True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [(b, *case) for b in LAYERWISE for case in (LAMB_OPTIONS if "LAMB" in b.__name__ else LARS_OPTIONS)],
+    ids=lambda x: name_of(x) or str(x),
+)
+def test_options_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(make_params(), **options)
+
+
+def test_arguments_are_timms() -> None:
+    params = make_params()
+    group = optim.LAMB(params, 1e-2, False, (0.8, 0.9), 1e-5, 0.3, True, 2.0, True, True).param_groups[0]
+    expected = {
+        "lr": 1e-2, "bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.3,
+        "max_grad_norm": 2.0, "trust_clip": True, "always_adapt": True, "decoupled_decay": False,
+    }  # fmt: skip
+    assert {key: group[key] for key in expected} == expected
+    group = optim.LARS8bit(params, 1.0, 0.8, 0.0, 0.3, True, 1e-3, 1e-5, True, True).param_groups[0]
+    expected = {
+        "lr": 1.0, "momentum": 0.8, "dampening": 0.0, "weight_decay": 0.3, "nesterov": True, "trust_coeff": 1e-3,
+        "eps": 1e-5, "trust_clip": True, "always_adapt": True, "state_bits": 8,
+    }  # fmt: skip
+    assert {key: group[key] for key in expected} == expected
+
+
+@over_layerwise
+@pytest.mark.parametrize("bad", [torch.ones(2), torch.ones(()), torch.ones(1).half()], ids=str)
+def test_trust_ratios_that_do_not_fit_a_state(build: type, bad: Tensor) -> None:
+    optimizer = build(make_params())
+    before = train(optimizer, 1)
+    state_dict = optimizer.state_dict()
+    state_dict = {**state_dict, "state": {k: dict(v) for k, v in state_dict["state"].items()}}
+    state_dict["state"][0]["trust_ratio"] = bad
+    with pytest.raises(ValueError, match=r"trust_ratio must be float32 of shape \(1,\)"):
+        optimizer.load_state_dict(state_dict)
+    assert_same(snapshot(optimizer), before)

@@ -1,0 +1,218 @@
+"""The optimizers in use: which states are 8-bit, groups, learning rates, schedulers."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from memkern import memory, optim
+from tests.support.helpers import (
+    assert_same,
+    give_gradients,
+    make_params,
+    name_of,
+    over_8bit,
+    over_optimizers,
+    snapshot,
+    train,
+)
+
+# ---- which states are 8-bit
+
+
+def test_small_and_flat_tensors_keep_fp32_states() -> None:
+    sizes = {
+        (64, 64): True,
+        (63, 65): False,  # 4,095 elements
+        (4096, 1): True,
+        (4096,): False,
+        (65535,): False,
+        (65536,): True,
+        (1, 4096): True,
+        (): False,
+        (0, 4096): False,
+    }
+    params = make_params(sizes)
+    optimizer = optim.AdamW8bit(params)
+    train(optimizer, 1)
+    for p, eight in zip(params, sizes.values(), strict=True):
+        state = optimizer.state[p]
+        assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (
+            (torch.int8, torch.uint8) if eight else (torch.float32, torch.float32)
+        ), tuple(p.shape)
+        expected = [
+            "exp_avg",
+            "exp_avg_sq",
+            *(["exp_avg_scale", "exp_avg_sq_scale"] if eight else []),
+            "step",
+        ]
+        assert [*state] == expected
+
+
+@over_8bit
+def test_min_8bit_size_moves_the_border(build: type) -> None:
+    params = make_params()
+    optimizer = build(params, min_8bit_size=100)
+    train(optimizer, 1)
+    assert [optimizer.state[p]["exp_avg"].dtype for p in params] == [torch.int8, torch.int8, torch.float32]
+
+
+@over_8bit
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+def test_mixed_states_are_each_tensors_own(build: type, dtype: torch.dtype) -> None:
+    # Tensors with 8-bit and fp32 states in one call give what they give alone.
+    together = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params()]
+    apart = [torch.nn.Parameter(p.detach().clone()) for p in together]
+    one, many = build(together), [build([p]) for p in apart]
+    for step in range(3):
+        give_gradients(together, step)
+        for p, q in zip(together, apart, strict=True):
+            q.grad = p.grad
+        for optimizer in (one, *many):
+            optimizer.step()
+    assert_same(snapshot(one)["params"], [snapshot(o)["params"][0] for o in many])
+    assert_same(snapshot(one)["states"], [snapshot(o)["states"][0] for o in many])
+
+
+# rows that are a multiple of 128, or at least 1,024 long
+@pytest.mark.parametrize(
+    "shape", [(32, 128), (4, 1025), (7, 5001), (100, 1280), (65536,), (2048, 768), (8, 16, 3, 384)]
+)
+def test_state_bytes(shape: tuple[int, ...]) -> None:
+    (p,) = params = make_params([shape])
+    optimizer = optim.AdamW8bit(params)
+    train(optimizer, 1)
+    # 1,025 is the worst: 2 + 9 * 8 / 1025 = 2.0702.
+    assert 2 < memory.optimizer_bytes(optimizer) / p.numel() < 2.0715
+    lion = optim.Lion8bit(params)
+    train(lion, 1)
+    assert 1 < memory.optimizer_bytes(lion) / p.numel() < 1.036
+
+
+# ---- groups
+
+
+def test_groups_have_their_own_options() -> None:
+    options = [
+        {},
+        {"lr": 3e-3, "weight_decay": 0.0},
+        {"betas": (0.8, 0.9), "eps": 1e-5},
+        {"state_bits": 32, "maximize": True},
+        {"codec": "dynamic", "block_size": 64},
+        {"min_8bit_size": 10**6},
+        {"decoupled_weight_decay": False},
+    ]
+    one = optim.AdamW8bit(
+        [{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2
+    )
+    alone = [
+        optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2)
+        for i, o in enumerate(options)
+    ]
+    for step in range(3):
+        give_gradients([g["params"][0] for g in one.param_groups], step)
+        for group, optimizer in zip(one.param_groups, alone, strict=True):
+            optimizer.param_groups[0]["params"][0].grad = group["params"][0].grad
+            optimizer.step()
+        one.step()
+    for i, optimizer in enumerate(alone):
+        assert_same(snapshot(one)["params"][i], snapshot(optimizer)["params"][0], str(options[i]))
+        assert_same(snapshot(one)["states"][i], snapshot(optimizer)["states"][0], str(options[i]))
+    moved = snapshot(one)["params"]
+    assert not any(torch.equal(moved[0], other) for other in moved[1:])
+
+
+@over_optimizers
+def test_a_group_added_in_training(build: type) -> None:
+    first, second = make_params(), make_params([(40, 128), (5,)], 50)
+    optimizer = build(first, lr=1e-2)
+    before = train(optimizer, 2)
+    optimizer.add_param_group({"params": second, "lr": 1e-4})
+    alone = build(make_params([(40, 128), (5,)], 50), lr=1e-4)
+    for step in (2, 3):
+        train(optimizer, 1, first=step)
+        for p, q in zip(alone.param_groups[0]["params"], second, strict=True):
+            p.grad = q.grad
+        alone.step()
+    assert_same(snapshot(optimizer)["params"][3:], snapshot(alone)["params"])
+    assert not torch.equal(snapshot(optimizer)["params"][0], before["params"][0])
+    if "step" in optimizer.state[first[0]]:
+        assert [float(optimizer.state[p]["step"]) for p in (first[0], second[0])] == [4, 2]
+
+
+def test_params_may_come_as_a_generator_named_or_one_alone() -> None:
+    model = torch.nn.Linear(128, 64)
+    assert len(optim.AdamW8bit(p for p in model.parameters()).param_groups[0]["params"]) == 2
+    named = optim.AdamW8bit(model.named_parameters())
+    assert named.param_groups[0]["param_names"] == ["weight", "bias"]
+    named.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
+    assert named.state_dict()["param_groups"][1]["param_names"] == ["extra"]
+    one = optim.AdamW8bit([{"params": model.weight}])
+    assert one.param_groups[0]["params"] == [model.weight]
+
+
+def test_defaults_and_repr_are_those_of_torch() -> None:
+    params = make_params()
+    for ours, torchs in ((optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam)):
+        mine, theirs = ours(params).defaults, torchs(params).defaults
+        for key in ("lr", "betas", "eps", "weight_decay", "maximize"):
+            assert mine[key] == theirs[key], key
+        assert mine["state_bits"] == 32
+    positional = optim.AdamW8bit(params, 1e-2, (0.8, 0.9), 1e-6, 0.3)
+    group = positional.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-2, (0.8, 0.9), 1e-6, 0.3)
+    assert group["state_bits"] == 8
+    assert "codec: power" in repr(positional)
+    assert optim.AdamW8bit(params, foreach=True).param_groups  # accepted and ignored, as is fused
+    assert optim.Lion8bit(params, fused=True).param_groups
+
+
+# ---- learning rates and schedulers
+
+
+@over_optimizers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_lr_as_a_tensor(build: type, dtype: torch.dtype) -> None:
+    rates = [1e-2, 5e-3, 0.0, 2e-2]
+    lr = torch.tensor(0.0, dtype=dtype)
+    by_tensor, by_float = build(make_params(), lr=lr), build(make_params(), lr=0.0)
+    for step, rate in enumerate(rates):
+        lr.fill_(rate)
+        by_float.param_groups[0]["lr"] = float(lr)  # the number that the dtype can hold
+        train(by_tensor, 1, first=step)
+        train(by_float, 1, first=step)
+    assert_same(snapshot(by_tensor), snapshot(by_float))
+    assert by_tensor.param_groups[0]["lr"] is lr
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.7**step),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
+        o, 1e-2, total_steps=12, cycle_momentum="betas" in o.defaults
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+def test_schedulers_drive_it_as_they_drive_torch(name: str, tensor_lr: bool) -> None:
+    runs = []
+    for build, options in ((optim.AdamW, {}), (torch.optim.AdamW, {"foreach": False, "fused": False})):
+        lr = torch.tensor(1e-2, dtype=torch.float64) if tensor_lr else 1e-2
+        optimizer = build(make_params(), lr=lr, **options)
+        scheduler = SCHEDULERS[name](optimizer)
+        path = []
+        for step in range(8):
+            train(optimizer, 1, first=step)
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            path.append((float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"]))
+        runs.append((path, snapshot(optimizer)["params"]))
+    (path, params), (torchs_path, torchs_params) = runs
+    assert path == torchs_path
+    assert len({lr for lr, _ in path}) > 1
+    for p, q in zip(params, torchs_params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

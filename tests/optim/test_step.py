@@ -1,0 +1,266 @@
+"""A step of the optimizers: closures, hooks, and what it may touch."""
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkern import _ops, backend, memory, optim
+from tests.support.helpers import (
+    assert_same,
+    give_gradients,
+    hard,
+    like,
+    make_params,
+    needs_cpp,
+    on,
+    over_8bit,
+    over_cpu,
+    over_optimizers,
+    snapshot,
+    train,
+)
+
+# ---- closures, hooks, gradients
+
+
+@over_optimizers
+def test_closure(build: type) -> None:
+    params = make_params()
+    optimizer, calls = build(params), []
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = sum((p * p).sum() for p in params)
+        loss.backward()
+        return loss
+
+    before = [p.detach().clone() for p in params]
+    expected = sum((p.detach() ** 2).sum() for p in params)
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert len(calls) == 1
+    torch.testing.assert_close(loss.detach(), expected)
+    assert not torch.equal(before[0], params[0])
+    assert optimizer.step() is None
+
+
+def test_step_hooks() -> None:
+    optimizer = optim.AdamW8bit(make_params())
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda o, args, kwargs: seen.append(("before", o.state[o.param_groups[0]["params"][0]].get("step")))
+    )
+    optimizer.register_step_post_hook(
+        lambda o, args, kwargs: seen.append(("after", float(o.state[o.param_groups[0]["params"][0]]["step"])))
+    )
+    train(optimizer, 1)
+    assert seen == [("before", None), ("after", 1.0)]
+
+
+@over_optimizers
+def test_zero_grad(build: type) -> None:
+    params = make_params()
+    optimizer = build(params)
+    train(optimizer, 1)
+    optimizer.zero_grad(set_to_none=False)
+    assert all((p.grad == 0).all() for p in params)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+@over_optimizers
+@over_cpu
+def test_params_without_gradients_are_left_alone(backend: str, build: type) -> None:
+    params = make_params()
+    optimizer = build(params, weight_decay=0.1)
+    optimizer.step()  # none has one
+    assert not optimizer.state
+    before = snapshot(optimizer)["params"]
+    with on(backend):
+        for step in range(2):
+            params[0].grad, params[2].grad = like(params[0], step), like(params[2], step)
+            optimizer.step()
+    after = snapshot(optimizer)["params"]
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[0], before[0])
+    assert params[1] not in optimizer.state
+    frozen = torch.nn.Parameter(torch.ones(64, 64), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    optimizer.step()
+    assert (frozen == 1).all()
+
+
+@over_optimizers
+@over_cpu
+def test_gradients_are_only_read(backend: str, build: type) -> None:
+    params = make_params()
+    optimizer = build(params, maximize=True, weight_decay=0.1)
+    give_gradients(params, 0)
+    kept = [(p.grad, p.grad.clone(), p.grad._version, p.grad.data_ptr()) for p in params]
+    with on(backend):
+        optimizer.step()
+    for p, (grad, value, version, pointer) in zip(params, kept, strict=True):
+        assert p.grad is grad
+        assert (grad._version, grad.data_ptr()) == (version, pointer)
+        assert torch.equal(grad, value)
+
+
+GRADIENT_LAYOUTS = {
+    "transposed": lambda g: g.t().contiguous().t(),
+    "every other": lambda g: torch.stack([g, g], -1)[..., 0],
+    "expanded": lambda g: g[:1].expand_as(g),
+    "channels_last": lambda g: g,
+}
+
+
+@over_optimizers
+@over_cpu
+@pytest.mark.parametrize("norm", [None, 1.0], ids=["", "clipped"])
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
+def test_gradients_may_lie_otherwise_than_their_parameter(
+    layout: str, norm: float | None, backend: str, build: type
+) -> None:
+    shape = (8, 16, 8, 8) if layout == "channels_last" else (64, 128)
+    p, q = make_params([shape]), make_params([shape])
+    if layout == "channels_last":
+        for params in (p, q):
+            params[0].data = params[0].data.contiguous(memory_format=torch.channels_last)
+    a, b = build(p, max_grad_norm=norm), build(q, max_grad_norm=norm)
+    for step in range(2):
+        g = GRADIENT_LAYOUTS[layout](hard(shape, step))
+        p[0].grad = g
+        q[0].grad = torch.empty_like(q[0]).copy_(g)
+        assert g.stride() != q[0].grad.stride()
+        with on(backend):
+            a.step()
+            b.step()
+        assert p[0].grad is g
+    assert_same(snapshot(a), snapshot(b))
+    assert p[0].stride() == q[0].stride()
+
+
+@over_optimizers
+@over_cpu
+def test_many_tensors(backend: str, build: type) -> None:
+    shapes = [(1 + i % 7, 17 * (1 + i % 11)) for i in range(150)]
+    with on(backend):
+        one = build(make_params(shapes), min_8bit_size=200)
+        train(one, 2)
+        for i in (0, 77, 149):
+            alone = build(make_params([shapes[i]], i), min_8bit_size=200)
+            for step in range(2):
+                alone.param_groups[0]["params"][0].grad = hard(shapes[i], 1000 * step + i)
+                alone.step()
+            assert_same(snapshot(one)["params"][i], snapshot(alone)["params"][0])
+            assert_same(snapshot(one)["states"][i], snapshot(alone)["states"][0])
+
+
+# ---- autograd and memory
+
+
+@over_optimizers
+@over_cpu
+def test_autograd_sees_that_parameters_changed(backend: str, build: type) -> None:
+    params = make_params()
+    optimizer = build(params)
+    versions = [p._version for p in params]
+    loss = sum((p * p).sum() for p in params)  # saves p
+    with on(backend):
+        train(optimizer, 1)
+    assert all(p._version > version for p, version in zip(params, versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_cpp
+@over_optimizers
+def test_a_step_allocates_no_tensor_memory_after_the_first(build: type) -> None:
+    params = make_params([(64, 128), (300, 7), (10,), (4, 5000)])
+    optimizer = build(params, lr=1e-2)
+    with Calls() as first:
+        train(optimizer, 1)
+    give_gradients(params, 1)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 5e-3
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        optimizer.step()
+    allocated = [e for e in profiled.events() if e.cpu_memory_usage > 0]
+    assert allocated == []
+    with Calls() as later:
+        optimizer.step()
+    op = f"memkern::{optimizer.op}"
+    assert later.names.count(op) == 1  # one call, whatever the number of tensors
+    assert {n for n in later.names if not n.startswith("profiler::")} <= {op, "aten::fill_"}
+    assert first.names.count(op) == 1
+
+
+@over_8bit
+def test_a_step_makes_no_temporary_as_large_as_a_parameter(build: type) -> None:
+    params = make_params([(256, 1024), (64, 128)])
+    optimizer = build(params)
+    give_gradients(params, 0)
+    resting = memory.peak_bytes(lambda: None, params, [p.grad for p in params])
+    peak = memory.peak_bytes(optimizer.step, params, [p.grad for p in params])  # the first: its states
+    assert peak - resting < 1.1 * memory.optimizer_bytes(optimizer)
+    everything = (params, [p.grad for p in params], optimizer)
+    assert memory.peak_bytes(optimizer.step, *everything) == memory.peak_bytes(lambda: None, *everything)
+
+
+def test_step_counts_and_finite_results() -> None:
+    optimizer = optim.Adam8bit(make_params(), lr=1e-2)
+    result = train(optimizer, 12)
+    assert all(
+        float(state["step"]) == 12 and state["step"].dtype == torch.float32 for state in result["states"]
+    )
+    assert all(math.isfinite(float(p.sum())) for p in result["params"])
+
+
+# ---- what the caches are asked for
+
+
+def test_a_step_recalls_its_own_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(backend, "recall", calls.append)
+    step = _ops.step_
+    monkeypatch.setattr(_ops, "step_", lambda *args: (calls.append("op"), step(*args)))
+    one, two = optim.AdamW8bit(make_params()), optim.Lion8bit(make_params())
+    for optimizer in (one, two, one):
+        train(optimizer, 1)
+    assert calls == [id(one), "op", id(two), "op", id(one), "op"]
+
+
+@needs_cpp
+def test_recall_reads_nothing_of_what_is_gone() -> None:
+    keys = []
+    for _ in range(40):  # more than are kept
+        optimizer = optim.AdamW8bit([torch.nn.Parameter(torch.ones(64, 128)) for _ in range(50)])
+        give_gradients(optimizer.param_groups[0]["params"], 0)
+        optimizer.step()
+        keys.append(id(optimizer))
+        del optimizer
+        gc.collect()
+    before, after = optim.AdamW8bit(make_params()), optim.AdamW8bit(make_params())
+    for seed in range(2):
+        for key in (*keys, 0, -1, 2**62):
+            backend.recall(key)
+        for optimizer in (before, after):
+            give_gradients(optimizer.param_groups[0]["params"], seed)
+            optimizer.step()
+    assert_same(snapshot(before), snapshot(after))

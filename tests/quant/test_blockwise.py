@@ -1,0 +1,290 @@
+"""memkern.quantize_blockwise and dequantize_blockwise: backend against backend, odd blocks, arguments."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import memkern
+from memkern.quant import codec as C
+from memkern.reference.blockwise import dither
+from tests.support.helpers import (
+    CODECS,
+    LAYOUTS,
+    assert_same,
+    at,
+    fast_here,
+    hard,
+    on,
+    over_all,
+    over_codecs,
+    over_cpu,
+    over_dtypes,
+    over_fast,
+    over_layouts,
+    over_signs,
+    tensor,
+)
+
+FLT_MAX = torch.finfo(torch.float32).max
+TINIEST = 2.0**-149
+# Below, the factor that a block is multiplied by overflows, and the block is stored as zeros.
+LEAST = {"power": 255**2 / FLT_MAX * 1.001, "dynamic": 1 / FLT_MAX * 1.001}
+
+
+def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scale) on a backend, after a look that the reference gives the same."""
+    with on(backend):
+        actual = memkern.quantize_blockwise(at(x, backend), **options)
+    with on("reference"):
+        assert_same(actual, memkern.quantize_blockwise(x, **options), f"codes and scale of {backend}")
+    return actual
+
+
+# ---- backends agree
+
+
+@over_fast
+@over_codecs
+@over_signs
+@over_dtypes
+@over_layouts
+def test_backends_give_the_same_bits(
+    backend: str, codec: str, signed: bool, dtype: torch.dtype, layout: str
+) -> None:
+    x = tensor(layout, dtype)
+    options = {"codec": codec, "signed": signed, "block_size": 128}
+    codes, scale = both(x, backend, **options)
+    if codec == "power" and not signed:
+        both(x, backend, step=3, **options)
+    with on(backend):
+        back = memkern.dequantize_blockwise(codes, scale, codec=codec, dtype=dtype)
+    with on("reference"):
+        assert_same(back, memkern.dequantize_blockwise(codes.cpu(), scale.cpu(), codec=codec, dtype=dtype))
+    assert (back.dtype, back.shape, back.stride()) == (dtype, x.shape, x.stride())
+
+
+@over_fast
+@over_codecs
+@over_signs
+@pytest.mark.parametrize("block_size", [8, 16, 24, 72, 256, 1000, 2048, 4096])
+@pytest.mark.parametrize("layout", ["odd", "long rows", "short rows", "1-D", "large"])
+def test_block_sizes(backend: str, codec: str, signed: bool, block_size: int, layout: str) -> None:
+    x = hard((9, 4500), 0) if layout == "large" else tensor(layout)
+    both(x, backend, codec=codec, signed=signed, block_size=block_size)
+
+
+def neighbours(x: torch.Tensor, ulps: int = 3) -> torch.Tensor:
+    """x and the fp32 numbers next to it, up to `ulps` away on each side."""
+    offsets = torch.arange(-ulps, ulps + 1, dtype=torch.int32)
+    return (x.view(torch.int32)[..., None] + offsets).view(torch.float32)
+
+
+SCALES = [1.0, 3e-3, 0.7e-20, 1e30, LEAST["power"], 2.0**-113, 2.0**-126, LEAST["dynamic"], FLT_MAX]
+
+
+@over_fast
+@over_signs
+@pytest.mark.parametrize("scale", SCALES)
+def test_power_beside_every_boundary(backend: str, signed: bool, scale: float) -> None:
+    # An encoder may estimate the root, so that what it does next to a boundary is the test.
+    levels = 127 if signed else 255
+    step = None if signed else 41
+    u = 0.5 if signed else dither(128, step, torch.device("cpu"))[1:].double()
+    q = torch.arange(1, levels + 1, dtype=torch.float64)[:, None]
+    bound = ((q - u).clamp_min(0) / levels).square() * scale  # places 1.. of the blocks, one block a code
+    bound = bound.expand(levels, 127).float()
+    for x in neighbours(bound).unbind(-1):
+        x = torch.cat([torch.full((levels, 1), scale), x.clamp(0, scale)], 1)
+        if signed:
+            x[:, 2::2] *= -1
+        both(x, backend, signed=signed, step=step)
+
+
+@over_fast
+@over_signs
+@pytest.mark.parametrize("scale", SCALES)
+def test_dynamic_beside_every_boundary(backend: str, signed: bool, scale: float) -> None:
+    bound = torch.tensor(C.dynamic_midpoints(signed))
+    edges = torch.tensor([0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0])
+    x = neighbours(torch.cat([bound, edges, -edges if signed else edges])).clamp(-1, 1)
+    x = x.reshape(-1) * scale
+    x = torch.nn.functional.pad(x, (0, -len(x) % 7)).view(-1, 7)
+    x = torch.cat([x, torch.full((len(x), 1), scale)], 1)
+    both(x, backend, codec="dynamic", signed=signed, block_size=8)
+
+
+def from_bits(bits: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32).copy())
+
+
+any_fp32 = st.integers(0, 2**32 - 1)
+# Magnitudes that one block may well hold together: an exponent in common, and some bits of noise.
+block_like = st.builds(
+    lambda exponent, rest: [
+        min(max(exponent + e, 0), 254) << 23 | mantissa | sign << 31 for e, mantissa, sign in rest
+    ],
+    st.integers(0, 254),
+    st.lists(
+        st.tuples(st.integers(-20, 0), st.integers(0, 2**23 - 1), st.integers(0, 1)), min_size=1, max_size=80
+    ),
+)
+
+
+@settings(max_examples=300)
+@given(
+    bits=st.one_of(st.lists(any_fp32, min_size=1, max_size=80), block_like),
+    codec=st.sampled_from(CODECS),
+    signed=st.booleans(),
+    step=st.one_of(st.none(), st.integers(0, 2**24)),
+    block_size=st.sampled_from([8, 16, 64]),
+)
+@example(bits=[2**31] * 9, codec="power", signed=False, step=None, block_size=8)  # -0.0 only
+def test_backends_agree_on_any_values(
+    bits: list[int], codec: str, signed: bool, step: int | None, block_size: int
+) -> None:
+    x = from_bits(bits)[None]
+    step = step if codec == "power" and not signed else None
+    for backend in fast_here():
+        codes, scale = both(x, backend, codec=codec, signed=signed, block_size=block_size, step=step)
+        with on(backend):
+            back = memkern.dequantize_blockwise(codes, scale, codec=codec, block_size=block_size)
+        with on("reference"):
+            assert_same(back, memkern.dequantize_blockwise(codes, scale, codec=codec, block_size=block_size))
+        assert back.isfinite().all()
+
+
+# ---- blocks that are not ordinary
+
+INF, NAN = math.inf, math.nan
+# values of one block -> scale, signed power codes, unsigned power codes (nearest)
+EXTREMES = {
+    "zeros": ([0.0, -0.0, 0.0], 0.0, [0, 0, 0], [0, 0, 0]),
+    "denormal, the factor overflows": ([1e-40, 0.0, -1e-41], 1e-40, [0, 0, 0], [0, 0, 0]),
+    "N^2 / s overflows": ([1e-36, 0.0, -1e-37], 1e-36, [0, 0, 0], [0, 0, 0]),
+    "N^2 / s is as large as can be": ([2e-34, -2e-34, 1e-34], 2e-34, [127, -127, 90], [255, 0, 180]),
+    "FLT_MAX": ([FLT_MAX, -FLT_MAX, FLT_MAX / 5, 1.0], FLT_MAX, [127, -127, 57, 0], [255, 0, 114, 1]),
+    "NaN among others": ([NAN, 1.0, -0.25, 0.0], 1.0, [0, 127, -64, 0], [255, 255, 0, 0]),
+    "infinity among others": ([INF, 1.0, -INF, 0.25], 1.0, [0, 127, 0, 64], [255, 255, 0, 128]),
+    "NaN only": ([NAN, NAN], 0.0, [0, 0], [0, 0]),
+    "infinity only": ([INF, -INF], 0.0, [0, 0], [0, 0]),
+    "a huge and a tiny": ([1e30, 1e-30, TINIEST], 1e30, [127, 0, 0], [255, 1, 1]),
+    "negative only": ([-2.0, -0.5], 2.0, [-127, -64], [0, 0]),
+}
+
+
+@over_all
+@over_dtypes
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_blocks(backend: str, dtype: torch.dtype, name: str) -> None:
+    values, scale, signed_codes, unsigned_codes = EXTREMES[name]
+    x = torch.tensor([values + [0.0] * 30]).to(dtype)
+    fits = torch.equal(x.float(), torch.tensor([values + [0.0] * 30])) or name.startswith(
+        ("NaN", "inf", "zero")
+    )
+    for codec in CODECS:
+        for signed, codes in ((True, signed_codes), (False, unsigned_codes)):
+            q, s = both(x, backend, codec=codec, signed=signed)
+            if fits:
+                kept = [v for v in values if math.isfinite(v) and (signed or v > 0)]
+                assert s.item() == np.float32(scale if signed else max(kept, default=0.0))
+            if fits and codec == "power":
+                assert q[0, : len(values)].tolist() == codes
+            assert (q[0, len(values) :] == 0).all()
+
+
+@over_cpu
+@over_codecs
+@over_signs
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_bad_value_touches_no_other(backend: str, codec: str, signed: bool, bad: float) -> None:
+    x = hard((3, 300), 5, signed=signed)
+    spoilt = x.clone()
+    spoilt[2, 7] = bad
+    x[2, 7] = 0
+    with on(backend):
+        codes, scale = memkern.quantize_blockwise(x, codec=codec, signed=signed)
+        spoilt_codes, spoilt_scale = memkern.quantize_blockwise(spoilt, codec=codec, signed=signed)
+    assert torch.equal(scale, spoilt_scale)
+    assert spoilt_codes[2, 7] == (0 if signed or bad < 0 else 255)
+    spoilt_codes[2, 7] = codes[2, 7]
+    assert torch.equal(codes, spoilt_codes)
+
+
+# ---- arguments
+
+
+def test_defaults_and_what_is_left_alone() -> None:
+    x = torch.nn.Parameter(torch.randn(4, 256))
+    before = x.detach().clone()
+    codes, scale = memkern.quantize_blockwise(x)
+    assert (codes.dtype, scale.dtype, tuple(scale.shape)) == (torch.int8, torch.float32, (4, 2))
+    assert not codes.requires_grad
+    assert torch.equal(x.detach(), before)
+    back = memkern.dequantize_blockwise(codes, scale)
+    assert back.dtype == torch.float32
+    # The error of a rounded root: half a code, (2 q + 1/2) / 2 / N^2 of the scale at most.
+    assert (back - x.detach()).abs().max() <= scale.max() * 1.01 / 127
+
+
+BAD = [
+    ({"codec": "linear"}, ValueError, "codec must be one of 'power', 'dynamic'"),
+    ({"codec": 0}, ValueError, "codec must be one of"),
+    *(({"block_size": b}, ValueError, "multiple of 8 from 8 to 4096") for b in (0, 4, 12, 8192, 128.0, True)),
+    ({"step": 3}, ValueError, "step belongs to unsigned power codes"),
+    ({"step": 3, "signed": False, "codec": "dynamic"}, ValueError, "step belongs to unsigned power codes"),
+    ({"x": torch.ones(8, dtype=torch.float64)}, TypeError, "float32, bfloat16 or float16, got torch.float64"),
+    ({"x": torch.ones(8, dtype=torch.int32)}, TypeError, "got torch.int32"),
+    ({"x": torch.ones(8, dtype=torch.complex64)}, TypeError, "got torch.complex64"),
+    ({"x": torch.eye(4).to_sparse()}, ValueError, "dense"),
+]
+
+
+@over_cpu
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=lambda v: None)
+def test_quantize_refuses(backend: str, options: dict, error: type, message: str) -> None:
+    options = {"x": torch.ones(8)} | options
+    with on(backend), pytest.raises(error, match=message):
+        memkern.quantize_blockwise(options.pop("x"), **options)
+
+
+I8 = torch.ones(4, 256, dtype=torch.int8)
+BAD_BACK = [
+    ((I8, torch.ones(4, 2)), {"codec": "linear"}, ValueError, "codec must be one of"),
+    ((I8, torch.ones(4, 2)), {"block_size": 12}, ValueError, "multiple of 8"),
+    ((I8, torch.ones(4, 2)), {"block_size": 64}, ValueError, "scale"),
+    ((I8, torch.ones(2, 4)), {}, ValueError, "scale"),
+    ((I8, torch.ones(8)), {}, ValueError, "scale"),
+    ((I8, torch.ones(0)), {}, ValueError, "scale"),
+    ((I8, torch.ones(4, 2, dtype=torch.float64)), {}, ValueError, "scale"),
+    ((I8, torch.ones(4, 2, dtype=torch.bfloat16)), {}, ValueError, "scale"),
+    ((I8.float(), torch.ones(4, 2)), {}, TypeError, "int8 .*or uint8"),
+    ((I8.to(torch.int16), torch.ones(4, 2)), {}, TypeError, "int8 .*or uint8"),
+    ((I8, torch.ones(4, 2)), {"dtype": torch.float64}, TypeError, "float32, bfloat16 or float16"),
+]
+
+
+@over_cpu
+@pytest.mark.parametrize(("args", "options", "error", "message"), BAD_BACK, ids=lambda v: None)
+def test_dequantize_refuses(backend: str, args: tuple, options: dict, error: type, message: str) -> None:
+    with on(backend), pytest.raises(error, match=message):
+        memkern.dequantize_blockwise(*args, **options)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    x = hard((64, 4096), 0)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(memkern.quantize_blockwise(x, signed=False, step=1))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+assert {"empty", "0-dim", "channels_last", "unaligned"} <= LAYOUTS.keys()

@@ -1,0 +1,151 @@
+"""What the activations' tests share: every activation with torch's own beside it, values around thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memkern import functional, nn
+from memkern.fewbit.levels import Levels, hardtanh_levels, relu_levels
+from memkern.fewbit.shipped import DERIVATIVES
+from memkern.fewbit.tables import LEVELS
+from tests.support.helpers import hard
+
+
+class Activation(NamedTuple):
+    """ours(x, bits=..., inplace=...): arguments that it does not have are left out."""
+
+    ours: Callable[..., Tensor]
+    torch: Callable[..., Tensor]
+    module: Callable[..., torch.nn.Module]
+    table: Callable[[int], Levels]
+    has_bits: bool = True
+    inplace: bool = False
+
+    def __call__(self, x: Tensor, bits: int = 3, inplace: bool = False) -> Tensor:
+        options: dict[str, Any] = {"bits": bits} if self.has_bits else {}
+        return self.ours(x, **options, **({"inplace": True} if inplace else {}))
+
+
+def _shipped(name: str, factor: float = 1.0) -> Callable[[int], Levels]:
+    return lambda bits: LEVELS[name, bits].scaled(factor)
+
+
+def _with(fn: Callable[..., Tensor], *args: Any) -> Callable[..., Tensor]:
+    return lambda x, **options: fn(x, *args, **options)
+
+
+f = functional
+ACTIVATIONS = {
+    "gelu": Activation(f.gelu, F.gelu, nn.GELU, _shipped("gelu")),
+    "gelu tanh": Activation(
+        _with(f.gelu, "tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda **o: nn.GELU("tanh", **o),
+        _shipped("gelu_tanh"),
+    ),
+    "silu": Activation(f.silu, F.silu, nn.SiLU, _shipped("silu"), inplace=True),
+    "tanh": Activation(f.tanh, torch.tanh, nn.Tanh, _shipped("tanh")),
+    "sigmoid": Activation(f.sigmoid, torch.sigmoid, nn.Sigmoid, _shipped("sigmoid")),
+    "softplus": Activation(f.softplus, F.softplus, nn.Softplus, _shipped("softplus")),
+    "softplus 2, 4": Activation(
+        _with(f.softplus, 2.0, 4.0),
+        lambda x: F.softplus(x, 2.0, 4.0),
+        lambda **o: nn.Softplus(2.0, 4.0, **o),
+        _shipped("softplus", 2.0),
+    ),
+    "mish": Activation(f.mish, F.mish, nn.Mish, _shipped("mish"), inplace=True),
+    "hardswish": Activation(f.hardswish, F.hardswish, nn.Hardswish, _shipped("hardswish"), inplace=True),
+    "quick_gelu": Activation(
+        f.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x), nn.QuickGELU, _shipped("quick_gelu")
+    ),
+    "relu": Activation(f.relu, F.relu, nn.ReLU, lambda bits: relu_levels(), False, True),
+    "leaky_relu": Activation(
+        f.leaky_relu, F.leaky_relu, nn.LeakyReLU, lambda bits: relu_levels(0.01), False, True
+    ),
+    "hardtanh": Activation(
+        f.hardtanh, F.hardtanh, nn.Hardtanh, lambda bits: hardtanh_levels(-1, 1), False, True
+    ),
+    "hardtanh 0, 6": Activation(
+        _with(f.hardtanh, 0.0, 6.0),
+        lambda x, **o: F.hardtanh(x, 0.0, 6.0, **o),
+        lambda **o: nn.Hardtanh(0.0, 6.0, **o),
+        lambda bits: hardtanh_levels(0, 6),
+        False,
+        True,
+    ),
+}
+EXACT = [name for name, a in ACTIVATIONS.items() if not a.has_bits]
+over_activations = pytest.mark.parametrize("name", ACTIVATIONS)
+over_exact = pytest.mark.parametrize("name", EXACT)
+over_bits = pytest.mark.parametrize("bits", [1, 2, 3, 4])
+
+# Every shape of table: symmetric and not, no threshold and many, several planes flipped at once.
+TABLES = {
+    **{f"{name} {bits}": LEVELS[name, bits] for name in DERIVATIVES for bits in (1, 2, 3, 4)},
+    "relu": relu_levels(),
+    "hardtanh": hardtanh_levels(-1.0, 1.0),
+    "nothing": Levels(1, (0.5, 0.5), (), ()),
+    "sign": Levels(4, (0.5,) * 16, (), (), 2),
+    "sign and threshold in one plane": Levels(2, (0.0, 0.2, 0.4, 0.6), (0.1, 0.5), (1, 2), 2),
+    "many": Levels(
+        4, tuple(i / 16 for i in range(16)), tuple(i / 8 - 4 for i in range(64)), (15, 6, 9, 3) * 16
+    ),
+}
+
+LAYOUTS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "0-dim": lambda new: new(),
+    "one element": lambda new: new(1),
+    "empty": lambda new: new(3, 0),
+    "odd": lambda new: new(37, 53),
+    "a word less": lambda new: new(127),
+    "a group": lambda new: new(128),
+    "a group and one": lambda new: new(3, 43),
+    "channels_last": lambda new: new(4, 9, 5, 3).contiguous(memory_format=torch.channels_last),
+    "permuted": lambda new: new(5, 7, 60).permute(1, 2, 0),
+    "unaligned": lambda new: new(33 * 131 + 1)[1:].view(33, 131),
+}
+STRIDED: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "every second": lambda new: new(40, 74)[:, ::2],
+    "a slice": lambda new: new(9, 33, 17)[:, 3:20],
+    "expanded": lambda new: new(33, 1).expand(33, 40),
+    "a transposed slice": lambda new: new(40, 74)[:, 5:30].t(),
+}
+over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+over_all_layouts = pytest.mark.parametrize("layout", [*LAYOUTS, *STRIDED])
+
+
+def values(layout: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """N(0, 4) with zeros, denormals and infinities, in one of the layouts."""
+
+    def new(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+        flat = x.view(-1)
+        for i, value in enumerate((0.0, -0.0, 1e-42, -1e-42, 1e30, -1e30, torch.inf, -torch.inf)):
+            flat[i * 11 : i * 11 + 1] = value
+        return x.to(dtype)
+
+    return (LAYOUTS | STRIDED)[layout](new)
+
+
+def around(table: Levels) -> Tensor:
+    """Each threshold, its neighbours in fp32, and their negatives."""
+    t = torch.tensor([*table.thresholds, 0.0])
+    up, down = torch.full_like(t, torch.inf), torch.full_like(t, -torch.inf)
+    near = torch.cat([t, t.nextafter(up), t.nextafter(down)])
+    return torch.cat([near, -near, torch.tensor([torch.nan, torch.inf, -torch.inf])])
+
+
+def gradients(fn: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and input gradient, for ``grad`` or hard values as the output's gradient."""
+    x = x.detach().requires_grad_()
+    y = fn(x)
+    if grad is None:
+        grad = hard(y.shape, 7, scale=1.0).to(y.dtype)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    return y.detach(), dx

@@ -1,0 +1,78 @@
+"""Few-bit activations as a kernel gives them, beside the reference and torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkern import reference
+from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.codec import ACTIVATIONS
+from memkern.reference.activation import activate
+from tests.support.activation_helpers import values
+from tests.support.helpers import FLOATS, assert_same
+
+ARGUMENTS = {"softplus": (2.0, 4.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 0.75)}
+"""The activations' parameters a and b, where they have any."""
+
+
+def compare_gradients(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
+    """Codes and gradients of ``ops``, equal in every bit."""
+    x = values(layout, dtype)
+    for name in ("gelu", "tanh", "mish"):
+        table = LEVELS[name, bits]
+        codes = reference.few_bit_encode(x, bits, *table[2:])
+        assert_same(ops.few_bit_encode(x, bits, *table[2:]), codes, name)
+        for grad_dtype in FLOATS:
+            grad = values(layout, grad_dtype, seed=1)
+            expected = reference.few_bit_backward(grad, codes, table.levels)
+            assert_same(ops.few_bit_backward(grad, codes, table.levels), expected, name)
+            if bits == 1:
+                args = grad, x, codes, *VALLEYS["gelu"][1:]
+                expected = reference.few_bit_backward_from_output(*args)
+                assert_same(ops.few_bit_backward_from_output(*args), expected, name)
+
+
+def compare_activations(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> None:
+    """As :func:`compare_gradients`; forward, close to torch's own."""
+    compare_gradients(ops, layout, dtype, bits)
+    x, table = values(layout, dtype), LEVELS["mish", bits]
+    for name, fn in ACTIVATIONS.items():
+        a, b = ARGUMENTS.get(name, (0.0, 0.0))
+        y, codes = ops.few_bit_forward(x, fn, a, b, bits, *table[2:])
+        assert_same(codes, reference.few_bit_encode(x, bits, *table[2:]), name)
+        assert_near(y, x, name, a, b)
+
+
+def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0) -> None:
+    """An activation computed in fp32 is no further from the truth than torch's own, or within two ulp."""
+    own = activate(x, ACTIVATIONS[name], a, b)
+    assert (y.dtype, y.shape) == (own.dtype, own.shape), name
+    assert y.stride() == own.stride() or y.numel() < 2, name
+    common = ~x.isinf()  # torch's CPU GELU of infinity is NaN
+    assert torch.equal(y.isnan() & common, own.isnan() & common), name
+    truth = activate(x.double(), ACTIVATIONS[name], a, b)
+    finite = truth.isfinite() & (truth.abs() < 6e4) & (x.abs() < 80)
+    y64, own64, truth, x64 = (t.double()[finite] for t in (y, own, truth, x))
+    # x (1 + erf) / 2 cancels where x is negative, in torch's kernels too: an ulp is one of x / 2 there.
+    ulp = torch.finfo(x.dtype).eps * torch.maximum(truth.abs(), x64.abs() / 2).clamp(
+        min=torch.finfo(x.dtype).tiny
+    )
+    error, others = ((t - truth).abs() / ulp for t in (y64, own64))
+    assert (error <= torch.maximum(others, torch.full_like(others, 2.0))).all(), name
+    if x.dtype != torch.float32:
+        # Against the rounded truth: far left torch's erf on the CPU has an error of its own.
+        wrong, others = (int((t != truth.to(x.dtype).double()).sum()) for t in (y64, own64))
+        assert wrong <= 1.05 * others + 1e-4 * len(y64) + 3, name
+
+
+def compare_forward(ops: Any, dtype: torch.dtype) -> None:
+    """Forward of many values, with their codes."""
+    x = torch.cat([torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)]).to(dtype)
+    for name, fn in ACTIVATIONS.items():
+        a, b = ARGUMENTS.get(name, (0.0, 0.0))
+        y, codes = ops.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
+        assert_near(y, x, name, a, b)
+        assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2), name)

@@ -1,0 +1,136 @@
+"""Compiles every CUDA kernel for every architecture: registers, spills, and instructions on the main paths.
+
+``python -m tests.support.cuda_kernels`` rewrites cuda_kernels.json beside it, which tests/gpu/test_cuda_kernels.py
+compares with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.support import sass
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(__file__).with_suffix(".json")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fmad=false",
+    "-Xptxas=-v",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    "-DUSE_CUDA",
+]
+
+# Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
+ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
+LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 5}
+PATHS = {
+    "AdamW fp32": ("adam_tiles<1>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5}),
+    "AdamW bf16": ("adam_tiles<1>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+    "Lion fp32": ("lion_tiles<1>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
+    "Lion bf16": ("lion_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+}
+PARAMETERS = 8  # that a lane has in one turn of the loop
+
+
+def short_name(mangled: str) -> str:
+    """adam_tiles<1> for _ZN7memkern10adam_tilesILNS_9StateKindE1EEE...: the name and its constants."""
+    rest = mangled.removeprefix("_ZN7memkern")
+    while (length := re.match(r"\d+", rest)) is not None:
+        name, rest = (
+            rest[length.end() : length.end() + int(length[0])],
+            rest[length.end() + int(length[0]) :],
+        )
+    found = re.match(r"I((?:L.*?E)+)E", rest)
+    constants = re.findall(r"L(?:NS_\d+[A-Za-z]+E|[a-z])(\d+)E", found[1]) if found else []
+    return name + (f"<{', '.join(constants)}>" if constants else "")
+
+
+def nvcc_version() -> str:
+    text = subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True).stdout
+    return re.search(r"V([\d.]+)", text)[1] if "V" in text else text  # type: ignore[index]
+
+
+def nvcc() -> str | None:
+    return shutil.which(os.environ.get("NVCC", "nvcc"))
+
+
+def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]]]:
+    """The machine code, and for each kernel its registers and bytes of stack and spills."""
+    import torch
+
+    unit = folder / f"{arch}.cu"
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+    torch_dir = Path(torch.__file__).parent
+    includes = [ROOT / "csrc", folder, folder / "core", torch_dir / "include"]
+    includes.append(torch_dir / "include/torch/csrc/api/include")
+    binary = folder / f"{arch}.cubin"
+    command = [str(nvcc()), *FLAGS, f"-arch={arch}", *(f"-I{path}" for path in includes)]
+    done = subprocess.run(
+        [*command, "-cubin", "-o", str(binary), str(unit)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = {}
+    for part in done.stderr.split("Compiling entry function '")[1:]:
+        numbers = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
+        )
+        registers = re.search(r"Used (\d+) registers", part)
+        assert numbers, part
+        assert registers, part
+        stack, stores, loads = (int(n) for n in numbers.groups())
+        found[short_name(part.split("'")[0])] = {
+            "registers": int(registers[1]),
+            "stack": stack,
+            "spilled": stores + loads,
+        }
+    return binary, found
+
+
+def compile_all(folder: Path) -> dict[str, tuple[Path, dict[str, dict[str, int]]]]:
+    generated = folder / "core" / "tables.h"  # csrc/core/tables.h, where setup.py has not written it
+    generated.parent.mkdir()
+    generated.write_text(runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]())
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        return dict(zip(ARCHS, pool.map(lambda arch: compile_for(arch, folder), ARCHS), strict=True))
+
+
+def instructions(binary: Path) -> dict[str, float]:
+    """Instructions per parameter on the main paths, from sm_90's machine code."""
+    code = {short_name(name): kernel for name, kernel in sass.kernels(binary, "sm_90").items()}
+    return {
+        path: sass.shortest_loop(code[kernel], wanted).total() / PARAMETERS
+        for path, (kernel, wanted) in PATHS.items()
+    }
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    compiled = compile_all(folder)
+    kernels = sorted({name for _, found in compiled.values() for name in found})
+    return {
+        "nvcc": nvcc_version(),
+        "registers": {
+            kernel: {arch: found[kernel]["registers"] for arch, (_, found) in compiled.items()}
+            for kernel in kernels
+        },
+        "instructions per parameter": instructions(compiled["sm_90"][0]),
+    }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        record = measure(Path(folder))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    json.dump(record["instructions per parameter"], sys.stdout, indent=1)

@@ -1,0 +1,72 @@
+"""Compiles csrc/cuda/ with g++ against simt.h and loads it: its ops for CPU tensors, in memkern_simt."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from memkern import _ops
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAGS = [
+    *("-std=c++20", "-O2", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-g1"),
+    *("-Wall", "-Wno-attributes", "-Wno-unknown-pragmas"),
+]
+_library: list[torch.library.Library] = []  # its ops live as long as it does
+
+
+def missing() -> str | None:
+    """Why the shim cannot be built here."""
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    return None if os.uname().machine == "x86_64" else "the fibers' switch is written for x86-64"
+
+
+def includes(folder: Path) -> list[str]:
+    """Where csrc/ finds its headers; core/tables.h is made in ``folder``, as setup.py may not have written it."""
+    header = folder / "generated" / "core" / "tables.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    header.write_text(runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]())
+    torch_dir = Path(torch.__file__).parent / "include"
+    paths = [
+        ROOT / "tests" / "support" / "simt",
+        ROOT / "csrc",
+        header.parent,
+        header.parent.parent,
+        torch_dir,
+        torch_dir / "torch/csrc/api/include",
+    ]
+    return ["-DTORCH_TARGET_VERSION=0x020a000000000000", *(f"-I{path}" for path in paths)]
+
+
+def compile_library(folder: Path, *flags: str) -> Path:
+    """The shared library, in ``folder``."""
+    # One translation unit: most of the time goes into torch's headers.
+    sources = [
+        *sorted((ROOT / "csrc" / "cuda").glob("*.cu")),
+        ROOT / "tests" / "support" / "simt" / "library.cpp",
+    ]
+    unit = folder / "all.cpp"
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+    library = folder / "libmemkern_simt.so"
+    command = ["g++", *FLAGS, *flags, *includes(folder), "-shared", str(unit), "-o", str(library)]
+    command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return library
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Registers the ops as ``torch.ops.memkern_simt``; returns the library for its own functions."""
+    if not _library:
+        _library.append(torch.library.Library("memkern_simt", "DEF"))
+        for name, schema in _ops.SCHEMAS.items():
+            _library[0].define(name + schema)
+        torch.ops.load_library(str(library))
+    return ctypes.CDLL(str(library))

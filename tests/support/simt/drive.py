@@ -1,0 +1,160 @@
+"""What the tests give to the ops of csrc/cuda/ as CPU programs: every layout, hard gradients, states of all kinds.
+
+``python -m tests.support.simt.drive LIBRARY`` compares a smaller part with the reference:
+tests/gpu/test_cuda_simt.py runs it with a library that sanitizers watch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkern import reference
+from memkern.quant.layout import layout_of
+from tests.support.activation_kernels import compare_activations
+from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
+from tests.support.simt import build
+
+RATES = {
+    "adam_step_": 8,
+    "lamb_step_": 9,
+    "lars_step_": 7,
+    "lion_step_": 5,
+}  # where lr is among the arguments
+# What follows lr, an entry for each of two groups.
+HYPERPARAMETERS: dict[str, list[list[Any]]] = {
+    "adam_step_": [[0.9, 0.8], [0.999, 0.9], [1e-8, 1e-6], [0.1, 0.2], [1, 0], [0, 1]],
+    # beta1 to decoupled, then bias_correction, trust_clip, always_adapt, layers, maximize
+    "lamb_step_": [
+        *([0.9, 0.8], [0.999, 0.9], [1e-8, 0.0], [0.1, 0.0], [1, 0]),
+        *([0, 1], [0, 1], [0, 1], [1, 1], [0, 1]),
+    ],
+    # momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, layers, maximize
+    "lars_step_": [
+        *([0.9, 0.8], [0.0, 0.0], [0.1, 0.0], [0, 1], [0.0, 1e-2]),
+        *([0.0, 1e-8], [0, 1], [0, 1], [1, 1], [0, 1]),
+    ],
+    "lion_step_": [[0.9, 0.8], [0.999, 0.9], [0.1, 0.2], [0, 1]],
+}
+NON_FINITE = {3: torch.nan, 500: torch.inf, 700: -torch.inf}
+
+
+def spoiled(x: Tensor) -> Tensor:
+    """Some elements of longer tensors are not finite."""
+    flat = x.as_strided((x.numel(),), (1,), x.storage_offset())
+    for place, value in NON_FINITE.items():
+        if x.numel() > 900:
+            flat[place] = value
+    return x
+
+
+def step_args(
+    name: str,
+    param: torch.dtype = torch.float32,
+    grad: torch.dtype = torch.float32,
+    codec: tuple[int, int] = (0, 1),
+    block_size: int = 128,
+    layouts: Any = tuple(LAYOUTS),
+) -> list[Any]:
+    """Arguments down to block_size: a tensor of each layout, every third with fp32 states, in two groups."""
+    adam, layerwise = name in ("adam_step_", "lamb_step_"), name in ("lamb_step_", "lars_step_")
+    params = [tensor(layout, param, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
+    n = len(params)
+    coded = [i % 3 != 2 for i in range(n)]
+    moments, scales = [], []
+    for dtype in (torch.int8, torch.uint8) if adam else (torch.int8,):
+        moments.append(
+            [
+                torch.zeros_like(p, dtype=dtype if c else torch.float32)
+                for p, c in zip(params, coded, strict=True)
+            ]
+        )
+        scales.append(
+            [
+                torch.zeros(layout_of(p, block_size).scale_shape)
+                for p, c in zip(params, coded, strict=True)
+                if c
+            ]
+        )
+    rates = [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)]
+    return [
+        params,
+        gradients(params, 1, grad),
+        *moments,
+        *scales,
+        *([[torch.tensor(0.0) for _ in params]] if adam or layerwise else []),
+        *([[torch.ones(1) for _ in params]] if layerwise else []),
+        [i % 2 for i in range(n)],
+        rates,
+        *(list(values) for values in HYPERPARAMETERS[name]),
+        [*codec],
+        [block_size] * 2,
+    ]
+
+
+def gradients(params: list[Tensor], seed: int, dtype: torch.dtype) -> list[Tensor]:
+    return [spoiled(like(p, 100 * seed + i, dtype)) for i, p in enumerate(params)]
+
+
+def scaler(**override: Any) -> dict[str, Any]:
+    """A GradScaler's factor and a norm to clip to."""
+    return {
+        "grad_scale": torch.tensor(8.0),
+        "found_inf": torch.tensor(0.0),
+        "grad_norm": torch.tensor(3.0, dtype=torch.float64),
+        "max_grad_norm": 1.0,
+    } | override
+
+
+def twin(args: Any) -> Any:
+    """A copy of an op's arguments that shares nothing with them and lies in memory alike."""
+    if isinstance(args, dict):
+        return {key: twin(value) for key, value in args.items()}
+    if isinstance(args, (list, tuple)):
+        return [twin(value) for value in args]
+    return copy.deepcopy(args)  # a tensor with its storage, so at the same offset
+
+
+def compare_steps(name: str, args: list[Any], options: dict[str, Any], steps: int = 2) -> None:
+    """Some steps of the kernels and of the reference, equal in every bit after each."""
+    expected = twin(args)
+    dtype = args[1][0].dtype
+    for step in range(steps):
+        getattr(torch.ops.memkern_simt, name)(*args, **options)
+        getattr(reference, name)(*expected, **options)
+        assert_same(args, expected, f"step {step}")
+        args[1] = gradients(args[0], step + 2, dtype)
+        expected[1] = args[1]
+
+
+def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
+    ops = torch.ops.memkern_simt
+    for codec, signed, block_size, step in itertools.product((0, 1), (True, False), block_sizes, (None, 7)):
+        x = spoiled(tensor(layout, dtype))
+        expected = reference.quantize_blockwise(x, codec, signed, block_size, step)
+        what = f"codec {codec}, signed {signed}, block_size {block_size}, step {step}"
+        assert_same([*ops.quantize_blockwise(x, codec, signed, block_size, step)], [*expected], what)
+        for out in FLOATS:
+            actual = ops.dequantize_blockwise(*expected, codec, block_size, out)
+            assert_same(actual, reference.dequantize_blockwise(*expected, codec, block_size, out), what)
+
+
+if __name__ == "__main__":
+    build.load(Path(sys.argv[1]))
+    for layout, dtype in itertools.product(LAYOUTS, FLOATS):
+        compare_codecs(layout, dtype, (24, 264))
+    for name, (param, grad) in itertools.product(RATES, (FLOATS[:2], FLOATS[1:], (FLOATS[2], FLOATS[0]))):
+        compare_steps(name, step_args(name, param, grad), scaler(), steps=1)
+    compare_steps("adam_step_", step_args("adam_step_", block_size=1024), {}, steps=1)
+    for layout, dtype in itertools.product(("odd", "0-dim", "empty", "unaligned", "a group"), FLOATS):
+        compare_activations(torch.ops.memkern_simt, layout, dtype, 1)
+        compare_activations(torch.ops.memkern_simt, layout, dtype, 4)
+    norm = torch.zeros((), dtype=torch.float64)
+    torch.ops.memkern_simt.grad_norm_(norm, [tensor(layout) for layout in LAYOUTS])
+    print("nothing found")

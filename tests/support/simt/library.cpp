@@ -1,0 +1,39 @@
+// The ops of csrc/cuda/ for CPU tensors, in the namespace memkern_simt, which tests/support/simt/build.py defines.
+#include <dlfcn.h>
+#include <simt.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(memkern_simt, CPU, m) {
+  m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
+  m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cuda));
+  m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cuda));
+  m.impl("lamb_step_", TORCH_BOX(&memkern::lamb_step_cuda));
+  m.impl("lars_step_", TORCH_BOX(&memkern::lars_step_cuda));
+  m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cuda));
+  m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cuda));
+  m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cuda));
+  m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
+  m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cuda));
+  m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cuda));
+}
+
+extern "C" void memkern_simt_launch_with(decltype(simt::Machine::launcher) launcher) {
+  simt::machine.launcher = launcher;
+}
+
+// Where this library lies in memory: what nm prints is relative to it.
+extern "C" const void* memkern_simt_base() {
+  Dl_info info;
+  return dladdr(reinterpret_cast<const void*>(&memkern_simt_base), &info) ? info.dli_fbase : nullptr;
+}
+
+extern "C" void memkern_simt_replay() { simt::replay(); }
+
+extern "C" void memkern_simt_forget() {
+  simt::machine.recorded.clear();
+  simt::machine.kept.clear();
+}
+
+// How many launches the graph holds.
+extern "C" int memkern_simt_launches() { return static_cast<int>(simt::machine.recorded.size()); }

@@ -1,0 +1,166 @@
+"""Compiles Triton kernels ahead of time, without a GPU, and reads what the machine code needs.
+
+``python -m tests.support.triton_compile`` writes triton_registers.csv anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RECORD = Path(__file__).with_name("triton_registers.csv")
+LINE = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
+BRANCH = re.compile(r"^(@\S+)?\s*BRA\s+\D*0x([0-9a-f]+)")
+
+
+class Compiled(NamedTuple):
+    registers: int
+    scratch: int  # bytes of local or stack memory, spills included
+    widest: int  # bits of the widest access to global memory
+    instructions: float  # for one parameter; 0 where that makes no sense, or there is no disassembler
+
+
+def compiled(name: str, target: str) -> Any:
+    """The kernel as Triton's compiler leaves it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memkern.triton.launch import options_of
+    from tests.support.triton_kernels import KERNELS, TYPES
+
+    variant = KERNELS[name]
+    types = {
+        p.name: "constexpr" if p.is_constexpr else {**TYPES, **variant.types}.get(p.name, "i32")
+        for p in variant.kernel.params
+    }
+    constants = variant.constants
+    if target.startswith("gfx"):
+        gpu = GPUTarget("hip", target, 64)
+        size = "ROWS" if "ROWS" in constants else "BLOCK"
+        constants = {k: 2 * v if k == size else v for k, v in constants.items()}  # as launch.TILE is there
+    else:
+        gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants)
+    return triton.compile(source, target=gpu, options=options_of(constants.get("BLOCK_SIZE", 0)))
+
+
+def facts(case: tuple[str, str]) -> Compiled:
+    name, target = case
+    made = compiled(name, target)
+    asm = made.asm
+    if target.startswith("gfx"):
+        return _amd(asm["amdgcn"])
+    from tests.support.triton_kernels import KERNELS
+
+    return _nvidia(asm["cubin"], asm["ptx"], KERNELS[name].elements // (32 * made.metadata.num_warps))
+
+
+def all_facts() -> dict[tuple[str, str], Compiled]:
+    from tests.support.triton_kernels import CASES
+
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        return dict(zip(CASES, pool.map(facts, CASES, chunksize=4), strict=True))
+
+
+# ---- machine code
+
+
+def _tool(name: str, *args: str) -> str:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    run = subprocess.run(
+        [tools / name, *args], capture_output=True, text=True, env={**os.environ, "PATH": path}
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout + run.stderr
+
+
+def _nvidia(cubin: bytes, ptx: str, elements: int) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        usage = _tool("cuobjdump", "-res-usage", str(file))
+        sass = _tool("cuobjdump", "-sass", str(file))
+    number = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    accesses = re.findall(r"(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+    widest = max(int(n or 1) * int(bits) for n, bits in accesses)
+    per_element = round(_loop(sass) / elements, 1) if elements else 0.0
+    return Compiled(number["REG"], number["STACK"] + number["LOCAL"], widest, per_element)
+
+
+def _loop(sass: str) -> int:
+    """Instructions of one turn of the longest loop, past the calls that roots and divisions make for rare values.
+
+    Of the whole kernel, if it has no loop.
+    """
+    code = [(int(address, 16), text) for address, text in LINE.findall(sass)]
+    place = {address: i for i, (address, _) in enumerate(code)}
+    jumps = {
+        i: place[int(found[2], 16)]
+        for i, (_, text) in enumerate(code)
+        if (found := BRANCH.match(text)) and int(found[2], 16) in place
+    }
+    last, i = max(
+        ((i, to) for i, to in jumps.items() if to < i),
+        key=lambda jump: jump[0] - jump[1],
+        default=(len(code) - 1, 0),
+    )
+    count = 0
+    while i < last:
+        count += 1
+        to = jumps.get(i, 0)
+        skips = to > i and (not code[i][1].startswith("@") or any("CALL" in text for _, text in code[i:to]))
+        i = to if skips else i + 1
+    return count + 1
+
+
+def _amd(text: str) -> Compiled:
+    def number(key: str) -> int:
+        return int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
+
+    scratch = number("private_segment_fixed_size") + number("vgpr_spill_count") + number("sgpr_spill_count")
+    widths = re.findall(r"(?:global|buffer)_(?:load|store)_dwordx(\d)", text)
+    return Compiled(number("vgpr_count"), scratch, max([32 * int(n) for n in widths], default=32), 0.0)
+
+
+# ---- the record
+
+
+def version() -> str:
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def recorded() -> tuple[str, dict[tuple[str, str], tuple[int, float]]]:
+    """Triton's version, and registers and instructions of each case."""
+    with RECORD.open() as file:
+        rows = [*csv.DictReader(file)]
+    found = {
+        (row["kernel"], row["target"]): (int(row["registers"]), float(row["instructions per parameter"]))
+        for row in rows
+    }
+    return rows[0]["triton"], found
+
+
+def write_record() -> None:
+    facts_now = all_facts()
+    with RECORD.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["kernel", "target", "registers", "instructions per parameter", "triton"])
+        for case, found in facts_now.items():
+            out.writerow([*case, found.registers, found.instructions, version()])
+
+
+if __name__ == "__main__":
+    write_record()

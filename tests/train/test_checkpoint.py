@@ -1,0 +1,159 @@
+"""Checkpoints of the training loop: a resumed run repeats every bit."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern.train import ArgumentError, Corpus, Trainer, load_corpus, run
+from memkern.train import checkpoint as checkpoints
+from tests.support.train_helpers import SMALL, TEXT, assert_same_run, trained, weights
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion8bit", "torch-adamw"])
+def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimizer: str, amp: str) -> None:
+    config = dataclasses.replace(SMALL, optimizer=optimizer, amp=amp, accumulate=2)
+    straight = Trainer(config, corpus)
+    states = {}
+
+    def on_step(trainer: Trainer) -> None:
+        states[trainer.steps_done] = trainer.state_dict()
+        if trainer.steps_done == 3:
+            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
+
+    run([straight], on_step)
+    resumed = Trainer(config, corpus)
+    torch.manual_seed(99)
+    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
+    assert resumed.steps_done == 3
+    run([resumed])
+    assert_same_run(straight, resumed)
+    assert straight.scaler.state_dict() == resumed.scaler.state_dict()
+    assert straight.history.peak_bytes == resumed.history.peak_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: bool) -> None:
+    config = dataclasses.replace(
+        SMALL, activation_bits=3, linear_keep=0.25, checkpoint_activations=checkpointing
+    )
+    straight = Trainer(config, corpus)
+
+    def on_step(trainer: Trainer) -> None:
+        if trainer.steps_done == 3:
+            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
+
+    run([straight], on_step)
+    resumed = Trainer(config, corpus)
+    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
+    run([resumed])
+    assert_same_run(straight, resumed)
+    assert straight.history.saved_bytes == resumed.history.saved_bytes
+    assert_same_run(straight, trained(corpus, activation_bits=3, linear_keep=0.25))
+
+
+def test_a_finished_run_resumes_to_its_result(corpus: Corpus, tmp_path: Path) -> None:
+    done = trained(corpus)
+    checkpoints.save(tmp_path / "run.pt", done.state_dict())
+    again = Trainer(SMALL, corpus)
+    again.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
+    assert run([again]) == [done.result()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr": 1e-4},
+        {"seed": 1},
+        {"optimizer": "adamw"},
+        {"batch_size": 2},
+        {"steps": 7},
+        {"amp": "bf16"},
+        {"activation_bits": 3},
+    ],
+)
+def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str, Any]) -> None:
+    state = Trainer(SMALL, corpus).state_dict()
+    other = Trainer(dataclasses.replace(SMALL, **changes), corpus)
+    before = [weight.clone() for weight in weights(other)]
+    [(name, value)] = changes.items()
+    with pytest.raises(ArgumentError, match=f"{name}: {value} given; allowed: {getattr(SMALL, name)}"):
+        other.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
+
+
+def test_another_text_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(TEXT.replace("7", "8"))
+    other = Trainer(SMALL, load_corpus([str(tmp_path)], seq_len=32))
+    with pytest.raises(ArgumentError, match=r"data: .* unchanged"):
+        other.load_state_dict(Trainer(SMALL, corpus).state_dict())
+
+
+@pytest.mark.parametrize("stage", ["write", "replace"])
+def test_a_failed_save_leaves_the_old_file(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    path = tmp_path / "run.pt"
+    trainer = Trainer(SMALL, corpus)
+    checkpoints.save(path, trainer.state_dict())
+    old = path.read_bytes()
+    trainer.step()
+
+    def half(state: object, file: Any) -> None:
+        file.write(old[: len(old) // 2])
+        raise OSError("no space left on device")
+
+    def refuse(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        if stage == "write":
+            patch.setattr(torch, "save", half)
+        else:
+            patch.setattr(os, "replace", refuse)
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(path, trainer.state_dict())
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / ".run.pt.tmp").write_bytes(b"left by a killed run")
+    checkpoints.save(path, trainer.state_dict())
+    assert checkpoints.load(path)["step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: Path) -> None:
+    steps, path = 200, tmp_path / "run.pt"
+    config = dataclasses.replace(SMALL, steps=steps, warmup=None, eval_every=25, save_every=5, threads=1)
+    command = [sys.executable, "-m", "memkern", "train", "--data", str(text), "--save", str(path)]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            command += [f"--{field.name.replace('_', '-')}", str(value)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # into some step, or some save
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    killed_at = checkpoints.load(path)["step"]
+    assert 5 <= killed_at < steps
+
+    resume = [sys.executable, "-m", "memkern", "train", "--resume", str(path), "--save", str(path)]
+    subprocess.run(resume, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    straight = Trainer(config, corpus)
+    run([straight])
+    resumed = checkpoints.load(path)
+    assert resumed["step"] == steps
+    assert resumed["history"]["train_loss"] == straight.history.train_loss
+    assert resumed["history"]["validation"] == straight.history.validation
+    for name, weight in straight.model.state_dict().items():
+        assert torch.equal(resumed["model"][name], weight), name

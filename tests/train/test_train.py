@@ -1,0 +1,182 @@
+"""The training loop: its steps."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import memory
+from memkern.train import Corpus, Diverged, Trainer, comparison, run, scale_lr
+from memkern.train.config import BASELINES, OPTIMIZERS
+from memkern.train.loop import decay_groups, warmup_cosine
+from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_learns(corpus: Corpus, optimizer: str) -> None:
+    layerwise = optimizer.startswith(("lamb", "lars"))
+    lr = 5e-2 if layerwise else 2e-3  # a share of each matrix's norm
+    trainer = trained(corpus, optimizer=optimizer, steps=40, warmup=4, batch_size=8, eval_every=40, lr=lr)
+    assert trainer.history.train_loss[0] == pytest.approx(math.log(256), abs=0.1)
+    assert trainer.history.validation[-1][0] == 40
+    assert trainer.history.validation[-1][1] < (3.0 if layerwise else 2.8)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adam8bit", "lion8bit"])
+def test_8_bit_states_follow_the_baseline_at_a_quarter_of_its_bytes(corpus: Corpus, optimizer: str) -> None:
+    config = dataclasses.replace(SMALL, optimizer=optimizer, steps=40, lr=2e-3, batch_size=8, width=128)
+    baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
+    assert baseline.optimizer == BASELINES[optimizer]
+    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.01)
+    assert 0.25 < ours.optimizer_bytes / baseline.optimizer_bytes < 0.29
+    assert baseline.peak_bytes - ours.peak_bytes == baseline.optimizer_bytes - ours.optimizer_bytes
+
+
+def test_runs_side_by_side_are_the_runs_alone(corpus: Corpus) -> None:
+    config = dataclasses.replace(SMALL, optimizer="adamw8bit")
+    together = [Trainer(each, corpus) for each in comparison(config)]
+    run(together)
+    assert_same_run(together[0], trained(corpus, optimizer="torch-adamw"))
+    assert_same_run(together[1], trained(corpus, optimizer="adamw8bit"))
+    assert together[0].history.train_loss[0] == together[1].history.train_loss[0]  # same start, same batch
+
+
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+def test_a_batch_factor_is_a_larger_batch_at_a_scaled_rate(corpus: Corpus, rule: str) -> None:
+    factor = {"none": 1, "linear": 4, "sqrt": 2}[rule]
+    scaled = trained(corpus, batch_size=2, batch_factor=4, lr_rule=rule, lr=1e-3, steps=5)
+    plain = trained(corpus, batch_size=2, accumulate=4, lr=1e-3 * factor, steps=5)
+    assert_same_run(scaled, plain)
+    assert scaled.config.tokens_per_step == 4 * 2 * SMALL.seq_len
+
+
+def test_rates_of_larger_batches() -> None:
+    assert scale_lr(1e-3, 9, "sqrt") == scale_lr(1e-3, 9) == pytest.approx(3e-3)
+    assert scale_lr(1e-3, 9, "linear") == pytest.approx(9e-3)
+    assert scale_lr(1e-3, 9, "none") == 1e-3
+    assert scale_lr(1e-3, 0.25, "sqrt") == pytest.approx(5e-4)
+    for args, message in (
+        ((1e-3, 2, "log"), "rule must be one of none, linear, sqrt, got 'log'"),
+        ((-1.0, 2, "sqrt"), "base_lr must be 0 or more"),
+        ((1e-3, 0, "sqrt"), "batch_factor must be above 0"),
+        ((1e-3, math.nan, "sqrt"), "batch_factor must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scale_lr(*args)
+
+
+def test_accumulation_is_a_larger_batch(corpus: Corpus) -> None:
+    whole = trained(corpus, batch_size=8, optimizer="torch-adamw")
+    parts = trained(corpus, batch_size=2, accumulate=4, optimizer="torch-adamw")
+    assert parts.history.train_loss == pytest.approx(whole.history.train_loss, rel=1e-4)
+    for a, b in zip(weights(parts), weights(whole), strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm()
+
+
+def test_checkpointed_activations_change_bytes_and_no_loss(corpus: Corpus) -> None:
+    kept = trained(corpus, layers=6, batch_size=8)
+    again = trained(corpus, layers=6, batch_size=8, checkpoint_activations=True)
+    assert_same_run(kept, again)
+    assert kept.history.peak_bytes is not None
+    assert again.history.peak_bytes is not None
+    assert again.history.peak_bytes < 0.8 * kept.history.peak_bytes
+
+
+def test_few_bits_follow_the_baseline_and_keep_less(corpus: Corpus) -> None:
+    options = {"activation_bits": 3, "steps": 60, "lr": 2e-3, "batch_size": 8, "width": 128}
+    config = dataclasses.replace(SMALL, **options)
+    baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
+    assert (baseline.activations, ours.activations) == ("GELU", "3-bit GELU")
+    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.02)
+    elements = 2 * 8 * 32 * 4 * 128  # of two layers
+    assert baseline.saved_bytes - ours.saved_bytes == elements * 4 - elements * 3 // 8
+    assert baseline.peak_bytes > ours.peak_bytes
+
+
+def test_randomized_layers_follow_the_baseline_and_keep_less(corpus: Corpus) -> None:
+    config = dataclasses.replace(SMALL, linear_keep=0.25, steps=60, lr=2e-3, batch_size=8)
+    baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
+    assert ours.activations == "GELU, 25 % of tokens"
+    assert ours.validation_loss == pytest.approx(baseline.validation_loss, rel=0.1)
+    assert ours.saved_bytes < 0.8 * baseline.saved_bytes
+
+
+def test_measuring_the_last_step_changes_no_bit(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"activation_bits": 3, "linear_keep": 0.25}
+    measured = trained(corpus, **options)
+    assert measured.history.peak_bytes is not None
+    assert measured.history.saved_bytes is not None
+    monkeypatch.setattr(memory, "peak_bytes", lambda fn, *held: fn() or 0)
+    monkeypatch.setattr(memory, "saved_bytes", lambda fn, *held: fn() or 0)
+    assert_same_run(measured, trained(corpus, **options))
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_follows_fp32(corpus: Corpus, amp: str) -> None:
+    mixed = trained(corpus, amp=amp, steps=20, warmup=2)
+    plain = trained(corpus, steps=20, warmup=2)
+    assert mixed.history.train_loss != plain.history.train_loss
+    assert mixed.history.train_loss[:2] == pytest.approx(plain.history.train_loss[:2], rel=5e-3)
+    assert mixed.history.validation[-1][1] == pytest.approx(plain.history.validation[-1][1], rel=1e-2)
+    assert all(parameter.dtype == torch.float32 for parameter in mixed.model.parameters())
+    assert mixed.scaler.is_enabled() == (amp == "fp16")
+
+
+@pytest.mark.parametrize("optimizer", ["torch-adamw", "adamw8bit"])
+def test_fp16_overflow_skips_the_step_and_lowers_the_scale(corpus: Corpus, optimizer: str) -> None:
+    trainer = Trainer(dataclasses.replace(SMALL, amp="fp16", optimizer=optimizer), corpus)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = [weight.clone() for weight in weights(trainer)]
+    assert math.isfinite(trainer.step())
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    assert trainer.scaler.get_scale() == 2.0**39
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    trainer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+
+
+def test_clipping_bounds_the_gradient(corpus: Corpus) -> None:
+    norms = []
+    trainer = Trainer(dataclasses.replace(SMALL, clip=0.25, optimizer="torch-adamw"), corpus)
+
+    def record(*_: Any) -> None:
+        gradients = [parameter.grad for parameter in trainer.model.parameters()]
+        norms.append(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).item())
+
+    trainer.optimizer.register_step_pre_hook(record)
+    run([trainer])
+    assert norms == pytest.approx([0.25] * 6, rel=1e-4)
+
+
+def test_matrices_decay_and_vectors_do_not(corpus: Corpus) -> None:
+    trainer = Trainer(dataclasses.replace(SMALL, weight_decay=0.3), corpus)
+    matrices, vectors = trainer.optimizer.param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
+    assert {p.dim() for p in matrices["params"]} == {2}
+    assert {p.dim() for p in vectors["params"]} == {1}
+    assert sum(len(group["params"]) for group in decay_groups(trainer.model, 0)) == len(weights(trainer))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_learning_rates(warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    scheduler = warmup_cosine(optimizer, warmup=warmup, steps=20)
+    for step in range(20):
+        if step < warmup:
+            expected = 0.5 * (step + 1) / (warmup + 1)
+        else:
+            expected = 0.05 + 0.225 * (1 + math.cos(math.pi * (step - warmup) / (20 - warmup)))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(corpus: Corpus) -> None:
+    trainer = Trainer(SMALL, corpus)
+    with torch.no_grad():
+        trainer.model.norm.weight[0] = math.nan
+    with pytest.raises(Diverged, match="adamw8bit: the loss is nan at step 1"):
+        trainer.step()
