@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures import make_checkpoints, make_hashes
 
 import memkern
 from memkern import optim
+from tests.fixtures import make_checkpoints, make_hashes
 
 ISAS = ("generic", "avx2", "avx512")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
