@@ -1,6 +1,7 @@
 """The codecs' constants and tables: the one source that C++, Triton and the reference read.
 
-It imports the standard library only, because ``setup.py`` runs this file to write ``csrc/core/tables.h``.
+Plain Python, nothing imported but the standard library: ``setup.py`` runs this file to write
+``csrc/core/tables.h``, so that a number stands in one place.
 
 A block of up to ``block_size`` values is stored as 8-bit codes and one fp32 scale, the block's largest finite
 magnitude ``s``.
@@ -49,7 +50,7 @@ MAX_THRESHOLDS = 64
 MAX_COEFFICIENTS = 16
 
 PLANE_ALIGNMENT = 16
-"""A bit plane is padded to a multiple of so many bytes."""
+"""A plane of bits is padded to a multiple of so many bytes."""
 
 HUGE_PAGES_FROM = 1 << 22
 """Results of an activation from so many bytes on are put into huge pages: csrc/cpu/huge_pages.h says why."""

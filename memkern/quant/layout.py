@@ -50,7 +50,7 @@ def check_block_size(block_size: int) -> None:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill one range of memory without gaps or overlap (in any order of dimensions)."""
+    """Whether the elements fill one run of memory, each place once (in any order of dimensions)."""
     expected = 1
     for stride, size in sorted((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1):
         if size == 0:
@@ -63,7 +63,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def row_count(shape: Sequence[int], strides: Sequence[int]) -> int:
     """The size of a dense tensor's outermost dimension in memory."""
-    # A dimension of size 1 has no meaningful stride. As dim 0 it is a shard of one row.
+    # A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
     if not len(shape) or shape[0] == 1:
         return 1
     return max((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1)[1]
