@@ -40,9 +40,7 @@ GROUP = tl.constexpr(11)
 ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on consecutive slots
 FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
 TRUST_RATIO = tl.constexpr(14)  # addresses, of LAMB and LARS
-COUNTED_STEP = tl.constexpr(
-    15
-)  # STEP of a tensor's first layer, 0 for its other ones: a step is incremented once
+COUNTED_STEP = tl.constexpr(15)  # STEP of a tensor's first layer, 0 of its others: it is incremented once
 COLUMNS = tl.constexpr(16)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
