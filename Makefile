@@ -8,7 +8,7 @@ SOURCES := setup.py pyproject.toml memkern/quant/codec.py $(wildcard csrc/*.cpp 
 .PHONY: demo test lint bench gpu format clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
-# the state, less kept for the backward pass.
+# the state, less saved for the backward pass.
 demo: $(VENV)/.installed
 	$(BIN)/python -m memkern train --compare --activation-bits 3 --out out/demo
 
@@ -23,8 +23,8 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
 
-# Peers are wanted, not needed: one that cannot be installed here is named as absent in the table. Of timm only the
-# optimizers are used, which need nothing but torch.
+# Peers are optional: the table names one that cannot be installed as absent. Of timm only the optimizers are used,
+# which need torch alone.
 bench: $(VENV)/.installed
 	for peer in bitsandbytes torchao deepspeed "--no-deps timm"; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -1,6 +1,5 @@
-"""Benchmarks: `python -m benchmarks` runs them, each bench_<topic>.py says what is measured.
+"""Benchmarks: `python -m benchmarks` runs them; the docstring of each bench_<topic>.py says what is measured.
 
-A benchmark declares cases, a case names its contenders, a contender sets up once and is then measured for
-speed and for bytes by harness.py, in turns with the others. The results are rows of a CSV; all that is shown
-comes from it.
+A benchmark declares cases, and a case its contenders. A contender is set up once; harness.py then measures its time and
+its bytes, interleaved with the others. The results are rows of a CSV, from which every table and picture is made.
 """

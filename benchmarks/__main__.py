@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=topics(), help="one topic")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument(
-        "--size", type=int, help="parameters per case (default: 2**24; on a GPU 10**9, or what fits)"
+        "--size",
+        type=int,
+        help="parameters or elements of a case (default: 2**24; on a GPU 10**9, or what fits)",
     )
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds per case (default: 30)")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; not into results/")
@@ -40,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_size(device: str) -> int:
-    """Large enough that no cache holds it, and that all contenders of a case fit beside each other."""
+    """Parameters or elements of a case: larger than any cache, small enough that all its contenders fit in memory."""
     if device == "cpu":
         return 2**24
     import torch
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace, out: Path) -> None:
         console = Console(width=140)
     console.print(" · ".join(f"{name} {value}" for name, value in provenance.items()), style="dim")
     clock = harness.Clock(args.device)
-    # peers are muted while they are set up: the bar writes past that, to a copy of the descriptor
+    # muted() redirects descriptor 2 while peers are set up: the bar writes to a copy of it
     with os.fdopen(os.dup(2), "w") as terminal:
         bar = Progress(
             TextColumn("{task.description}"),
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace, out: Path) -> None:
                     bar.remove_task(task)
                 case_rows = report.rows(provenance, results)
                 report.append(path, case_rows)
-                console.print(report.case_table(case_rows))
+                console.print(report.case_table(case_rows, topic))
             if path.exists():
                 console.print(f"{path}\n{plot.draw(path)}")
 
@@ -104,7 +106,7 @@ def table(readme: Path, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    # DeepSpeed compiles with ninja, which is in the virtual environment and there on no PATH
+    # DeepSpeed runs ninja, which is in the virtual environment, whose bin folder may not be on PATH
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     out = args.out or (Path("out/bench") if args.quick else Path(benchmarks.__path__[0]) / "results")
     if args.action == "table":

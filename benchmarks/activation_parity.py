@@ -255,7 +255,7 @@ def main(argv: list[str] | None = None, setting: Setting | None = None) -> None:
     default = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # a small model: on a busy machine a second thread only keeps the first waiting
+    torch.set_num_threads(1)  # a small model: a second thread costs more than it brings
     rows = list(results(setting or Setting()))
     path = args.out / "activation-parity.csv"
     report.append(path, rows, COLUMNS)

@@ -1,7 +1,7 @@
 """Forward and backward of activations (the few_bit_encode, few_bit_forward, few_bit_backward and
 few_bit_backward_from_output ops behind memkern.functional) beside torch's own.
 
-"state" are the bytes that autograd keeps between the two passes.
+"saved" are the bytes that autograd saves for the backward pass.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def contender(
         torch.manual_seed(0)
         x = torch.randn(size, device=device).to(dtype).requires_grad_()
         grad = torch.randn(size, device=device).to(dtype)
-        kept = saved_bytes(lambda: fn(x))
-        # A kept input or output is read once more; bits are written and read.
-        moved = PASSES * x.nbytes + kept + kept % x.nbytes
-        return Subject(lambda: torch.autograd.grad(fn(x), x, grad), lambda: moved, lambda: kept)
+        saved = saved_bytes(lambda: fn(x))
+        # A saved input or output is read a second time; codes are written and read.
+        moved = PASSES * x.nbytes + saved + saved % x.nbytes
+        return Subject(lambda: torch.autograd.grad(fn(x), x, grad), lambda: moved, lambda: saved)
 
     return Contender(name, setup)
 
@@ -63,7 +63,7 @@ def cases(size: int, device: str) -> list[Case]:
     def case(name: str, fns: dict[str, Callable[[Tensor], Tensor]], n: int, dtype: torch.dtype) -> Case:
         return Case(name, n, [contender(title, fn, n, device, dtype) for title, fn in fns.items()])
 
-    small = min(size, 2**18)  # fits the caches, and torch's allocator has memory of that size at hand
+    small = min(size, 2**18)  # 1 MiB: fits the caches, and malloc reuses memory of that size
     return [
         case("GELU, fp32", gelus("none"), size, torch.float32),
         case("tanh-GELU, fp32", gelus("tanh"), size, torch.float32),

@@ -1,4 +1,4 @@
-"""Steps of LAMB and LARS beside AdamW8bit and timm's, which is as the paper has them without its clipping."""
+"""Steps of LAMB and LARS beside AdamW8bit and timm's. timm's Lamb clips gradients by default, here it does not."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def of_timm(cls: str, **options: Any) -> Make:
 
 
 def nothing(params: int, state: int) -> int:
-    """What an update reads before it updates."""
+    """Bytes read before the update: none."""
     return 0
 
 
 def norms(params: int, state: int) -> int:
-    """For the norms of parameters and updates: parameters, gradients and states."""
+    """Bytes read for the norms of parameters and updates: parameters, gradients and states."""
     return 2 * params + state
 
 
 def classic_norms(params: int, state: int) -> int:
-    """For the norms of parameters and gradients."""
+    """Bytes read for the norms of parameters and gradients."""
     return 2 * params
 
 
@@ -53,7 +53,8 @@ def case(name: str, makes: dict[str, Any], shapes: Shapes, device: str) -> Case:
 
 def cases(size: int, device: str) -> list[Case]:
     one = [(max(1, size // 4096), 4096)]
-    gpt2 = gpt2_shapes(GPT2 if size >= 2**24 else size)  # at its own size: smaller tensors fit the cache
+    # GPT-2 at its full size, so that its matrices do not fit the cache.
+    gpt2 = gpt2_shapes(GPT2 if size >= 2**24 else size)
     return [
         case("LAMB, one tensor", LAMB, one, device),
         case(f"LAMB, {len(gpt2)} tensors like GPT-2's", LAMB, gpt2, device),

@@ -1,6 +1,6 @@
-"""Forward and backward of a linear layer of width 768 that keeps a fifth of its input, beside torch's own.
+"""Forward and backward of a linear layer of width 768 that saves a fifth of its input, beside torch's own.
 
-"state" are the bytes that autograd keeps between the two passes, per element of the input.
+"saved" are the bytes that autograd saves for the backward pass, per element of the input.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def contender(
             torch.randn(WIDTH, device=device).to(dtype),
         ]
         leaves = [leaf.requires_grad_() for leaf in leaves]
-        kept = memory.saved_bytes(lambda: fn(*leaves), leaves[1])
-        moved = 4 * x.nbytes + 3 * leaves[1].nbytes + 2 * kept  # x, y and their gradients; the weight twice
-        return Subject(lambda: torch.autograd.grad(fn(*leaves), leaves, grad), lambda: moved, lambda: kept)
+        saved = memory.saved_bytes(lambda: fn(*leaves), leaves[1])
+        moved = 4 * x.nbytes + 3 * leaves[1].nbytes + 2 * saved  # x, y and their gradients; the weight twice
+        return Subject(lambda: torch.autograd.grad(fn(*leaves), leaves, grad), lambda: moved, lambda: saved)
 
     return Contender(name, setup)
 

@@ -1,4 +1,4 @@
-"""Optimizer steps: 8-bit AdamW, Adam and Lion beside what else one would use."""
+"""Optimizer steps: 8-bit AdamW, Adam and Lion beside those of torch, bitsandbytes, torchao and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .harness import Case, Contender, Subject
 Shapes = Sequence[tuple[int, ...]]
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
-IDLE = {"DeepSpeed CPULion": "exp_avg_sq"}  # allocated, and never touched
+UNUSED = {"DeepSpeed CPULion": "exp_avg_sq"}  # state that is allocated and never read or written
 
 
 def stepper(
@@ -32,8 +32,8 @@ def stepper(
 ) -> Contender:
     """A contender that steps an optimizer over parameters of these shapes, their gradients constant.
 
-    reads: what a pass for norms reads before the update, from the bytes of all parameters and of the state.
-    backend: of memkern's, in place of the one that it would choose.
+    reads: bytes that a pass for norms reads before the update, given the bytes of all parameters and of the state.
+    backend: memkern's, in place of the automatic choice.
     """
 
     def setup() -> Subject:
@@ -44,8 +44,8 @@ def stepper(
         optimizer = make(params)
 
         def moved_bytes() -> int:  # parameter and states in and out, gradient in
-            idle = tensor_bytes(state.get(IDLE.get(name)) for state in optimizer.state.values())
-            size, state = tensor_bytes(params), optimizer_bytes(optimizer) - idle
+            unused = tensor_bytes(state.get(UNUSED.get(name)) for state in optimizer.state.values())
+            size, state = tensor_bytes(params), optimizer_bytes(optimizer) - unused
             return 3 * size + 2 * state + reads(size, state)
 
         def step() -> None:
@@ -86,7 +86,7 @@ LION = {
 
 
 def torch_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's fused AdamW behind clip_grad_norm_: one pass over the gradients reads them, one scales them."""
+    """torch's fused AdamW after clip_grad_norm_, which makes two passes over the gradients: norm, then scaling."""
     optimizer = torch.optim.AdamW(params, fused=True)
     optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, 1.0) and None)
     return optimizer
@@ -102,10 +102,7 @@ GPT2 = 124_439_808  # parameters
 
 
 def gpt2_shapes(size: int) -> Shapes:
-    """GPT-2's 148 tensors, its width scaled to the size and the rest made up by the vocabulary.
-
-    124,439,808 parameters give GPT-2 itself.
-    """
+    """GPT-2's 148 tensors, with a width and a vocabulary for ``size`` parameters; 124,439,808 give GPT-2 itself."""
     width = math.sqrt(0.69 * size / 144)  # GPT-2's blocks are 69 % of it: 12 of them, 12 * width**2 each
     unit = 128 if width >= 128 else 16
     d = unit * max(1, int(width // unit))
@@ -141,7 +138,7 @@ def cases(size: int, device: str) -> list[Case]:
             for name, make in makes.items()
             if not name.startswith((*elsewhere, *leave_out))
         ]
-        if device == "cuda":  # memkern's first contender by its other kernels
+        if device == "cuda":  # memkern's first contender on the Triton backend too
             name, make = next(iter(makes.items()))
             found.insert(1, stepper(f"{name}, Triton", make, shapes, device, backend="triton", **options))
         return found

@@ -1,4 +1,4 @@
-"""Block-wise quantization by itself, beside bitsandbytes' and a plain copy of the same tensor."""
+"""Block-wise quantization and dequantization, beside bitsandbytes' and a copy of the same tensor."""
 
 from __future__ import annotations
 

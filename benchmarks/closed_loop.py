@@ -1,9 +1,9 @@
-"""python -m benchmarks.closed_loop: what 8-bit states do to Adam's updates, beside FACTS.md's figures.
+"""python -m benchmarks.closed_loop: what 8-bit states do to Adam's updates, beside earlier figures.
 
-No hardware is measured: the figures depend on the arithmetic and the seeds only. The short streams run on
-three seeds and their error is the mean over all steps; the long ones run on one and their error is the last
-step's, where what is slow to go wrong has gone wrong. Blocks are of 128, where FACTS.md's short runs of the
-dynamic map had 256.
+No hardware is measured: the figures depend on the arithmetic and the seeds only. The short streams run on three seeds,
+and their error is the mean over all steps. The long ones run on one seed, and their error is the last step's, because
+a state that drifts slowly is wrong only then. "expected" are the figures of the prototype that the codecs were chosen
+by: other seeds, and in the dynamic map's short runs blocks of 256, where these are of 128.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Setting(NamedTuple):
     beta2: float
     steps: int
     seeds: int
-    expected: dict[str, float]  # FACTS.md's error, by codec: nearest rounding at 1,000 steps, dither at 6,000
+    expected: dict[
+        str, float
+    ]  # the prototype's error, by codec; its power codec had no dither in the short runs
 
 
 SETTINGS = (
@@ -82,7 +84,7 @@ def results() -> Iterator[dict[str, str]]:
 def table(rows: list[dict[str, str]]) -> Table:
     table = Table(title="Relative L2 error of Adam's update, 8-bit states", title_justify="left")
     shown = ("stream", "beta2", "steps", "codec", "error", "expected", "sqrt_v_ratio")
-    for heading in ("stream", "beta2", "steps", "codec", "error", "FACTS.md", "sqrt(v) / true"):
+    for heading in ("stream", "beta2", "steps", "codec", "error", "expected", "sqrt(v) / true"):
         table.add_column(heading, justify="left" if heading in ("stream", "codec") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(row[name] for name in shown), style="bold cyan" if row["codec"] == "power" else "")
@@ -94,9 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     default = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
-    torch.set_num_threads(
-        1
-    )  # 16,384 elements: on a busy machine a second thread only keeps the first waiting
+    torch.set_num_threads(1)  # 16,384 elements: a second thread costs more than it brings
     rows = list(results())
     path = args.out / "closed-loop.csv"
     report.append(path, rows, COLUMNS)

@@ -1,9 +1,9 @@
-"""One way to measure: contenders are set up once, then take turns (A B C, C A B, ...); medians are reported.
+"""Measures a case: contenders are set up once, then take turns (A B C, C A B, ...); medians are reported.
 
-Before every timed call a large tensor is copied, which leaves the caches as a forward and a backward would.
-The copies' own time is the machine's copy rate in the same minutes: on a shared machine that rate doubles and
-halves within hours, so a time means little without it. A share above 100 % is no error: a copy also reads
-the lines that it overwrites, which an update in place needs anyway.
+Before every timed call a large tensor is copied, which evicts the caches as a forward and a backward pass would. The
+copies' own time gives the copy bandwidth of the same minutes: on a shared machine it doubles and halves within hours,
+so that a time alone cannot be compared with another hour's. A share of copy bandwidth above 100 % is possible: a copy
+also reads the cache lines that it overwrites, and that is not counted; an update in place reads them anyway.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dataclasses import dataclass
 
 import torch
 
-WARMUP = 2  # the first call makes the state and may compile; the second tells how long a call takes
+WARMUP = 2  # the first call allocates the state and may compile; the second gives the time of a call
 MIN_ROUNDS = 5
-COPIES_AHEAD = 4  # before a call on a device, so that it waits for the device and not for the host
+COPIES_AHEAD = 4  # queued before a call on a device, so that its kernels are in the queue when the copies end
 HOST_CALLS = 20
 
 
 @dataclass
 class Subject:
-    """What a contender set up: the call to time, and what its bytes are counted from."""
+    """A contender that is set up: the call to time, and its bytes."""
 
     step: Callable[[], object]
     moved_bytes: Callable[[], int]  # the least that one call reads and writes
-    state_bytes: Callable[[], int] | None = None  # of what stays between calls
+    state_bytes: Callable[[], int] | None = None  # of an optimizer's state, or saved for backward
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass
 class Result:
-    """Figures of one contender; all None where it is absent, and then the note says why."""
+    """Figures of one contender, per parameter or per element; all None where it is absent, which the note explains."""
 
     case: str
     contender: str
@@ -98,7 +98,7 @@ class Clock:
         return end - middle
 
     def _on_device(self, call: Callable[[], object]) -> float:
-        """The device's time alone, as long as the host is done before the copies are: some 2 ms on an H200."""
+        """The device's time alone, if the host has queued the call before the copies end (2 ms on an H200)."""
         for _ in range(COPIES_AHEAD - 1):
             self.target.copy_(self.source)
         start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -112,7 +112,7 @@ class Clock:
         return middle.elapsed_time(end) / 1e3
 
     def host_time(self, call: Callable[[], object]) -> float:
-        """Seconds until a call returns while the device has nothing to do; the median of some."""
+        """Seconds until a call returns on an idle device; the median of HOST_CALLS."""
         times = []
         for _ in range(HOST_CALLS):
             torch.cuda.synchronize()
@@ -134,10 +134,11 @@ def take_turns(
     every: dict[str, int],
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call: in a round one call each; slow ones every n-th round.
+    """Seconds of each call: one call each in a round; slow ones every n-th round.
 
-    In another order each round, the same in every run: who always comes after the same other inherits what that one
-    leaves, its code in the caches or a heap in pieces (148 tensors beside one: 2 to 3 % in the fixed order).
+    The order is another one in each round, and the same in every run. In a fixed order a contender always runs after
+    the same other one, with that one's code in the caches and the heap as it left it (2 to 3 % between 148 tensors
+    and one).
     """
     orders = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -150,17 +151,17 @@ def take_turns(
 
 
 def largest_temporary(call: Callable[[], object], device: str) -> int:
-    """Peak of tensor bytes above the resting level during one call.
+    """Peak of tensor bytes during one call, above those allocated before it.
 
-    On the CPU by torch's profiler, which sees every use of torch's allocator, inside operators too, and not
-    what a library takes from malloc by itself.
+    On the CPU from torch's profiler, which records torch's allocator, inside operators too, but not what a library
+    takes from malloc directly.
     """
     if device == "cuda":
         torch.cuda.synchronize()
-        resting = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         call()
-        return torch.cuda.max_memory_allocated() - resting
+        return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()
@@ -174,7 +175,7 @@ def largest_temporary(call: Callable[[], object], device: str) -> int:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Hides what peers print, warn and compile on descriptors 1 and 2."""
+    """Hides the output of peers and of the compilers that they start: redirects descriptors 1 and 2."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
@@ -248,7 +249,7 @@ def measure(
         try:
             with muted():
                 entries[contender.name] = _set_up(contender)
-        except Exception as error:  # whatever a peer raises: its absence is a row, not the end of the run
+        except Exception as error:  # a peer that cannot run, for whatever reason, becomes a row that says so
             results[contender.name].note = _reason(error)
     gc.collect()
 

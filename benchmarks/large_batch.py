@@ -95,7 +95,7 @@ def results(setting: Setting) -> Iterator[dict[str, str]]:
 
 
 def losses(rows: list[dict[str, str]], part: str) -> dict[tuple[str, int], dict[int, list[float]]]:
-    """The validation losses by optimizer and factor, and by tokens seen: a number per seed, in order."""
+    """The validation losses of a part by (optimizer, factor), then by tokens seen: a number per seed, in order."""
     found: dict[tuple[str, int], dict[int, list[float]]] = {}
     for row in rows:
         if row["part"] == part:
@@ -121,7 +121,7 @@ def table(rows: list[dict[str, str]]) -> Table:
 
 
 def parity(rows: list[dict[str, str]]) -> str:
-    """8-bit and 32-bit LAMB: their difference at the same seed, beside the noise, worst over the curve."""
+    """8-bit and 32-bit LAMB: their largest difference over the curve, beside the noise over seeds."""
     found = losses(rows, "parity")
     ours, full = found["lamb8bit", 1], found["lamb", 1]
     difference = max(abs(statistics.mean(ours[t]) - statistics.mean(full[t])) for t in full)

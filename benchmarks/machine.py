@@ -30,12 +30,12 @@ def hardware(device: str) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    # the threads that torch uses, not the machine's cores: they are what the figures were measured with
+    # torch's number of threads, not the machine's cores: the figures were measured with it
     return f"{name}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def slug(hardware: str) -> str:
-    """A file name's part; the driver's version does not make another machine."""
+    """The hardware in a results file's name; the driver's version is not part of it."""
     return re.sub(r"[^a-z0-9]+", "-", hardware.split(", driver")[0].lower()).strip("-")
 
 
@@ -45,7 +45,7 @@ def provenance(device: str) -> dict[str, str]:
     changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        # A copy without .git, as on a machine that is lent, is told which commit it is.
+        # A copy of the tree without .git (on a GPU machine) gets its commit from the environment.
         "commit": _output("git", "rev-parse", "--short=12", "HEAD")
         or os.environ.get("MEMKERN_COMMIT", "unknown"),
         "dirty": "yes" if changed else "no",

@@ -1,11 +1,11 @@
-"""One picture per results file: time per parameter, and the least that the measured copy rate allows."""
+"""One picture per results file: time per parameter or element, beside that of moving its bytes at copy bandwidth."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from .report import Row, latest, title
+from .report import OPTIMIZER_TOPICS, Row, latest, title, topic_of
 
 OURS, OTHERS, FLOOR, FAINT, GRID = "#0b7285", "#adb5bd", "#e8590c", "#868e96", "#e9ecef"
 INCHES_PER_BAR = 0.28
@@ -14,6 +14,8 @@ INCHES_PER_BAR = 0.28
 def draw(csv_path: Path) -> Path:
     """Draws the last run of each case in the CSV into a PNG beside it."""
     import matplotlib
+
+    topic = topic_of(csv_path)
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -29,14 +31,15 @@ def draw(csv_path: Path) -> Path:
         layout="constrained",
     )
     for axis, case_rows in zip(axes.flat, cases, strict=True):
-        _draw_case(axis, case_rows)
+        _draw_case(axis, case_rows, topic)
     marks = [mark for case_rows in cases for row in case_rows if row["ms_median"] for mark in _marks(row)]
     last = axes.flat[-1]
     last.set_xscale("log")
     last.set_xlim(min(marks, default=1) / 1.5, max(marks, default=1) * 2)
     last.xaxis.set_major_formatter("{x:g}")
-    last.set_xlabel("ns per parameter, logarithmic; orange: its bytes at the copy rate", color=FAINT)
-    topic, hardware = csv_path.stem.split("_")[0], cases[0][0]["hardware"]
+    unit = "parameter" if topic in OPTIMIZER_TOPICS else "element"
+    last.set_xlabel(f"ns per {unit}, logarithmic; orange: its bytes at copy bandwidth", color=FAINT)
+    hardware = cases[0][0]["hardware"]
     figure.suptitle(f"{topic}  ·  {hardware}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     png = csv_path.with_suffix(".png")
     figure.savefig(png, dpi=140)
@@ -45,14 +48,14 @@ def draw(csv_path: Path) -> Path:
 
 
 def _marks(row: Row) -> tuple[float, float, float, float]:
-    """ns per parameter: at the copy rate, p20, median, p80."""
+    """ns per parameter or element: at copy bandwidth, p20, median, p80."""
     low, high = (float(row[q]) * 1e6 / int(row["numel"]) for q in ("ms_p20", "ms_p80"))
     floor = float(row["bytes_per_param"]) / float(row["copy_rate_gbps"])
     return floor, low, float(row["ns_per_param"]), high
 
 
-def _draw_case(axis: Any, case_rows: list[Row]) -> None:
-    axis.set_title(title(case_rows), fontsize=10, loc="left")
+def _draw_case(axis: Any, case_rows: list[Row], topic: str) -> None:
+    axis.set_title(title(case_rows, topic), fontsize=10, loc="left")
     for y, row in enumerate(case_rows):
         if not row["ms_median"]:
             across = axis.get_yaxis_transform()

@@ -14,19 +14,31 @@ from .harness import Result
 
 PROVENANCE = ("date", "commit", "dirty", "hardware", "python", "torch", "memkern")
 COLUMNS = (*PROVENANCE, *(field.name for field in fields(Result)))
-# heading, column, format
+# heading, column of the CSV, format
 SHOWN = (
     ("ms", "ms_median", ".2f"),
-    ("ns/param", "ns_per_param", ".3f"),
-    ("B/param moved", "bytes_per_param", ".2f"),
-    ("of copy rate", "copy_share", ".0%"),
-    ("state B/param", "state_bytes_per_param", ".3f"),
-    ("temporary B/param", "temp_bytes_per_param", ".2f"),
+    ("ns/{unit}", "ns_per_param", ".3f"),
+    ("B/{unit} moved", "bytes_per_param", ".2f"),
+    ("share of copy bandwidth", "copy_share", ".0%"),
+    ("{state} B/{unit}", "state_bytes_per_param", ".3f"),
+    ("temporary B/{unit}", "temp_bytes_per_param", ".2f"),
     ("time / memkern's", "ratio_to_memkern", ".2f"),
 )
 ALIGN = "|---|" + "---:|" * len(SHOWN)
+OPTIMIZER_TOPICS = ("optim", "lamb")
 
 Row = dict[str, str]
+
+
+def headings(topic: str) -> list[str]:
+    """The tables' headings. An optimizer's figures are per parameter, all others per element of the input."""
+    unit, state = ("param", "state") if topic in OPTIMIZER_TOPICS else ("element", "saved")
+    return [heading.format(unit=unit, state=state) for heading, *_ in SHOWN]
+
+
+def topic_of(path: Path) -> str:
+    """The topic of a results file, whose name is TOPIC_HARDWARE.csv."""
+    return path.stem.split("_")[0]
 
 
 def rows(provenance: dict[str, str], results: Iterable[Result]) -> list[Row]:
@@ -51,7 +63,7 @@ def append(path: Path, new: Sequence[Row], columns: Sequence[str] = COLUMNS) -> 
 
 
 def latest(path: Path) -> dict[str, list[Row]]:
-    """The rows of each case's last run, by case: contenders of one run are compared, never those of two."""
+    """The rows of each case's last run, by case; contenders of different runs are never compared."""
     with path.open(newline="") as file:
         everything = list(csv.DictReader(file))
     last = {row["case"]: row["date"] for row in everything}
@@ -65,20 +77,24 @@ def figures(row: Row) -> list[str]:
     return [format(float(row[column]), form) if row[column] else "" for _, column, form in SHOWN]
 
 
-def title(case_rows: Sequence[Row]) -> str:
+def title(case_rows: Sequence[Row], topic: str) -> str:
     row = case_rows[0]
-    rate = f", copy rate {float(row['copy_rate_gbps']):.0f} GB/s" if row["copy_rate_gbps"] else ""
-    return f"{row['case']}: {int(row['numel']) / 1e6:.3g} M parameters{rate}"
+    rate = f", copy bandwidth {float(row['copy_rate_gbps']):.0f} GB/s" if row["copy_rate_gbps"] else ""
+    unit = "parameters" if topic in OPTIMIZER_TOPICS else "elements"
+    return f"{row['case']}: {int(row['numel']) / 1e6:.3g} M {unit}{rate}"
 
 
-def case_table(case_rows: Sequence[Row]) -> Table:
+def case_table(case_rows: Sequence[Row], topic: str) -> Table:
     """For the terminal: the figures, the spread, and the notes below."""
     notes = [f"{row['contender']}: {row['note']}" for row in case_rows if row["note"]]
     table = Table(
-        title=title(case_rows), title_justify="left", caption="\n".join(notes) or None, caption_justify="left"
+        title=title(case_rows, topic),
+        title_justify="left",
+        caption="\n".join(notes) or None,
+        caption_justify="left",
     )
     table.add_column("", no_wrap=True)
-    for heading, *_ in SHOWN:
+    for heading in headings(topic):
         table.add_column(heading, justify="right")
     table.add_column("p20 to p80, ms", justify="right", no_wrap=True)
     for row in case_rows:
@@ -93,8 +109,9 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = ()) -> str:
 
     ``only``: the cases to show, by the beginning of their names; default all.
     """
-    parts = []
+    tables = []
     for path in sorted(paths):
+        topic = topic_of(path)
         cases = {n: rows for n, rows in latest(path).items() if not only or n.startswith(tuple(only))}
         if not cases:
             raise KeyError(f"no case of {path} begins with {' or '.join(map(repr, only))}")
@@ -110,16 +127,16 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = ()) -> str:
         lines = [
             "; ".join(conditions) + ".",
             "",
-            "| | " + " | ".join(heading for heading, *_ in SHOWN) + " |",
+            "| | " + " | ".join(headings(topic)) + " |",
             ALIGN,
         ]
         for case_rows in cases.values():
-            lines.append(f"| **{title(case_rows)}** |" + " |" * len(SHOWN))
+            lines.append(f"| **{title(case_rows, topic)}** |" + " |" * len(SHOWN))
             for row in case_rows:
                 cells = figures(row) if row["ms_median"] else ["absent", *[""] * (len(SHOWN) - 1)]
                 lines.append("| " + " | ".join([row["contender"], *cells]) + " |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def fill_markers(readme: str, results: dict[str, list[Path]]) -> str:

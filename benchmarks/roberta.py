@@ -1,11 +1,12 @@
 """python -m benchmarks.roberta: RoBERTa-base's memory, few-bit and randomized, beside published figures.
 
 Fine-tuning on MRPC, batch 128, fp32, eager attention, AdamW: the peak of a whole step, counted on fake CUDA tensors
-(every storage that lives, from its operator to its end), so that no GPU and no weights are needed. Gradients stay
-allocated between steps, as in the torch of the published runs. 103 tokens are the longest padded batch. The published
-implementation stored 4 bits per element under the name of 3, so the comparison is with 4; memkern's 3 are shown too.
+(every storage from the operator that allocates it until it is freed), so that no GPU and no weights are needed.
+Gradients stay allocated between steps, as in the torch version of the published runs. 103 tokens are the longest padded
+batch. The published implementation stored 4 bits per element where it says 3, so it is compared with 4 bits; memkern's
+3 bits are shown too.
 
-Published: FACTS.md's table (fewbit: Novikov et al., arXiv 2202.00441; Bershatsky et al., arXiv 2201.13195).
+Published: the figures of fewbit's authors (Novikov et al., arXiv 2202.00441; Bershatsky et al., arXiv 2201.13195).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ROWS = (
 
 
 def _model() -> Any:
-    """RoBERTa-base with random weights; the default configuration is the base one, but for these."""
+    """RoBERTa-base with random weights: transformers' default configuration but for these sizes."""
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     sizes = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
@@ -64,9 +65,10 @@ def peak_bytes(bits: int | None, linear: float | None, batch: int = BATCH, token
     mode = FakeTensorMode()
     with mode, torch.device("cuda"):
         model = _model().train()
-    memkern.compress(model, bits, linear=linear)  # outside the mode: it tries activations on real values
+    # Outside of the fake mode: it runs activations on real values to match them.
+    memkern.compress(model, bits, linear=linear)
     with mode, torch.device("cuda"):
-        # Gradient by gradient: torch's foreach steps allocate as much as all parameters together.
+        # foreach=False: torch's foreach step allocates temporaries as large as all parameters together.
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         ids, mask = torch.zeros(batch, tokens, dtype=torch.long), torch.ones(batch, tokens, dtype=torch.long)
         labels = torch.zeros(batch, dtype=torch.long)
@@ -94,7 +96,7 @@ def results() -> Iterator[dict[str, str]]:
 
 
 def lines(rows: list[dict[str, str]]) -> Iterator[str]:
-    heads = ("GELU", "bits", "linear layers keep", "GiB", "saving %", "published GiB", "saving %")
+    heads = ("GELU", "bits", "linear layers save", "GiB", "saving %", "published GiB", "saving %")
     table = [heads, *(tuple(row[name] for name in COLUMNS[-len(heads) :]) for row in rows)]
     widths = [max(len(cells[i]) for cells in table) for i in range(len(heads))]
     for cells in table:

@@ -1,4 +1,4 @@
-"""python -m benchmarks.saved_bytes: what a GPT-2 block keeps for its backward pass, by way of compressing it.
+"""python -m benchmarks.saved_bytes: the bytes that a GPT-2 block saves for backward, for each way to compress it.
 
 transformers' GPT2Block with random weights, fp32, sdpa, no dropout; bytes per token, every storage once, parameters
 left out (memkern.memory.saved_bytes). No hardware is measured: the figures depend on shapes and operators only.
@@ -65,8 +65,8 @@ def results() -> Iterator[dict[str, str]]:
     for width in WIDTHS:
         before = bytes_per_token(width, WAYS["as it is (gelu_new)"])
         for way, change in WAYS.items():
-            kept = bytes_per_token(width, change)
-            values = (str(width), way, f"{kept:.1f}", f"{kept / before:.4f}")
+            saved = bytes_per_token(width, change)
+            values = (str(width), way, f"{saved:.1f}", f"{saved / before:.4f}")
             yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
 
 
@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     rows = list(results())
-    print("GPT-2 block, kept for the backward pass, bytes per token")
+    print("GPT-2 block, saved for the backward pass, bytes per token")
     for row in rows:
-        share, kept = float(row["share"]), float(row["bytes_per_token"])
-        print(f"  width {row['width']:>4}  {row['way']:<34} {kept:>10,.0f}  {share:6.1%}")
+        share, saved = float(row["share"]), float(row["bytes_per_token"])
+        print(f"  width {row['width']:>4}  {row['way']:<34} {saved:>10,.0f}  {share:6.1%}")
     path = args.out / "saved-bytes.csv"
     report.append(path, rows, COLUMNS)
     print(path)

@@ -1,8 +1,7 @@
 """Synthetic gradient streams, and the error that an optimizer's stored state adds to its updates on them.
 
-The streams imitate what a quantized moment finds hard: scales that differ inside a block, a gradient that
-falls while one element of the block does not, rows that are mostly zero, gradients near the smallest that
-Adam can use.
+The streams are hard cases of a quantized moment: scales that differ inside a block, gradients that fall while that of
+one element of the block does not, rows that are mostly zero, gradients not far above Adam's eps.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Stream:
     element_log_sd: float = 0.7
     scale: float = 1e-3
     falls_after: Callable[[int], float] | None = (
-        None  # steps -> the step after which gradients fall to a tenth
+        None  # of the steps: the step after which gradients are a tenth
     )
     one_stays: bool = False  # the first element of each block does not fall
     active: float = 1.0  # probability that a run has a gradient at a step
@@ -101,11 +100,11 @@ def closed_loop(
     eps: float = 1e-8,
     sqrt_v: Callable[[Any, Tensor], Tensor] = stored_sqrt_v,
 ) -> ClosedLoop:
-    """Runs an Adam of any codec over the stream, beside Adam in fp64 on the same gradients; compares updates.
+    """Compares the updates of an Adam with quantized states with those of Adam in fp64 on the same gradients.
 
-    optimizer_factory(params, lr=, betas=, eps=, weight_decay=) gives the optimizer, which is a black box: its
-    parameter is zero before every step and lr is 1, so that after the step the parameter is minus the update.
-    sqrt_v(optimizer, param) reads sqrt(v) back from its state.
+    optimizer_factory(params, lr=, betas=, eps=, weight_decay=) makes the optimizer. Its parameter is zeroed before
+    every step and lr is 1, so that after the step the parameter is minus the update. sqrt_v(optimizer, param) reads
+    sqrt(v) from its state.
     """
     param = torch.nn.Parameter(torch.zeros(ROWS, COLS))
     optimizer = optimizer_factory([param], lr=1.0, betas=betas, eps=eps, weight_decay=0.0)

@@ -1,15 +1,16 @@
-"""Activations that keep a few bits per element for the backward pass. Modules: :mod:`memkern.nn`.
+"""Activations that save a few bits per element for the backward pass. Modules: :mod:`memkern.nn`.
 
-Forward is torch's own operation (fused kernels on a GPU: DESIGN.md says how near). For the backward pass each function
-keeps the code of the nearest of ``2^bits`` levels of its derivative, as bit planes: ``bits / 8`` bytes per element and
-less than 64 bytes more, where torch keeps the input. Gradient: ``grad * level``, a fp32 product rounded once. The
-levels and their errors: :mod:`memkern.fewbit.tables`, from :func:`memkern.nn.fit_levels`.
+Forward is torch's own operation (fused kernels on a GPU: docs/numerics.md says how near). For the backward pass each
+function saves the code of the nearest of ``2^bits`` levels of its derivative, as bit planes: ``bits / 8`` bytes per
+element and less than 64 bytes more, where torch saves the input. Gradient: ``grad * level``, a fp32 product rounded
+once. The levels and their errors: :mod:`memkern.fewbit.tables`, from :func:`memkern.nn.fit_levels`.
 
-fp32, bf16 and fp16, any shape and strides. Nothing is kept under ``no_grad`` or ``inference_mode``, or where the input
-needs no gradient. Double backward raises. NaN stays NaN in the output; in the gradient such an element has some level.
+fp32, bf16 and fp16, any shape and strides. Nothing is saved under ``no_grad`` or ``inference_mode``, or where the input
+needs no gradient. Double backward raises. A NaN input gives NaN in the output; its gradient is multiplied by one of
+the levels.
 
-torch keeps the output of tanh, sigmoid, ReLU, leaky ReLU in place and hardtanh in place, or their input; a layer that
-follows often keeps the same tensor anyway, and then a few bits more save nothing.
+torch saves the output of tanh, sigmoid, ReLU, leaky ReLU in place and hardtanh in place, or their input. Often the
+layer that follows saves the same tensor; then memory does not shrink, and the codes come on top.
 """
 
 from __future__ import annotations
@@ -68,29 +69,30 @@ def _levels(name: str, bits: int) -> Levels:
 
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
-    """``fn(x)`` of any elementwise ``fn``, its derivative kept as codes; :func:`memkern.nn.few_bit` makes a module."""
+    """``fn(x)`` of any elementwise ``fn``, its derivative saved as codes; :func:`memkern.nn.few_bit` makes a module."""
     return Wrapped.apply(x, fn, levels) if _needs_gradient(x) else fn(x)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
     """GELU: ``x Phi(x)``, or its tanh form with ``approximate="tanh"``.
 
-    bits: 1 to 4, of ``keep="codes"``.
-    keep: ``"codes"``, or ``"output"``: the output, which a layer that follows often keeps anyway, and one bit per
-        element. The derivative is then found to about 6e-5 rms in fp32 and 2e-3 in bf16 (x ~ N(0, 1)), and an in-place
-        change of the output raises in the backward pass.
+    bits: 1 to 4 bits per element, used with ``keep="codes"``.
+    keep: what is saved for backward. ``"codes"``: ``bits`` bits per element. ``"output"``: the output, which the layer
+        that follows often saves anyway, and one bit per element; the derivative computed from them is off by about
+        6e-5 rms in fp32 and 2e-3 in bf16 (x ~ N(0, 1)), and an in-place change of the output raises in the backward
+        pass.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return _kept(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
+    return _codes_or_output(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
 
 
 def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> Tensor:
     """SiLU: ``x sigmoid(x)``. ``keep`` as in :func:`gelu`; ``"output"`` not in place."""
-    return _kept(x, "silu", bits, keep, inplace)
+    return _codes_or_output(x, "silu", bits, keep, inplace)
 
 
-def _kept(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> Tensor:
+def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> Tensor:
     table = _levels(name, bits)
     check_keep(keep, inplace)
     if keep == "output" and _needs_gradient(x):
@@ -99,11 +101,11 @@ def _kept(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> 
 
 
 def check_keep(keep: str, inplace: bool = False) -> None:
-    """Raises ValueError unless ``keep`` is what a lone activation can keep."""
+    """Raises ValueError unless ``keep`` is one of the tensors that an activation outside of an MLP can save."""
     if keep == "input":
         raise ValueError(
-            "keep='input' in an activation by itself is what torch's own keeps and saves nothing; use "
-            "torch.nn.functional, or memkern.nn.MLP, where it saves the second layer's input"
+            "keep='input' is what torch's own activation does, so it takes as much memory; use torch.nn.functional, "
+            "or memkern.nn.MLP, which with it does not save the second layer's input"
         )
     if keep not in ("codes", "output"):
         raise ValueError(f"keep must be 'codes' or 'output', got {keep!r}")

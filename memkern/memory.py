@@ -1,4 +1,4 @@
-"""Counting tensor bytes: what an optimizer keeps, what a forward pass keeps for its backward, the peak of one call."""
+"""Counts tensor bytes: an optimizer's state, what a forward pass saves for backward, the peak of one call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        if hasattr(
-            tensor, "__tensor_flatten__"
-        ):  # a wrapper (torchao's states, DTensor) has no memory of its own
+        if hasattr(tensor, "__tensor_flatten__"):
+            # A wrapper subclass (torchao's states, DTensor): the memory is that of the tensors inside.
             yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor.untyped_storage()
@@ -49,35 +48,37 @@ def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Adds up the storages that operators return while they live; weak references tell of their end."""
+    """Tracks the bytes of storages that operators return; a weak reference's callback notices that one is freed."""
 
     def __init__(self, held: Iterable[Any]) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.known: dict[int, weakref.ref] = {}
-        self.meet(held, counted=True)
+        self.track(held, counted=True)
 
-    def meet(self, tensors: Iterable[Any], *, counted: bool) -> None:
+    def track(self, tensors: Iterable[Any], *, counted: bool) -> None:
+        """Remembers storages that are new; where not ``counted``, with 0 bytes."""
         for storage in _storages(tensors):
             key = storage._cdata
             if key in self.known:
                 continue
             size = storage.nbytes() if counted else 0
 
-            def ended(_: weakref.ref, key: int = key, size: int = size) -> None:
+            def freed(_: weakref.ref, key: int = key, size: int = size) -> None:
                 self.live -= size
                 del self.known[key]
 
-            self.known[key] = weakref.ref(storage, ended)
+            self.known[key] = weakref.ref(storage, freed)
             self.live += size
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Inputs that are not known yet belong to others: once known, a view of one is not taken for new.
-        self.meet(tree_leaves((args, kwargs)), counted=False)
+        # An input that is not known yet was allocated before the call. Tracked with 0 bytes, so that an output that is
+        # a view of it does not count as a new storage.
+        self.track(tree_leaves((args, kwargs)), counted=False)
         out = func(*args, **kwargs)
-        self.meet(tree_leaves(out), counted=True)
+        self.track(tree_leaves(out), counted=True)
         return out
 
 
@@ -85,11 +86,11 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
     """Runs ``fn()`` once and returns the peak of tensor bytes during the call.
 
     held: the modules (parameters, buffers, gradients), optimizers (states) and tensors that exist before the
-    call. Their bytes count, and what the call allocates; what others hold does not.
+    call. Their bytes count, and what the call allocates; other tensors do not.
 
-    CUDA (any of ``held`` there): by the caching allocator's figures. CPU, and fake tensors of any device: the
-    storages that operators take or return, so scratch memory inside one operator is not seen; slower than the plain
-    call, with the same bits.
+    CUDA (any of ``held`` there): the caching allocator's statistics. CPU, and fake tensors of any device: the
+    storages that operators take or return, so scratch memory inside one operator is not seen. That is slower than the
+    plain call, and gives the same bits.
     """
     tensors = [tensor for tensor in _held_tensors(held) if isinstance(tensor, Tensor)]
     device = next((t.device for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)), None)
@@ -108,30 +109,30 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Also for a view of one, such as the transpose that a matrix product keeps."""
+    """Also True for a view of one, such as the transpose that a matrix product saves."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
-    """Runs ``fn()`` once, a forward pass, and returns the bytes that autograd keeps for its backward pass.
+    """Runs ``fn()`` once, a forward pass, and returns the bytes that autograd saves for its backward pass.
 
-    Each storage counts once and whole, however many operators keep it. Parameters do not count, nor does what
+    Each storage counts once and whole, however many operators save it. Parameters do not count, nor does what
     ``held`` names: modules (their buffers too), optimizers and tensors that exist anyway, such as the input. A
     copy of a parameter in another dtype, which autocast makes, does count.
 
-    Counted by saved-tensor hooks: what an autograd.Function keeps outside of ``save_for_backward`` is not seen, and
-    of a checkpointed part only its inputs. The result has the same bits as without counting.
+    Counted by saved-tensor hooks: what an autograd.Function stores outside of ``save_for_backward`` is not seen, and
+    of a checkpointed block only its inputs. The result has the same bits as without counting.
     """
     saved: list[Tensor] = []  # held until the end, so that no storage's address is used a second time
 
-    def keep(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = fn()
     excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
     known = {storage._cdata for storage in _storages(excluded)}
-    kept = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
-    del result  # with it the graph, not before
-    return sum(kept.values())
+    sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
+    del result  # only now: it holds the autograd graph, and the graph the saved tensors
+    return sum(sizes.values())

@@ -1,9 +1,8 @@
 """Import before torch: a torch without CUDA then runs autograd on FakeTensors whose device is cuda.
 
-On such tensors every operator takes the way that it takes on a GPU (boolean dropout masks, no CPU-only attention
-kernel), and nothing is computed, so that what a GPU would hold can be counted on any machine. For counting only, in a
-process of its own: afterwards torch takes CUDA for present. Needs a C++ compiler, once. Where torch has CUDA
-this does nothing.
+On such tensors every operator is dispatched as on a GPU (boolean dropout masks, no CPU-only attention kernel) and
+computes nothing, so that the memory of a GPU can be counted on any machine. For counting only, in a process of its own:
+from then on torch reports that CUDA is there. Needs a C++ compiler the first time. Does nothing where torch has CUDA.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _torch_folder() -> Path:
 
 
 def _build(torch: Path) -> Path:
-    """The guard as a shared library, kept in the temporary folder for this source and this torch."""
+    """The guard as a shared library, cached in the temporary folder for this source and this torch."""
     source = HERE / "guard.cpp"
     key = hashlib.sha256(source.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"memkern-fakecuda-{os.getuid()}-{key}.so"

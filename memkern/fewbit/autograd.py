@@ -14,14 +14,14 @@ from ..quant.layout import is_dense, same_layout
 from ..reference.activation import activate
 from .levels import Levels, Valley
 
-# What autocast computes in fp32: torch's op sees to that, a fused kernel would not.
+# Autocast runs these in fp32. torch's op is dispatched through autocast, the fused op is not.
 _AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)
 
 
-def encoded(
+def activate_and_encode(
     x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool = False
 ) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
-    """The activation, its codes and the strides of the tensor whose codes they are; None is contiguous."""
+    """The activation of ``x``, its codes, and the strides in whose memory order the codes are (None: contiguous)."""
     dense = x.is_contiguous() or is_dense(x.shape, x.stride())
     if inplace:
         codes = _ops.few_bit_encode(x if dense else torch.empty_like(x).copy_(x), table)
@@ -38,8 +38,8 @@ def _stride_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
 
 
-def laid_out(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """``grad`` with the strides of the tensor that was encoded."""
+def with_stride(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """``grad`` with the strides of the tensor that was encoded (None: contiguous); a copy where it has others."""
     if stride is None:
         return grad.contiguous()
     if grad.stride() == stride:
@@ -48,9 +48,9 @@ def laid_out(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Passes a gradient on, and raises where somebody asks for its derivative.
+    """The identity on a gradient; its own backward raises.
 
-    torch's once_differentiable lets a wrong result through where the incoming gradient is a constant.
+    torch's once_differentiable gives a wrong result without an error where the incoming gradient is a constant.
     """
 
     @staticmethod
@@ -66,18 +66,21 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def once(grad: Tensor, reason: str = "a few-bit activation keeps its derivative rounded") -> Tensor:
+def no_second_derivative(
+    grad: Tensor, reason: str = "a few-bit activation saves its derivative rounded"
+) -> Tensor:
+    """``grad``, made to raise RuntimeError with ``reason`` if it is differentiated in turn."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
         return _NoSecondDerivative.apply(grad.detach().requires_grad_(), reason)
     return grad
 
 
 class Codes(torch.autograd.Function):
-    """An activation by its number, from codes of its derivative."""
+    """An activation, given by its number in ACTIVATIONS; saves codes of the derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool) -> Tensor:
-        y, codes, ctx.stride = encoded(x, fn, a, b, table, inplace)
+        y, codes, ctx.stride = activate_and_encode(x, fn, a, b, table, inplace)
         ctx.save_for_backward(codes)
         ctx.levels = table.levels
         if inplace:
@@ -88,16 +91,16 @@ class Codes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (codes,) = ctx.saved_tensors
-        grad = _ops.few_bit_backward(laid_out(grad, ctx.stride), codes, ctx.levels)
-        return once(grad), None, None, None, None, None
+        grad = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
+        return no_second_derivative(grad), None, None, None, None, None
 
 
 class Output(torch.autograd.Function):
-    """An activation with one minimum, its derivative from its output and the bit that says on which side."""
+    """An activation with one minimum; saves its output, and a bit per element: on which side of the minimum x is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fn: int, valley: Valley) -> Tensor:
-        y, codes, ctx.stride = encoded(x, fn, 0.0, 0.0, Levels(1, (), (valley.at,), (1,)))
+        y, codes, ctx.stride = activate_and_encode(x, fn, 0.0, 0.0, Levels(1, (), (valley.at,), (1,)))
         ctx.save_for_backward(y, codes)
         ctx.valley = valley
         return y
@@ -105,12 +108,12 @@ class Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         y, codes = ctx.saved_tensors
-        grad = laid_out(grad, ctx.stride)
-        return once(_ops.few_bit_backward_from_output(grad, y, codes, ctx.valley)), None, None
+        grad = _ops.few_bit_backward_from_output(with_stride(grad, ctx.stride), y, codes, ctx.valley)
+        return no_second_derivative(grad), None, None
 
 
 class Wrapped(torch.autograd.Function):
-    """A user's own activation, from codes of its derivative."""
+    """A user's own activation; saves codes of the derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor], table: Levels) -> Tensor:
@@ -127,4 +130,5 @@ class Wrapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (codes,) = ctx.saved_tensors
-        return once(_ops.few_bit_backward(laid_out(grad, ctx.stride), codes, ctx.levels)), None, None
+        grad = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
+        return no_second_derivative(grad), None, None

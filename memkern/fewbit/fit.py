@@ -16,9 +16,9 @@ from .levels import Levels, check_bits, from_intervals
 Derivative = Callable[[Tensor], Tensor]
 
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 3.0)
-"""Standard deviations of the input's distribution, a mixture of normals in equal shares."""
+"""Standard deviations of the input's distribution, a mixture of normals of equal weight."""
 
-BINS = 1024  # of the derivative's value, among which the exact search chooses the borders of the levels
+BINS = 1024  # of the derivative's value; the borders between levels that the search tries are those of bins
 PER_UNIT = 2000  # grid points in x
 REACH = 8  # standard deviations of the widest normal: 1e-15 lies beyond
 
@@ -31,13 +31,13 @@ class Fit(NamedTuple):
 
 
 def mixture(x: Tensor, sigmas: Sequence[float]) -> Tensor:
-    """The density at ``x`` of normals around 0, in equal shares."""
+    """The density at ``x`` of a mixture of normals around 0, of equal weight."""
     each = [torch.exp(-0.5 * (x / s) ** 2) / (s * math.sqrt(2 * math.pi)) for s in sigmas]
     return torch.stack(each).mean(0)
 
 
 def _grid(sigmas: Sequence[float]) -> tuple[Tensor, float]:
-    """Midpoints of equal steps, symmetric around 0, which is none of them; and the step."""
+    """Midpoints of equal steps, symmetric around 0 (which is not among them); and the step."""
     half = math.ceil(REACH * max(sigmas)) * PER_UNIT
     return (torch.arange(-half, half, dtype=torch.float64) + 0.5) / PER_UNIT, 1 / PER_UNIT
 
@@ -60,10 +60,10 @@ def _symmetry(x: Tensor, d: Tensor) -> tuple[int, float]:
 
 
 def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float]) -> Tensor:
-    """``count`` levels of least squared error, ``exact`` among them; exact over BINS, then polished on all values.
+    """``count`` levels of least squared error, ``exact`` among them: optimal on BINS, then refined on all values.
 
-    Dynamic programming over the bins in order: the best cost of the first i bins with so many levels, so many of
-    them exact ones; any other is the mean of its bins.
+    Dynamic programming over the bins in order: ``best[n, k][i]`` is the least cost of the first i bins with n levels,
+    k of them from ``exact``; every other level is the mean of its bins. ``came`` leads back to the borders.
     """
     low, high = float(values.min()), float(values.max())
     index = ((values - low) / max(high - low, 1e-300) * (BINS - 1)).round().long()
@@ -80,13 +80,13 @@ def _optimal(values: Tensor, weight: Tensor, count: int, exact: Sequence[float])
     came: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     for n in range(1, count + 1):
         for k in range(max(0, n + len(exact) - count), min(n, len(exact)) + 1):
-            ways = []
+            options = []  # the last level is free, or the k-th exact one
             for before, cost in [((n - 1, k), free), *([((n - 1, k - 1), pinned[k - 1])] if k else [])]:
                 reached = best.get(before, torch.full_like(start, torch.inf))
-                ways.append((reached[:, None] + cost).min(0))
-            is_pinned = ways[-1].values < ways[0].values
-            best[n, k] = torch.where(is_pinned, ways[-1].values, ways[0].values)
-            came[n, k] = torch.where(is_pinned, ways[-1].indices, ways[0].indices), is_pinned
+                options.append((reached[:, None] + cost).min(0))
+            is_pinned = options[-1].values < options[0].values
+            best[n, k] = torch.where(is_pinned, options[-1].values, options[0].values)
+            came[n, k] = torch.where(is_pinned, options[-1].indices, options[0].indices), is_pinned
     levels: list[float] = []
     n, k, end = count, len(exact), BINS
     while n:
@@ -116,7 +116,7 @@ def _polish(levels: Tensor, values: Tensor, weight: Tensor, exact: Sequence[floa
 
 
 def _crossing(derivative: Derivative, value: float, low: float, high: float) -> float:
-    """Where the derivative passes ``value`` between two places on either side of it: bisection, also at a jump."""
+    """The x between ``low`` and ``high`` where the derivative crosses ``value``, by bisection; also at a jump."""
     at = lambda x: float(derivative(torch.tensor([x], dtype=torch.float64))[0]) > value  # noqa: E731
     side = at(low)
     while high - low > 1e-12 * max(1.0, abs(low)):
@@ -157,14 +157,14 @@ def fit_levels(
 ) -> Fit:
     """The ``2^bits`` levels of least mean squared error of a derivative, and the thresholds in x between them.
 
-    The error is that of the derivative's value over inputs from a mixture of normals around 0 in equal shares:
-    ``E[(d(x) - level(x))^2]``. A derivative that is even, or odd about a value (GELU's: d(-x) = 1 - d(x)), is seen to
-    be so, and its codes need half the comparisons.
+    The error is ``E[(d(x) - level(x))^2]`` over inputs from a mixture of normals around 0, of equal weight. A
+    derivative that is even, or odd about a value (GELU's: d(-x) = 1 - d(x)), is recognized, and its codes then take
+    half as many comparisons.
 
-    derivative: of a fp64 tensor, elementwise. bits: 1 to 4.
+    derivative: takes a fp64 tensor, elementwise. bits: 1 to 4.
     sigmas: standard deviations of the normals.
-    exact: levels that must be among them, such as the derivative's limits, which large inputs take exactly
-        (ascending; of an odd derivative only the half that x >= 0 takes, its mirror image comes by itself).
+    exact: levels that must be among them, ascending; for instance the derivative's limits, so that large inputs have
+        no error. Of an odd derivative only those of x >= 0; those of x < 0 follow.
     decimals: rounds the levels to so many places; the thresholds are those between the rounded levels.
 
     Raises:

@@ -1,9 +1,9 @@
-"""What an activation's derivative is rounded to: a table of levels, and the thresholds in x that choose among them.
+"""The quantizer of an activation's derivative: a table of levels, and the thresholds in x that choose among them.
 
 With ``u = x``, or ``u = |x|`` where the derivative is symmetric, the code of an element is the XOR of ``flips[i]``
 over all ``thresholds[i] < u`` (in fp32); where the derivative is odd about a value, ``x < 0`` flips the top bit. The
-backward pass takes ``levels[code]`` for the derivative. So an activation is a table, and no kernel knows one from
-another.
+backward pass takes ``levels[code]`` for the derivative. So the backward kernel is the same for every activation, and
+an activation adds a table.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_bits(bits: int) -> None:
 
 
 def gray(index: int) -> int:
-    """Neighbours differ in one bit, so that a threshold between neighbouring levels flips one plane only."""
+    """The Gray code: neighbours differ in one bit, so that the threshold between them flips one bit plane only."""
     return index ^ (index >> 1)
 
 
@@ -86,7 +86,7 @@ def from_intervals(
 ) -> Levels:
     """The table that gives ``levels[indices[i]]`` to u between thresholds i - 1 and i.
 
-    levels: ascending; for an odd derivative those of x >= 0, and ``c - level`` stands for x < 0 with ``c = center``.
+    levels: ascending; for an odd derivative those of x >= 0; those of x < 0 are ``center - level``.
     """
     start = gray(indices[0])  # a code of 0 before the first threshold, whatever its level
     by_code = [0.0] * len(levels)

@@ -1,4 +1,4 @@
-"""Two linear layers with GELU between them, as one autograd function that keeps what its mode needs and no more."""
+"""Two linear layers with GELU between them, as one autograd function that saves only what its mode needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _ops
 from ..quant.codec import ACTIVATIONS
-from .autograd import encoded, laid_out, once
+from .autograd import activate_and_encode, no_second_derivative, with_stride
 from .levels import Levels, check_bits
 from .tables import LEVELS, VALLEYS
 
@@ -30,22 +30,23 @@ class _MLP(torch.autograd.Function):
         bits: int,
         keep: str,
     ) -> Tensor:
-        # What each gradient asks for; the derivative serves those before the activation.
-        wants_x, wants_1, wants_b1, wants_2 = ctx.needs_input_grad[:4]
-        before = wants_x or wants_1 or wants_b1
+        needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
+        needs_hidden = (
+            needs_x or needs_weight1 or needs_bias1
+        )  # a gradient that passes through the activation
         hidden = F.linear(x, weight1, bias1)
         codes, ctx.stride = None, None
-        if keep == "input" or not before:
+        if keep == "input" or not needs_hidden:
             output = _gelu(hidden, name)
         else:
             table = LEVELS[name, bits] if keep == "codes" else Levels(1, (), (VALLEYS[name].at,), (1,))
-            output, codes, ctx.stride = encoded(hidden, ACTIVATIONS[name], 0.0, 0.0, table)
+            output, codes, ctx.stride = activate_and_encode(hidden, ACTIVATIONS[name], 0.0, 0.0, table)
         ctx.save_for_backward(
-            x if wants_1 else None,
-            weight1 if wants_x else None,
-            weight2 if before else None,
-            hidden if keep == "input" and (before or wants_2) else None,
-            output if keep != "input" and (wants_2 or (before and keep == "output")) else None,
+            x if needs_weight1 else None,
+            weight1 if needs_x else None,
+            weight2 if needs_hidden else None,
+            hidden if keep == "input" and (needs_hidden or needs_weight2) else None,
+            output if keep != "input" and (needs_weight2 or (needs_hidden and keep == "output")) else None,
             codes,
         )
         ctx.name, ctx.bits, ctx.keep = name, bits, keep
@@ -54,14 +55,14 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight1, weight2, hidden, output, codes = ctx.saved_tensors
-        wants_x, wants_1, wants_b1, wants_2, wants_b2 = ctx.needs_input_grad[:5]
+        needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
         grads: list[Tensor | None] = [None] * 8
-        if wants_2:
+        if needs_weight2:
             grads[3] = _weight_gradient(grad, _gelu(hidden, ctx.name) if ctx.keep == "input" else output)
-        if wants_b2:
+        if needs_bias2:
             grads[4] = _flat(grad).sum(0)
-        if wants_x or wants_1 or wants_b1:
-            grad = laid_out(grad @ weight2, ctx.stride)
+        if needs_x or needs_weight1 or needs_bias1:
+            grad = with_stride(grad @ weight2, ctx.stride)
             if ctx.keep == "input":
                 approximate = "tanh" if ctx.name == "gelu_tanh" else "none"
                 grad = torch.ops.aten.gelu_backward(grad, hidden, approximate=approximate)
@@ -69,13 +70,13 @@ class _MLP(torch.autograd.Function):
                 grad = _ops.few_bit_backward_from_output(grad, output, codes, VALLEYS[ctx.name])
             else:
                 grad = _ops.few_bit_backward(grad, codes, LEVELS[ctx.name, ctx.bits].levels)
-            if wants_x:
+            if needs_x:
                 grads[0] = grad @ weight1
-            if wants_1:
+            if needs_weight1:
                 grads[1] = _weight_gradient(grad, x)
-            if wants_b1:
+            if needs_bias1:
                 grads[2] = _flat(grad).sum(0)
-        return tuple(g if g is None else once(g) for g in grads)
+        return tuple(g if g is None else no_second_derivative(g) for g in grads)
 
 
 def _gelu(x: Tensor, name: str) -> Tensor:
@@ -91,7 +92,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def check_mlp(approximate: str, bits: int, keep: str) -> None:
-    """Raises ValueError unless these are options of :func:`mlp`."""
+    """Raises ValueError where an option of :func:`mlp` is not one of those allowed."""
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
     check_bits(bits)
@@ -112,19 +113,19 @@ def mlp(
 ) -> Tensor:
     """``linear(gelu(linear(x, weight1, bias1)), weight2, bias2)``.
 
-    x: (..., in). weight1: (hidden, in). weight2: (out, hidden). Kept per hidden element of b bytes, besides x:
+    x: (..., in). weight1: (hidden, in). weight2: (out, hidden). Saved for backward besides x, per element of the hidden
+    layer, which takes b bytes:
 
     ==========  =================  ============================================
     ``keep``    bytes              gradient
     ==========  =================  ============================================
     (torch)     2 b                exact
     "codes"     b + bits / 8       derivative rounded to one of 2^bits levels
-    "output"    b + 1 / 8          derivative found from the output
-    "input"     b                  exact; GELU is computed once more
+    "output"    b + 1 / 8          derivative computed from the output
+    "input"     b                  exact; backward computes GELU a second time
     ==========  =================  ============================================
 
-    Only what the gradients that are asked for need is kept. Under autocast the layers compute in its dtype, like
-    torch's.
+    Less is saved where some inputs need no gradient. Under autocast the layers compute in its dtype, like torch's.
     """
     check_mlp(approximate, bits, keep)
     device = x.device.type

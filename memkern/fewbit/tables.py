@@ -1,4 +1,4 @@
-"""The shipped tables. Written by ``python -m memkern.fewbit.shipped``: change it there."""
+"""The tables of all activations. Written by ``python -m memkern.fewbit.make_tables``: change that file."""
 
 from ..quant.codec import EVEN, ODD, PLAIN
 from .levels import Levels, Valley

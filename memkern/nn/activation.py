@@ -1,7 +1,7 @@
-"""torch.nn's activations that keep a few bits per element: :mod:`memkern.functional` as modules.
+"""torch.nn's activations that save a few bits per element: :mod:`memkern.functional` as modules.
 
 Each is a subclass of its namesake in torch.nn, with its arguments, and has no parameters and no buffers: state_dict
-keys stay. ``bits``: 1 to 4 bits per element kept for the backward pass. ReLU, LeakyReLU and Hardtanh need one and are
+keys stay. ``bits``: 1 to 4 bits per element saved for the backward pass. ReLU, LeakyReLU and Hardtanh need one and are
 exact.
 """
 
@@ -18,7 +18,7 @@ from ..fewbit.levels import Levels, check_bits
 
 
 class GELU(nn.GELU):
-    """GELU; ``keep``: see :func:`memkern.functional.gelu`."""
+    """GELU; ``keep``, what is saved for backward: see :func:`memkern.functional.gelu`."""
 
     def __init__(self, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> None:
         super().__init__(approximate)
@@ -34,7 +34,7 @@ class GELU(nn.GELU):
 
 
 class SiLU(nn.SiLU):
-    """SiLU; ``keep``: see :func:`memkern.functional.gelu`."""
+    """SiLU; ``keep``, what is saved for backward: see :func:`memkern.functional.gelu`."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> None:
         super().__init__(inplace)
@@ -166,7 +166,7 @@ class Hardtanh(nn.Hardtanh):
 
 
 class FewBit(nn.Module):
-    """An elementwise function, its derivative kept as codes of ``levels``. :func:`few_bit` makes one."""
+    """An elementwise function, its derivative saved as codes of ``levels``. :func:`few_bit` makes one."""
 
     def __init__(self, fn: Callable[[Tensor], Tensor], levels: Levels) -> None:
         super().__init__()
@@ -180,9 +180,9 @@ class FewBit(nn.Module):
 
 
 def few_bit(fn: Callable[[Tensor], Tensor], derivative: Derivative, bits: int = 3, **options: Any) -> FewBit:
-    """A module that computes any elementwise ``fn`` and keeps ``bits`` bits of its derivative per element.
+    """A module that computes any elementwise ``fn`` and saves ``bits`` bits of its derivative per element.
 
-    fn: of a tensor; any dtype that it works in. derivative: of a fp64 tensor, used here once, to fit the levels.
-    options: those of :func:`memkern.nn.fit_levels`.
+    fn: takes a tensor, of any dtype that it supports. derivative: takes a fp64 tensor; called here only, to fit the
+    levels. options: those of :func:`memkern.nn.fit_levels`.
     """
     return FewBit(fn, fit_levels(derivative, bits, **options).levels)

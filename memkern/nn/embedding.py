@@ -1,4 +1,4 @@
-"""An embedding that stays stable under 8-bit optimizers, and the mark that keeps its states at 32 bits."""
+"""An embedding that stays stable under 8-bit optimizers, and the attribute that gives it 32-bit states."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 MARK = "optimizer_state_bits"
-"""A module with this attribute (on itself or its class) wants that many bits for its parameters' optimizer states.
+"""A module with this attribute (on itself or its class) asks for so many bits in its parameters' optimizer states.
 
-The module carries it, not the Parameter: a Parameter's attributes are lost by copy.deepcopy.
+It is the module's and not the Parameter's, because copy.deepcopy drops a Parameter's attributes.
 """
 
 
 def state_bits_of(module: nn.Module) -> int | None:
-    """The module's own mark; one that a wrapper merely passes on from a module inside does not count."""
+    """The module's own value; one that a wrapper's ``__getattr__`` passes on from the wrapped module does not count."""
     bits = vars(module).get(MARK)
     return getattr(type(module), MARK, None) if bits is None else bits
 
@@ -27,8 +27,8 @@ class StableEmbedding(nn.Embedding):
 
     Arguments as for torch.nn.Embedding. state_dict: ``weight``, ``norm.weight`` and ``norm.bias``.
 
-    Rows are met rarely and with very different gradients, which 8-bit states bear badly;
-    :func:`memkern.optim.param_groups` gives this module's parameters ``state_bits=32``.
+    A row has a gradient in few steps, and gradients of different rows differ by orders of magnitude, where the error
+    of 8-bit states is largest; :func:`memkern.optim.param_groups` gives this module's parameters ``state_bits=32``.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2.3.
     """

@@ -1,4 +1,4 @@
-"""torch.nn.Linear that keeps a random projection of its input."""
+"""torch.nn.Linear that saves a random projection of its input for backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RandomizedLinear(nn.Linear):
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear, and the same state_dict.
         keep, projection, generator, min_tokens: as for :func:`randomized_linear`.
 
-    Training mode or not makes no difference; without gradients nothing is kept.
+    ``train()`` and ``eval()`` make no difference; nothing is saved where no gradient is needed.
 
     Raises:
         ValueError: keep, projection or min_tokens out of range.
@@ -59,7 +59,7 @@ class RandomizedLinear(nn.Linear):
 
 
 class RandomizedConv1D(nn.Module):
-    """What ``memkern.compress`` makes of GPT-2's Conv1D in transformers: a linear layer whose weight is (in, out)."""
+    """What ``memkern.compress`` puts in place of transformers' Conv1D, a linear layer whose weight is (in, out)."""
 
     weight: Tensor
     bias: Tensor

@@ -11,7 +11,7 @@ from ..fewbit.mlp import check_mlp
 
 
 class MLP(nn.Module):
-    """``fc2(gelu(fc1(x)))``, keeping what ``keep`` says: :func:`memkern.functional.mlp`.
+    """``fc2(gelu(fc1(x)))``; ``keep``, what is saved for backward: see :func:`memkern.functional.mlp`.
 
     fc1, fc2: torch.nn.Linear, whose forward hooks do not run. out_features: default in_features.
     """

@@ -11,7 +11,7 @@ from .layout import FLOATS, check_block_size, check_codes, layout_of
 
 
 def check_codec(codec: str) -> None:
-    """Raises ValueError unless ``codec`` is the name of one."""
+    """Raises ValueError unless ``codec`` is the name of a codec."""
     if codec not in CODECS:
         raise ValueError(f"codec must be one of {', '.join(map(repr, CODECS))}, got {codec!r}")
 
@@ -19,7 +19,7 @@ def check_codec(codec: str) -> None:
 def quantize_blockwise(
     x: Tensor, *, codec: str = "power", signed: bool = True, block_size: int = 128, step: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Stores a tensor as 8-bit codes and one fp32 scale per block, the block's largest finite magnitude ``s``.
+    """Quantizes a tensor to 8-bit codes and one fp32 scale per block, the block's largest finite magnitude ``s``.
 
     With ``t = |x| / s``: ``power`` takes ``sign(x) * rint(127 * sqrt(t))`` where signed and
     ``min(255, max(1, floor(255 * sqrt(t) + u)))`` where not (0 only for 0); ``dynamic`` takes the nearest entry of the
@@ -37,8 +37,8 @@ def quantize_blockwise(
         codes: int8 where signed, else uint8 (0 stands for 0 in both codecs); shape and strides of x.
         scale: float32, (rows, blocks per row), or (blocks,) where rows are shorter than a block.
 
-    A non-finite value is stored as 0 where signed and as the largest code where not, and never reaches the scale. A
-    block of zeros, or one whose reciprocal overflows, is stored as zeros. Bytes per element: 1 + 4 / block_size.
+    A non-finite value becomes code 0 where signed and the largest code where not, and does not enter the scale. A block
+    of zeros, or where ``N^2 / s`` (or ``1 / s``) overflows, gets codes 0. Bytes per element: 1 + 4 / block_size.
 
     Raises:
         ValueError: unknown codec, a block size out of range, a tensor that is not dense.
@@ -64,7 +64,7 @@ def dequantize_blockwise(
     block_size: int = 128,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The values that :func:`quantize_blockwise` stored: ``(s / N^2) * (q * |q|)`` or ``table[q] * s``.
+    """Dequantizes what :func:`quantize_blockwise` returned: ``(s / N^2) * (q * |q|)`` or ``table[q] * s``.
 
     Args:
         codes, scale: as returned by :func:`quantize_blockwise`, with the same ``codec`` and ``block_size``.

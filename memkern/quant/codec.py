@@ -53,19 +53,19 @@ PLANE_ALIGNMENT = 16
 """A plane of bits is padded to a multiple of so many bytes."""
 
 HUGE_PAGES_FROM = 1 << 22
-"""Bytes of an activation's result from which it is given huge pages: csrc/cpu/huge_pages.h says why."""
+"""Results of an activation from so many bytes on are put into huge pages: csrc/cpu/huge_pages.h says why."""
 
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
 
-# Rounding of the second moment: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> 8) * 2^-24, j the position
-# inside the block. DITHER_J is 2^32 over the golden ratio, so that u is evenly spread along a block.
+# The dither that rounds the second moment: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> DITHER_SHIFT) * 2^-24,
+# j the position inside the block. DITHER_J is 2^32 over the golden ratio, so that u is evenly spread along a block.
 DITHER_J = 2654435769
 DITHER_STEP = 1640531527
 DITHER_SHIFT = 8
 
 DYNAMIC_EXPONENTS = 7
-"""Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (signed, a side) or 2^(i + 1) (unsigned)."""
+"""Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
 
 MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 4096

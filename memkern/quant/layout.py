@@ -1,8 +1,8 @@
-"""How a parameter is cut into blocks. The C++ twin of this page is ``csrc/core/layout.h``.
+"""How a parameter is cut into blocks. ``csrc/core/layout.h`` mirrors it.
 
 A dense tensor, taken in memory order, is ``rows`` (its outermost dimension in memory) times
 ``cols = numel / rows``. Where ``cols >= block_size`` a block is a run of ``block_size`` consecutive elements inside
-one row, the last of a row may be short. Where rows are shorter, a block is ``block_size // cols`` whole rows.
+one row; the last of a row may be short. Where rows are shorter, a block is ``block_size // cols`` whole rows.
 So a shard of whole rows (of whole groups of rows where rows are short) has the same blocks as the whole tensor.
 """
 
@@ -99,11 +99,11 @@ def layout_of(tensor: torch.Tensor, block_size: int) -> BlockLayout:
 
 
 EVERY_ROW = 0
-"""In place of a number of layers: each row is one."""
+"""As the ``layers`` of a group: each row is a layer."""
 
 
 def layer_count(p: torch.Tensor, block_size: int, layers: int) -> int:
-    """How many layers a tensor is: equal runs of its rows, each with a trust ratio of its own.
+    """The number of layers of a tensor: equal runs of its rows, each with a trust ratio of its own.
 
     ``layers``: their number, or :data:`EVERY_ROW`. A tensor of fewer than two dimensions is one layer.
 
@@ -118,8 +118,8 @@ def layer_count(p: torch.Tensor, block_size: int, layers: int) -> int:
         raise ValueError(
             f"layers must divide the rows of a tensor, {rows} of shape {tuple(p.shape)}, got {layers}"
         )
-    in_one_run = layout.segment == layout.numel  # else rows are longer than a block, and each begins one
-    if count > 1 and in_one_run and p.numel() // count % layout.block:
+    spans_rows = layout.segment == layout.numel  # blocks of several rows; else each row begins a block
+    if count > 1 and spans_rows and p.numel() // count % layout.block:
         raise ValueError(
             f"a layer must end where a block does: {count} layers of a tensor of shape {tuple(p.shape)} end "
             f"inside its blocks of {layout.block}; choose a block_size of at most {p.numel() // rows}, a row's length"
@@ -133,7 +133,7 @@ def memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_layout(x: torch.Tensor, p: torch.Tensor) -> bool:
-    """Whether the elements of ``x`` lie in memory as those of ``p`` do (a dimension of size 1 lies anywhere)."""
+    """Whether ``x`` and ``p`` have the same shape and strides (the stride of a dimension of size 1 does not count)."""
     return x.shape == p.shape and (
         x.stride() == p.stride()
         or all(a == b for a, b, n in zip(x.stride(), p.stride(), p.shape, strict=True) if n > 1)

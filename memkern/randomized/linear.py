@@ -1,4 +1,4 @@
-"""A linear function that keeps a random projection of its input for the weight's gradient."""
+"""A linear function that saves a random projection of its input for the weight's gradient."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..fewbit.autograd import once
+from ..fewbit.autograd import no_second_derivative
 from .projection import PROJECTIONS, draw_seed, project
 
-MIN_TOKENS = 128  # below it a layer's input is smaller than its weight, and a fifth of it says little
+MIN_TOKENS = (
+    128  # with fewer tokens the input takes little memory, and the gradient estimated from a fifth is noisy
+)
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -25,36 +27,40 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
 class _RandomizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, keep: int, projection: str
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, k: int, projection: str
     ) -> Tensor:
         if torch.compiler.is_compiling():
-            # torch 2.13's partitioner draws a random number again in the backward graph unless the forward graph's
-            # result depends on it (words are below 2^32, so this adds 0).
+            # torch 2.13's partitioner recomputes a random number in the backward graph, where it is another one, unless
+            # the forward graph's result depends on it. The seed's words are below 2^32, so this adds 0.
             zero = (seed[0] >> 32).to(weight.dtype)
             y = F.linear(x, weight, zero.expand(len(weight)) if bias is None else bias + zero)
         else:
             y = F.linear(x, weight, bias)
         ctx.tokens, ctx.shape, ctx.projection = x.shape[:-1].numel(), x.shape, projection
         with _without_autocast(x.device):
-            kept = project(x.reshape(ctx.tokens, -1), keep, projection, seed, y.dtype)
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, kept, seed)
+            projected = project(x.reshape(ctx.tokens, -1), k, projection, seed, y.dtype)
+        # The seed as a tensor, not as an attribute of ctx: under non-reentrant checkpointing an attribute would stay
+        # that of the first forward pass, beside the projection of the recomputed one.
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, projected, seed)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        weight, kept, seed = ctx.saved_tensors
+        weight, projected, seed = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         with torch.no_grad(), _without_autocast(grad.device):
             rows = grad.reshape(ctx.tokens, -1)
             if ctx.needs_input_grad[0]:
                 grad_x = rows.mm(weight.to(grad.dtype)).view(ctx.shape)
             if ctx.needs_input_grad[1]:
-                grad_weight = project(rows, len(kept), ctx.projection, seed).t() @ kept
-                grad_weight *= ctx.tokens / len(kept)
+                grad_weight = project(rows, len(projected), ctx.projection, seed).t() @ projected
+                grad_weight *= ctx.tokens / len(projected)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0)
-        reason = "randomized_linear keeps a random projection of its input"
-        grads = (g if g is None else once(g, reason) for g in (grad_x, grad_weight, grad_bias))
+        reason = "randomized_linear saves a random projection of its input"
+        grads = (
+            g if g is None else no_second_derivative(g, reason) for g in (grad_x, grad_weight, grad_bias)
+        )
         return *grads, None, None, None
 
 
@@ -78,7 +84,7 @@ def randomized_linear(
     generator: torch.Generator | None = None,
     min_tokens: int = MIN_TOKENS,
 ) -> Tensor:
-    r"""``x W^T + b`` that keeps a projection of x for the backward pass, ``keep`` of its bytes.
+    r"""``x W^T + b`` that saves a random projection of x for the backward pass, ``keep`` times as large as x.
 
     For x with N tokens (its leading dimensions), ``k = round(keep * N)`` and a random S with E[S^T S] = (k / N) I::
 
@@ -90,16 +96,16 @@ def randomized_linear(
     Args:
         x: (..., in), floating point.
         weight: (out, in). bias: (out), or None.
-        keep: share of the tokens, above 0 and at most 1; 1 is the plain layer. Default 0.2.
+        keep: k / N, above 0 and at most 1; 1 is torch's own layer. Default 0.2.
         projection: ``"rows"``, ``"dct"``, ``"gaussian"`` or ``"rademacher"``. Default ``"rows"``.
-        generator: where the seed of a call comes from; default torch's global one of x's device. Under torch.compile
-            a generator breaks the graph.
-        min_tokens: with fewer tokens the layer is plain. Default 128.
+        generator: draws the seed of a call; default torch's global one of x's device. Under torch.compile a generator
+            breaks the graph.
+        min_tokens: with fewer tokens it is torch's own layer. Default 128.
 
-    Kept per call: ``k * in`` elements of y's dtype and a seed of 16 bytes; that is ``keep * in * itemsize`` bytes per
-    token, where the plain layer keeps ``in * itemsize`` (or nothing of its own where another operator keeps x
-    anyway). Nothing where the weight needs no gradient. Every call draws its own seed on x's device and saves it
-    beside the projection, so that the two belong together under any kind of checkpointing.
+    Saved per call: ``k * in`` elements of y's dtype and a seed of 16 bytes; that is ``keep * in * itemsize`` bytes per
+    token, where torch's layer saves ``in * itemsize`` (or nothing of its own where another operator saves x anyway).
+    Nothing where the weight needs no gradient. Every call draws its own seed on x's device and saves it with the
+    projection, so that recomputation under checkpointing does not mix the two of different calls.
 
     The second derivative raises RuntimeError. Functions of torch.func are not supported.
 
@@ -110,7 +116,7 @@ def randomized_linear(
     """
     check_options(keep, projection, min_tokens)
     tokens = x.shape[:-1].numel()
-    kept = max(1, round(keep * tokens))
-    if not torch.is_grad_enabled() or not weight.requires_grad or tokens < min_tokens or kept >= tokens:
+    k = max(1, round(keep * tokens))
+    if not torch.is_grad_enabled() or not weight.requires_grad or tokens < min_tokens or k >= tokens:
         return F.linear(x, weight, bias)
-    return _RandomizedLinear.apply(x, weight, bias, draw_seed(x.device, generator), kept, projection)
+    return _RandomizedLinear.apply(x, weight, bias, draw_seed(x.device, generator), k, projection)

@@ -16,11 +16,12 @@ variance is::
     gaussian      (|X|^2 |Y|^2 + |Y^T X|^2) / k
     rademacher    that minus 2 D / k
 
-Rows win where the products |x_i| |y_i| are alike, and cost no arithmetic; dct is the safe choice where a few tokens
-carry most of the gradient. The dense two take N k products per column and are there for comparison.
+``rows`` has the least variance where the products |x_i| |y_i| are alike, and costs no arithmetic; ``dct`` is the safe
+choice where a few tokens carry most of the gradient. The two dense ones take N k multiplications per column and are
+there for comparison.
 
 The seed is two 32-bit words in an int64 tensor on the tokens' device. Random numbers are a hash of seed and position,
-so that a backward pass repeats them without a generator, a host synchronization or a tensor as large as S.
+so that the backward pass repeats them without a generator, a host synchronization or a tensor as large as S.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CHUNK = 1 << 22  # elements of S, or of a transformed slice, that exist at a tim
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Two random words; ``generator`` may live on another device, then they are moved without waiting."""
+    """Two random words; those of a ``generator`` on another device are copied without a synchronization."""
     source = device if generator is None else generator.device
     seed = torch.randint(WORD + 1, (2,), dtype=torch.int64, device=source, generator=generator)
     return seed.to(device, non_blocking=True)
@@ -60,7 +61,7 @@ def _signs(seed: Tensor, stream: int, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _sample(seed: Tensor, stream: int, n: int, k: int) -> Tensor:
-    """k of n indices without replacement; stable, so that the backward pass meets the same ones."""
+    """k of n indices without replacement; the sort is stable, so that the backward pass gets the same ones."""
     return words(seed, stream, torch.arange(n, device=seed.device)).argsort(stable=True)[:k]
 
 
@@ -69,22 +70,22 @@ def _rows(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Makhoul's way: one real FFT of the rows, even ones first, odd ones backwards after them."""
+    """k rows of a DCT-II, after Makhoul: one real FFT of the tokens, even ones first, odd ones reversed after them."""
     n = len(x)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # no FFT takes less
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # FFTs take bf16 on no device
     index = torch.arange(n, device=x.device)
     order = torch.cat([index[::2], index[1::2].flip(0)])
     signs = _signs(seed, 1, n, wide).unsqueeze(1)
     frequency = _sample(seed, 0, n, k)
-    mirrored = frequency > n // 2  # a real signal's spectrum is there the conjugate of the other half
+    mirrored = frequency > n // 2  # there a real signal's spectrum is the conjugate of the first half's
     at = torch.where(mirrored, n - frequency, frequency)
     angle = frequency.unsqueeze(1).to(wide) * (math.pi / (2 * n))
     norm = torch.where(frequency == 0, 0.5, 1.0).to(wide).mul(2 / n).sqrt().unsqueeze(1)
     real = norm * angle.cos()
     imaginary = norm * angle.sin() * torch.where(mirrored, -1, 1).unsqueeze(1)
     out = []
-    for part in x.split(max(1, CHUNK // n), dim=1):
-        spectrum = torch.view_as_real(torch.fft.rfft(part.index_select(0, order).to(wide) * signs, dim=0))
+    for columns in x.split(max(1, CHUNK // n), dim=1):
+        spectrum = torch.view_as_real(torch.fft.rfft(columns.index_select(0, order).to(wide) * signs, dim=0))
         chosen = spectrum.index_select(0, at)
         out.append((real * chosen[..., 0] + imaginary * chosen[..., 1]).to(dtype))
     return torch.cat(out, dim=1)
@@ -111,10 +112,11 @@ def _dense(entries: Callable[[Tensor, Tensor, int, int], Tensor]) -> Callable[..
         rows = torch.arange(k, device=x.device).unsqueeze(1)
         out = x.new_zeros(k, x.shape[1], dtype=torch.promote_types(dtype, torch.float32))
         first = 0
-        for part in x.split(max(32, CHUNK // k // 32 * 32)):  # starts stay whole words and whole pairs
-            s = entries(seed, rows, first, len(part)).to(dtype)
-            out += s @ part.to(dtype)
-            first += len(part)
+        # Chunks of a multiple of 32 tokens: _bits makes 32 entries from a word, _normals two from a pair.
+        for tokens in x.split(max(32, CHUNK // k // 32 * 32)):
+            s = entries(seed, rows, first, len(tokens)).to(dtype)
+            out += s @ tokens.to(dtype)
+            first += len(tokens)
         return out.mul_(n**-0.5).to(dtype)
 
     return apply

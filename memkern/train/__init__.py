@@ -1,4 +1,4 @@
-"""Training a byte-level GPT with memkern's optimizers: what ``python -m memkern train`` is made of.
+"""Training a byte-level GPT with memkern's optimizers: the library behind ``python -m memkern train``.
 
     config = TrainConfig(optimizer="adamw8bit", steps=100)
     corpus = load_corpus(["src"], seq_len=config.seq_len)

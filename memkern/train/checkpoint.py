@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read without running code from them."""
+"""Checkpoint files: replaced atomically, and loaded with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .loop import FORMAT
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes ``path`` in one move, once its bytes are on the disk; never on an error.
+    """A temporary file that is renamed to ``path`` once it is written and synced; removed on an error.
 
-    The temporary file lies in the same folder under a fixed name, so what a killed run left is overwritten.
+    It lies in the same folder under a fixed name, so that the next run overwrites what a killed one left.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # so that the new name survives a power cut too
+            os.fsync(folder)  # the rename itself survives a power cut only then
         finally:
             os.close(folder)
 
@@ -54,7 +54,7 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ArgumentError("resume", f"{str(path)!r} cannot be read: {error}") from error
-    except Exception as error:  # torch.load raises whatever the bytes of a foreign file lead it to
+    except Exception as error:  # on a file of another format torch.load may raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError("resume", f"{str(path)!r} is no checkpoint of memkern train: {reason}") from error
     fields = {field.name for field in dataclasses.fields(TrainConfig)}

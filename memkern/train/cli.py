@@ -1,4 +1,4 @@
-"""``python -m memkern train``: arguments, the order of things, and what is written where."""
+"""``python -m memkern train``: its arguments, and the run from checks to files."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "micro-batches in a step for each of --accumulate; the learning rate is scaled by --lr-rule"
     add(training, "batch_factor", text, type=int, metavar="N")
     add(training, "lr_rule", "what the learning rate is multiplied by for it", choices=list(LR_RULES))
-    help_ = "keep only the blocks' inputs and compute the blocks again in the backward pass"
+    help_ = "save only the blocks' inputs and recompute the blocks in the backward pass"
     add(training, "checkpoint_activations", "", action="store_true", help=help_)
-    text = "bits per element that GELU keeps for the backward pass, 1 to 4"
+    text = "bits per element that GELU saves for the backward pass, 1 to 4"
     add(training, "activation_bits", text, "torch's GELU", type=int, metavar="N")
-    text = "share of the tokens that linear layers keep for their weights' gradients"
+    text = "share of the tokens that linear layers save for their weights' gradients"
     add(training, "linear_keep", text, "all", type=float, metavar="X")
     add(training, "amp", "autocast type; fp16 scales the loss", choices=list(AMP))
     rates = "1e-3, Lion 1e-4, LAMB 1e-2, LARS 3e-2"

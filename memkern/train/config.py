@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, its defaults and its checks. Needs no torch to import."""
+"""The options of a training run: one frozen dataclass, its defaults and its checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MODELS = {
     "gpt2-medium": (24, 16, 1024),
 }
 
-# Usual learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it; Lion's
-# sign makes every step as long as the learning rate: a tenth of the rate, and ten times the decay to match.
-# LAMB's and LARS's rate is the share of a matrix's norm that a step moves.
+# Default learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it. Lion updates
+# every element by the learning rate: a tenth of AdamW's, and ten times the decay, so that their product is the same.
+# With LAMB and LARS the rate is the length of an update over the norm of its matrix.
 OPTIMIZERS = {
     "adamw8bit": (1e-3, 0.1),
     "adam8bit": (1e-3, 0.0),
@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "torch-adam": (1e-3, 0.0),
 }
 
-# What torch.optim does not have is compared in 8 bits with the same update on fp32 states.
+# The baseline of --compare. Lion, LAMB and LARS are not in torch.optim: theirs is the same optimizer with fp32 states.
 BASELINES = {
     "adamw8bit": "torch-adamw",
     "adam8bit": "torch-adam",
@@ -51,7 +51,7 @@ COUNTS = (
     *("threads", "eval_every", "eval_tokens", "save_every"),
 )
 
-# What may change on resume: none of these moves the losses (threads and device do so in the last bits only).
+# Options that may differ on resume: they do not change the losses (threads and device only in the last bits).
 FREE_ON_RESUME = frozenset(
     {"data", "device", "threads", "eval_every", "save_every", "checkpoint_activations"}
 )
@@ -78,8 +78,8 @@ class TrainConfig:
         (``large_batch.scale_lr``).
     clip: largest global gradient norm, 0 for no clipping.
     warmup: steps of linear warm-up, default a tenth of the steps, at most 100; a cosine to lr / 10 follows.
-    activation_bits: bits per element that activations keep for the backward pass, default torch's own way.
-    linear_keep: share of the tokens that linear layers keep for their weights' gradients, default all.
+    activation_bits: bits per element that activations save for the backward pass, default torch's activations.
+    linear_keep: share of the tokens that linear layers save for their weights' gradients, default all.
     amp: autocast type of the forward pass; fp16 adds a GradScaler.
     eval_every: steps between validations (the last step always has one) over at most eval_tokens bytes.
     device: default cuda where there is one, else cpu. threads: CPU threads, default torch's own choice.
@@ -133,7 +133,7 @@ class TrainConfig:
 
     @property
     def activations(self) -> str:
-        """What is kept for the backward pass, in words."""
+        """What is saved for the backward pass, in words."""
         bits = f"{self.activation_bits}-bit GELU" if self.activation_bits else "GELU"
         return bits if self.linear_keep is None else f"{bits}, {100 * self.linear_keep:g} % of tokens"
 

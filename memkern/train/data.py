@@ -82,8 +82,8 @@ def find_files(data: Sequence[str]) -> list[Path]:
 def load_corpus(data: Sequence[str] = (), *, seq_len: int) -> Corpus:
     """Reads files and folders whole into memory; the last tenth of every file's bytes is for validation.
 
-    Empty ``data`` stands for ``standard_library_files()``. Raises ArgumentError where nothing can be read, or
-    where either part is too short for one window of seq_len + 1 bytes.
+    Empty ``data``: ``standard_library_files()``. Raises ArgumentError where nothing can be read, or where training or
+    validation text is too short for one window of seq_len + 1 bytes.
     """
     files = find_files(data)
     name = " ".join(data) if data else f"Python {sysconfig.get_python_version()} standard library"

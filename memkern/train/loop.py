@@ -1,4 +1,4 @@
-"""The training loop: everything that a run holds, one step of it, its validation, and runs side by side."""
+"""The training loop: a run's model and optimizer, one step of it, its validation, and two runs in turn."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Diverged(RuntimeError):
 
 @dataclasses.dataclass
 class History:
-    """What a run has measured so far; kept in checkpoints, so that a resumed run reports on all its steps.
+    """The measurements of a run so far; part of its checkpoints, so that a resumed run reports on all its steps.
 
     train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte.
-    peak_bytes: tensor bytes of the last step; saved_bytes: what the forward pass of its first micro-batch keeps for
-        the backward pass. Being measured slows that step, so no speed includes it.
+    peak_bytes: tensor bytes of the last step; saved_bytes: what the forward pass of its first micro-batch saves for
+        the backward pass. Counting slows that step down, so it is left out of the speed.
     """
 
     train_loss: list[float] = dataclasses.field(default_factory=list)
@@ -122,9 +122,9 @@ class Trainer:
     """Model, optimizer, schedule and measurements of one run.
 
     Seeds torch's global generators with config.seed, from which the model's initial values come; batches
-    depend on the seed and the step alone. ``step()`` and ``evaluate()`` move the run on; ``state_dict()`` is
-    what it takes to continue it: bit for bit on the CPU with the same number of threads, and on CUDA if its
-    kernels repeat themselves (``torch.use_deterministic_algorithms``).
+    depend on the seed and the step alone. ``step()`` and ``evaluate()`` advance the run; ``state_dict()`` is
+    all that is needed to continue it: bit for bit on the CPU with the same number of threads, and on CUDA with
+    deterministic kernels (``torch.use_deterministic_algorithms``).
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
@@ -169,7 +169,7 @@ class Trainer:
     def _update(self, counted: bool = False) -> float:
         """Forward and backward over the step's micro-batches, then the optimizer; the mean loss.
 
-        counted: the first forward pass also counts what it keeps.
+        counted: the first forward pass also counts what it saves for backward.
         """
         config = self.config
         batches = step_batches(
@@ -281,13 +281,13 @@ class Trainer:
             raise RuntimeError(f"no result after {self.steps_done} of {self.config.steps} steps")
         median = statistics.median(history.seconds[:-1] or history.seconds)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        held = memory.optimizer_bytes(self.optimizer)
+        state_bytes = memory.optimizer_bytes(self.optimizer)
         return RunResult(
             optimizer=self.config.optimizer,
             activations=self.config.activations,
             parameters=parameters,
-            optimizer_bytes=held,
-            bytes_per_parameter=held / parameters,
+            optimizer_bytes=state_bytes,
+            bytes_per_parameter=state_bytes / parameters,
             validation_loss=history.validation[-1][1],
             peak_bytes=history.peak_bytes,
             saved_bytes=history.saved_bytes,
@@ -311,7 +311,7 @@ def comparison(config: TrainConfig) -> list[TrainConfig]:
 def run(
     trainers: Sequence[Trainer], on_step: Callable[[Trainer], None] = lambda trainer: None
 ) -> list[RunResult]:
-    """Trains to the end, step by step in turn, so that runs side by side meet the same state of the machine.
+    """Trains all to the end, a step of each in turn, so that a change in the machine's load affects them alike.
 
     on_step is called after each step and its validation, if it had one; it may save a checkpoint.
     """

@@ -1,4 +1,4 @@
-"""A byte-level GPT (GPT-2's architecture, without dropout) from torch's own parts."""
+"""A byte-level GPT (GPT-2's architecture, without dropout) from torch's own modules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GPT(nn.Module):
     """Bytes (B, T) int64 -> logits (B, T, 256), T at most seq_len; the head is the transposed embedding.
 
     Parameters: 12 layers width^2 + (256 + seq_len) width, and 13 layers width + 2 width in biases and norms.
-    checkpoint_activations keeps a block's input only and computes the block again in the backward pass.
+    checkpoint_activations saves only a block's input and recomputes the block in the backward pass.
     """
 
     def __init__(

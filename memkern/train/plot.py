@@ -1,4 +1,4 @@
-"""The picture of a run: loss curves, and beside them what optimizer and activations keep."""
+"""The picture of a run: loss curves, and the bytes of the optimizer's state and of what is saved for backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GRID = "#dfe5e8"
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Centred mean over a twentieth of the run: it lags behind nothing, unlike an exponential average."""
+    """Centred mean over a twentieth of the run; unlike an exponential average it does not lag."""
     reach = len(values) // 40
     windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -54,7 +54,7 @@ def _bars(
     names: Sequence[str],
     bars: Sequence[tuple[int, str]],
 ) -> None:
-    """bars: bytes, and what stands below the number."""
+    """bars: bytes, and the text below the number."""
     megabytes = [count / 1e6 for count, _ in bars]
     # By position: two runs may have one name.
     drawn = axes.bar(range(len(bars)), megabytes, color=[color for color, _ in styles], width=0.6)
@@ -69,23 +69,23 @@ def _bars(
 
 
 def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
-    """Training and validation losses over the steps, runs overlaid, and bars of the bytes that each keeps."""
+    """Training and validation losses over the steps, runs overlaid; bars of state bytes and of saved bytes."""
     styles = STYLES[-len(results) :]
     out = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
-    curves, state, kept = out.subplots(1, 3, width_ratios=(3, 1, 1))
-    for axes in (curves, state, kept):
+    curves, state_bars, saved_bars = out.subplots(1, 3, width_ratios=(3, 1, 1))
+    for axes in (curves, state_bars, saved_bars):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
         axes.set_axisbelow(True)
     _losses(curves, results, styles)
     tokens = config.batch_size * config.seq_len
     states = [(r.optimizer_bytes, f"{r.bytes_per_parameter:.2f} B/param") for r in results]
-    _bars(state, styles, "optimizer state", [r.optimizer for r in results], states)
+    _bars(state_bars, styles, "optimizer state", [r.optimizer for r in results], states)
     saved = [(r.saved_bytes, f"{r.saved_bytes / tokens / 1e3:.1f} kB/token") for r in results]
     _bars(
-        kept,
+        saved_bars,
         styles,
-        "kept for the backward pass",
+        "saved for the backward pass",
         [r.activations.replace(", ", ",\n") for r in results],
         saved,
     )

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a progress bar on a terminal, a line now and then elsewhere."""
+"""The progress of a run: bars on a terminal, twenty lines elsewhere."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ class Bars:
 
 
 def display(trainers: Sequence[Trainer]) -> Bars | Lines:
-    """What suits standard output: a context manager, to be called with a trainer after each of its steps."""
+    """Bars or lines, whichever suits standard output: a context manager to call with a trainer after its every step."""
     return Bars(trainers) if sys.stdout.isatty() else Lines(trainers)

@@ -1,4 +1,4 @@
-"""What is left after a run: the table, one sentence, and a JSON file."""
+"""The results of a run: a table, one sentence, and a JSON file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .config import TrainConfig
 from .data import Corpus
 from .loop import RunResult, Trainer
 
-TIE = 0.01  # losses less than 1 % apart are called the same
+SAME_LOSS = 0.01  # losses less than 1 % apart are called the same
 
 
 def size(count: float) -> str:
@@ -34,7 +34,7 @@ def size(count: float) -> str:
 
 
 def summary(results: Sequence[RunResult]) -> str:
-    """One plain sentence on the figures, which says so where the losses differ."""
+    """The figures in one sentence, which says whether the losses differ."""
     ours = results[-1]
     if len(results) == 1:
         return (
@@ -45,12 +45,12 @@ def summary(results: Sequence[RunResult]) -> str:
     share = 100 * ours.optimizer_bytes / baseline.optimizer_bytes
     state = f"optimizer state {share:.1f} % of {baseline.optimizer}'s"
     if ours.saved_bytes != baseline.saved_bytes:
-        kept = 100 * ours.saved_bytes / baseline.saved_bytes
-        state += f", activations kept for the backward pass {kept:.1f} % of {baseline.activations}'s"
+        saved = 100 * ours.saved_bytes / baseline.saved_bytes
+        state += f", activations saved for the backward pass {saved:.1f} % of {baseline.activations}'s"
     difference = ours.validation_loss / baseline.validation_loss - 1
     if not math.isfinite(difference):
         return f"No loss to compare; {state}."
-    if abs(difference) < TIE:
+    if abs(difference) < SAME_LOSS:
         within = max(0.1, math.ceil(abs(difference) * 1000) / 10)  # rounded up: it is a bound
         return f"Same validation loss within {within:.1f} %; {state}."
     direction = "higher" if difference > 0 else "lower"
@@ -71,7 +71,7 @@ def table(results: Sequence[RunResult]) -> Table:
         ("validation loss, nats per byte", lambda r: r.validation_loss, "{:.4f}".format),
         ("optimizer state", lambda r: r.optimizer_bytes, size),
         ("optimizer state per parameter", lambda r: r.bytes_per_parameter, "{:.3f} B".format),
-        ("kept for the backward pass", lambda r: r.saved_bytes, size),
+        ("saved for the backward pass", lambda r: r.saved_bytes, size),
         ("peak tensor bytes of a step", lambda r: r.peak_bytes, size),
         ("median step", lambda r: r.median_step_seconds * 1000, "{:.1f} ms".format),
         ("tokens per second", lambda r: r.tokens_per_second, "{:,.0f}".format),
@@ -97,7 +97,7 @@ def print_report(results: Sequence[RunResult], file: Any = None) -> None:
 def to_json(
     config: TrainConfig, corpus: Corpus, trainers: Sequence[Trainer], results: Sequence[RunResult]
 ) -> dict[str, Any]:
-    """Everything that the figures depend on, and the figures; plain JSON values."""
+    """The figures and the conditions they were measured under, as plain JSON values."""
     device = trainers[0].device
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -1,7 +1,7 @@
 """memkern::few_bit_encode, few_bit_forward, few_bit_backward and few_bit_backward_from_output.
 
 A tile is (BLOCK / 8, 8) elements in memory order, so that a row's bits of one plane are one byte. Tables are
-constants: a kernel is compiled for each that a model uses.
+constexpr arguments: a kernel is compiled for each that a model uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _JIT: dict[str, Any] = {
 
 @triton.jit
 def _places(numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Where this program's tile begins; its elements' offsets from there, and which of them exist."""
+    """Of this program's tile: its first element, its elements' offsets from there, and their mask."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = tl.minimum(numel - start, BLOCK).to(tl.int32)
     if VECTOR > 1:
@@ -48,7 +48,7 @@ def _places(numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _bytes(start, plane, BLOCK: tl.constexpr):
-    """The tile's bytes of a plane, and which of them exist."""
+    """Offsets of the tile's bytes in a plane, and their mask."""
     byte = start // 8 + tl.arange(0, BLOCK // 8)
     return byte, byte < plane
 
@@ -60,7 +60,7 @@ def encode_kernel(
     THRESHOLDS: tl.constexpr, FLIPS: tl.constexpr, COUNT: tl.constexpr, SYMMETRY: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x, and where FN is not -1 its activation as well."""
+    """Codes of x, and its activation unless FN is -1."""
     start, offset, exists = _places(numel, BLOCK, VECTOR)
     x = pointer(x, start, x.dtype.element_ty, VECTOR)
     value = tl.load(x + offset, mask=exists, other=0.0).to(tl.float32)
@@ -85,7 +85,7 @@ def encode_kernel(
 
 @triton.jit
 def _load_planes(codes, start, plane, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile's codes: bit p of each at 8 p."""
+    """The tile's codes, a word each: bit p of the code is bit 8 p of the word."""
     byte, is_there = _bytes(start, plane, BLOCK)
     planes = tl.zeros((BLOCK // 8,), tl.uint32)
     for p in tl.static_range(BITS):
@@ -112,7 +112,7 @@ def _eight(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def level_of(bits, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """LEVELS[code], a choice per bit."""
+    """LEVELS[code], by one select per bit."""
     if BITS == 1:
         level = _two(bits, LEVELS, 0)
     elif BITS == 2:
@@ -166,9 +166,9 @@ def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
 
 
 def _launch(kernel: Any, codes: Tensor, *floats: Tensor, **constants: Any) -> None:
-    """Launches a kernel over tensors of floats that lie in memory alike."""
+    """Launches a kernel over floating-point tensors of the same strides."""
     numel, plane, device = floats[0].numel(), codes.shape[1], codes.device
-    # 16 bytes of the widest stream; a thread takes as many elements of every stream.
+    # 16 bytes of the tensor with the widest elements; the same number of elements of the others.
     aligned = numel % LINE == 0 and not any(t.data_ptr() % 16 for t in floats)
     vector = 16 // max(t.element_size() for t in floats) if aligned else 1
     if numel:
@@ -233,7 +233,7 @@ def few_bit_backward_from_output(
     falling_reach: float,
     rising_reach: float,
 ) -> Tensor:
-    """grad times the derivative that the output and one bit tell."""
+    """grad times the derivative, computed from the output and one bit."""
     check_from_output(grad, output, codes, falling, rising)
     result = torch.empty_like(grad)
     reach = (falling_reach, rising_reach)

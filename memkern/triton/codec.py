@@ -1,5 +1,5 @@
-"""The codecs' formulas (``memkern.quant.codec``) on tiles of (blocks, block). Mirrors: ``csrc/core/power.h``,
-``dynamic.h``.
+"""The codecs' formulas (``memkern.quant.codec``) on tiles of (blocks, block). Mirrors: ``csrc/core/power.h`` and
+``csrc/core/dynamic.h``.
 
 Every operation rounds once, to nearest: kernels are compiled with ``enable_fp_fusion=False``.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..quant import codec as C
 
-# How a moment is stored.
+# How a moment is stored: the KIND of a kernel.
 FP32 = tl.constexpr(0)
 POWER = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
@@ -34,7 +34,7 @@ _INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(2.0**-100)
 _SIGN_BIT = tl.constexpr(-(2**31))
 REFINE_ROOTS = tl.constexpr(torch.version.hip is not None)
-# Added to |c| < 2^22 it leaves rint(c) in the low bits of the sum: the sum is rounded to a whole number.
+# For |c| < 2^22 the sum c + 1.5 * 2^23 is rounded to an integer, and its low bits are those of rint(c).
 _TO_INT = tl.constexpr(1.5 * 2**23)
 
 assert C.dynamic_zero(False) == 0
@@ -52,8 +52,8 @@ def dynamic_tables(device: torch.device) -> Tensor:
 @triton.jit
 def block_scale(x):
     """The largest finite magnitude of each block."""
-    finite = tl.math.fma(x, 0.0, x)  # NaN where x is not finite; a maximum skips NaN
-    return tl.maximum(tl.max(tl.abs(finite), axis=1), 0.0)  # a block may hold nothing else
+    finite = tl.math.fma(x, 0.0, x)  # NaN where x is not finite; a maximum ignores NaN
+    return tl.maximum(tl.max(tl.abs(finite), axis=1), 0.0)  # 0 for a block of NaN
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def code_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """What a decoded value is multiplied by: decay * scale, over N^2 for power codes."""
     unit = decay * scale
     if KIND == POWER:
-        # unit / N^2, correctly rounded, in three instructions. The remainder is exact, as N^2 is a whole number, and no
-        # quotient lies half-way between two floats, as N^2 is odd. (Checked for every float, denormals too.)
+        # unit / N^2, correctly rounded, in three instructions: the inner fma is the exact remainder, because N^2 is an
+        # integer of 16 bits, and no quotient is a tie, because N^2 is odd. (Checked for every float, denormals too.)
         square: tl.constexpr = _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
         inverse: tl.constexpr = _SIGNED_INVERSE if SIGNED else _UNSIGNED_INVERSE
         q = unit * inverse
@@ -109,10 +109,10 @@ def dither(j, step_offset):
 
 @triton.jit
 def code_root(t):
-    """sqrt(t), correctly rounded, for t from 2^-100 to 255^2. Below that NaN or less than 2^-49; NaN for infinity.
+    """sqrt(t), correctly rounded, for t from 2^-100 to 255^2. For smaller t NaN or less than 2^-49; NaN for infinity.
 
-    What sqrt.rn does on NVIDIA's GPUs, without its branch for other values: 5 instructions instead of 10. Elsewhere the
-    estimate is first refined, which gives the correctly rounded root whatever its last three bits are.
+    The fast path of NVIDIA's sqrt.rn without its branch for other values: 5 instructions instead of 10. On AMD's GPUs a
+    Newton step refines the estimate first; then the root is correctly rounded whatever the estimate's last three bits.
     """
     r = tl.math.rsqrt(t)
     s, h = t * r, 0.5 * r
@@ -146,7 +146,7 @@ def encode_power_unsigned(x, factor, u):
 
 @triton.jit
 def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr):
-    """The entry nearest to x / scale (a tie takes the lower one), by arithmetic and one comparison each way."""
+    """The entry nearest to x / scale (a tie takes the lower one): computed, then corrected by two comparisons."""
     finite = tl.abs(x) < _INF
     t = tl.where(finite, x, 0.0) * factor[:, None]
     a = tl.abs(t)
@@ -166,7 +166,8 @@ def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr):
     if SIGNED:
         rank = _DYNAMIC_ZERO + tl.where(t < 0, -rank, rank)
     q = tl.minimum(tl.maximum(rank, 0), 254)
-    # The guess is at most one off: fp32 rounds near a boundary, and decades do not meet at a midpoint.
+    # The index is at most one off: by fp32 rounding near a boundary, and because a midpoint between two decades is not
+    # the decade's edge.
     midpoints = tables + (256 if SIGNED else 768)
     lower = (q > 0) & (t <= tl.load(midpoints + tl.maximum(q - 1, 0)))
     q = tl.where(lower, q - 1, q)

@@ -1,8 +1,8 @@
-"""Activations of one element in fp32: the twin of ``csrc/cuda/activation_functions.cuh``.
+"""Activations of one element in fp32. Mirror: ``csrc/cuda/activation_functions.cuh``.
 
-Triton's own exp is a bare ``ex2.approx``, off by |x| units in the last place, and its tanh and log1p are NVIDIA's
-library: these are within two or three units anywhere, in the interpreter and on AMD's GPUs as well. Polynomials are
-minimax in relative error.
+Triton's own exp is ``ex2.approx`` of a product, whose error grows to |x| ulp, and its tanh and log1p are in NVIDIA's
+libdevice only. Those here are within two or three ulp on every device and in the interpreter. Polynomials are minimax
+in relative error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 HARDTANH = tl.constexpr(ACTIVATIONS["hardtanh"])
 
 _INF = tl.constexpr(float("inf"))
-_TO_INT = tl.constexpr(1.5 * 2**23)  # added and taken off again it rounds to a whole number
+_TO_INT = tl.constexpr(1.5 * 2**23)  # x + _TO_INT - _TO_INT is x rounded to an integer
 
 
 @triton.jit
 def exp(x):
-    """2^n exp(r), r = x - n log 2; 2^n in two factors, as 2^128 is no float."""
+    """2^n exp(r), r = x - n log 2; 2^n as a product of two powers, because 2^128 overflows."""
     n = tl.math.fma(x, 1.4426950408889634, _TO_INT) - _TO_INT
     r = tl.math.fma(n, -0.693145751953125, x)
     r = tl.math.fma(n, -1.428606765330187e-06, r)

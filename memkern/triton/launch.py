@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# fp32 as written: no product is fused with a sum, so that every backend gives the same bits.
+# No contraction of a multiplication and an addition into an fma, so that every backend gives the same bits.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 TILE = 2048 if torch.version.hip else 1024
 """Elements of a tile: 8 for each thread. With 16, Adam's kernel takes 150 to 200 registers instead of 90 to 125."""
@@ -19,7 +19,7 @@ def rows_of(block: int) -> int:
 
 
 def options_of(block: int) -> dict[str, Any]:
-    """A tile of one block that is larger than TILE gets as many more warps."""
+    """Launch options; a block larger than TILE is a tile of its own, with more warps in proportion."""
     return OPTIONS | {"num_warps": OPTIONS["num_warps"] * max(1, block // TILE)}
 
 
@@ -37,7 +37,7 @@ def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_remote(device: torch.device) -> bool:
-    """Whether the host copies to the device's memory, instead of writing it (as it does for the interpreter)."""
+    """Whether the device has memory of its own (False in the interpreter, whose tensors are on the CPU)."""
     return device.type != "cpu"
 
 

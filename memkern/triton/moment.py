@@ -1,4 +1,4 @@
-"""A moment's way out of its storage and back; what all optimizers share. Twin: ``csrc/cpu/moment.h``."""
+"""Loads and dequantizes a moment, quantizes and stores it; used by all optimizers. Mirror: ``csrc/cpu/moment.h``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tiles import pointer
 
 @triton.jit
 def moment_pointer(address, start, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
-    """The ``start``-th element of a moment at an address, as a pointer to what it is stored as."""
+    """A pointer to element ``start`` of a moment, of the dtype that it is stored in."""
     if KIND == FP32:
         return pointer(address, start, tl.float32, VECTOR)
     elif SIGNED:
@@ -22,7 +22,7 @@ def moment_pointer(address, start, KIND: tl.constexpr, SIGNED: tl.constexpr, VEC
 
 @triton.jit
 def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
-    """A tile of a moment, as it was stored, times ``decay``; that goes into the scale, one number a block.
+    """Dequantizes a tile of a moment, times ``decay``, which multiplies the scale: once per block, not per element.
 
     Unsigned power codes give w = sqrt(v).
     """
@@ -34,7 +34,7 @@ def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def load_moment(address, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile (:func:`tile_of`) of a moment, as it is stored."""
+    """A tile (:func:`tile_of`) of a moment: its codes, or fp32."""
     start, offset, mask, _, _ = tile
     return tl.load(moment_pointer(address, start, KIND, SIGNED, VECTOR) + offset, mask=mask, other=0)
 
@@ -52,7 +52,7 @@ def load_scale(scale, tile, KIND: tl.constexpr):
 def store_moment(
     x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Stores a moment; the inverse of :func:`decayed`. ``u``: the dither of unsigned power codes."""
+    """Quantizes a tile of a moment and stores codes and scales, or stores fp32. ``u``: the dither of unsigned codes."""
     start, offset, mask, row, row_mask = tile
     at = moment_pointer(address, start, KIND, SIGNED, VECTOR)
     if KIND == FP32:

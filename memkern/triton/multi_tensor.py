@@ -1,4 +1,4 @@
-"""Many tensors in one launch: how a program finds its tensor in the step's table, and what it reads there.
+"""Many tensors in one launch: the step's table on the device, and how a program finds its tensor there.
 
 The table (``table.py`` fills it) is int64 words: a header; GROUP_WORDS for each group; the gradients' addresses; then
 a column for each of the names below, with a word for each tensor. An fp64 number is stored as its bits.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..quant import codec as C
 
-# Header: three numbers (a word and its kind each), and the clipping norm.
+# Header: three numbers (two words each: value or address, then its kind), and max_grad_norm.
 GRAD_SCALE = tl.constexpr(0)
 FOUND_INF = tl.constexpr(2)
 GRAD_NORM = tl.constexpr(4)
@@ -37,14 +37,14 @@ BLOCK = tl.constexpr(8)
 PER_SEGMENT = tl.constexpr(9)
 BLOCKS = tl.constexpr(10)
 GROUP = tl.constexpr(11)
-ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on a run of slots
+ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on consecutive slots
 FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
 TRUST_RATIO = tl.constexpr(14)  # addresses, of LAMB and LARS
-COUNTED_STEP = tl.constexpr(15)  # the step that is counted here, once for all layers of a tensor, or 0
+COUNTED_STEP = tl.constexpr(15)  # STEP of a tensor's first layer, 0 of its others: it is incremented once
 COLUMNS = tl.constexpr(16)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
-# A tensor's scalars: fp32 words from the prologue. What several optimizers have; each names the rest for itself.
+# A tensor's scalars, fp32, which the prologue computes. Those of several optimizers; each defines its others itself.
 GRAD_FACTOR = tl.constexpr(0)
 BETA1 = tl.constexpr(1)
 ONE_MINUS_BETA1 = tl.constexpr(2)
@@ -59,14 +59,14 @@ _SEARCH = tl.constexpr(128)
 
 @triton.jit
 def columns_of(table, groups, tensors):
-    """Where the gradients' addresses begin, and where the columns do."""
+    """Pointers to the gradients' addresses and to the columns."""
     grads = table + HEADER_WORDS + groups * GROUP_WORDS
     return grads, grads + tensors
 
 
 @triton.jit
 def tensors_of_program(table, groups, tensors):
-    """Of a prologue: the columns, the tensors that a program works on, and which of these exist."""
+    """Of a program of the prologue: the columns, its tensors' indices, and their mask."""
     _, columns = columns_of(table, groups, tensors)
     t = tl.program_id(0) * PROLOGUE_TENSORS + tl.arange(0, PROLOGUE_TENSORS)
     return columns, t, t < tensors
@@ -74,14 +74,14 @@ def tensors_of_program(table, groups, tensors):
 
 @triton.jit
 def group_of(table, columns, tensors, t, mask):
-    """Where the words of tensors' groups begin."""
+    """Pointers to the words of the tensors' groups."""
     group = tl.load(columns + GROUP * tensors + t, mask=mask, other=0)
     return table + HEADER_WORDS + group * GROUP_WORDS
 
 
 @triton.jit
 def find_tensor(columns, tensors, first, count, TILES: tl.constexpr):
-    """The tensor that this program works on, and the first of its tiles; slots are sorted by program."""
+    """This program's tensor, and the first of its tiles. Slots are in the order of their first programs."""
     program = tl.program_id(0)
     begins = columns + FIRST_PROGRAM * tensors + first
     lane = tl.arange(0, _SEARCH)
@@ -107,7 +107,7 @@ def layout_of_tensor(word, tensors):
 
 @triton.jit
 def find_work(table, groups, tensors, first, count, TILES: tl.constexpr):
-    """What this program works on: a tensor, its word of the first column, its gradient, its layout; the first tile."""
+    """This program's tensor, its word in the first column, its gradient's address, its layout, and the first tile."""
     grads, columns = columns_of(table, groups, tensors)
     tensor, first_tile = find_tensor(columns, tensors, first, count, TILES)
     word = columns + tensor
@@ -135,7 +135,7 @@ def tiles_if(
 
 @triton.jit
 def read_number(at, mask):
-    """fp64: the number that the word at ``at`` stands for, whose kind is the word after it; 0 where absent."""
+    """fp64: the number given by the word at ``at`` and its kind, the word after it; 0 where absent."""
     word = tl.load(at, mask=mask, other=0)
     kind = tl.load(at + 1, mask=mask, other=0)
     in32 = tl.load(word.to(tl.pointer_type(tl.float32)), mask=mask & (kind == AT_FP32), other=0.0)
@@ -163,13 +163,13 @@ def power_of(beta, step):
 
 @triton.jit
 def gradient_factor(table):
-    """fp64: what gradients are multiplied by: unscaled, and clipped to a global norm where one is given."""
+    """fp64: the factor of all gradients: 1 / grad_scale, times max_grad_norm / grad_norm where that is below 1."""
     yes = tl.program_id(0) >= 0
     factor = 1.0 / read_number(table + GRAD_SCALE, yes)
     factor = tl.where(tl.load(table + GRAD_SCALE + 1) == ABSENT, 1.0, factor)
     clip = read_fp64(table + MAX_GRAD_NORM, yes) / (read_number(table + GRAD_NORM, yes) + 1e-6)
-    keep = (tl.load(table + GRAD_NORM + 1) == ABSENT) | (clip >= 1.0)
-    return tl.where(keep, factor, factor * clip)
+    unclipped = (tl.load(table + GRAD_NORM + 1) == ABSENT) | (clip >= 1.0)
+    return tl.where(unclipped, factor, factor * clip)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""The host's side of a step on many tensors: its table on the device (layout: ``multi_tensor.py``) and its launches.
+"""The host side of a step on many tensors: its table on the device (layout: ``multi_tensor.py``) and its launches.
 
-A plan is what stays from step to step: which tensors go to which launch, and their columns. It holds until an address,
-a dtype, a shape or a group changes; they are compared at every step. The header, the groups and the gradients'
-addresses may change at each step, and are uploaded when they do.
+A plan is cached from step to step: it assigns tensors to launches and holds the table's columns. Every step compares
+addresses, dtypes, shapes and groups with the plan's, and makes a new plan where one differs. The header, the groups and
+the gradients' addresses may change at each step; they are uploaded when they do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, options_of, r
 from .step_args import StepArgs, addresses_of, check_step, front_words, signature_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
-FLAT_BLOCK = 128  # a row of a tile of tensors that have no blocks
+FLAT_BLOCK = 128  # BLOCK_SIZE of tensors with fp32 states, which have no quantization blocks
 MAX_PLANS = 64
 CONSTANTS = (
     "KIND",
@@ -40,7 +40,7 @@ CONSTANTS = (
 
 @dataclass
 class Launch:
-    """What one launch works on, the same at each step: a run of slots of the table."""
+    """One kernel launch, the same at each step: over consecutive slots of the table's ORDER column."""
 
     programs: int
     first: int = 0
@@ -56,7 +56,7 @@ class Launch:
         if compiled is None:  # always in the interpreter
             self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **self.options)
         else:
-            # Triton's search for it takes 20 us.
+            # Calling the compiled kernel skips Triton's cache look-up, 20 us.
             compiled[(self.programs, 1, 1)](*args, *self.constants.values())
 
 
@@ -64,7 +64,7 @@ class Launch:
 
 
 class Room:
-    """Device memory of a plan, and pinned memory to fill it from when it is used in a capture."""
+    """Device memory of a plan, and pinned memory for its upload inside a CUDA graph."""
 
     def __init__(self, words: int, tensors: int, sums: int, device: torch.device) -> None:
         self.table = torch.empty(words, dtype=torch.int64, device=device)
@@ -73,9 +73,9 @@ class Room:
         self.pinned = _pinned(words, device)
 
     def upload(self, begin: int, values: Iterable[int], source: Tensor | None = None) -> None:
-        """Writes words of the table, without waiting."""
+        """Copies ``values`` to the table from word ``begin`` on, without a synchronization."""
         host = torch.frombuffer(array("q", values), dtype=torch.int64)
-        # torch hands pinned memory out again only after the copies from it are done.
+        # torch's pinned allocator does not reuse this memory before the copy from it is done.
         source = _pinned(len(host), self.table.device) if source is None else source
         source.copy_(host)
         self.table[begin : begin + len(host)].copy_(source, non_blocking=True)
@@ -89,7 +89,7 @@ def _pinned(words: int, device: torch.device) -> Tensor:
 
 
 class Plan:
-    """``sizes`` and ``room`` are what kernels take; ``prologue`` and ``launches`` how they are launched."""
+    """``sizes`` and ``room``: the kernels' arguments. ``prologue``, ``launches`` and ``reductions``: their launches."""
 
     def __init__(
         self,
@@ -105,7 +105,9 @@ class Plan:
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.prologue = Launch(cdiv(len(args.grads), mt.PROLOGUE_TENSORS.value))
         self.launches: list[Launch] = []
-        self.reductions: list[Launch] = []  # a program for each tensor of a launch
+        self.reductions: list[
+            Launch
+        ] = []  # of LAMB and LARS: a program for each tensor of a launch adds its sums
         self.columns = self._columns(args, tiles)
         self.grads_at = mt.HEADER_WORDS.value + self.sizes[0] * mt.GROUP_WORDS.value
         words = self.grads_at + len(self.grads) + len(self.columns)
@@ -148,7 +150,7 @@ class Plan:
     def _assign(
         self, args: StepArgs, layouts: Sequence[BlockLayout], addresses: Sequence[Iterable[int]], tiles: int
     ) -> tuple[list[int], list[int]]:
-        """Sorts the tensors into launches by what is constant in a kernel. Returns ORDER and FIRST_PROGRAM."""
+        """Groups the tensors into launches by their kernel's constants. Returns ORDER and FIRST_PROGRAM."""
         members: dict[tuple[Any, ...], list[int]] = {}
         for t, (g, layout) in enumerate(zip(args.grads, layouts, strict=True)):
             if layout.numel == 0:
@@ -199,7 +201,7 @@ class Plan:
 
 
 _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-# A graph may be replayed at any time later: what it reads must stay, and no eager step may write it.
+# Plans of captured CUDA graphs. A graph may be replayed at any later time, so they are never freed and never reused.
 _captured: list[Plan] = []
 _spares: dict[tuple[Any, ...], Room] = {}
 
@@ -212,10 +214,10 @@ def plan_for(
     tiles: int,
     sums_per_program: int = 0,
 ) -> Plan:
-    """The plan of a step, with its table on the device as this step needs it.
+    """The plan of a step, cached or new, with its table on the device up to date.
 
-    ``check`` raises unless the arguments fit together; it is called where there is no plan for them yet, before
-    anything is changed. ``tiles``: of one tensor, for one program. ``sums_per_program``: fp64 words of ``room.sums``.
+    ``check`` raises unless the arguments fit together; it is called for a new plan only, before anything is changed.
+    ``tiles``: that one program works on, all of one tensor. ``sums_per_program``: fp64 words of ``room.sums``.
     """
     signature, addresses = signature_of(args), addresses_of(args)
     grads = [*map(Tensor.data_ptr, args.grads)]
@@ -258,9 +260,10 @@ def plan_for(
 def _captured_plan(
     op: str, args: StepArgs, device: torch.device, check: Callable[[], None], *plan_args: Any
 ) -> Plan:
-    """A plan of its own for a graph that is being captured. Nothing can be allocated or uploaded meanwhile.
+    """A new plan, for the CUDA graph that is being captured. Its memory cannot be allocated during the capture.
 
-    So an eager step leaves a room for it; the upload becomes part of the graph, from pinned memory that stays as it is.
+    So each eager step leaves a spare Room of its sizes. The upload becomes a node of the graph, from the Room's pinned
+    memory, which nothing writes afterwards.
     """
     check()
     front = front_words(args, device)

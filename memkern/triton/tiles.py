@@ -1,8 +1,8 @@
-"""Tiles: what one program works on, ROWS quantization blocks of one tensor as a tile of (ROWS, BLOCK).
+"""Tiles: a program loads ROWS quantization blocks of one tensor as a tile of (ROWS, BLOCK).
 
-BLOCK is a power of two, a layout's block at most that. FLAT: blocks of BLOCK elements follow one another; else rows may
-end in short blocks, or blocks be shorter than BLOCK. VECTOR: elements of one access to memory, 4 or 8 where all blocks
-are aligned, else 1. All are constants of a kernel.
+BLOCK is a power of two, at least the layout's block. FLAT: every block but the tensor's last has BLOCK elements; else
+rows may end in short blocks, or blocks be shorter than BLOCK. VECTOR: elements of one memory access, 4 or 8 where all
+blocks are aligned, else 1. All four are constexpr arguments of a kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from ..quant.layout import BlockLayout
 
 LINE = 8
-"""Elements that the blocks of an aligned tile start at and end on multiples of."""
+"""The blocks of an aligned tile start and end at multiples of so many elements."""
 
 
 def next_power_of_two(n: int) -> int:
@@ -23,14 +23,14 @@ def next_power_of_two(n: int) -> int:
 
 
 def is_flat(layout: BlockLayout, block: int) -> bool:
-    """Whether full blocks follow one another: none but the tensor's last is short."""
+    """Whether every block but the tensor's last has ``block`` elements."""
     return layout.block == block and (layout.segment == layout.numel or layout.segment % block == 0)
 
 
 def vector_of(layout: BlockLayout, widest: int, addresses: Iterable[int]) -> int:
-    """VECTOR: elements of one access, 16 bytes of the widest stream (``widest`` bytes an element), or 1.
+    """VECTOR: elements of one access, 16 bytes of the widest element type (``widest`` bytes each), or 1.
 
-    A thread takes as many elements of every stream, so that no tile changes hands between threads.
+    It is the same for all tensors of a kernel, so that Triton needs no layout conversion between their tiles.
     """
     aligned = not (layout.numel % LINE or layout.segment % LINE or layout.block % LINE)
     return 16 // max(widest, 2) if aligned and not any(a % 16 for a in addresses) else 1
@@ -38,7 +38,7 @@ def vector_of(layout: BlockLayout, widest: int, addresses: Iterable[int]) -> int
 
 @triton.jit
 def pointer(address, start, dtype: tl.constexpr, VECTOR: tl.constexpr):
-    """A pointer to the ``start``-th element at an address, or behind a pointer; aligned to VECTOR elements."""
+    """A pointer to element ``start`` of the array at an address, declared to be aligned to VECTOR elements."""
     p = address.to(tl.pointer_type(dtype)) + start
     if VECTOR > 1:
         p = tl.multiple_of(p, VECTOR * dtype.primitive_bitwidth // 8)
@@ -47,7 +47,7 @@ def pointer(address, start, dtype: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def float_pointer(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """:func:`pointer` to quant.layout.FLOATS[DTYPE]. Types as constants would cost more at each launch."""
+    """:func:`pointer` to quant.layout.FLOATS[DTYPE]. A dtype as constexpr argument would make each launch slower."""
     if DTYPE == 0:
         return pointer(address, start, tl.float32, VECTOR)
     elif DTYPE == 1:
@@ -58,7 +58,7 @@ def float_pointer(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
-    """Where tile ``index`` begins; its elements' offsets from there and which of them exist; the same of its blocks."""
+    """Of tile ``index``: its first element, the elements' offsets from there and mask, its blocks and their mask."""
     numel, segment, block, per_segment, blocks = layout
     first = index.to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -72,7 +72,8 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
             left = tl.multiple_of(left, VECTOR)
         mask = offset < left
     else:
-        # Blocks follow one another in memory, so offsets from the first are small, and may be found modulo 2^32.
+        # A tile's blocks are adjacent in memory, so that offsets from the first fit in 32 bits, and so does a product
+        # that wraps around modulo 2^32.
         within = first % per_segment
         start = first // per_segment * segment + within * block
         per_row = per_segment.to(tl.int32)
@@ -94,7 +95,7 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
 
 @triton.jit
 def load_floats(address, tile, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile (:func:`tile_of`) of what memkern.quant.layout.FLOATS[DTYPE] is, unconverted; 0 where there is nothing."""
+    """Loads a tile (:func:`tile_of`) of dtype quant.layout.FLOATS[DTYPE], unconverted; 0 outside of the mask."""
     start, offset, mask, _, _ = tile
     return tl.load(float_pointer(address, start, DTYPE, VECTOR) + offset, mask=mask, other=0.0)
 

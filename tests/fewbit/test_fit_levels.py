@@ -1,4 +1,4 @@
-"""fit_levels: the shipped tables come out of it, and nothing better was overlooked."""
+"""fit_levels: it gives the tables of memkern.fewbit.tables, and no better ones are found."""
 
 import math
 from itertools import product
@@ -10,7 +10,7 @@ from torch import Tensor
 from memkern import functional, nn
 from memkern.fewbit.fit import SIGMAS, fit_levels, mean_squared_error
 from memkern.fewbit.levels import Levels
-from memkern.fewbit.shipped import DERIVATIVES, VALLEY_FUNCTIONS, fit_shipped, fit_valley
+from memkern.fewbit.make_tables import DERIVATIVES, VALLEY_FUNCTIONS, fit_table, fit_valley
 from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import EVEN, ODD, PLAIN
 from tests.support.activation_helpers import gradients, over_bits
@@ -32,7 +32,7 @@ def sampled_error(table: Levels, name: str, sigma: float) -> float:
 @over_names
 @over_bits
 def test_shipped_tables_are_fitted_ones(name: str, bits: int) -> None:
-    fitted, shipped = fit_shipped(name, bits).levels, LEVELS[name, bits]
+    fitted, shipped = fit_table(name, bits).levels, LEVELS[name, bits]
     assert (fitted.bits, fitted.flips, fitted.symmetry) == (shipped.bits, shipped.flips, shipped.symmetry)
     assert fitted.levels == pytest.approx(shipped.levels, abs=2e-6)
     assert fitted.thresholds == pytest.approx(shipped.thresholds, abs=2e-5)
@@ -62,7 +62,7 @@ def test_derivatives_are_those_of_the_functions(name: str) -> None:
 def test_3_bit_gelu_errs_less_than_fewbits(sigma: float) -> None:
     error = sampled_error(LEVELS["gelu", 3], "gelu", sigma)
     assert FEWBIT[sigma] / error >= 1.5
-    assert error == pytest.approx(fit_shipped("gelu", 3).errors[sigma], rel=1e-3)
+    assert error == pytest.approx(fit_table("gelu", 3).errors[sigma], rel=1e-3)
 
 
 def test_3_bit_gelu_levels() -> None:

@@ -152,7 +152,7 @@ def test_double_backward_raises(of: str) -> None:
     y = randomized_linear(**tensors).square().sum()
     (grad,) = torch.autograd.grad(y, tensors[of], create_graph=True)
     assert grad.requires_grad
-    with pytest.raises(RuntimeError, match=r"randomized_linear keeps .* no second derivative"):
+    with pytest.raises(RuntimeError, match=r"randomized_linear saves .* no second derivative"):
         grad.sum().backward()
 
 

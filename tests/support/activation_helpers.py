@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memkern import functional, nn
 from memkern.fewbit.levels import Levels, hardtanh_levels, relu_levels
-from memkern.fewbit.shipped import DERIVATIVES
+from memkern.fewbit.make_tables import DERIVATIVES
 from memkern.fewbit.tables import LEVELS
 from tests.support.helpers import hard
 

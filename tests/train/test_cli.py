@@ -271,7 +271,7 @@ def test_the_sentence_says_what_activations_keep() -> None:
     runs = [result("torch-adamw", 2.0, 8000), result("adamw8bit", 2.0, 2072, 320, "3-bit GELU")]
     assert summary(runs) == (
         "Same validation loss within 0.1 %; optimizer state 25.9 % of torch-adamw's, "
-        "activations kept for the backward pass 64.0 % of GELU's."
+        "activations saved for the backward pass 64.0 % of GELU's."
     )
 
 

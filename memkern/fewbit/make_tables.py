@@ -1,4 +1,4 @@
-"""What is shipped: ``python -m memkern.fewbit.shipped`` writes ``memkern/fewbit/tables.py``, and a test compares."""
+"""``python -m memkern.fewbit.make_tables`` fits every table and writes ``tables.py``; a test compares the two."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ DERIVATIVES: dict[str, Derivative] = {
     "hardswish": _hardswish,
     "quick_gelu": lambda x: _silu(1.702 * x),
 }
-"""The derivatives whose tables are shipped."""
+"""The derivatives that have tables, as functions of a fp64 tensor."""
 
-# With its limits 0 and 1 exact, and round, 3-bit GELU errs a little more near 0 and less in the tails: at least 1.5
-# times less than fewbit's table at every sigma of the mixture, where the least mean error is 1.23 times less at 3.
+# Levels 0 and 1 are the limits of GELU's derivative: with them exact, and levels of one decimal, its 3-bit table has a
+# little more error near 0 and less in the tails. Its mean squared error is at least 1.5 times below that of fewbit's
+# table at every sigma of the mixture; the table of least mean error would be 1.23 times below at sigma 3.
 OPTIONS: dict[tuple[str, int], dict[str, Any]] = {
     (name, bits): {"exact": (1.0,), "decimals": 1 if bits == 3 else None}
     for name in ("gelu", "gelu_tanh")
@@ -60,8 +61,8 @@ OPTIONS: dict[tuple[str, int], dict[str, Any]] = {
 }
 
 
-def fit_shipped(name: str, bits: int) -> Fit:
-    """The fit that is shipped as ``LEVELS[name, bits]``, its numbers rounded to six decimals."""
+def fit_table(name: str, bits: int) -> Fit:
+    """The fit whose levels are ``LEVELS[name, bits]`` of tables.py, rounded to six decimals."""
     table = fit_levels(DERIVATIVES[name], bits, **OPTIONS.get((name, bits), {})).levels
     table = table._replace(
         levels=tuple(round(v, 6) + 0.0 for v in table.levels),
@@ -70,7 +71,7 @@ def fit_shipped(name: str, bits: int) -> Fit:
     return Fit(table, mean_squared_error(table, DERIVATIVES[name]))
 
 
-# f(x), and how far to the left and to the right of 0 its derivative is still told from its limit.
+# f(x), and the x left and right of 0 beyond which its derivative is its limit.
 VALLEY_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "gelu": (lambda x: 0.5 * x * torch.erfc(-x * math.sqrt(0.5)), -9.0, 4.0),
     "gelu_tanh": (lambda x: x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)), -9.0, 4.0),
@@ -80,12 +81,12 @@ DEGREE = 10
 NODES = 400
 
 
-def _solve(rises: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """Where ``rises`` becomes true between low, where it is false, and high, elementwise."""
+def _bisect(condition: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """The x between low, where ``condition`` is false, and high, where it is true, at which it changes; elementwise."""
     for _ in range(100):
         middle = (low + high) / 2
-        yes = rises(middle)
-        low, high = torch.where(yes, low, middle), torch.where(yes, middle, high)
+        met = condition(middle)
+        low, high = torch.where(met, low, middle), torch.where(met, middle, high)
     return high
 
 
@@ -94,7 +95,7 @@ def fit_valley(name: str) -> Valley:
     f, left, right = VALLEY_FUNCTIONS[name]
     d = DERIVATIVES[name]
     number = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
-    at = _solve(lambda x: d(x) > 0, number(-2.0), number(-0.3))
+    at = _bisect(lambda x: d(x) > 0, number(-2.0), number(-0.3))
     minimum = f(at)
     nodes = torch.cos(math.pi * (torch.arange(NODES, dtype=torch.float64) + 0.5) / NODES)
     coefficients, reaches = [], []
@@ -103,7 +104,7 @@ def fit_valley(name: str) -> Valley:
         y = minimum + ((nodes + 1) / 2 * reach) ** 2
         beyond = (lambda x, y=y: f(x) > y) if end > 0 else (lambda x, y=y: f(x) < y)
         low, high = (at, number(end)) if end > 0 else (number(end), at)
-        x = _solve(beyond, low.expand(NODES), high.expand(NODES))
+        x = _bisect(beyond, low.expand(NODES), high.expand(NODES))
         powers = torch.stack([nodes**k for k in range(DEGREE, -1, -1)], 1)
         fitted = torch.linalg.lstsq(powers, d(x)[:, None]).solution[:, 0]
         coefficients.append(tuple(round(c, 8) for c in fitted.tolist()))
@@ -120,9 +121,9 @@ def fit_valley(name: str) -> Valley:
 
 def _main() -> None:
     lines = [
-        '"""The shipped tables. Written by ``python -m memkern.fewbit.shipped``: change it there."""',
+        '"""The tables of all activations. Written by ``python -m memkern.fewbit.make_tables``: change that file."""',
         "",
-        "from .codec import EVEN, ODD, PLAIN",
+        "from ..quant.codec import EVEN, ODD, PLAIN",
         "from .levels import Levels, Valley",
         "",
         "# fmt: off",
@@ -131,7 +132,7 @@ def _main() -> None:
     symmetries = {PLAIN: "PLAIN", EVEN: "EVEN", ODD: "ODD"}
     for name in DERIVATIVES:
         for bits in range(1, MAX_BITS + 1):
-            fit = fit_shipped(name, bits)
+            fit = fit_table(name, bits)
             errors = ", ".join(f"s={s:g}: {1e3 * error:.3f}" for s, error in fit.errors.items())
             table = fit.levels
             lines += [
