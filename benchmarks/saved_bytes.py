@@ -40,7 +40,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "compress, 3 bits": _compress(),
     "compress, 2 bits": _compress(activations=2),
     "compress, 1 bit": _compress(activations=1),
-    "compress, output and 1 bit": _compress(keep="output"),
+    "compress, output and 1 bit": _compress(activations="output"),
     "compress, 3 bits, 20 % of tokens": _compress(linear=0.2),
 }
 

@@ -1,4 +1,4 @@
-"""Which mode of the activations keeps how much in a model: measured, not guessed."""
+"""Which mode of the activations saves how much in a model: measured, not guessed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .swap import compress, restore, swapped_state
 MODES: dict[str, dict[str, Any]] = {
     "1 bit": {"activations": 1},
     **{f"{bits} bits": {"activations": bits} for bits in (2, 3, 4)},
-    "output": {"keep": "output"},
+    "output": {"activations": "output"},
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Bytes that one forward pass keeps in each mode; ``print`` shows them.
+    """Bytes that one forward pass saves in each mode; ``print`` shows them.
 
     modes: "as it is" (without any swap), "1 bit" to "4 bits" (``compress(model, activations=bits)``) and "output"
-    (``compress(model, keep="output")``). modules: how many activations ``compress`` swaps.
+    (``compress(model, activations="output")``). modules: how many activations ``compress`` swaps.
     """
 
     modes: dict[str, int]
@@ -34,16 +34,16 @@ class Advice:
 
     @property
     def best(self) -> str:
-        """The mode that keeps least; of equals the more exact one, with "output" before the bits."""
+        """The mode that saves least in bytes; of equals the more exact one, with "output" before the bits."""
         exact_first = ["as it is", "output", "4 bits", "3 bits", "2 bits", "1 bit"]
         return min(exact_first, key=lambda mode: self.modes[mode])
 
     def __str__(self) -> str:
         before = self.modes["as it is"]
-        lines = [f"kept for the backward pass, {self.modules} activations"]
-        for mode, kept in self.modes.items():
-            share = kept / before if before else 1
-            lines.append(f"  {mode:<9} {kept:>15,} bytes  {share:7.1%}")
+        lines = [f"saved for the backward pass, {self.modules} activations"]
+        for mode, saved in self.modes.items():
+            share = saved / before if before else 1
+            lines.append(f"  {mode:<9} {saved:>15,} bytes  {share:7.1%}")
         return "\n".join(lines)
 
 
@@ -62,15 +62,15 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
             vars(module).update(attributes)
         with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
 
 
 def advise(model: nn.Module, example: Any) -> Advice:
-    """Runs the model on ``example`` in every mode of its activations, and counts what is kept for the backward pass.
+    """Runs the model on ``example`` in every mode of its activations, and counts what is saved for the backward pass.
 
     model: as it is to be trained (training flag, dtype, device); it is left as it was, buffers and random numbers
-        included. Modes that keep an output pay off where the next layer keeps the same tensor anyway; whether it does
+        included. Modes that save an output pay off where the next layer saves the same tensor anyway; whether it does
         is what the count tells.
     example: one input tensor, a tuple of arguments, or a dict of keyword arguments.
 
@@ -80,15 +80,15 @@ def advise(model: nn.Module, example: Any) -> Advice:
     arguments = () if isinstance(example, Mapping) else example if isinstance(example, tuple) else (example,)
     held = [leaf for leaf in tree_leaves((arguments, dict(call))) if isinstance(leaf, Tensor)]
 
-    def kept() -> int:
+    def saved() -> int:
         with torch.enable_grad():
             return saved_bytes(lambda: model(*arguments, **call), model, *held)
 
     with _unchanged(model):
         restore(model)
-        modes, modules = {"as it is": kept()}, 0
+        modes, modules = {"as it is": saved()}, 0
         for mode, options in MODES.items():
             modules = len(compress(model, **options).swapped)
-            modes[mode] = kept()
+            modes[mode] = saved()
             restore(model)
     return Advice(modes, modules)

@@ -1,4 +1,4 @@
-"""Which modules have a counterpart that keeps less: torch's by their class, others by name and by what they compute."""
+"""Which modules have a counterpart that saves less: torch's by their class, others by name and by what they compute."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TORCH: dict[type[nn.Module], Maker] = {
     nn.Sigmoid: lambda m, bits, keep: ours.Sigmoid(bits=bits),
 }
 
-# torch keeps their output, and so does the layer that usually follows: codes would come on top.
-KEEP_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
+# torch saves their output, and so does the layer that usually follows: codes would come on top.
+SAVE_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
 def _tanh_gelu(m: nn.Module, bits: int, keep: str) -> nn.Module:
@@ -39,7 +39,7 @@ def _tanh_gelu(m: nn.Module, bits: int, keep: str) -> nn.Module:
 
 
 BY_NAME: dict[str, Maker] = {
-    "NewGELUActivation": _tanh_gelu,  # transformers' gelu_new: four tensors kept
+    "NewGELUActivation": _tanh_gelu,  # transformers' gelu_new: four tensors saved
     "FastGELUActivation": _tanh_gelu,
     "AccurateGELUActivation": _tanh_gelu,
     "GELUTanh": _tanh_gelu,
@@ -53,7 +53,7 @@ BY_NAME: dict[str, Maker] = {
     "MishActivation": lambda m, bits, keep: ours.Mish(bits=bits),
 }
 
-# Functions whose input torch keeps; called in a forward they are out of reach.
+# Functions whose input torch saves; called in a forward they are out of reach.
 FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
 
 

@@ -1,4 +1,4 @@
-"""What ``memkern.compress`` did, and what it saves."""
+"""What ``memkern.compress`` did, and how many bytes less that saves."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
-    """A module that keeps less than before.
+    """A module that saves less for the backward pass than before.
 
-    names: where it is, once for each use. before, after: bytes kept per element (of a linear layer: of its input).
+    names: where it is, once for each use. before, after: bytes saved per element (of a linear layer: of its input).
     width: elements per token, and the layer that says so; None where the structure does not tell.
     """
 
@@ -24,7 +24,7 @@ class Swap:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """What is saved, over all uses."""
+        """How many fewer, over all uses."""
         return None if self.width is None else (self.before - self.after) * self.width[0] * len(self.names)
 
 
@@ -61,10 +61,10 @@ class Report:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes per token that are no longer kept, over the modules whose width is known.
+        """Bytes per token that are no longer saved, over the modules whose width is known.
 
-        An upper bound where several layers keep the same tensor (query, key and value layers, or an activation that
-        ends in a linear layer that keeps it): ``memkern.memory.saved_bytes`` and ``memkern.nn.advise`` measure.
+        An upper bound where several layers save the same tensor (query, key and value layers, or an activation that
+        ends in a linear layer that saves it): ``memkern.memory.saved_bytes`` and ``memkern.nn.advise`` measure.
         """
         return sum(swap.bytes_per_token or 0.0 for swap in self.swapped)
 
@@ -72,7 +72,7 @@ class Report:
         for swap in self.swapped:
             text = f"{swap.was} -> {swap.now}, {swap.before:g} -> {swap.after:g} bytes per element"
             if swap.width is not None:
-                text += f", {swap.bytes_per_token:,.0f} bytes per token saved"
+                text += f", {swap.bytes_per_token:,.0f} bytes per token fewer"
             yield from ((name, text) for name in swap.names)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Report:
         lines += _grouped(self._swaps())
         if self.swapped:
             lines.append(
-                f"saved per token: {self.bytes_per_token:,.0f} bytes at most, where the width is known"
+                f"per token: {self.bytes_per_token:,.0f} bytes fewer at most, where the width is known"
             )
         if self.marked:
             lines.append(f"{len(self.marked)} embeddings marked for 32-bit optimizer states")

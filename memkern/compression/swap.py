@@ -1,4 +1,4 @@
-"""``memkern.compress`` swaps a model's modules in place for those that keep less, ``memkern.restore`` undoes it.
+"""``memkern.compress`` swaps a model's modules in place for those that save less, ``memkern.restore`` undoes it.
 
 A module changes its class and gains a few attributes; it stays the same object with the same parameters, so hooks,
 state_dict keys, optimizers, other modules' references to it and its training flag stay as well.
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ..fewbit.levels import check_bits
-from ..functional import check_keep
 from ..memory import saved_bytes
 from ..nn.embedding import MARK, state_bits_of
 from . import match
@@ -24,8 +23,9 @@ Predicate = Callable[[str, nn.Module], bool]
 
 ORIGINAL = "_memkern_original"  # (class, attributes that were overwritten, names of all that were set)
 MARKED = "_memkern_marked"
+DEFAULT_BITS = 3
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PROBE = 1 << 14  # elements; the few bytes that a call keeps beside its codes round away
+_PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
 
 
 # ---- one module
@@ -67,12 +67,12 @@ def _is_already(module: nn.Module, new: nn.Module) -> bool:
 # ---- what it saves
 
 
-def _kept_per_element(cls: type[nn.Module], module: nn.Module, dtype: torch.dtype) -> float:
-    """Bytes that an activation keeps per element, its input or output included; measured, to an eighth."""
+def _saved_per_element(cls: type[nn.Module], module: nn.Module, dtype: torch.dtype) -> float:
+    """Bytes that an activation saves per element, its input or output included; measured, to an eighth."""
     x = torch.zeros(_PROBE, dtype=dtype, device="cpu", requires_grad=True)
     with torch.enable_grad():
-        kept = saved_bytes(lambda: cls.forward(module, x * 1))  # times 1: an in-place one may change it
-    return round(8 * kept / _PROBE) / 8
+        saved = saved_bytes(lambda: cls.forward(module, x * 1))  # times 1: an in-place one may change it
+    return round(8 * saved / _PROBE) / 8
 
 
 def _features(module: nn.Module) -> int | None:
@@ -145,27 +145,28 @@ class _Compression:
             return True
         return False
 
-    def activations(self, bits: int, keep: str) -> None:
+    def activations(self, mode: int | str) -> None:
+        bits, keep = (DEFAULT_BITS, "output") if isinstance(mode, str) else (mode, "codes")
         for name, module in self.modules():
             cls = original_class(module)
             new = match.activation(cls, module, bits, keep)
             if new is None:
                 if function := match.called_in_forward(module):
                     self._leave(
-                        module, f"calls {function} itself; memkern.functional has one that keeps less"
+                        module, f"calls {function} itself; memkern.functional has one that saves less"
                     )
                 continue
             if isinstance(new, str):
                 self._leave(module, new)
                 continue
-            reason = "torch keeps its output, which the next layer usually keeps too"
-            if not self._wanted(name, module, reason if cls in match.KEEP_THEIR_OUTPUT else None):
+            reason = "torch saves its output, which the next layer usually saves too"
+            if not self._wanted(name, module, reason if cls in match.SAVE_THEIR_OUTPUT else None):
                 continue
             if not _is_already(module, new):
-                before = _kept_per_element(cls, module, self.dtype)
+                before = _saved_per_element(cls, module, self.dtype)
                 _revert(module)
                 _become(module, new)
-                after = _kept_per_element(type(module), module, self.dtype)
+                after = _saved_per_element(type(module), module, self.dtype)
                 width = _width(self.by_name, name)
                 self.swapped.append(
                     Swap(tuple(self.names[module]), cls.__name__, repr(module), before, after, width)
@@ -201,32 +202,41 @@ class _Compression:
                 self.marked.append(name)
 
 
+def _check_removed(arguments: Mapping[str, Any]) -> None:
+    for name in arguments:
+        if name == "keep":
+            raise TypeError(
+                "compress() has no argument keep: write activations='output' for keep='output' (keep is the share of "
+                "tokens of randomized linear layers, linear={'keep': 0.2})"
+            )
+        raise TypeError(f"compress() got an unexpected keyword argument {name!r}")
+
+
 def compress(
     model: nn.Module,
-    activations: int | None = 3,
+    activations: int | str | None = DEFAULT_BITS,
     linear: float | Mapping[str, Any] | None = None,
     embeddings: bool = False,
     predicate: Predicate | None = None,
-    *,
-    keep: str = "codes",
+    **removed: Any,
 ) -> Report:
-    """Makes a model keep less for its backward pass, in place; returns what was done and what it saves.
+    """Makes a model save less for its backward pass, in place; returns what was done and how much less that is.
 
     Args:
         model: any module. Parameters, buffers, state_dict keys, hooks and flags stay as they are.
-        activations: 1 to 4 bits per element for the activations; None leaves them alone. Default 3. Swapped are
+        activations: 1 to 4 bits per element for the activations, or ``"output"``: GELU and SiLU save their output and
+            one bit, see :func:`memkern.functional.gelu`; None leaves them alone. Default 3. Swapped are
             torch.nn's GELU, SiLU, Mish, Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if they
             compute what the name says, transformers' (gelu_new and the other composites, GELUActivation,
             QuickGELUActivation, SiLUActivation, MishActivation, BloomGelu), minGPT's NewGELU and CLIP's QuickGELU.
             A composite's forward changes in the last bits: it becomes torch's fused one.
-        linear: share of the tokens that linear layers keep (see :class:`memkern.nn.RandomizedLinear`), or a dict of
+        linear: share of the tokens that linear layers save (see :class:`memkern.nn.RandomizedLinear`), or a dict of
             its options; None leaves them alone. Default None. Swapped are torch.nn.Linear and GPT-2's Conv1D.
         embeddings: marks embeddings for 32-bit optimizer states, see :func:`memkern.optim.param_groups`; nothing else
             about them changes. Default False.
         predicate: ``predicate(name, module)`` chooses among those; by default all but ReLU, Tanh and Sigmoid (torch
-            keeps their output, which the next layer usually keeps too) and linear layers that share their weight with
+            saves their output, which the next layer usually saves too) and linear layers that share their weight with
             another module, such as a head tied to the embedding.
-        keep: ``"codes"``, or ``"output"`` for GELU and SiLU, see :func:`memkern.functional.gelu`.
 
     A module that occurs under several names is swapped once. Left alone and reported: subclasses, modules whose forward
     is set on the instance, and, as far as their code shows it, modules that call such a function themselves
@@ -234,21 +244,23 @@ def compress(
     Compress before wrapping a model for sharding.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module, or an argument that there is none of.
         ValueError: an option out of range; before anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if activations is not None:
+    _check_removed(removed)
+    if isinstance(activations, str) and activations != "output":
+        raise ValueError(f"activations must be 1 to 4 bits, 'output' or None, got {activations!r}")
+    if activations is not None and not isinstance(activations, str):
         check_bits(activations)
-        check_keep(keep)
     options = None
     if linear is not None:
         options = dict(linear) if isinstance(linear, Mapping) else {"keep": linear}
         match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
     compression = _Compression(model, predicate)
     if activations is not None:
-        compression.activations(activations, keep)
+        compression.activations(activations)
     if options is not None:
         compression.linears(options)
     if embeddings:

@@ -51,13 +51,19 @@ def check_block_size(block_size: int) -> None:
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill one run of memory, each place once (in any order of dimensions)."""
-    expected = 1
-    for stride, size in sorted((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1):
-        if size == 0:
-            return True
-        if stride != expected:
+    if 0 in shape:
+        return True
+    # Loops, no sorted() and no generator: torch.compile breaks the graph there where sizes are symbolic.
+    expected, left = 1, [i for i in range(len(shape)) if shape[i] != 1]
+    while left:
+        innermost = left[0]
+        for i in left:
+            if strides[i] < strides[innermost]:
+                innermost = i
+        if strides[innermost] != expected:
             return False
-        expected *= size
+        expected *= shape[innermost]
+        left.remove(innermost)
     return True
 
 
@@ -66,7 +72,11 @@ def row_count(shape: Sequence[int], strides: Sequence[int]) -> int:
     # A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
     if not len(shape) or shape[0] == 1:
         return 1
-    return max((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1)[1]
+    outermost = -1
+    for i in range(len(shape)):
+        if shape[i] != 1 and (outermost < 0 or strides[i] > strides[outermost]):
+            outermost = i
+    return shape[outermost] if outermost >= 0 else 1
 
 
 def block_layout(shape: Sequence[int], strides: Sequence[int], block_size: int) -> BlockLayout:

@@ -123,8 +123,11 @@ def test_a_name_that_lies_is_left_alone(function: Any) -> None:
 
 def test_options_reach_the_modules() -> None:
     model = nn.Sequential(nn.GELU(), nn.SiLU(), nn.SiLU(inplace=True), nn.Mish())
-    memkern.compress(model, 2, keep="output")
+    memkern.compress(model, "output")
+    assert [m.bits for m in model] == [3, 3, 3, 3]
+    memkern.compress(model, 2)
     assert [m.bits for m in model] == [2, 2, 2, 2]
+    memkern.compress(model, "output")
     assert [m.keep for m in model[:3]] == ["output", "output", "codes"]
 
 

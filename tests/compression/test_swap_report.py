@@ -105,7 +105,7 @@ def test_activations_whose_output_is_kept_anyway_are_left_by_default(build: Any)
     model = nn.Sequential(nn.Linear(16, 16), build(), nn.Linear(16, 16))
     x = torch.randn(100, 16)
     before = memory.saved_bytes(lambda: model(x))
-    assert "torch keeps its output" in str(memkern.compress(model))
+    assert "torch saves its output" in str(memkern.compress(model))
     assert memory.saved_bytes(lambda: model(x)) == before
     memkern.compress(model, predicate=EVERY)
     assert memory.saved_bytes(lambda: model(x)) > before
@@ -145,7 +145,7 @@ def test_report_groups_layers_and_says_everything() -> None:
     assert (
         "13: GELU -> GELU(approximate='none', bits=3, keep='codes'), 2 -> 0.375 bytes per element\n" in shown
     )
-    assert f"saved per token: {12 * saved:,.0f} bytes" in shown
+    assert f"per token: {12 * saved:,.0f} bytes" in shown
     assert "1 embeddings marked" in shown
     assert "14: Calls, calls gelu itself" in shown
     assert str(memkern.compress(nn.Identity())) == "memkern.compress: 0 modules swapped"
@@ -156,7 +156,9 @@ def test_report_groups_layers_and_says_everything() -> None:
     [
         (nn.GELU(), {"activations": 5}, ValueError, "bits"),
         (nn.GELU(), {"activations": 0}, ValueError, "bits"),
-        (nn.GELU(), {"keep": "input"}, ValueError, "keep"),
+        (nn.GELU(), {"activations": "input"}, ValueError, "activations must be"),
+        (nn.GELU(), {"keep": "output"}, TypeError, "activations='output'"),
+        (nn.GELU(), {"kept": 1}, TypeError, "unexpected keyword argument 'kept'"),
         (nn.GELU(), {"linear": 0.0}, ValueError, "keep must be a share of the tokens"),
         (nn.GELU(), {"linear": {"projection": "x"}}, ValueError, "projection must be one of"),
         (nn.GELU(), {"linear": {"colour": 1}}, TypeError, "colour"),
