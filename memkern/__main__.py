@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_cli.main(args)
     except ArgumentError as error:
         train_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        print(*interrupt.args, file=sys.stderr)
         sys.exit(130)
 
 

@@ -24,7 +24,7 @@ class Adam(BlockwiseOptimizer):
     Args:
         params: tensors, named tensors or groups; float32, bfloat16 or float16, dense in memory.
         lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
-        betas: decay of the two moments. Default (0.9, 0.999).
+        betas: decay of the two moments; floats, or tensors on the CPU that each step reads. Default (0.9, 0.999).
         eps: added to the root. Default 1e-8.
         weight_decay: default 0.
         amsgrad, differentiable: not supported, must be False.
@@ -65,7 +65,7 @@ class Adam(BlockwiseOptimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
@@ -99,11 +99,6 @@ class Adam(BlockwiseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        if not group["eps"] >= 0:
-            raise ValueError(f"eps must be 0 or more, got {group['eps']}")
-
     def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
         return [
             [float(g["betas"][0]) for g in groups],
@@ -125,7 +120,13 @@ class AdamW(Adam):
         v = beta2 * v + (1 - beta2) * g * g
         p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    Arguments, state and errors as for :class:`Adam`; weight_decay is 1e-2 by default.
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
+        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        state_bits, block_size, codec, min_8bit_size, max_grad_norm: how moments are stored, and clipping inside the
+            step; see :class:`Adam`.
+
+    State and errors as for :class:`Adam`.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101).
     """
@@ -134,7 +135,7 @@ class AdamW(Adam):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -172,18 +173,111 @@ class AdamW(Adam):
 
 
 class Adam8bit(Adam):
-    """:class:`Adam` with ``state_bits=8``."""
+    """Adam with block-wise 8-bit states: :class:`Adam`, where state_bits is 8 unless it is given.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.Adam.
+        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        decoupled_weight_decay: decay as AdamW does. Default False.
+        state_bits: default 8; 32 for moments in fp32.
+        block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
+            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
+        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+
+    Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and sources: :class:`Adam`.
+    """
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        state_bits: int = 8,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(params, lr, *args, state_bits=state_bits, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+            state_bits=state_bits,
+            block_size=block_size,
+            codec=codec,
+            min_8bit_size=min_8bit_size,
+            max_grad_norm=max_grad_norm,
+        )
 
 
 class AdamW8bit(AdamW):
-    """:class:`AdamW` with ``state_bits=8``."""
+    """AdamW with block-wise 8-bit states: :class:`AdamW`, where state_bits is 8 unless it is given.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
+        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        state_bits: default 8; 32 for moments in fp32.
+        block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
+            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
+        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+
+    Takes 2 + 8 / block_size bytes per parameter; formula and source: :class:`AdamW`; state and errors: :class:`Adam`.
+    """
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_bits: int = 8,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(params, lr, *args, state_bits=state_bits, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            state_bits=state_bits,
+            block_size=block_size,
+            codec=codec,
+            min_8bit_size=min_8bit_size,
+            max_grad_norm=max_grad_norm,
+        )

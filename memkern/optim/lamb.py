@@ -66,7 +66,7 @@ class LAMB(LayerwiseOptimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         grad_averaging: bool = True,
@@ -134,9 +134,70 @@ class LAMB(LayerwiseOptimizer):
 
 
 class LAMB8bit(LAMB):
-    """:class:`LAMB` with ``state_bits=8``."""
+    """LAMB with block-wise 8-bit states: :class:`LAMB`, where state_bits is 8 unless it is given.
+
+    Args:
+        params, lr, bias_correction, betas, eps, weight_decay, trust_clip, always_adapt, decoupled_decay, layers,
+            maximize: as for :class:`LAMB`.
+        grad_averaging, caution, corrected_weight_decay, differentiable: must keep their defaults.
+        foreach, fused: accepted and ignored. capturable: for CUDA graphs.
+        state_bits: default 8; 32 for moments in fp32.
+        block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
+            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
+        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+
+    Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and source: :class:`LAMB`.
+    """
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = None,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        caution: bool = False,
+        decoupled_decay: bool = False,
+        corrected_weight_decay: bool = False,
+        foreach: bool | None = None,
+        *,
+        layers: int | str = 1,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_bits: int = 8,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
     ) -> None:
-        super().__init__(params, lr, *args, state_bits=state_bits, **options)
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            grad_averaging,
+            max_grad_norm,
+            trust_clip,
+            always_adapt,
+            caution,
+            decoupled_decay,
+            corrected_weight_decay,
+            foreach,
+            layers=layers,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            state_bits=state_bits,
+            block_size=block_size,
+            codec=codec,
+            min_8bit_size=min_8bit_size,
+        )

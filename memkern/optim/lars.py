@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -120,11 +121,11 @@ class LARS(LayerwiseOptimizer):
         super()._check_group(group)
         momentum, dampening, coeff = group["momentum"], group["dampening"], group["trust_coeff"]
         if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
-            raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+            raise ValueError(f"momentum must be from 0 to below 1, got {momentum!r}")
         if not (isinstance(dampening, (int, float)) and 0 <= dampening <= 1):
-            raise ValueError(f"dampening must be from 0 to 1, got {dampening}")
-        if coeff is not None and not coeff > 0:
-            raise ValueError(f"trust_coeff must be None or above 0, got {coeff}")
+            raise ValueError(f"dampening must be from 0 to 1, got {dampening!r}")
+        if coeff is not None and not (isinstance(coeff, (int, float)) and 0 < coeff < math.inf):
+            raise ValueError(f"trust_coeff must be None or above 0 and finite, got {coeff!r}")
         if coeff is None and (dampening or group["nesterov"]):
             raise ValueError(
                 "dampening and nesterov are of LARS's classic form: they need a trust_coeff (1e-3 in most recipes)"
@@ -150,9 +151,65 @@ class LARS(LayerwiseOptimizer):
 
 
 class LARS8bit(LARS):
-    """:class:`LARS` with ``state_bits=8``."""
+    """LARS with a block-wise 8-bit momentum: :class:`LARS`, where state_bits is 8 unless it is given.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, layers,
+            maximize: as for :class:`LARS`.
+        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        state_bits: default 8; 32 for moments in fp32.
+        block_size, codec, min_8bit_size: how the momentum is stored, see :class:`Adam`; tensors with fewer than
+            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
+        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+
+    Takes 1 + 4 / block_size bytes per parameter; formulas, state, errors and sources: :class:`LARS`.
+    """
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, *args: Any, state_bits: int = 8, **options: Any
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 1e-4,
+        nesterov: bool = False,
+        trust_coeff: float | None = None,
+        eps: float = 1e-8,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        foreach: bool | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        layers: int | str = 1,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_bits: int = 8,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
     ) -> None:
-        super().__init__(params, lr, *args, state_bits=state_bits, **options)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            trust_coeff,
+            eps,
+            trust_clip,
+            always_adapt,
+            foreach,
+            max_grad_norm=max_grad_norm,
+            layers=layers,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            state_bits=state_bits,
+            block_size=block_size,
+            codec=codec,
+            min_8bit_size=min_8bit_size,
+        )

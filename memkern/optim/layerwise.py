@@ -33,8 +33,6 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if not group["eps"] >= 0:
-            raise ValueError(f"eps must be 0 or more, got {group['eps']}")
         layers = group["layers"]
         if layers != "rows" and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
             raise ValueError(f"layers must be a number of layers, 1 or more, or 'rows', got {layers!r}")

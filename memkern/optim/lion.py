@@ -50,7 +50,7 @@ class Lion(BlockwiseOptimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
@@ -89,9 +89,50 @@ class Lion(BlockwiseOptimizer):
 
 
 class Lion8bit(Lion):
-    """:class:`Lion` with ``state_bits=8``."""
+    """Lion with a block-wise 8-bit state: :class:`Lion`, where state_bits is 8 unless it is given.
+
+    Args:
+        params, lr, betas, weight_decay, maximize: as for :class:`Lion`.
+        foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
+        state_bits: default 8; 32 for moments in fp32.
+        block_size, codec, min_8bit_size: how the moment is stored, see :class:`Adam`; tensors with fewer than
+            ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
+        max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+
+    Takes 1 + 4 / block_size bytes per parameter; formula, state, errors and source: :class:`Lion`.
+    """
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-4, *args: Any, state_bits: int = 8, **options: Any
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_bits: int = 8,
+        block_size: int = 128,
+        codec: str = "power",
+        min_8bit_size: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(params, lr, *args, state_bits=state_bits, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            weight_decay,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            state_bits=state_bits,
+            block_size=block_size,
+            codec=codec,
+            min_8bit_size=min_8bit_size,
+            max_grad_norm=max_grad_norm,
+        )

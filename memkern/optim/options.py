@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,33 +20,65 @@ def check_torch_options(optimizer: str, **options: bool) -> None:
             raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """The options that every optimizer has."""
-    lr, betas, weight_decay = group["lr"], group.get("betas", (0.0, 0.0)), group["weight_decay"]
+def check_number(name: str, value: Any) -> None:
+    """Raises ValueError unless ``value`` is a finite number, 0 or more. A text is none, as YAML reads ``1e-3``."""
+    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be 0 or more and finite, got {value!r}")
+
+
+def check_lr(lr: Any) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"lr must be a float or a 0-dim tensor of float32 or float64, got {lr.dtype} of shape "
                 f"{tuple(lr.shape)}"
             )
-    elif not lr >= 0:
-        raise ValueError(f"lr must be 0 or more, got {lr}")
-    if len(betas) != 2 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas):
+    else:
+        check_number("lr", lr)
+
+
+def check_betas(betas: Any) -> None:
+    """Two numbers, or two tensors of one element as torch.optim takes them."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two floats from 0 to below 1, got {betas!r}")
+    tensors = [b for b in betas if isinstance(b, Tensor)]
+    if len(tensors) == 1:
+        raise ValueError(f"betas must be two floats or two tensors, got one of each: {betas}")
+    for b in tensors:
+        if b.numel() != 1 or not b.is_floating_point() or b.device.type != "cpu":
+            raise ValueError(
+                "betas must be floats or tensors of one element on the CPU (a step that read them elsewhere would "
+                f"wait for the device), got {b.dtype} of shape {tuple(b.shape)} on {b.device}"
+            )
+    if not all(isinstance(b, (Real, Tensor)) and 0 <= float(b) < 1 for b in betas):
         raise ValueError(f"betas must be two floats from 0 to below 1, got {betas}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """The options that every optimizer has."""
+    check_lr(group["lr"])
+    if "betas" in group:
+        check_betas(group["betas"])
+    if "eps" in group:
+        check_number("eps", group["eps"])
+    check_number("weight_decay", group["weight_decay"])
     if group["state_bits"] not in (8, 32):
         raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
     check_block_size(group["block_size"])
     check_codec(group["codec"])
     norm = group["max_grad_norm"]
-    if norm is not None and not norm > 0:
-        raise ValueError(f"max_grad_norm must be None or more than 0, got {norm}")
+    if norm is not None and not (isinstance(norm, Real) and float(norm) > 0):
+        raise ValueError(f"max_grad_norm must be None or more than 0, got {norm!r}")
     if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
         raise ValueError(f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}")
 
 
 def check_param(p: Tensor) -> None:
+    if p.is_complex():
+        raise TypeError(
+            f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}: a block's scale "
+            "and a trust ratio have no meaning for complex numbers; pass torch.view_as_real(p)"
+        )
     if p.dtype not in FLOATS:
         raise TypeError(
             f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pairs = ", ".join(f"{ours} with {baseline}" for ours, baseline in BASELINES.items())
     files.add_argument("--compare", action="store_true", help=f"train the baseline beside it: {pairs}")
     files.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json and losses.png")
-    files.add_argument("--save", type=Path, metavar="PATH", help="checkpoint to write, replaced as a whole")
+    help_ = "checkpoint to write, replaced as a whole, at Ctrl-C too (default: none, or that of --resume)"
+    files.add_argument("--save", type=Path, metavar="PATH", help=help_)
     add(files, "save_every", "steps between checkpoints", type=int, metavar="N")
     files.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to continue, bit for bit")
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, after a checkpoint was written; the message says where."""
 
 
 def check_installed(names: tuple[str, ...]) -> None:
@@ -104,10 +110,11 @@ def check_paths(out: Path | None, save: Path | None) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Checks everything, trains, reports. Raises ArgumentError before anything is written."""
+    """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
     check_installed(("rich", "matplotlib") if args.out else ("rich",))
     from . import checkpoint, report
     from .data import load_corpus
+    from .interrupt import deferred
     from .loop import Diverged, Trainer, comparison, run
     from .progress import display
 
@@ -122,6 +129,13 @@ def main(args: argparse.Namespace) -> None:
     config.validate()
     configs = comparison(config) if args.compare else [config]
     check_paths(args.out, args.save)
+    if args.resume and not args.save and not os.access(args.resume.absolute().parent, os.W_OK | os.X_OK):
+        raise ArgumentError(
+            "resume",
+            f"{str(args.resume)!r} given, in a folder that cannot be written, where the run would go on saving; "
+            "allowed: with a --save elsewhere",
+        )
+    save_to = args.save or args.resume
     corpus = load_corpus(config.data, seq_len=config.seq_len)
     trainers = [Trainer(each, corpus) for each in configs]
     if state:
@@ -133,13 +147,17 @@ def main(args: argparse.Namespace) -> None:
         f"{corpus.name} ({corpus.files} files): {len(corpus.train):,} bytes for training, "
         f"{len(corpus.validation):,} for validation"
     )
-    with display(trainers) as show:
+    with display(trainers) as show, deferred() if save_to else nullcontext(lambda: False) as interrupted:
 
         def on_step(trainer: Trainer) -> None:
             show(trainer)
             done = trainer.steps_done
-            if args.save and (done % config.save_every == 0 or done == config.steps):
-                checkpoint.save(args.save, trainer.state_dict())
+            last = done == config.steps
+            stop = interrupted() and not last
+            if save_to and (stop or last or done % config.save_every == 0):
+                checkpoint.save(save_to, trainer.state_dict())
+            if stop:
+                raise Stopped(f"Saved after step {done} of {config.steps}: go on with --resume {save_to}")
 
         try:
             results = run(trainers, on_step)

@@ -23,13 +23,18 @@ from tests.support.helpers import (
 ADAMS = [optim.AdamW, optim.Adam, optim.AdamW8bit, optim.Adam8bit]
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"lr": -1e-3}, "lr must be 0 or more, got -0.001"),
+    ({"lr": -1e-3}, "lr must be 0 or more and finite, got -0.001"),
     ({"lr": math.nan}, "lr must be 0 or more"),
+    ({"lr": math.inf}, "lr must be 0 or more and finite, got inf"),
+    ({"lr": "1e-3"}, "lr must be 0 or more and finite, got '1e-3'"),
+    ({"lr": None}, "lr must be 0 or more and finite, got None"),
     ({"lr": torch.ones(2)}, "lr must be a float or a 0-dim"),
     ({"lr": torch.tensor(1)}, "lr must be a float or a 0-dim"),
     ({"lr": torch.tensor(1j)}, "lr must be a float or a 0-dim"),
     ({"weight_decay": -1e-2}, "weight_decay must be 0 or more"),
     ({"weight_decay": math.nan}, "weight_decay must be 0 or more"),
+    ({"weight_decay": math.inf}, "weight_decay must be 0 or more and finite, got inf"),
+    ({"weight_decay": "0.1"}, "weight_decay must be 0 or more and finite, got '0.1'"),
     ({"state_bits": 4}, "state_bits must be 8 or 32, got 4"),
     ({"state_bits": "8"}, "state_bits must be 8 or 32"),
     ({"block_size": 0}, "block_size must be a multiple of 8"),
@@ -43,6 +48,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_grad_norm": 0.0}, "max_grad_norm must be None or more than 0"),
     ({"max_grad_norm": -1.0}, "max_grad_norm must be None or more than 0"),
     ({"max_grad_norm": math.nan}, "max_grad_norm must be None or more than 0"),
+    ({"max_grad_norm": "1"}, "max_grad_norm must be None or more than 0, got '1'"),
 ]
 BETAS: list[tuple[dict[str, Any], str]] = [
     ({"betas": (1.0, 0.9)}, "betas must be"),
@@ -51,10 +57,20 @@ BETAS: list[tuple[dict[str, Any], str]] = [
     ({"betas": (0.9, math.nan)}, "betas must be"),
     ({"betas": (0.9,)}, "betas must be"),
     ({"betas": (0.9, 0.99, 0.999)}, "betas must be"),
+    ({"betas": 0.9}, "betas must be two floats from 0 to below 1, got 0.9"),
+    ({"betas": ("0.9", 0.99)}, "betas must be"),
+    ({"betas": (torch.tensor(0.9), 0.99)}, "two floats or two tensors, got one of each"),
+    ({"betas": (torch.tensor(0.9), torch.tensor(1.0))}, "betas must be two floats from 0 to below 1"),
+    (
+        {"betas": (torch.tensor(0.9), torch.tensor([0.9, 0.99]))},
+        "betas must be floats or tensors of one element",
+    ),
+    ({"betas": (torch.tensor(0.9), torch.tensor(0.9, device="meta"))}, "on the CPU.*on meta"),
 ]
 ADAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"eps": -1e-8}, "eps must be 0 or more"),
     ({"eps": math.nan}, "eps must be 0 or more"),
+    ({"eps": math.inf}, "eps must be 0 or more and finite"),
     ({"amsgrad": True}, "does not support amsgrad=True"),
 ]
 # Without those of torch.optim's that a group cannot ask for.

@@ -225,7 +225,7 @@ LARS_OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"nesterov": True, "trust_coeff": 1e-3, "dampening": 0.5},
         "nesterov needs a momentum above 0 and no dampening",
     ),
-    ({"trust_coeff": 0.0}, "trust_coeff must be None or above 0, got 0.0"),
+    ({"trust_coeff": 0.0}, "trust_coeff must be None or above 0 and finite, got 0.0"),
     ({"trust_coeff": -1.0}, "trust_coeff must be None or above 0"),
     ({"eps": -1e-8}, "eps must be 0 or more"),
 ]

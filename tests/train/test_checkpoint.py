@@ -147,7 +147,7 @@ def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: 
     killed_at = checkpoints.load(path)["step"]
     assert 5 <= killed_at < steps
 
-    resume = [sys.executable, "-m", "memkern", "train", "--resume", str(path), "--save", str(path)]
+    resume = [sys.executable, "-m", "memkern", "train", "--resume", str(path)]
     subprocess.run(resume, check=True, stdout=subprocess.DEVNULL, timeout=120)
     straight = Trainer(config, corpus)
     run([straight])

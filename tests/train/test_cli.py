@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from memkern import backend
 from memkern.__main__ import main
-from memkern.train import History, RunResult
+from memkern.train import History, RunResult, Trainer, checkpoint
 from memkern.train.report import size, summary
 
 SMALL = [
@@ -122,6 +123,64 @@ def test_resume_takes_the_options_it_is_not_given(
         main(["train", "--resume", path, "--lr", "2e-3"])
     assert ended.value.code == 2
     assert "argument --lr: 0.002 given; allowed: 0.0005" in capsys.readouterr().err
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1) -> None:
+    """Ctrl-C, so many times, in the middle of a step."""
+    forward = Trainer.loss
+
+    def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
+        if trainer.steps_done + 1 == step:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return forward(trainer, *batch)
+
+    monkeypatch.setattr(Trainer, "loss", loss)
+
+
+def test_ctrl_c_saves_and_resume_goes_on_saving_there(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, straight = tmp_path / "run.pt", tmp_path / "straight.pt"
+    main(["train", "--data", text, *SMALL, "--save", str(straight)])
+    handler = signal.getsignal(signal.SIGINT)
+    for arguments, step in ((["--data", text, *SMALL, "--save", str(path)], 2), (["--resume", str(path)], 3)):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, step)
+            with pytest.raises(SystemExit) as ended:
+                main(["train", *arguments])
+        assert ended.value.code == 130
+        shown = capsys.readouterr().err
+        assert "Ctrl-C: saving after this step" in shown
+        assert shown.endswith(f"Saved after step {step} of 4: go on with --resume {path}\n")
+        assert checkpoint.load(path)["step"] == step
+    main(["train", "--resume", str(path)])  # saves without --save
+    done, expected = checkpoint.load(path), checkpoint.load(straight)
+    assert done["step"] == 4
+    assert done["history"]["train_loss"] == expected["history"]["train_loss"]
+    for name, weight in expected["model"].items():
+        assert torch.equal(done["model"][name], weight), name
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not [*tmp_path.glob(".*.tmp")]
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_ctrl_c_ends_at_once(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool) -> None:
+    """The second time, and the first where there is no file to save to."""
+    interrupt_at(monkeypatch, 2, times=2 if save else 1)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--data", text, *SMALL, *(["--save", str(tmp_path / "run.pt")] if save else [])])
+    assert ended.value.code == 130
+    assert not (tmp_path / "run.pt").exists()
+
+
+def test_ctrl_c_in_the_last_step_ends_the_run_as_always(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_at(monkeypatch, 4)
+    main(["train", "--data", text, *SMALL, "--save", str(tmp_path / "run.pt")])
+    assert "validation loss" in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / "run.pt")["step"] == 4
 
 
 BAD = [
