@@ -123,6 +123,12 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     extra = os.environ.get("MEMKERN_CXX_FLAGS", "").split()
     link = [flag for flag in extra if flag.startswith("-fsanitize")]
     archs = ";".join(cuda_archs()) if kind == "cuda" else ""
+    torch_link = []
+    if archs:
+        # torch loads libtorch_cuda, which has aoti_torch_get_current_cuda_stream, for itself alone. That function is a
+        # weak symbol here and binds only where this library depends on libtorch_cuda, as libtorch does in a torch with
+        # CUDA; nothing else of libtorch is used, so that the linker would leave it out.
+        torch_link.append("-Wl,--push-state,--no-as-needed,-ltorch,--pop-state")
     cuda = (
         {"define_macros": [("USE_CUDA", None)], "libraries": ["cudart_static", "rt", "dl"]} if archs else {}
     )
@@ -134,7 +140,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         libraries=["torch_cpu", "c10", *cuda.get("libraries", [])],
         define_macros=[TARGET_TORCH, *cuda.get("define_macros", [])],
         extra_compile_args={"cxx": CXX_FLAGS + extra},
-        extra_link_args=link,
+        extra_link_args=link + torch_link,
         depends=[str(p) for pattern in ("*.h", "*.cuh", "*.cu") for p in CSRC.rglob(pattern)],
         language="c++",
     )

@@ -151,24 +151,24 @@ _register()
 
 
 @torch.compiler.assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
-def _namespace(device: str, asked_for: str | None) -> str:
+def _namespace(device: torch.device, asked_for: str | None) -> str:
     return NAMESPACES[backend.select(device)]
 
 
-def _op(name: str, device: str) -> Any:
+def _op(name: str, device: torch.device) -> Any:
     return getattr(getattr(torch.ops, _namespace(device, backend._asked_for)), name).default
 
 
 def quantize_blockwise(
     x: Tensor, codec: str, signed: bool, block_size: int, step: int | None
 ) -> tuple[Tensor, Tensor]:
-    return _op("quantize_blockwise", x.device.type)(x, CODECS[codec], signed, block_size, step)
+    return _op("quantize_blockwise", x.device)(x, CODECS[codec], signed, block_size, step)
 
 
 def dequantize_blockwise(
     codes: Tensor, scale: Tensor, codec: str, block_size: int, dtype: torch.dtype
 ) -> Tensor:
-    return _op("dequantize_blockwise", codes.device.type)(codes, scale, CODECS[codec], block_size, dtype)
+    return _op("dequantize_blockwise", codes.device)(codes, scale, CODECS[codec], block_size, dtype)
 
 
 def _nothing_watches(params: Sequence[Tensor]) -> bool:
@@ -182,7 +182,7 @@ def _nothing_watches(params: Sequence[Tensor]) -> bool:
 
 def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
     """Calls the op ``name`` on many tensors of one device, in place."""
-    op = _op(name, params[0].device.type)
+    op = _op(name, params[0].device)
     if op.namespace == "memkern_triton" and _nothing_watches(params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
         _triton(name, params, *args)
@@ -195,22 +195,22 @@ def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:
     """norm = sqrt(sum of g^2 over all tensors) / grad_scale, for gradients of one device."""
-    _op("grad_norm_", norm.device.type)(norm, grads, grad_scale)
+    _op("grad_norm_", norm.device)(norm, grads, grad_scale)
 
 
 def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
     bits, _, thresholds, flips, symmetry = table
-    return _op("few_bit_encode", x.device.type)(x, bits, thresholds, flips, symmetry)
+    return _op("few_bit_encode", x.device)(x, bits, thresholds, flips, symmetry)
 
 
 def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
     bits, _, thresholds, flips, symmetry = table
-    return _op("few_bit_forward", x.device.type)(x, fn, a, b, bits, thresholds, flips, symmetry)
+    return _op("few_bit_forward", x.device)(x, fn, a, b, bits, thresholds, flips, symmetry)
 
 
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    return _op("few_bit_backward", grad.device.type)(grad, codes, levels)
+    return _op("few_bit_backward", grad.device)(grad, codes, levels)
 
 
 def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, valley: Valley) -> Tensor:
-    return _op("few_bit_backward_from_output", grad.device.type)(grad, output, codes, *valley[1:])
+    return _op("few_bit_backward_from_output", grad.device)(grad, output, codes, *valley[1:])

@@ -25,9 +25,12 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("memkern")
 
@@ -76,7 +79,9 @@ def recall(key: int) -> None:
         function(key)
 
 
+@functools.cache
 def _missing_cuda() -> str | None:
+    """Why no CUDA kernel of memkern can run in this process; that one could is left to _cuda_fails."""
     import torch
 
     from . import _ops  # noqa: F401  (defines the ops where C++ does not)
@@ -95,14 +100,63 @@ def _missing_cuda() -> str | None:
     return None
 
 
-@functools.cache
-def _missing(backend: str) -> str | None:
+def _watched() -> bool:
+    """Whether a compiler traces or a dispatch mode looks on, to whom a call would be a part of the program."""
+    import torch
+
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._guards.TracingContext.try_get()
+        or torch._C._len_torch_dispatch_stack()
+    )
+
+
+_cuda_failures: dict[int, str | None] = {}  # by device; None where a call worked
+
+
+def _cuda_fails(index: int) -> str | None:
+    """Why the CUDA kernels do not run on a device: from one small call, made once.
+
+    A launch tells at once of what there is no way around, such as a kernel that was not compiled for the device;
+    whatever goes wrong later leaves a CUDA context that no backend can use. So nothing is waited for.
+    """
+    import torch
+
+    if index in _cuda_failures:
+        return _cuda_failures[index]
+    if _watched() or torch.cuda.is_current_stream_capturing():
+        return None  # nothing may run here; the first call outside of it tells
+    try:
+        x = torch.ones(8, device=f"cuda:{index}")
+        torch.ops.memkern.quantize_blockwise(x, 0, True, 8)
+    except torch.OutOfMemoryError:
+        return None  # says nothing of the kernels
+    except RuntimeError as error:
+        first = str(error).strip().partition("\n")[0]
+        if "captur" in first:
+            return None  # another stream's capture is in the way, which says nothing of the kernels either
+        _cuda_failures[index] = (
+            f"a CUDA kernel of memkern failed on cuda:{index}, {torch.cuda.get_device_name(index)}: {first}; "
+            "reinstall memkern on this machine with MEMKERN_BUILD=cuda, against this torch"
+        )
+        log.warning("backend 'cuda' is not available: %s", _cuda_failures[index])
+    else:
+        _cuda_failures[index] = None
+    return _cuda_failures[index]
+
+
+def _missing(backend: str, index: int | None = None) -> str | None:
+    """Why a backend cannot run, on the CUDA device of an index or on the current one."""
     if backend == "reference":
         return None
     if backend == "cpu":
         return load_library()
     if backend == "cuda":
-        return _missing_cuda()
+        if reason := _missing_cuda():
+            return reason
+        import torch
+
+        return _cuda_fails(torch.cuda.current_device() if index is None else index)
     # Only looked for: importing it takes a second.
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install 'memkern[triton]' (Linux)"
@@ -129,19 +183,27 @@ def _from_environment() -> str | None:
     return _check(name) if name else None
 
 
-@functools.cache
-def _automatic(device: str) -> str:
-    wanted = PREFERENCE.get(device, OTHER_DEVICES)
-    for name in wanted:
-        reason = _missing(name)
+_chosen: dict[str | torch.device, str] = {}
+
+
+def _automatic(device: str | torch.device) -> str:
+    if name := _chosen.get(device):
+        return name
+    kind, _, place = str(device).partition(":")
+    index = int(place) if place else None
+    for name in PREFERENCE.get(kind, OTHER_DEVICES):
+        reason = _missing(name, index)
         if reason is None:
+            # Not yet certain where CUDA was not called, and not for ever where the current device decided.
+            if kind != "cuda" or _missing_cuda() or index in _cuda_failures:
+                _chosen[device] = name
             return name
         log.info("backend %r is not available for %s tensors: %s", name, device, reason)
     raise AssertionError("the reference is always available")
 
 
-def select(device: str) -> str:
-    """The backend for tensors of a device type (``"cpu"``, ``"cuda"``, ...).
+def select(device: str | torch.device) -> str:
+    """The backend for tensors of a device (``torch.device("cuda", 1)``) or device type (``"cpu"``, ``"cuda"``, ...).
 
     Raises:
         RuntimeError: the backend that was asked for cannot run on such tensors, with the reason and the cure.
@@ -149,12 +211,13 @@ def select(device: str) -> str:
     name = _asked_for or _from_environment()
     if name is None:
         return _automatic(device)
-    if (name == "cpu") != (device == "cpu") and name in ("cpu", "cuda"):
+    kind = device if isinstance(device, str) else device.type
+    if (name == "cpu") != (kind == "cpu") and name in ("cpu", "cuda"):
         raise RuntimeError(
-            f"backend {name!r} was asked for and does not run on {device} tensors; "
-            f"move the tensors, or ask for one of {', '.join(PREFERENCE.get(device, OTHER_DEVICES))}"
+            f"backend {name!r} was asked for and does not run on {kind} tensors; "
+            f"move the tensors, or ask for one of {', '.join(PREFERENCE.get(kind, OTHER_DEVICES))}"
         )
-    if name == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
             "backend 'triton' was asked for and does not run on cpu tensors; move the tensors, ask for one of "
             f"{', '.join(PREFERENCE['cpu'])}, or set TRITON_INTERPRET=1 to debug"
@@ -200,7 +263,7 @@ def report() -> dict[str, Any]:
         from . import _host
     except ImportError:
         _host = None
-    cuda = torch.cuda.is_available()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "versions": {
             "memkern": __version__,
@@ -211,13 +274,16 @@ def report() -> dict[str, Any]:
             "platform": f"{platform.system()} {platform.machine()}",
         },
         "backends": {n: {"available": reason is None, "reason": reason} for n, reason in available().items()},
-        "selected": {device: _selected(device) for device in ["cpu", *(["cuda"] if cuda else [])]},
+        "selected": {device: _selected(device) for device in ["cpu", *(["cuda"] if count else [])]},
         "cpu": {
             "threads": torch.get_num_threads(),
             "instruction_set": _host.cpu_isa() if _host else None,
             "features": _host.cpu_features() if _host else None,
         },
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "devices": {
+            f"cuda:{i}": {"name": torch.cuda.get_device_name(i), "cuda_kernels": _missing("cuda", i) or "run"}
+            for i in range(count)
+        },
         "build": {
             **(_host.build_info() if _host else {}),
             "library": str(LIBRARY) if LIBRARY.exists() else None,

@@ -119,6 +119,31 @@ MEMKERN_DEVICE bool adam_usual(const AdamEight& x, float m_largest, float v_larg
   return usual;
 }
 
+// The same, where some may be zero: rows of an embedding whose tokens have not come yet, and the end of a
+// tensor.
+MEMKERN_DEVICE bool adam_usual_or_zero(const AdamEight& x, float m_largest, float v_largest,
+                                       const AdamScalars& s) {
+  bool usual =
+      m_largest <= kMostNumerator && v_largest <= kMostRoot && s.eps <= 0x1p40f && s.eps >= kLeastDenominator;
+#pragma unroll
+  for (int i = 0; i < kEight; ++i) {
+    usual = usual && (x.v[i] == 0.0f || x.v[i] >= kLeastRoot);
+    usual = usual && (x.m[i] == 0.0f || fabsf(x.m[i]) >= kLeastNumerator);
+  }
+  return usual;
+}
+
+// Calls `work` with the number type to reckon these with: a value of it, which says no more than its type.
+template <class Work> MEMKERN_DEVICE void with_numbers(const AdamEight& x, int n, float m_largest,
+                                                       float v_largest, const AdamScalars& s, Work work) {
+  if (n == 0 || adam_usual(x, m_largest, v_largest, s))
+    work(Usual(0.0f));
+  else if (adam_usual_or_zero(x, m_largest, v_largest, s))
+    work(UsualOrZero(0.0f));
+  else
+    work(0.0f);
+}
+
 template <StateKind Kind, class Rule, class P, class G>
 MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                Group group) {
@@ -144,10 +169,8 @@ MEMKERN_DEVICE void adam_coded(const TileWork<typename Rule::Tensor>& work, P pa
       const Span at = span_of(place.start + j, place.n - j, aligned);
       AdamEight x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
       float m_here = largest_of<true>(x.m), v_here = largest_of<false>(x.v), w[kEight];
-      if (at.n == 0 || adam_usual(x, m_here, v_here, s))
-        adam_params<Rule, Usual>(x, w, s);
-      else
-        adam_params<Rule, float>(x, w, s);
+      with_numbers(x, at.n, m_here, v_here, s,
+                   [&](auto number) { adam_params<Rule, decltype(number)>(x, w, s); });
       if (last) store_floats(t.param, param_type, at, x.p);
       if (first) {
         if (!(is_finite(m_here) && is_finite(v_here))) {

@@ -7,7 +7,8 @@
 #include "runtime.h"
 
 #ifdef __CUDACC__
-// Weak: a torch without CUDA has no such function, and the library loads there too.
+// Weak: a torch without CUDA has no such function, and the library loads there too. It binds because setup.py
+// links libtorch, which depends on libtorch_cuda.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** stream);
 #endif
@@ -31,7 +32,9 @@ struct OnDevice {
   cudaStream_t stream = nullptr;
 
   explicit OnDevice(TensorRef t) : guard(device_of(t)) {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch was built without CUDA");
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                    "no aoti_torch_get_current_cuda_stream in this process: torch was built without CUDA, or "
+                    "memkern was linked without libtorch");
     void* current = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device(), &current));
     stream = static_cast<cudaStream_t>(current);
@@ -45,7 +48,7 @@ inline bool same_device(TensorRef a, TensorRef b) {
 inline void keep_for_replay(const Tensor&) {}  // torch's pool of the graph does
 #else
 struct OnDevice {
-  cudaStream_t stream = nullptr;
+  cudaStream_t stream = simt::stream();
   explicit OnDevice(TensorRef) {}
 };
 

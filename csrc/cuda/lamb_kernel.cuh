@@ -78,10 +78,8 @@ MEMKERN_DEVICE Squares lamb_norms_coded(const TileWork<LambTensor>& work, P para
       const int j = (turn * group.width() + group.lane()) * kEight;
       const Span at = span_of(place.start + j, place.n - j, aligned);
       const AdamEight x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
-      if (at.n == 0 || adam_usual(x, largest_of<true>(x.m), largest_of<false>(x.v), s))
-        lamb_squares<Usual>(sum, x, at.n, s);
-      else
-        lamb_squares<float>(sum, x, at.n, s);
+      with_numbers(x, at.n, largest_of<true>(x.m), largest_of<false>(x.v), s,
+                   [&](auto number) { lamb_squares<decltype(number)>(sum, x, at.n, s); });
     }
   });
   return sum;

@@ -175,7 +175,8 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (
   return encode_exactly<Kind, Signed>(x, factor, j, rounding);
 }
 
-// The same for both moments, with one vote.
+// The same for both moments, with one vote where nothing is in doubt; else only what is in doubt is encoded
+// again.
 template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kEight], float m_factor,
                                                           const float (&v)[kEight], float v_factor,
                                                           bool finite, int j, const Rounding& rounding,
@@ -186,6 +187,11 @@ template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kEigh
     m_codes = first.codes;
     v_codes = second.codes;
     if (!__any_sync(kAllLanes, !(finite && first.sure && second.sure))) return;
+    if (__any_sync(kAllLanes, !(finite && first.sure)))
+      m_codes = encode_exactly<Kind, true>(m, m_factor, j, rounding);
+    if (__any_sync(kAllLanes, !(finite && second.sure)))
+      v_codes = encode_exactly<Kind, false>(v, v_factor, j, rounding);
+    return;
   }
   m_codes = encode_exactly<Kind, true>(m, m_factor, j, rounding);
   v_codes = encode_exactly<Kind, false>(v, v_factor, j, rounding);

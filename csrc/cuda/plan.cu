@@ -58,6 +58,9 @@ Plans& plans() {
 }
 
 bool is_capturing(cudaStream_t stream) {
+  // The default stream cannot be captured, and to ask about it is an error while another stream that waits
+  // for it is.
+  if (stream == nullptr) return false;
   cudaStreamCaptureStatus status;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;

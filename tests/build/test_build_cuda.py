@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,3 +44,14 @@ def test_cuda_sources_are_compiled_and_linked(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
     )
     assert run.stdout.split() == ["9.0+PTX", "42"]
+
+    # torch's stream function binds only where the library depends on libtorch, which depends on libtorch_cuda.
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(tmp_path / "memkern" / "libmemkern.so")],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert {"libtorch.so", "libtorch_cpu.so", "libc10.so"} <= {*needed}
+    assert not [name for name in needed if "cuda" in name], "it must load in a torch without CUDA"

@@ -127,20 +127,101 @@ def test_a_backend_for_other_tensors_says_what_helps() -> None:
 def test_without_the_library_the_reference_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backend, "_missing", lambda name: None if name == "reference" else f"no {name} today")
-    backend._automatic.cache_clear()
-    try:
-        with caplog.at_level(logging.INFO, logger="memkern"):
-            assert backend.select("cpu") == "reference"
-            assert backend.select("cpu") == "reference"
-        assert [r.message for r in caplog.records] == [
-            "backend 'cpu' is not available for cpu tensors: no cpu today"
-        ]
-        assert backend.available()["cpu"] == "no cpu today"
-        with pytest.raises(RuntimeError, match="no cpu today"), memkern.use_backend("cpu"):
-            pass
-    finally:
-        backend._automatic.cache_clear()
+    monkeypatch.setattr(
+        backend, "_missing", lambda name, index=None: None if name == "reference" else f"no {name} today"
+    )
+    monkeypatch.setattr(backend, "_chosen", {})
+    with caplog.at_level(logging.INFO, logger="memkern"):
+        assert backend.select("cpu") == "reference"
+        assert backend.select("cpu") == "reference"
+    assert [r.message for r in caplog.records] == [
+        "backend 'cpu' is not available for cpu tensors: no cpu today"
+    ]
+    assert backend.available()["cpu"] == "no cpu today"
+    with pytest.raises(RuntimeError, match="no cpu today"), memkern.use_backend("cpu"):
+        pass
+
+
+class FakeCuda:
+    """torch as a process with two GPUs has it, for backend's questions; calls on device 1 fail."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, message: str = "no kernel image is available"
+    ) -> None:
+        self.message, self.calls, self.capturing = message, [], False
+        real = torch.ones
+        monkeypatch.setattr(backend, "_missing_cuda", lambda: None)
+        monkeypatch.setattr(backend, "_cuda_failures", {})
+        monkeypatch.setattr(backend, "_chosen", {})
+        monkeypatch.setattr(torch, "ones", lambda n, device: self.called(device) or real(n))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+
+    def called(self, device: str) -> None:
+        self.calls.append(device)
+        if device == "cuda:1":
+            raise RuntimeError(f"quantize_blockwise: {self.message}\nand more")
+
+
+def without_cuda() -> str:
+    return "triton" if backend.available()["triton"] is None else "reference"
+
+
+def test_cuda_is_there_where_a_call_worked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, cuda = without_cuda(), FakeCuda(monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="memkern"):
+        for _ in range(3):
+            assert backend.select(torch.device("cuda", 0)) == "cuda"
+            assert backend.select(torch.device("cuda", 1)) == other
+            assert backend.select("cuda") == "cuda"
+    assert cuda.calls == ["cuda:0", "cuda:1"]  # once a device
+    assert len(caplog.records) == 1
+    reason = str(backend._missing("cuda", 1))
+    assert "cuda:1, GPU 1: quantize_blockwise: no kernel image is available; reinstall" in reason
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert backend.available()["cuda"] == reason
+    with pytest.raises(RuntimeError, match="no kernel image is available"), memkern.use_backend("cuda"):
+        pass
+
+
+def test_cuda_is_not_called_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, cuda = without_cuda(), FakeCuda(monkeypatch)
+    cuda.capturing = True
+    assert backend.select(torch.device("cuda", 1)) == "cuda"
+    assert cuda.calls == []
+    cuda.capturing = False
+    assert backend.select(torch.device("cuda", 1)) == other
+
+
+def test_another_streams_capture_says_nothing_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "operation would make the legacy stream depend on a capturing blocking stream"
+    other, cuda = without_cuda(), FakeCuda(monkeypatch, message)
+    assert backend.select(torch.device("cuda", 1)) == "cuda"
+    cuda.message = "no kernel image is available"
+    assert backend.select(torch.device("cuda", 1)) == other
+
+
+def test_cuda_is_not_called_while_a_program_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    @torch.compiler.assume_constant_result
+    def chosen() -> str:
+        return backend.select(torch.device("cuda", 1))
+
+    seen = []
+
+    @torch.compile(backend=lambda graph, inputs: graph.forward, fullgraph=True)
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return x + len(chosen())
+
+    seen.append(float(traced(torch.zeros(()))))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):  # any dispatch mode
+        seen.append(len(backend.select(torch.device("cuda", 1))))
+    assert seen == [len("cuda")] * 2
+    assert cuda.calls == []
 
 
 def test_the_package_works_without_the_library(tmp_path: Path) -> None:

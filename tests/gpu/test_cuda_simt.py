@@ -170,6 +170,24 @@ def test_small_moments_over_large_ones(scale: float) -> None:
         compare_steps("adam_step_", args, {}, steps=1)
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-30, 0.0])
+@pytest.mark.parametrize("g", [0.0, -0.0, 1e-3])
+def test_zeros(g: float, eps: float) -> None:
+    """Of either sign, in every place: first moments of -0 too, which codes below zero and a scale of 0 stand for."""
+    for codes, scale in ((0, 0.0), (-1, 0.0), (0, 1.0), (-3, 1e-3)):
+        args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
+        args[drive.RATES["adam_step_"] + 3] = [eps, eps]
+        args[1] = [torch.full_like(p, g) for p in args[0]]
+        for p, m, v in zip(args[0], args[2], args[3], strict=True):
+            p.view(-1)[::3] = -0.0
+            m.fill_(codes)
+            v.view(-1)[::2] = 77
+        for m_scale, v_scale in zip(args[4], args[5], strict=True):
+            m_scale.fill_(scale)
+            v_scale.fill_(1e-2)
+        compare_steps("adam_step_", args, {}, steps=1)
+
+
 def test_long_run() -> None:
     """What the approximate roots of the encoder are not sure of is encoded by the formula."""
     compare_steps(

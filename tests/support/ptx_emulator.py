@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,7 @@ class Kernel:
     shared_bytes: int = 0
     labels: dict[str, int] = field(default_factory=dict)
     code: list[Instruction] = field(default_factory=list)
+    executed: Counter[str] = field(default_factory=Counter)  # threads by instruction, over all launches
 
 
 def split(text: str) -> list[str]:

@@ -99,6 +99,7 @@ class Threads(Instructions):
         method = getattr(self, f"do_{i.op[0]}", None)
         if method is None:
             raise PtxError(f"unknown instruction: {i.text}")
+        self.kernel.executed[".".join(i.op)] += len(at)
         method(i, i.op[-1], at)
 
     # ---- memory

@@ -306,6 +306,9 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
 
 namespace simt {
 
+// The current stream: one that can be captured, unlike the default stream, which is null.
+inline cudaStream_t stream() { return &machine; }
+
 // Parameters as a kernel gets them: each where its alignment allows.
 template <class... Params> std::vector<char> packed(const Params&... params) {
   std::vector<char> bytes;
