@@ -35,7 +35,7 @@ gpu:
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" wheel ninja "pybind11>=2.13"
+	$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" ninja
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)

@@ -3,9 +3,15 @@
 ``memkern/libmemkern.so``  every op, against LibTorch's stable ABI: no Python.h, one binary for torch >= 2.10.
 ``memkern/_host``          pybind11: build facts, CPU features, tables.
 
-MEMKERN_BUILD          auto (default): what this machine can build; cpu; cuda; none. cpu, cuda: or fail.
+A build needs torch, setuptools and a C++ compiler; pybind11's headers come with torch. With ninja installed, a build in
+place compiles again only what has changed.
+
+MEMKERN_BUILD          auto (default): C++ where there is a compiler, and CUDA where torch has CUDA and nvcc is found;
+                       cpu; cuda (beside a CPU-only torch too); none. cpu and cuda fail where they cannot be.
+MEMKERN_CUDA_ARCHS     auto (default): the architectures of the GPUs that torch sees here, and PTX for later ones;
+                       where it sees none, all. all: every architecture that is tested, for wheels.
+TORCH_CUDA_ARCH_LIST   architectures, such as "8.0;9.0+PTX"; goes before MEMKERN_CUDA_ARCHS.
 MAX_JOBS               parallel compilations; by default as many as cores and free memory allow.
-TORCH_CUDA_ARCH_LIST   CUDA architectures, such as "8.0;9.0+PTX", in place of the default list.
 MEMKERN_CXX_FLAGS      more flags for the C++ compiler; -fsanitize=... also reaches the linker.
 """
 
@@ -16,7 +22,9 @@ import runpy
 import shutil
 import subprocess
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 
@@ -45,13 +53,16 @@ def what_to_build() -> str:
     has_cxx = shutil.which(compiler) is not None
     if mode in ("cpu", "cuda") and not has_cxx:
         raise SystemExit(f"MEMKERN_BUILD={mode} needs a C++ compiler; {compiler!r} was not found")
-    if mode == "cuda" and not (nvcc() and cuda_sources()):
-        reason = "nvcc, which was not found" if cuda_sources() else "CUDA sources, and this version has none"
-        raise SystemExit(f"MEMKERN_BUILD=cuda needs {reason}")
+    if mode == "cuda" and not nvcc():
+        raise SystemExit("MEMKERN_BUILD=cuda needs nvcc, which was not found")
+    if mode != "auto":
+        return mode
     if not has_cxx:
         print(f"memkern: no C++ compiler ({compiler!r}): installing without compiled kernels")
         return "none"
-    return "cuda" if nvcc() and cuda_sources() and mode != "cpu" else "cpu"
+    import torch
+
+    return "cuda" if nvcc() and torch.version.cuda else "cpu"
 
 
 def nvcc() -> str | None:
@@ -68,7 +79,23 @@ def sources(pattern: str) -> list[str]:
 
 def cuda_archs() -> list[str]:
     """Architectures such as "8.0" or "12.0+PTX"."""
-    return os.environ.get("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS).replace(" ", ";").split(";")
+    asked_for = os.environ.get("MEMKERN_CUDA_ARCHS", "auto")
+    if asked_for not in ("auto", "all"):
+        raise SystemExit(
+            f"MEMKERN_CUDA_ARCHS must be auto or all, got {asked_for!r}; TORCH_CUDA_ARCH_LIST names others"
+        )
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return listed.replace(" ", ";").split(";")
+    archs = archs_here() if asked_for == "auto" else []
+    return [*archs[:-1], f"{archs[-1]}+PTX"] if archs else CUDA_ARCHS.split(";")
+
+
+def archs_here() -> list[str]:
+    """Of the GPUs that torch sees, without those that are older than what the kernels need."""
+    import torch
+
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return [f"{major}.{minor}" for major, minor in sorted(found) if major >= 8]
 
 
 def gencode(arch: str) -> list[str]:
@@ -102,6 +129,27 @@ def compile_cuda(includes: list[str], folder: Path) -> list[str]:
     command = [str(nvcc()), *flags, "--threads", str(limit_jobs()), "-c", str(unit), "-o", str(target)]
     subprocess.run(command, cwd=ROOT, check=True)
     return [str(target)]
+
+
+def compile_in_parallel(compiler: Any) -> None:
+    """Without ninja, setuptools compiles one file after another; here ``limit_jobs()`` at a time."""
+    os.environ["TORCH_NO_COMPILER_WRAPPER"] = "1"  # torch would exchange the compiler around each file
+
+    def compile(
+        sources: list[str], output_dir: str | None = None, macros: Any = None, include_dirs: Any = None,
+        debug: bool = False, extra_preargs: Any = None, extra_postargs: Any = None, depends: Any = None,
+    ) -> list[str]:  # fmt: skip
+        _, objects, postargs, flags, build = compiler._setup_compile(
+            output_dir, macros, include_dirs, sources, depends, extra_postargs
+        )
+        cc_args = compiler._get_cc_args(flags, debug, extra_preargs)
+        with ThreadPoolExecutor(limit_jobs()) as pool:
+            done = [pool.submit(compiler._compile, o, *build[o], cc_args, postargs, flags) for o in objects]
+            for job in done:
+                job.result()
+        return objects
+
+    compiler.compile = compile
 
 
 def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
@@ -146,14 +194,12 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     )
     found = [ops]
     if (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        import pybind11
-
         facts = [("MEMKERN_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKERN_CUDA_ARCHS", f'"{archs}"')]
         found.append(
             Extension(
                 "memkern._host",
                 ["csrc/host.cpp"],
-                include_dirs=[pybind11.get_include()],
+                include_dirs=includes[:1],  # torch's pybind11
                 define_macros=facts,
                 extra_compile_args={"cxx": [*CXX_FLAGS, "-std=c++17", *extra]},
                 extra_link_args=link,
@@ -161,7 +207,9 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
             )
         )
 
-    class BuildExtension(cpp_extension.BuildExtension):
+    with_ninja = cpp_extension.BuildExtension.with_options(use_ninja=cpp_extension.is_ninja_available())
+
+    class BuildExtension(with_ninja):  # type: ignore[misc, valid-type]
         def get_ext_filename(self, ext_name: str) -> str:
             # No Python module: one name for every Python, and not _ops.so, which would hide _ops.py.
             if ext_name.endswith("_ops"):
@@ -171,6 +219,8 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         def build_extensions(self) -> None:
             if archs:
                 ops.extra_objects = compile_cuda(includes, Path(self.build_temp).resolve() / "cuda")
+            if not self.use_ninja:
+                compile_in_parallel(self.compiler)
             super().build_extensions()
 
     return found, {"build_ext": BuildExtension}
