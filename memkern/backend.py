@@ -24,6 +24,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,31 @@ LIBRARY = Path(__file__).with_name("libmemkern.so")
 _asked_for: str | None = None
 
 
+def shadowed() -> Path | None:
+    """The compiled memkern that Python would import if this one, which is not compiled, did not come first.
+
+    A checkout does: its directory is the first of ``sys.path`` where Python runs in it.
+    """
+    if LIBRARY.exists():
+        return None
+    found = [PathFinder.find_spec("memkern", [entry]) for entry in sys.path]
+    found += [
+        finder.find_spec("memkern", None) for finder in sys.meta_path
+    ]  # editable installs have their own
+    folders = [Path(spec.origin).parent for spec in found if spec and spec.origin]
+    return next((folder for folder in folders if (folder / LIBRARY.name).exists()), None)
+
+
 @functools.cache
 def load_library() -> str | None:
     """Loads the C++ ops once. Returns None, or why they are not there."""
+    if other := shadowed():
+        reason = (
+            f"{LIBRARY.parent} has no compiled library and hides the memkern in {other}, which has one; run Python in "
+            "another directory, or compile here: pip install --no-build-isolation -e ."
+        )
+        log.warning("backend 'cpu' is not available: %s", reason)
+        return reason
     if not LIBRARY.exists():
         return (
             "the C++ extension was not built; install a C++ compiler and reinstall memkern, "

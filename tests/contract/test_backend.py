@@ -224,14 +224,27 @@ def test_cuda_is_not_called_while_a_program_is_traced(monkeypatch: pytest.Monkey
     assert cuda.calls == []
 
 
-def test_the_package_works_without_the_library(tmp_path: Path) -> None:
-    # As it is installed where there is no compiler: the Python files alone.
+def python_files(to: Path) -> Path:
+    """A copy of the package as it is where nothing was compiled: the Python files alone."""
     for file in [*(ROOT / "memkern").rglob("*.py")]:
-        target = tmp_path / file.relative_to(ROOT)
+        target = to / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(file.read_text())
+    return to
+
+
+def python_in(folder: Path, code: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_") and k != "PYTHONPATH"}
+    env |= {"PYTHONPATH": path} if path else {}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_the_package_works_without_the_library(tmp_path: Path) -> None:
     code = (
         "import memkern, torch\n"
+        "from memkern import backend\n"
+        "backend.shadowed = lambda: None  # whatever else this Python has installed\n"
         "from memkern.optim import AdamW8bit\n"
         f"assert memkern.__file__.startswith({str(tmp_path)!r}), memkern.__file__\n"
         "p = torch.nn.Parameter(torch.ones(64, 128)); p.grad = torch.ones(64, 128)\n"
@@ -242,16 +255,29 @@ def test_the_package_works_without_the_library(tmp_path: Path) -> None:
         "assert report['selected']['cpu'] == 'reference'\n"
         "print(report['backends']['cpu']['reason'])\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={k: v for k, v in os.environ.items() if not k.startswith("MEMKERN_") and k != "PYTHONPATH"},
-    )
+    result = python_in(python_files(tmp_path), code)
     assert result.returncode == 0, result.stderr
     assert "was not built; install a C++ compiler" in result.stdout
+
+
+def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> None:
+    installed = tmp_path / "site-packages" / "memkern"
+    installed.mkdir(parents=True)
+    for name in ("__init__.py", "libmemkern.so"):
+        (installed / name).touch()
+    checkout = python_files(tmp_path / "checkout")
+    code = (
+        "import memkern, torch\n"
+        "for _ in range(2): memkern.quantize_blockwise(torch.ones(300))\n"
+        "print(memkern.report()['backends']['cpu']['reason'])\n"
+    )
+    result = python_in(checkout, code, path=str(installed.parent))
+    assert result.returncode == 0, result.stderr
+    said = (
+        f"{checkout}/memkern has no compiled library and hides the memkern in {installed}, which has one; run"
+    )
+    assert said in result.stdout
+    assert result.stderr.count(said) == 1  # the warning, once
 
 
 # ---- environment
