@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
-SOURCES := setup.py pyproject.toml memkern/quant/codec.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+SOURCES := setup.py pyproject.toml memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+# Written by csrc/generate.py.
+GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.h
 
 .PHONY: demo test lint bench gpu format clean
 
@@ -17,11 +19,11 @@ test: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
+	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(filter-out $(GENERATED),$(SOURCES)))
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
-	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out csrc/core/tables.h,$(SOURCES)))
+	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out $(GENERATED),$(SOURCES)))
 
 # Peers are optional: the table names one that cannot be installed as absent. Of timm only the optimizers are used,
 # which need torch alone.
@@ -43,5 +45,5 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info csrc/core/tables.h
+	rm -rf $(VENV) build dist out *.egg-info $(GENERATED)
 	find . -name '*.so' -not -path './.venv*' -delete

@@ -161,13 +161,14 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     # A virtual environment's ninja, also where the environment is not activated; without one, one file at a time.
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     limit_jobs()
-    header = ROOT / CSRC / "core" / "tables.h"
-    text = runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]()
-    if not header.exists() or header.read_text() != text:
-        header.write_text(text)
+    runpy.run_path(str(ROOT / CSRC / "generate.py"))["write_headers"]()
 
     torch_dir = Path(torch.__file__).parent
-    includes = [str(torch_dir / "include"), str(torch_dir / "include/torch/csrc/api/include")]
+    includes = [
+        str(ROOT.resolve() / CSRC),
+        str(torch_dir / "include"),
+        str(torch_dir / "include/torch/csrc/api/include"),
+    ]
     extra = os.environ.get("MEMKERN_CXX_FLAGS", "").split()
     link = [flag for flag in extra if flag.startswith("-fsanitize")]
     archs = ";".join(cuda_archs()) if kind == "cuda" else ""
@@ -199,7 +200,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
             Extension(
                 "memkern._host",
                 ["csrc/host.cpp"],
-                include_dirs=includes[:1],  # torch's pybind11
+                include_dirs=includes[:2],  # csrc, and torch's pybind11
                 define_macros=facts,
                 extra_compile_args={"cxx": [*CXX_FLAGS, "-std=c++17", *extra]},
                 extra_link_args=link,

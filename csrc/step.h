@@ -1,19 +1,8 @@
 // What the optimizer steps' host sides share on every device: checks before anything changes, and jobs.
 #pragma once
-#include <array>
-
-#include "tensors.h"
+#include "common/step_args.h"
 
 namespace memkern {
-
-// One moment of all tensors: its name, its tensors, the dtype of its codes, and a scale for each tensor of
-// codes.
-struct MomentArgs {
-  const char* name;
-  const Tensors& tensors;
-  ScalarType code;
-  const Tensors& scales;
-};
 
 // A tensor of one number on the CPU.
 inline double read_number(TensorRef t, const char* name) {
@@ -23,49 +12,77 @@ inline double read_number(TensorRef t, const char* name) {
   return *static_cast<const float*>(t.data_ptr());
 }
 
-// What is not a tensor comes as one entry per group.
-inline void check_hyperparameters(std::initializer_list<size_t> sizes, size_t groups) {
-  for (size_t got : sizes)
-    STD_TORCH_CHECK(got == groups, "every hyperparameter must have one entry per group, ", groups, ", got ",
-                    got);
+inline void check_count(const char* name, size_t got, size_t each, size_t params) {
+  STD_TORCH_CHECK(got == each * params, name, " must have ", each * params, " entries, ", each,
+                  " per parameter, got ", got);
 }
 
-inline void check_steps(const Tensors& steps, const Tensors& params) {
-  STD_TORCH_CHECK(steps.size() == params.size(), "steps must have ", params.size(),
-                  " entries, one per parameter, got ", steps.size());
-  const DeviceOf device(params);
-  for (size_t i = 0; i < steps.size(); ++i)
-    STD_TORCH_CHECK(
-        steps[i].numel() == 1 && steps[i].scalar_type() == ScalarType::Float && device.holds(steps[i]),
-        name_of("steps", i), " must be a float32 tensor of one element on the device of the parameters");
+// Checks what a step has per group and per parameter, but for the tensors of the parameters' size.
+inline void check_lists(const StepArgs& args, const StepOp& op) {
+  const size_t n = args.params.size(), groups = args.lr.size();
+  check_count("grads", args.grads.size(), 1, n);
+  check_count("group", args.group.size(), 1, n);
+  check_count("moments", args.moments.size(), op.moments, n);
+  check_count("steps", args.steps.size(), op.has_steps, n);
+  check_count("trust_ratios", args.trust_ratios.size(), op.has_trust_ratios, n);
+  STD_TORCH_CHECK(args.codec.size() == groups && args.block_size.size() == groups,
+                  "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
+                  " and ", args.block_size.size());
+  for (size_t k = 0; k < groups; ++k) {
+    check_codec(args.codec[k]);
+    check_block_size(args.block_size[k]);
+  }
+  const DeviceOf device(args.params);
+  for (size_t i = 0; i < args.steps.size(); ++i) {
+    const TensorRef step = args.steps[i];
+    STD_TORCH_CHECK(step.numel() == 1 && step.scalar_type() == ScalarType::Float && device.holds(step),
+                    name_of("steps", i),
+                    " must be a float32 tensor of one element on the device of the parameters");
+  }
+}
+
+// Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
+// whether it does.
+template <class J> bool set_moments(J& job, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
+                                    const Shape& shape, const DeviceOf& device) {
+  const size_t n = args.params.size(), scales = args.scales.size() / op.moments;
+  const bool has_codes = args.moments[i].scalar_type() != ScalarType::Float;
+  void** const states[] = {&job.exp_avg, &job.exp_avg_sq};
+  float** const state_scales[] = {&job.exp_avg_scale, &job.exp_avg_sq_scale};
+  job.kind = has_codes ? code_kind(args.codec[args.group[i]]) : StateKind::kFp32;
+  for (int k = 0; k < op.moments; ++k) {
+    const TensorRef state = args.moments[k * n + i];
+    const char* name = op.moment[k].name;
+    const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
+    STD_TORCH_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
+                    " must be 8-bit codes or float32, like the parameter's other states");
+    STD_TORCH_CHECK(same_layout(state, shape), name_of(name, i),
+                    " must have its parameter's shape and strides");
+    STD_TORCH_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
+    *states[k] = state.data_ptr();
+    if (!has_codes) continue;
+    STD_TORCH_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
+    const TensorRef scale = args.scales[k * scales + coded];
+    check_scale(scale, job.layout, name);
+    STD_TORCH_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
+                    " must be on its parameter's device");
+    *state_scales[k] = static_cast<float*>(scale.data_ptr());
+  }
+  return has_codes;
 }
 
 // Checks everything, and makes the jobs (J: a StepTensor): all that the tensors tell.
-template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors& grads,
-                                            const std::array<const MomentArgs*, 2>& moments,
-                                            const Ints& group, size_t groups, const Ints& codec,
-                                            const Ints& block_size) {
-  const size_t n = params.size();
-  STD_TORCH_CHECK(grads.size() == n && group.size() == n, "grads and group must have ", n,
-                  " entries, one per parameter, got ", grads.size(), " and ", group.size());
-  check_hyperparameters({codec.size(), block_size.size()}, groups);
-  for (size_t k = 0; k < groups; ++k) {
-    check_codec(codec[k]);
-    check_block_size(block_size[k]);
-  }
-  for (const MomentArgs* moment : moments)
-    if (moment)
-      STD_TORCH_CHECK(moment->tensors.size() == n, moment->name, " must have ", n,
-                      " entries, one per parameter, got ", moment->tensors.size());
-
+template <class J> std::vector<J> make_jobs(const StepArgs& args, const StepOp& op) {
+  check_lists(args, op);
+  const size_t n = args.params.size(), groups = args.lr.size();
   std::vector<J> jobs(n);
-  const DeviceOf device(params);
-  size_t used = 0;
+  const DeviceOf device(args.params);
+  size_t coded = 0;
   for (size_t i = 0; i < n; ++i) {
-    STD_TORCH_CHECK(group[i] >= 0 && static_cast<size_t>(group[i]) < groups, name_of("group", i),
-                    " must be from 0 to ", groups - 1, ", got ", group[i]);
-    const int64_t size = block_size[group[i]];
-    const TensorRef p = params[i], g = grads[i];
+    const int64_t k = args.group[i];
+    STD_TORCH_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
+                    groups - 1, ", got ", k);
+    const TensorRef p = args.params[i], g = args.grads[i];
     const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
     STD_TORCH_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
     STD_TORCH_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
@@ -75,42 +92,15 @@ template <class J> std::vector<J> make_jobs(const Tensors& params, const Tensors
     STD_TORCH_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
                     " and its parameter must be on the device of the first parameter");
     J& job = jobs[i];
-    job.layout = layout_of(shape, size, "a parameter");
+    job.layout = layout_of(shape, args.block_size[k], "a parameter");
     job.param = p.data_ptr();
     job.grad = g.data_ptr();
     job.param_type = float_type(p_type);
     job.grad_type = float_type(g_type);
-    const bool coded = moments[0]->tensors[i].scalar_type() != ScalarType::Float;
-    job.kind = coded ? code_kind(codec[group[i]]) : StateKind::kFp32;
-    for (int k = 0; k < 2; ++k) {
-      const MomentArgs* moment = moments[k];
-      if (!moment) continue;
-      const TensorRef state = moment->tensors[i];
-      STD_TORCH_CHECK(state.scalar_type() == (coded ? moment->code : ScalarType::Float),
-                      name_of(moment->name, i),
-                      " must be 8-bit codes or float32, like the parameter's other states");
-      STD_TORCH_CHECK(same_layout(state, shape), name_of(moment->name, i),
-                      " must have its parameter's shape and strides");
-      STD_TORCH_CHECK(device.holds(state), name_of(moment->name, i), " must be on its parameter's device");
-      float* scale = nullptr;
-      if (coded) {
-        STD_TORCH_CHECK(used < moment->scales.size(), name_of(moment->name, i),
-                        " holds codes and has no scale");
-        const TensorRef all = moment->scales[used];
-        check_scale(all, job.layout, moment->name);
-        STD_TORCH_CHECK(device.holds(all), "the scale of ", name_of(moment->name, i),
-                        " must be on its parameter's device");
-        scale = static_cast<float*>(all.data_ptr());
-      }
-      (k ? job.exp_avg_sq : job.exp_avg) = state.data_ptr();
-      (k ? job.exp_avg_sq_scale : job.exp_avg_scale) = scale;
-    }
-    used += coded;
+    coded += set_moments(job, args, op, i, coded, shape, device);
   }
-  for (const MomentArgs* moment : moments)
-    if (moment)
-      STD_TORCH_CHECK(moment->scales.size() == used, moment->name, " has ", used, " tensors of codes, but ",
-                      moment->scales.size(), " scales were given");
+  STD_TORCH_CHECK(args.scales.size() == coded * op.moments, "scales must have ", coded * op.moments,
+                  " entries, one per moment of codes, got ", args.scales.size());
   return jobs;
 }
 
@@ -122,19 +112,17 @@ template <class J> void add_layers(std::vector<J>& layers, J tensor, TensorRef t
 }
 
 // Checks that there is a trust ratio for each layer of each tensor.
-template <class J> void check_trust_ratios(const Tensors& params, const std::vector<J>& jobs,
-                                           const Tensors& trust_ratios, const Ints& group,
-                                           const Ints& layers) {
-  STD_TORCH_CHECK(trust_ratios.size() == params.size(), "trust_ratios must have ", params.size(),
-                  " entries, one per parameter, got ", trust_ratios.size());
-  const DeviceOf device(params);
+template <class J, class Hyperparameters>
+void check_trust_ratios(const StepArgs& args, const std::vector<J>& jobs,
+                        const std::vector<Hyperparameters>& groups) {
+  const DeviceOf device(args.params);
   for (size_t i = 0; i < jobs.size(); ++i) {
-    const int64_t wish = layers[group[i]];
-    const int64_t count = layer_count(jobs[i].layout, params[i].dim(), wish);
+    const int64_t wish = static_cast<int64_t>(groups[args.group[i]].layers);
+    const int64_t count = layer_count(jobs[i].layout, args.params[i].dim(), wish);
     STD_TORCH_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
                     jobs[i].layout.rows, ", and end where a block of ", jobs[i].layout.block,
                     " elements does, got ", wish);
-    const TensorRef ratios = trust_ratios[i];
+    const TensorRef ratios = args.trust_ratios[i];
     STD_TORCH_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 &&
                         ratios.numel() == count && ratios.is_contiguous() && device.holds(ratios),
                     name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,

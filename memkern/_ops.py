@@ -1,4 +1,4 @@
-"""Every op: its schema where C++ is absent, its fake, and the function that the rest of memkern calls.
+"""Registers every op (schemas and fakes: :mod:`memkern.schemas`), and has the functions that the rest of memkern calls.
 
 Ops live three times: in ``torch.ops.memkern`` with the kernels that the tensors' device has (C++ where it is built,
 else the reference), in ``torch.ops.memkern_triton``, and in ``torch.ops.memkern_reference``, the specification for any
@@ -18,102 +18,7 @@ from torch import Tensor
 from . import _cpu, backend, reference
 from .fewbit.levels import Levels, Valley
 from .quant.codec import CODECS
-from .quant.layout import check_block_size, layout_of
-from .reference.activation import plane_bytes
-
-SCHEMAS = {
-    "quantize_blockwise": (
-        "(Tensor x, int codec, bool signed, int block_size, int? step=None) -> (Tensor, Tensor)"
-    ),
-    "dequantize_blockwise": (
-        "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
-    ),
-    "adam_step_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-        "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, int[] group, Tensor[] lr, "
-        "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, int[] decoupled, int[] maximize, "
-        "int[] codec, int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
-        "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
-    ),
-    "lamb_step_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-        "Tensor(d!)[] exp_avg_scales, Tensor(e!)[] exp_avg_sq_scales, Tensor(f!)[] steps, "
-        "Tensor(g!)[] trust_ratios, int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] eps, "
-        "float[] weight_decay, int[] decoupled, int[] bias_correction, int[] trust_clip, int[] always_adapt, "
-        "int[] layers, int[] maximize, int[] codec, int[] block_size, Tensor? grad_scale=None, "
-        "Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
-    ),
-    "lars_step_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
-        "Tensor(d!)[] steps, Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] momentum, "
-        "float[] dampening, float[] weight_decay, int[] nesterov, float[] trust_coeff, float[] eps, "
-        "int[] trust_clip, int[] always_adapt, int[] layers, int[] maximize, int[] codec, int[] block_size, "
-        "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
-    ),
-    "lion_step_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_scales, "
-        "int[] group, Tensor[] lr, float[] beta1, float[] beta2, float[] weight_decay, int[] maximize, int[] codec, "
-        "int[] block_size, Tensor? grad_scale=None, Tensor? found_inf=None, "
-        "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
-    ),
-    "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
-    "few_bit_encode": "(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor",
-    "few_bit_forward": (
-        "(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int symmetry) "
-        "-> (Tensor, Tensor)"
-    ),
-    "few_bit_backward": "(Tensor grad, Tensor codes, float[] levels) -> Tensor",
-    "few_bit_backward_from_output": (
-        "(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, float[] rising, "
-        "float falling_reach, float rising_reach) -> Tensor"
-    ),
-}
-
-
-def _fake_quantize(
-    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
-) -> tuple[Tensor, Tensor]:
-    check_block_size(block_size)
-    layout = layout_of(x, block_size)
-    codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
-    return codes, x.new_empty(layout.scale_shape, dtype=torch.float32)
-
-
-def _fake_dequantize(codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(codes, dtype=dtype)
-
-
-def _fake_step(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _fake_encode(
-    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
-) -> Tensor:
-    return x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
-
-
-def _fake_forward(x: Tensor, fn: int, a: float, b: float, bits: int, *table: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), _fake_encode(x, bits, *table)
-
-
-def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(grad)
-
-
-FAKES: dict[str, Callable[..., Any]] = {
-    "quantize_blockwise": _fake_quantize,
-    "dequantize_blockwise": _fake_dequantize,
-    "adam_step_": _fake_step,
-    "lamb_step_": _fake_step,
-    "lars_step_": _fake_step,
-    "lion_step_": _fake_step,
-    "grad_norm_": _fake_step,
-    "few_bit_encode": _fake_encode,
-    "few_bit_forward": _fake_forward,
-    "few_bit_backward": _fake_backward,
-    "few_bit_backward_from_output": _fake_backward,
-}
+from .schemas import FAKES, SCHEMAS, STEP_OPS, StepArgs, StepOp
 
 NAMESPACES = {
     "cpu": "memkern",
@@ -127,7 +32,14 @@ _libraries: list[torch.library.Library] = []  # a library unregisters its ops wh
 
 
 def _triton(name: str, *args: Any) -> Any:
+    # Imported when it is first used.
     return getattr(importlib.import_module("memkern.triton"), name)(*args)
+
+
+def _kernel(namespace: str, name: str) -> Callable[..., Any]:
+    """What runs an op on a device that has no C++ kernel of its own."""
+    function = functools.partial(_triton, name) if "triton" in namespace else getattr(reference, name)
+    return (lambda *args: function(StepArgs(*args))) if name in STEP_OPS else function
 
 
 def _register() -> None:
@@ -139,9 +51,7 @@ def _register() -> None:
         for name, schema in SCHEMAS.items():
             if not defined:
                 library.define(name + schema)
-            # The kernel of every device that has none of its own. Triton is imported when it is first used.
-            kernel = functools.partial(_triton, name) if "triton" in namespace else getattr(reference, name)
-            library.impl(name, kernel, "CompositeExplicitAutograd")
+            library.impl(name, _kernel(namespace, name), "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
         if defined:
             library.impl("few_bit_forward", _cpu.few_bit_forward, "CPU")
@@ -180,17 +90,17 @@ def _nothing_watches(params: Sequence[Tensor]) -> bool:
     )
 
 
-def step_(name: str, params: Sequence[Tensor], *args: Any) -> None:
-    """Calls the op ``name`` on many tensors of one device, in place."""
-    op = _op(name, params[0].device)
-    if op.namespace == "memkern_triton" and _nothing_watches(params):
+def step_(step: StepOp, args: StepArgs) -> None:
+    """An optimizer's step on many tensors of one device, in place."""
+    op = _op(step.name, args.params[0].device)
+    if op.namespace == "memkern_triton" and _nothing_watches(args.params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
-        _triton(name, params, *args)
+        _triton(step.name, args)
     else:
-        op(params, *args)
+        op(*args)
     if not torch.compiler.is_compiling():
         # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
-        torch.autograd.graph.increment_version(params)
+        torch.autograd.graph.increment_version(args.params)
 
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 // Adam, AdamW and the moments that LAMB shares. Order of operations: memkern/reference/adam.py.
 #pragma once
+#include "core/hyperparameters.h"
 #include "corrections.h"
 
 namespace memkern {
@@ -15,20 +16,21 @@ struct AdamScalars {
   float coupled_decay;
 };
 
-MEMKERN_FN AdamScalars adam_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
-                                    bool decoupled, bool maximize, double grad_factor, uint64_t step) {
-  const double root2 = ::sqrt(1.0 - power_of(beta2, step));
+MEMKERN_FN AdamScalars adam_scalars(double lr, const AdamHyperparameters& h, double grad_factor,
+                                    uint64_t step) {
+  const double root2 = ::sqrt(1.0 - power_of(h.beta2, step));
+  const bool decoupled = h.decoupled_weight_decay != 0.0;
   AdamScalars s;
-  s.grad_factor = static_cast<float>(maximize ? -grad_factor : grad_factor);
-  s.beta1 = static_cast<float>(beta1);
-  s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
-  s.beta2 = static_cast<float>(beta2);
-  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
-  s.root_beta2 = static_cast<float>(::sqrt(beta2));
-  s.eps = static_cast<float>(eps * root2);
-  s.step_size = static_cast<float>(lr * root2 / (1.0 - power_of(beta1, step)));
-  s.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
-  s.coupled_decay = decoupled ? 0.0f : static_cast<float>(weight_decay);
+  s.grad_factor = static_cast<float>(h.maximize != 0.0 ? -grad_factor : grad_factor);
+  s.beta1 = static_cast<float>(h.beta1);
+  s.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
+  s.beta2 = static_cast<float>(h.beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
+  s.root_beta2 = static_cast<float>(::sqrt(h.beta2));
+  s.eps = static_cast<float>(h.eps * root2);
+  s.step_size = static_cast<float>(lr * root2 / (1.0 - power_of(h.beta1, step)));
+  s.decay = decoupled ? static_cast<float>(1.0 - lr * h.weight_decay) : 1.0f;
+  s.coupled_decay = decoupled ? 0.0f : static_cast<float>(h.weight_decay);
   return s;
 }
 

@@ -13,20 +13,28 @@ struct LambScalars : AdamScalars {
   float rate;          // lr * trust ratio
 };
 
-MEMKERN_FN LambScalars lamb_scalars(double lr, double beta1, double beta2, double eps, double weight_decay,
-                                    bool decoupled, bool bias_correction, bool maximize, double grad_factor,
+MEMKERN_FN LambScalars lamb_scalars(double lr, const LambHyperparameters& h, double grad_factor,
                                     uint64_t step) {
+  const bool decoupled = h.decoupled_decay != 0.0;
+  const AdamHyperparameters adam{h.beta1, h.beta2, h.eps, 0.0, 0.0, h.maximize};
   LambScalars s;
-  static_cast<AdamScalars&>(s) =
-      adam_scalars(1.0, beta1, beta2, eps, 0.0, false, maximize, grad_factor, step);
-  if (!bias_correction) {
-    s.eps = static_cast<float>(eps);
+  static_cast<AdamScalars&>(s) = adam_scalars(1.0, adam, grad_factor, step);
+  if (h.bias_correction == 0.0) {
+    s.eps = static_cast<float>(h.eps);
     s.step_size = 1.0f;
   }
-  s.decay = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
-  s.update_decay = decoupled ? 0.0f : static_cast<float>(weight_decay);
+  s.decay = decoupled ? static_cast<float>(1.0 - lr * h.weight_decay) : 1.0f;
+  s.update_decay = decoupled ? 0.0f : static_cast<float>(h.weight_decay);
   s.rate = static_cast<float>(lr);
   return s;
+}
+
+MEMKERN_FN bool adapts(const LambHyperparameters& h) {
+  return h.weight_decay != 0.0 || h.always_adapt != 0.0;
+}
+
+MEMKERN_FN TrustRule trust_rule(double lr, const LambHyperparameters& h) {
+  return {adapts(h), h.trust_clip != 0.0, 0.0, 0.0, 0.0, lr};
 }
 
 MEMKERN_FN void set_trust_ratio(LambScalars& s, double lr, float ratio) {

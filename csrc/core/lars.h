@@ -1,5 +1,6 @@
 // LARS, in the form of the LAMB paper and in its classic one. Order of operations: memkern/reference/lars.py.
 #pragma once
+#include "core/hyperparameters.h"
 #include "trust.h"
 
 namespace memkern {
@@ -14,20 +15,28 @@ struct LarsScalars {
   bool nesterov, classic;
 };
 
-MEMKERN_FN LarsScalars lars_scalars(double lr, double momentum, double dampening, double weight_decay,
-                                    bool nesterov, bool classic, bool maximize, double grad_factor,
+MEMKERN_FN LarsScalars lars_scalars(double lr, const LarsHyperparameters& h, double grad_factor,
                                     uint64_t step) {
+  const bool classic = h.trust_coeff != 0.0;
   LarsScalars s;
-  s.grad_factor = static_cast<float>(maximize ? -grad_factor : grad_factor);
-  s.weight_decay = static_cast<float>(weight_decay);
+  s.grad_factor = static_cast<float>(h.maximize != 0.0 ? -grad_factor : grad_factor);
+  s.weight_decay = static_cast<float>(h.weight_decay);
   s.grad_ratio = 1.0f;
-  s.momentum = static_cast<float>(momentum);
+  s.momentum = static_cast<float>(h.momentum);
   // As in torch.optim.SGD, the first step's gradient is not dampened.
-  s.weight = static_cast<float>(!classic ? 1.0 - momentum : step == 1 ? 1.0 : 1.0 - dampening);
+  s.weight = static_cast<float>(!classic ? 1.0 - h.momentum : step == 1 ? 1.0 : 1.0 - h.dampening);
   s.rate = static_cast<float>(lr);
-  s.nesterov = nesterov;
+  s.nesterov = h.nesterov != 0.0;
   s.classic = classic;
   return s;
+}
+
+MEMKERN_FN bool adapts(const LarsHyperparameters& h) {
+  return h.weight_decay != 0.0 || h.always_adapt != 0.0;
+}
+
+MEMKERN_FN TrustRule trust_rule(double lr, const LarsHyperparameters& h) {
+  return {adapts(h), h.trust_clip != 0.0, h.trust_coeff, h.weight_decay, h.eps, lr};
 }
 
 MEMKERN_FN void set_trust_ratio(LarsScalars& s, double lr, float ratio) {

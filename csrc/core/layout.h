@@ -53,8 +53,8 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
 // A tensor of many layers, in place of their number: each row is one.
 constexpr int64_t kEveryRow = 0;
 
-// How many layers a tensor is (memkern/quant/layout.py: layer_count), or 0 where rows do not divide or a layer
-// would end inside a block.
+// How many layers a tensor is (memkern/quant/layout.py: layer_count), or 0 where rows do not divide or a
+// layer would end inside a block.
 MEMKERN_FN int64_t layer_count(const BlockLayout& l, int64_t dims, int64_t layers) {
   if (layers == 1 || dims < 2 || l.numel == 0) return 1;
   const int64_t count = layers == kEveryRow ? l.rows : layers;

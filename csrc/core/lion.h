@@ -1,5 +1,6 @@
 // Lion. Order of operations: memkern/reference/lion.py.
 #pragma once
+#include "core/hyperparameters.h"
 #include "scalar.h"
 
 namespace memkern {
@@ -10,16 +11,15 @@ struct LionScalars {
   float decay;  // 1 - lr * weight_decay
 };
 
-MEMKERN_FN LionScalars lion_scalars(double lr, double beta1, double beta2, double weight_decay, bool maximize,
-                                    double grad_factor) {
+MEMKERN_FN LionScalars lion_scalars(double lr, const LionHyperparameters& h, double grad_factor) {
   LionScalars s;
-  s.grad_factor = static_cast<float>(maximize ? -grad_factor : grad_factor);
-  s.beta1 = static_cast<float>(beta1);
-  s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
-  s.beta2 = static_cast<float>(beta2);
-  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+  s.grad_factor = static_cast<float>(h.maximize != 0.0 ? -grad_factor : grad_factor);
+  s.beta1 = static_cast<float>(h.beta1);
+  s.one_minus_beta1 = static_cast<float>(1.0 - h.beta1);
+  s.beta2 = static_cast<float>(h.beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - h.beta2);
   s.lr = static_cast<float>(lr);
-  s.decay = static_cast<float>(1.0 - lr * weight_decay);
+  s.decay = static_cast<float>(1.0 - lr * h.weight_decay);
   return s;
 }
 

@@ -1,5 +1,5 @@
-// The power codec (formulas: memkern/quant/codec.py). F is float or a vector of floats; codes are whole numbers in
-// F.
+// The power codec (formulas: memkern/quant/codec.py). F is float or a vector of floats; codes are whole
+// numbers in F.
 #pragma once
 #include "scalar.h"
 #include "tables.h"

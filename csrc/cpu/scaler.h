@@ -6,8 +6,8 @@
 
 namespace memkern {
 
-inline bool skipped(const std::optional<Tensor>& found_inf) {
-  return found_inf && read_number(*found_inf, "found_inf") != 0;
+inline bool skipped(const StepArgs& args) {
+  return args.found_inf && read_number(*args.found_inf, "found_inf") != 0;
 }
 
 inline double gradient_factor(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& grad_norm,
@@ -17,9 +17,13 @@ inline double gradient_factor(const std::optional<Tensor>& grad_scale, const std
   return gradient_factor(scale, grad_norm.has_value(), norm, max_grad_norm);
 }
 
-inline std::vector<double> read_rates(const Tensors& lr) {
+inline double gradient_factor(const StepArgs& args) {
+  return gradient_factor(args.grad_scale, args.grad_norm, args.max_grad_norm);
+}
+
+inline std::vector<double> read_rates(const StepArgs& args) {
   std::vector<double> rates;
-  for (const TensorRef t : lr) rates.push_back(read_number(t, "lr"));
+  for (const TensorRef t : args.lr) rates.push_back(read_number(t, "lr"));
   return rates;
 }
 

@@ -8,11 +8,7 @@
 
 namespace memkern {
 
-struct AdamGroup {
-  Number lr;
-  double beta1, beta2, eps, weight_decay;
-  int64_t decoupled, maximize;
-};
+using AdamGroup = StepGroup<AdamHyperparameters>;
 
 // What the prologue leaves for a tensor.
 struct AdamTensor {
@@ -29,8 +25,7 @@ static __global__ void adam_prologue(AdamTable table) {
   const TensorRecord& t = table.tensors[i];
   const AdamGroup& k = table.groups[t.group];
   const uint64_t step = static_cast<uint64_t>(*t.step += 1.0f);
-  table.scalars[i] = {adam_scalars(read(k.lr), k.beta1, k.beta2, k.eps, k.weight_decay, k.decoupled != 0,
-                                   k.maximize != 0, gradient_factor(*table.header), step),
+  table.scalars[i] = {adam_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
                       static_cast<uint32_t>(step)};
 }
 

@@ -5,36 +5,16 @@
 
 namespace memkern {
 
-void lamb_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
-                    const Tensors& exp_avg_sqs, const Tensors& exp_avg_scales,
-                    const Tensors& exp_avg_sq_scales, const Tensors& steps, const Tensors& trust_ratios,
-                    const Ints& group, const Tensors& lr, const Doubles& beta1, const Doubles& beta2,
-                    const Doubles& eps, const Doubles& weight_decay, const Ints& decoupled,
-                    const Ints& bias_correction, const Ints& trust_clip, const Ints& always_adapt,
-                    const Ints& layers, const Ints& maximize, const Ints& codec, const Ints& block_size,
-                    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-                    const std::optional<Tensor>& grad_norm, double max_grad_norm) {
-  const size_t groups = lr.size();
-  check_hyperparameters(
-      {beta1.size(), beta2.size(), eps.size(), weight_decay.size(), decoupled.size(), bias_correction.size(),
-       trust_clip.size(), always_adapt.size(), layers.size(), maximize.size()},
-      groups);
-  const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
-  const MomentArgs v{"exp_avg_sqs", exp_avg_sqs, ScalarType::Byte, exp_avg_sq_scales};
-  const auto jobs = make_jobs<StepTensor>(params, grads, {&m, &v}, group, groups, codec, block_size);
-  check_trust_ratios(params, jobs, trust_ratios, group, layers);
-  check_steps(steps, params);
-  if (params.empty()) return;
-  const StepHeader header = header_of(grad_scale, found_inf, grad_norm, max_grad_norm, params[0]);
-  std::vector<LambGroup> records;
-  for (size_t k = 0; k < groups; ++k)
-    records.push_back({number_of(lr[k], params[0], "lr"), beta1[k], beta2[k], eps[k], weight_decay[k],
-                       decoupled[k] != 0, bias_correction[k] != 0, trust_clip[k] != 0, always_adapt[k] != 0,
-                       maximize[k] != 0});
-
-  const OnDevice on(params[0]);
+void lamb_step_cuda(const StepArgs& args) {
+  const auto groups = args.groups<LambHyperparameters>();
+  const auto jobs = make_jobs<StepTensor>(args, kLambStep);
+  check_trust_ratios(args, jobs, groups);
+  if (args.params.empty()) return;
+  const StepHeader header = header_of(args);
+  const auto records = records_of(args, groups);
+  const OnDevice on(args.params[0]);
   step_layers<LambGroup, LambTensor>(
-      "lamb_step_", header, records, layers_of(jobs, steps, trust_ratios, group), params[0], lamb_prologue,
+      "lamb_step_", header, records, layers_of(jobs, args), args.params[0], lamb_prologue,
       {lamb_norm_tiles<StateKind::kPower>, lamb_norm_tiles<StateKind::kDynamic>},
       {lamb_tiles<StateKind::kPower>, lamb_tiles<StateKind::kDynamic>}, on.stream);
 }

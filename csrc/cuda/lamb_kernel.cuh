@@ -7,11 +7,7 @@
 
 namespace memkern {
 
-struct LambGroup {
-  Number lr;
-  double beta1, beta2, eps, weight_decay;
-  int64_t decoupled, bias_correction, trust_clip, always_adapt, maximize;
-};
+using LambGroup = StepGroup<LambHyperparameters>;
 
 struct LambTensor {
   LambScalars scalars;
@@ -28,10 +24,6 @@ struct LambRule {
 
 using LambTable = Table<LambGroup, LambTensor>;
 
-MEMKERN_DEVICE bool adapts(const LambGroup& k) { return k.weight_decay != 0.0 || k.always_adapt != 0; }
-MEMKERN_DEVICE TrustRule trust_rule(const LambGroup& k) {
-  return {adapts(k), k.trust_clip != 0, 0.0, 0.0, 0.0, read(k.lr)};
-}
 MEMKERN_DEVICE LambScalars& scalars_of(LambTensor& t) { return t.scalars; }
 
 // One thread per layer: its scalars for the step that begins, which layer_ratios counts.
@@ -41,10 +33,8 @@ static __global__ void lamb_prologue(LambTable table) {
   const TensorRecord& t = table.tensors[i];
   const LambGroup& k = table.groups[t.group];
   const uint64_t step = static_cast<uint64_t>(*t.step + 1.0f);
-  table.scalars[i] = {
-      lamb_scalars(read(k.lr), k.beta1, k.beta2, k.eps, k.weight_decay, k.decoupled != 0,
-                   k.bias_correction != 0, k.maximize != 0, gradient_factor(*table.header), step),
-      static_cast<uint32_t>(step)};
+  table.scalars[i] = {lamb_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+                      static_cast<uint32_t>(step)};
 }
 
 // Adds the squares of the first n elements, whose moments are new.
@@ -99,7 +89,7 @@ MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group])) return;
+  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_states(
       work.tensor, [&](auto... known) { sum = lamb_norms_coded<Kind>(work, known...); },

@@ -5,34 +5,16 @@
 
 namespace memkern {
 
-void lars_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
-                    const Tensors& exp_avg_scales, const Tensors& steps, const Tensors& trust_ratios,
-                    const Ints& group, const Tensors& lr, const Doubles& momentum, const Doubles& dampening,
-                    const Doubles& weight_decay, const Ints& nesterov, const Doubles& trust_coeff,
-                    const Doubles& eps, const Ints& trust_clip, const Ints& always_adapt, const Ints& layers,
-                    const Ints& maximize, const Ints& codec, const Ints& block_size,
-                    const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-                    const std::optional<Tensor>& grad_norm, double max_grad_norm) {
-  const size_t groups = lr.size();
-  check_hyperparameters(
-      {momentum.size(), dampening.size(), weight_decay.size(), nesterov.size(), trust_coeff.size(),
-       eps.size(), trust_clip.size(), always_adapt.size(), layers.size(), maximize.size()},
-      groups);
-  const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
-  const auto jobs = make_jobs<StepTensor>(params, grads, {&m, nullptr}, group, groups, codec, block_size);
-  check_trust_ratios(params, jobs, trust_ratios, group, layers);
-  check_steps(steps, params);
-  if (params.empty()) return;
-  const StepHeader header = header_of(grad_scale, found_inf, grad_norm, max_grad_norm, params[0]);
-  std::vector<LarsGroup> records;
-  for (size_t k = 0; k < groups; ++k)
-    records.push_back({number_of(lr[k], params[0], "lr"), momentum[k], dampening[k], weight_decay[k],
-                       trust_coeff[k], eps[k], nesterov[k] != 0, trust_clip[k] != 0, always_adapt[k] != 0,
-                       maximize[k] != 0});
-
-  const OnDevice on(params[0]);
+void lars_step_cuda(const StepArgs& args) {
+  const auto groups = args.groups<LarsHyperparameters>();
+  const auto jobs = make_jobs<StepTensor>(args, kLarsStep);
+  check_trust_ratios(args, jobs, groups);
+  if (args.params.empty()) return;
+  const StepHeader header = header_of(args);
+  const auto records = records_of(args, groups);
+  const OnDevice on(args.params[0]);
   step_layers<LarsGroup, LarsScalars>(
-      "lars_step_", header, records, layers_of(jobs, steps, trust_ratios, group), params[0], lars_prologue,
+      "lars_step_", header, records, layers_of(jobs, args), args.params[0], lars_prologue,
       {lars_norm_tiles<StateKind::kPower>, lars_norm_tiles<StateKind::kDynamic>},
       {lars_tiles<StateKind::kPower>, lars_tiles<StateKind::kDynamic>}, on.stream);
 }

@@ -7,11 +7,7 @@
 
 namespace memkern {
 
-struct LarsGroup {
-  Number lr;
-  double momentum, dampening, weight_decay, trust_coeff, eps;
-  int64_t nesterov, trust_clip, always_adapt, maximize;
-};
+using LarsGroup = StepGroup<LarsHyperparameters>;
 
 struct LarsRule {
   using Scalars = LarsScalars;
@@ -22,10 +18,6 @@ struct LarsRule {
 
 using LarsTable = Table<LarsGroup, LarsScalars>;
 
-MEMKERN_DEVICE bool adapts(const LarsGroup& k) { return k.weight_decay != 0.0 || k.always_adapt != 0; }
-MEMKERN_DEVICE TrustRule trust_rule(const LarsGroup& k) {
-  return {adapts(k), k.trust_clip != 0, k.trust_coeff, k.weight_decay, k.eps, read(k.lr)};
-}
 MEMKERN_DEVICE LarsScalars& scalars_of(LarsScalars& s) { return s; }
 
 // One thread per layer: its scalars for the step that begins, which layer_ratios counts.
@@ -35,8 +27,7 @@ static __global__ void lars_prologue(LarsTable table) {
   const TensorRecord& t = table.tensors[i];
   const LarsGroup& k = table.groups[t.group];
   table.scalars[i] =
-      lars_scalars(read(k.lr), k.momentum, k.dampening, k.weight_decay, k.nesterov != 0, k.trust_coeff != 0.0,
-                   k.maximize != 0, gradient_factor(*table.header), static_cast<uint64_t>(*t.step + 1.0f));
+      lars_scalars(read(k.lr), k.h, gradient_factor(*table.header), static_cast<uint64_t>(*t.step + 1.0f));
 }
 
 // Adds the squares of the parameters and, classic, the gradients, else the new moments. Elements that do not
@@ -90,7 +81,7 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsScalars> work;
-  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group])) return;
+  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_states(
       work.tensor, [&](auto... known) { sum = lars_norms_coded<Kind>(work, known...); },

@@ -12,14 +12,13 @@ struct Layers {
   Ints group;
 };
 
-inline Layers layers_of(const std::vector<StepTensor>& jobs, const Tensors& steps,
-                        const Tensors& trust_ratios, const Ints& group) {
+inline Layers layers_of(const std::vector<StepTensor>& jobs, const StepArgs& args) {
   Layers all;
   for (size_t i = 0; i < jobs.size(); ++i) {
-    add_layers(all.jobs, jobs[i], trust_ratios[i]);
-    const int64_t count = trust_ratios[i].numel();
-    all.steps.insert(all.steps.end(), count, steps[i]);
-    all.group.insert(all.group.end(), count, group[i]);
+    add_layers(all.jobs, jobs[i], args.trust_ratios[i]);
+    const int64_t count = args.trust_ratios[i].numel();
+    all.steps.insert(all.steps.end(), count, args.steps[i]);
+    all.group.insert(all.group.end(), count, args.group[i]);
   }
   return all;
 }

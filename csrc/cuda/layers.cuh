@@ -25,7 +25,7 @@ template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads
   if (skipped(*table.header)) return;
   const int i = blockIdx.x;
   const TensorRecord& t = table.tensors[i];
-  const TrustRule rule = trust_rule(table.groups[t.group]);
+  const TrustRule rule = trust_rule(read(table.groups[t.group].lr), table.groups[t.group].h);
   const int first = table.first_tiles[i], end = i + 1 < table.count ? table.first_tiles[i + 1] : tiles;
   Squares sum{0.0, 0.0};
   if (rule.adapt) {

@@ -5,26 +5,15 @@
 
 namespace memkern {
 
-void lion_step_cuda(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
-                    const Tensors& exp_avg_scales, const Ints& group, const Tensors& lr, const Doubles& beta1,
-                    const Doubles& beta2, const Doubles& weight_decay, const Ints& maximize,
-                    const Ints& codec, const Ints& block_size, const std::optional<Tensor>& grad_scale,
-                    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& grad_norm,
-                    double max_grad_norm) {
-  const size_t groups = lr.size();
-  check_hyperparameters({beta1.size(), beta2.size(), weight_decay.size(), maximize.size()}, groups);
-  const MomentArgs m{"exp_avgs", exp_avgs, ScalarType::Char, exp_avg_scales};
-  const auto jobs = make_jobs<StepTensor>(params, grads, {&m, nullptr}, group, groups, codec, block_size);
-  if (params.empty()) return;
-  const StepHeader header = header_of(grad_scale, found_inf, grad_norm, max_grad_norm, params[0]);
-  std::vector<LionGroup> records;
-  for (size_t k = 0; k < groups; ++k)
-    records.push_back(
-        {number_of(lr[k], params[0], "lr"), beta1[k], beta2[k], weight_decay[k], maximize[k] != 0});
-
-  const OnDevice on(params[0]);
-  const auto step = upload_step<LionGroup, LionScalars>("lion_step_", header, records, jobs, params[0], {},
-                                                        group, on.stream);
+void lion_step_cuda(const StepArgs& args) {
+  const auto groups = args.groups<LionHyperparameters>();
+  const auto jobs = make_jobs<StepTensor>(args, kLionStep);
+  if (args.params.empty()) return;
+  const StepHeader header = header_of(args);
+  const auto records = records_of(args, groups);
+  const OnDevice on(args.params[0]);
+  const auto step = upload_step<LionGroup, LionScalars>("lion_step_", header, records, jobs, args.params[0],
+                                                        args.steps, args.group, on.stream);
   launch_step("lion_step_", step, lion_prologue, lion_tiles<StateKind::kPower>,
               lion_tiles<StateKind::kDynamic>, on.stream);
 }

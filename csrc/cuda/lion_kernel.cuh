@@ -6,11 +6,7 @@
 
 namespace memkern {
 
-struct LionGroup {
-  Number lr;
-  double beta1, beta2, weight_decay;
-  int64_t maximize;
-};
+using LionGroup = StepGroup<LionHyperparameters>;
 
 using LionTable = Table<LionGroup, LionScalars>;
 
@@ -19,8 +15,7 @@ static __global__ void lion_prologue(LionTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
   const LionGroup& k = table.groups[table.tensors[i].group];
-  table.scalars[i] = lion_scalars(read(k.lr), k.beta1, k.beta2, k.weight_decay, k.maximize != 0,
-                                  gradient_factor(*table.header));
+  table.scalars[i] = lion_scalars(read(k.lr), k.h, gradient_factor(*table.header));
 }
 
 // Eight elements as a lane holds them.

@@ -19,6 +19,16 @@ inline Number number_of(TensorRef t, TensorRef like, const char* name) {
   return {t.data_ptr(), 0.0, type == ScalarType::Double};
 }
 
+// The groups' records, whose learning rates may be on the device.
+template <class Hyperparameters>
+std::vector<StepGroup<Hyperparameters>> records_of(const StepArgs& args,
+                                                   const std::vector<Hyperparameters>& groups) {
+  std::vector<StepGroup<Hyperparameters>> records;
+  for (size_t k = 0; k < groups.size(); ++k)
+    records.push_back({number_of(args.lr[k], args.params[0], "lr"), groups[k]});
+  return records;
+}
+
 inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                             const std::optional<Tensor>& grad_norm, double max_grad_norm, TensorRef like) {
   StepHeader h{};
@@ -32,6 +42,10 @@ inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::
   set(h.found_inf, h.has_found_inf, found_inf, "found_inf");
   set(h.grad_norm, h.has_grad_norm, grad_norm, "grad_norm");
   return h;
+}
+
+inline StepHeader header_of(const StepArgs& args) {
+  return header_of(args.grad_scale, args.found_inf, args.grad_norm, args.max_grad_norm, args.params[0]);
 }
 
 // Blocks of a tensor's own cut: codes' blocks, or tiles where the states are fp32.

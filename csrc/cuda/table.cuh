@@ -46,6 +46,12 @@ struct TensorRecord {
   int32_t first_layer;
 };
 
+// A group of a step: its learning rate and the optimizer's hyperparameters.
+template <class Hyperparameters> struct StepGroup {
+  Number lr;
+  Hyperparameters h;
+};
+
 // The parts of the table on the device.
 template <class Group, class Scalars> struct Table {
   const StepHeader* header;

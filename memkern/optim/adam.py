@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..schemas import ADAM_STEP
 from .base import BlockwiseOptimizer
 from .options import check_torch_options
 
@@ -57,9 +57,7 @@ class Adam(BlockwiseOptimizer):
     Optimizers via Block-wise Quantization" (arXiv 2110.02861).
     """
 
-    op = "adam_step_"
-    moments = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}  # noqa: RUF012
-    has_step = True
+    op = ADAM_STEP
 
     def __init__(
         self,
@@ -98,16 +96,6 @@ class Adam(BlockwiseOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
-
-    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
-        return [
-            [float(g["betas"][0]) for g in groups],
-            [float(g["betas"][1]) for g in groups],
-            [float(g["eps"]) for g in groups],
-            [float(g["weight_decay"]) for g in groups],
-            [int(g["decoupled_weight_decay"]) for g in groups],
-            [int(g["maximize"]) for g in groups],
-        ]
 
 
 class AdamW(Adam):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from .. import _ops, backend
 from ..quant.codec import CODECS
 from ..quant.layout import layout_of, same_layout
+from ..schemas import StepArgs, StepOp
 from .options import check_gradient, check_group, check_param
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
@@ -26,11 +27,9 @@ Part = tuple[list[Tensor], list[Tensor], list[list[Tensor]]]
 
 
 class BlockwiseOptimizer(Optimizer):
-    """Base of the optimizers. A subclass names its op, its moments and the op's hyperparameters."""
+    """Base of the optimizers. A subclass names its op, and what of its options the op's hyperparameters are."""
 
-    op: ClassVar[str]
-    moments: ClassVar[dict[str, torch.dtype]]  # state name -> dtype of its 8-bit codes
-    has_step: ClassVar[bool]
+    op: ClassVar[StepOp]
     _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to step()
 
     grad_scale: Tensor | None
@@ -69,6 +68,16 @@ class BlockwiseOptimizer(Optimizer):
         check_group(group)
 
     # ---- state
+
+    @property
+    def moments(self) -> dict[str, torch.dtype]:
+        """The state's moments, and the dtype of their 8-bit codes."""
+        return {name: torch.int8 if signed else torch.uint8 for name, signed in self.op.moments.items()}
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the state counts steps."""
+        return self.op.has_steps
 
     def _state_keys(self) -> list[str]:
         scales = [f"{name}_scale" for name in self.moments]
@@ -110,9 +119,11 @@ class BlockwiseOptimizer(Optimizer):
 
     # ---- step
 
-    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
-        """The op's hyperparameters between lr and codec: a list per hyperparameter, an entry per group."""
-        raise NotImplementedError
+    def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
+        """A group's value of one of the op's hyperparameters: mostly the option of that name."""
+        if name in ("beta1", "beta2"):
+            return group["betas"][name == "beta2"]
+        return group[name]
 
     def _learning_rates(self, groups: list[dict[str, Any]]) -> list[Tensor]:
         if torch.compiler.is_compiling():
@@ -216,27 +227,35 @@ class BlockwiseOptimizer(Optimizer):
             [*chain.from_iterable(lists[k] for _, _, lists in parts)] for k in range(len(self._state_keys()))
         ]
         groups = self.param_groups
-        rest = [
-            *states,
-            [*chain.from_iterable([i] * len(ps) for i, (ps, _, _) in enumerate(parts))],
-            self._learning_rates(groups),
-            *self._hyperparameters(groups),
-            [CODECS[g["codec"]] for g in groups],
-            [g["block_size"] for g in groups],
-            self._scaler("grad_scale", device),
-            self._scaler("found_inf", device),
-            grad_norm,
-            float(self.defaults["max_grad_norm"] or 0.0),
-        ]
+        n, names = len(self.op.moments), self._state_keys()
+        args = StepArgs(
+            params,
+            grads,
+            moments=[*chain.from_iterable(states[:n])],
+            scales=[*chain.from_iterable(states[n : 2 * n])],
+            steps=states[names.index("step")] if "step" in names else [],
+            trust_ratios=states[names.index("trust_ratio")] if "trust_ratio" in names else [],
+            group=[*chain.from_iterable([i] * len(ps) for i, (ps, _, _) in enumerate(parts))],
+            lr=self._learning_rates(groups),
+            hyperparameters=[
+                float(self._hyperparameter(g, name)) for g in groups for name in self.op.hyperparameters
+            ],
+            codec=[CODECS[g["codec"]] for g in groups],
+            block_size=[g["block_size"] for g in groups],
+            grad_scale=self._scaler("grad_scale", device),
+            found_inf=self._scaler("found_inf", device),
+            grad_norm=grad_norm,
+            max_grad_norm=float(self.defaults["max_grad_norm"] or 0.0),
+        )
         try:
-            _ops.step_(self.op, params, grads, *rest)
+            _ops.step_(self.op, args)
         except Exception:
             # The op has looked at each gradient before it changed anything; to look from here at every step costs
             # 50 us for 148 tensors.
             aligned = aligned_gradients(params, grads)
             if all(map(is_, aligned, grads)):
                 raise
-            _ops.step_(self.op, params, aligned, *rest)
+            _ops.step_(self.op, args._replace(grads=aligned))
 
     # ---- loading
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .layerwise import LayerwiseOptimizer, layers_number
+from ..schemas import LAMB_STEP
+from .layerwise import LayerwiseOptimizer
 from .options import check_torch_options
 
 
@@ -57,9 +57,7 @@ class LAMB(LayerwiseOptimizer):
     algorithm 2; the options are those of timm.optim.Lamb.
     """
 
-    op = "lamb_step_"
-    moments = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}  # noqa: RUF012
-    has_step = True
+    op = LAMB_STEP
 
     def __init__(
         self,
@@ -117,20 +115,6 @@ class LAMB(LayerwiseOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
-
-    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
-        return [
-            [float(g["betas"][0]) for g in groups],
-            [float(g["betas"][1]) for g in groups],
-            [float(g["eps"]) for g in groups],
-            [float(g["weight_decay"]) for g in groups],
-            *(
-                [int(g[name]) for g in groups]
-                for name in ("decoupled_decay", "bias_correction", "trust_clip", "always_adapt")
-            ),
-            [layers_number(g) for g in groups],
-            [int(g["maximize"]) for g in groups],
-        ]
 
 
 class LAMB8bit(LAMB):

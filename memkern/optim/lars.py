@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .layerwise import LayerwiseOptimizer, layers_number
+from ..schemas import LARS_STEP
+from .layerwise import LayerwiseOptimizer
 from .options import check_torch_options
 
 
@@ -66,9 +66,7 @@ class LARS(LayerwiseOptimizer):
     1708.03888), with the options of timm.optim.Lars.
     """
 
-    op = "lars_step_"
-    moments = {"exp_avg": torch.int8}  # noqa: RUF012
-    has_step = True
+    op = LARS_STEP
 
     def __init__(
         self,
@@ -135,19 +133,10 @@ class LARS(LayerwiseOptimizer):
                 f"nesterov needs a momentum above 0 and no dampening, got momentum {momentum}, dampening {dampening}"
             )
 
-    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
-        return [
-            [float(g["momentum"]) for g in groups],
-            [float(g["dampening"]) for g in groups],
-            [float(g["weight_decay"]) for g in groups],
-            [int(g["nesterov"]) for g in groups],
-            [float(g["trust_coeff"] or 0.0) for g in groups],
-            [float(g["eps"]) for g in groups],
-            [int(g["trust_clip"]) for g in groups],
-            [int(g["always_adapt"]) for g in groups],
-            [layers_number(g) for g in groups],
-            [int(g["maximize"]) for g in groups],
-        ]
+    def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
+        if name == "trust_coeff":
+            return group[name] or 0.0  # 0 asks the op for the form without one
+        return super()._hyperparameter(group, name)
 
 
 class LARS8bit(LARS):

@@ -48,6 +48,9 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
         ratios = torch.ones(_layer_count(p, group), dtype=torch.float32, device=p.device)
         return {**super()._init_state(p, group), "trust_ratio": ratios}
 
+    def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
+        return layers_number(group) if name == "layers" else super()._hyperparameter(group, name)
+
     def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
         super()._check_state(i, state, p, group)
         ratios, count = state["trust_ratio"], _layer_count(p, group)

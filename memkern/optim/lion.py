@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..schemas import LION_STEP
 from .base import BlockwiseOptimizer
 from .options import check_torch_options
 
@@ -42,9 +42,7 @@ class Lion(BlockwiseOptimizer):
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """
 
-    op = "lion_step_"
-    moments = {"exp_avg": torch.int8}  # noqa: RUF012
-    has_step = False
+    op = LION_STEP
 
     def __init__(
         self,
@@ -78,14 +76,6 @@ class Lion(BlockwiseOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
-
-    def _hyperparameters(self, groups: list[dict[str, Any]]) -> list[list[Any]]:
-        return [
-            [float(g["betas"][0]) for g in groups],
-            [float(g["betas"][1]) for g in groups],
-            [float(g["weight_decay"]) for g in groups],
-            [int(g["maximize"]) for g in groups],
-        ]
 
 
 class Lion8bit(Lion):

@@ -1,6 +1,6 @@
 """The codecs' constants and tables: the one source that C++, Triton and the reference read.
 
-Plain Python, nothing imported but the standard library: ``setup.py`` runs this file to write
+Plain Python, nothing imported but the standard library: ``csrc/generate.py`` runs this file to write
 ``csrc/core/tables.h``, so that a number stands in one place.
 
 A block of up to ``block_size`` values is stored as 8-bit codes and one fp32 scale, the block's largest finite
@@ -51,6 +51,12 @@ MAX_COEFFICIENTS = 16
 
 PLANE_ALIGNMENT = 16
 """A plane of bits is padded to a multiple of so many bytes."""
+
+
+def plane_bytes(numel: int) -> int:
+    """Bytes of one bit plane of so many elements."""
+    return -(-numel // (8 * PLANE_ALIGNMENT)) * PLANE_ALIGNMENT
+
 
 HUGE_PAGES_FROM = 1 << 22
 """Results of an activation from so many bytes on are put into huge pages: csrc/cpu/huge_pages.h says why."""
@@ -158,7 +164,7 @@ def c_header() -> str:
     }
     return "\n".join(
         [
-            "// Written by setup.py from memkern/quant/codec.py: change it there.",
+            "// Written by csrc/generate.py from memkern/quant/codec.py: change it there.",
             "#pragma once",
             "#include <cstdint>",
             "",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..fewbit.levels import SYMMETRIES, Levels
-from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, PLANE_ALIGNMENT, to_fp32
+from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, plane_bytes, to_fp32
 from ..quant.layout import FLOATS, is_dense, memory_order, same_layout
 from .blockwise import sqrt
 
@@ -50,11 +50,6 @@ def check_function(fn: int) -> None:
     """Raises ValueError unless ``fn`` is one of ACTIVATIONS' numbers."""
     if not 0 <= fn < len(ACTIVATIONS):
         raise ValueError(f"fn must be from 0 to {len(ACTIVATIONS) - 1}, got {fn}")
-
-
-def plane_bytes(numel: int) -> int:
-    """Bytes of one bit plane of so many elements."""
-    return -(-numel // (8 * PLANE_ALIGNMENT)) * PLANE_ALIGNMENT
 
 
 def check_table(bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> None:

@@ -1,90 +1,142 @@
-"""What the optimizer steps share: checks, gradients, corrections, and the moments' way in and out of their storage."""
+"""What the optimizer steps share: checks, gradients, bias corrections, and moments read from and written to codes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..quant.codec import to_fp32
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
+from ..schemas import StepArgs, StepOp
 from .blockwise import POWER, check_codec, code_blocks, decode, dither, encode, from_blocks, sqrt, to_blocks
 
 
-def check_tensors(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    steps: Sequence[Tensor] | None,
-    group: Sequence[int],
-    lr: Sequence[Tensor],
-    hyperparameters: Sequence[Sequence[float]],
-    moments: Sequence[tuple[str, Sequence[Tensor], torch.dtype, Sequence[Tensor]]],
-    codec: Sequence[int],
-    block_size: Sequence[int],
-) -> None:
-    """Raises before anything is changed unless all arguments fit together.
+class StepTensor(NamedTuple):
+    """One tensor of a step, with what its group says."""
 
-    ``moments``: name, tensors, dtype of its codes, scales (one for each tensor that holds codes, in order).
-    """
-    groups = len(lr)
-    for values in (*hyperparameters, codec, block_size):
-        if len(values) != groups:
-            raise ValueError(
-                f"every hyperparameter must have one entry per group, {groups}, got {len(values)}"
-            )
-    for t in lr:
+    param: Tensor
+    grad: Tensor
+    moments: list[Tensor]
+    scales: list[Tensor | None]  # None where the moments are float32
+    step: Tensor | None
+    trust_ratios: Tensor | None
+    layout: BlockLayout
+    codec: int
+    lr: float
+    h: SimpleNamespace  # hyperparameters by name
+
+
+def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
+    """The tensors of a step, one after the other."""
+    groups, rates = op.of_groups(args), [float(t) for t in args.lr]
+    ranges = [*enumerate(op.moments)]
+    scales = [iter(args.scales_of(k, len(op.moments))) for k, _ in ranges]
+    for i, (p, g, group) in enumerate(zip(args.params, args.grads, args.group, strict=True)):
+        moments = [args.moment(k)[i] for k, _ in ranges]
+        yield StepTensor(
+            param=p,
+            grad=g,
+            moments=moments,
+            scales=[
+                None if m.dtype == torch.float32 else next(of_moment)
+                for m, of_moment in zip(moments, scales, strict=True)
+            ],
+            step=args.steps[i] if op.has_steps else None,
+            trust_ratios=args.trust_ratios[i] if op.has_trust_ratios else None,
+            layout=layout_of(p, args.block_size[group]),
+            codec=args.codec[group],
+            lr=rates[group],
+            h=groups[group],
+        )
+
+
+def check_step(op: StepOp, args: StepArgs) -> None:
+    """Raises before anything is changed unless all arguments fit together."""
+    _check_groups(op, args)
+    _check_lists(op, args)
+    used = 0
+    for i, (p, g) in enumerate(zip(args.params, args.grads, strict=True)):
+        if not 0 <= args.group[i] < len(args.lr):
+            raise ValueError(f"group[{i}] must be from 0 to {len(args.lr) - 1}, got {args.group[i]}")
+        for name, x in (("params", p), ("grads", g)):
+            if x.dtype not in FLOATS:
+                raise TypeError(f"{name}[{i}] must be float32, bfloat16 or float16, got {x.dtype}")
+        used += _check_states(op, args, i, used)
+    if len(args.scales) != used * len(op.moments):
+        raise ValueError(
+            f"scales must have {used * len(op.moments)} entries, one per moment of codes, got {len(args.scales)}"
+        )
+
+
+def _check_groups(op: StepOp, args: StepArgs) -> None:
+    groups = len(args.lr)
+    for name, values, each in (
+        ("hyperparameters", args.hyperparameters, len(op.hyperparameters)),
+        ("codec", args.codec, 1),
+        ("block_size", args.block_size, 1),
+    ):
+        if len(values) != groups * each:
+            raise ValueError(f"{name} must have {groups * each} entries, {each} per group, got {len(values)}")
+    for codec, block_size in zip(args.codec, args.block_size, strict=True):
+        check_codec(codec)
+        check_block_size(block_size)
+    for t in args.lr:
         if t.numel() != 1 or t.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"lr must hold float32 or float64 tensors of one element, got {t.dtype} {tuple(t.shape)}"
             )
-    if steps is not None:
-        if len(steps) != len(params):
-            raise ValueError(f"steps must have {len(params)} entries, one per parameter, got {len(steps)}")
-        for t in steps:
-            if t.numel() != 1 or t.dtype != torch.float32:
+    for t in args.steps:
+        if t.numel() != 1 or t.dtype != torch.float32:
+            raise ValueError(
+                f"steps must hold float32 tensors of one element, got {t.dtype} {tuple(t.shape)}"
+            )
+
+
+def _check_lists(op: StepOp, args: StepArgs) -> None:
+    n = len(args.params)
+    for name, values, each in (
+        ("grads", args.grads, 1),
+        ("group", args.group, 1),
+        ("moments", args.moments, len(op.moments)),
+        ("steps", args.steps, int(op.has_steps)),
+        ("trust_ratios", args.trust_ratios, int(op.has_trust_ratios)),
+    ):
+        if len(values) != n * each:
+            raise ValueError(f"{name} must have {n * each} entries, {each} per parameter, got {len(values)}")
+
+
+def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
+    """Checks tensor i's gradient, moments and scales; ``used``: tensors of codes before it. Whether it has codes."""
+    p, moments = args.params[i], [args.moment(k)[i] for k in range(len(op.moments))]
+    layout = layout_of(p, args.block_size[args.group[i]])
+    coded = moments[0].dtype != torch.float32
+    for name, x in [("grads", args.grads[i]), *zip(op.moments, moments, strict=True)]:
+        if not same_layout(x, p):
+            raise ValueError(
+                f"{name}[{i}] must have its parameter's shape and strides, {tuple(p.shape)} and {p.stride()}, "
+                f"got {tuple(x.shape)} and {x.stride()}"
+            )
+    for k, (name, signed) in enumerate(op.moments.items()):
+        codes = torch.int8 if signed else torch.uint8
+        if moments[k].dtype != (codes if coded else torch.float32):
+            raise TypeError(
+                f"{name}[{i}] must be {codes} codes or float32, like the parameter's other states, "
+                f"got {moments[k].dtype}"
+            )
+        if coded:
+            scales = args.scales_of(k, len(op.moments))
+            scale = scales[used] if used < len(scales) else None
+            if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
+                got = "none" if scale is None else f"{scale.dtype} of shape {tuple(scale.shape)}"
                 raise ValueError(
-                    f"steps must hold float32 tensors of one element, got {t.dtype} {tuple(t.shape)}"
+                    f"the scale of {name}[{i}] must be float32 of shape {layout.scale_shape}, got {got}"
                 )
-    for name, tensors in [("grads", grads), ("group", group), *((m[0], m[1]) for m in moments)]:
-        if len(tensors) != len(params):
-            raise ValueError(f"{name} must have {len(params)} entries, one per parameter, got {len(tensors)}")
-    for c, b in zip(codec, block_size, strict=True):
-        check_codec(c)
-        check_block_size(b)
-    used = [0] * len(moments)
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        if not 0 <= group[i] < groups:
-            raise ValueError(f"group[{i}] must be from 0 to {groups - 1}, got {group[i]}")
-        for name, x in (("params", p), ("grads", g)):
-            if x.dtype not in FLOATS:
-                raise TypeError(f"{name}[{i}] must be float32, bfloat16 or float16, got {x.dtype}")
-        layout = layout_of(p, block_size[group[i]])
-        for name, x in [("grads", g), *((m[0], m[1][i]) for m in moments)]:
-            if not same_layout(x, p):
-                raise ValueError(
-                    f"{name}[{i}] must have its parameter's shape and strides, {tuple(p.shape)} and {p.stride()}, "
-                    f"got {tuple(x.shape)} and {x.stride()}"
-                )
-        kinds = {m[1][i].dtype == torch.float32 for m in moments}
-        for k, (name, tensors, code_dtype, scales) in enumerate(moments):
-            if tensors[i].dtype not in (torch.float32, code_dtype) or len(kinds) != 1:
-                raise TypeError(
-                    f"{name}[{i}] must be {code_dtype} codes or float32, like the parameter's other states, "
-                    f"got {tensors[i].dtype}"
-                )
-            if tensors[i].dtype == code_dtype:
-                scale = scales[used[k]] if used[k] < len(scales) else None
-                used[k] += 1
-                if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
-                    got = "none" if scale is None else f"{scale.dtype} of shape {tuple(scale.shape)}"
-                    raise ValueError(
-                        f"the scale of {name}[{i}] must be float32 of shape {layout.scale_shape}, got {got}"
-                    )
-    for k, (name, _, _, scales) in enumerate(moments):
-        if used[k] != len(scales):
-            raise ValueError(f"{name} has {used[k]} tensors of codes, but {len(scales)} scales were given")
+    return coded
 
 
 def power_of(beta: float, step: int) -> float:
@@ -96,6 +148,13 @@ def power_of(beta: float, step: int) -> float:
         square *= square
         step >>= 1
     return result
+
+
+def next_step(t: StepTensor) -> int:
+    """Counts a tensor's step; the number of the step that begins."""
+    assert t.step is not None
+    t.step.add_(1)
+    return int(t.step)
 
 
 def skipped(found_inf: Tensor | None) -> bool:
@@ -123,19 +182,6 @@ def gradient_factor(
 def gradient(grad: Tensor, layout: BlockLayout, maximize: int, factor: float) -> Tensor:
     """The gradient in fp32 blocks, times ``factor``, which is rounded to fp32; negated to maximize."""
     return to_blocks(grad, layout) * to_fp32(-factor if maximize else factor)
-
-
-class Scales:
-    """Hands out the scales of the tensors that hold codes, in order."""
-
-    def __init__(self, *scales: Sequence[Tensor]) -> None:
-        self.iterators = [iter(s) for s in scales]
-
-    def next_for(self, *moments: Tensor) -> list[Tensor | None]:
-        return [
-            next(it) if m.dtype != torch.float32 else None
-            for it, m in zip(self.iterators, moments, strict=True)
-        ]
 
 
 def load_moment(

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..quant.layout import BlockLayout, layer_count
+from ..schemas import StepArgs, StepOp
 from .blockwise import from_blocks
 
 
-def check_trust(
-    params: Sequence[Tensor],
-    trust_ratios: Sequence[Tensor],
-    group: Sequence[int],
-    layers: Sequence[int],
-    block_size: Sequence[int],
-) -> None:
+def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
     """Raises before anything is changed unless there is a ratio for each layer of each tensor."""
-    if len(trust_ratios) != len(params):
-        raise ValueError(
-            f"trust_ratios must have {len(params)} entries, one per parameter, got {len(trust_ratios)}"
-        )
-    for i, (p, ratios) in enumerate(zip(params, trust_ratios, strict=True)):
-        count = layer_count(p, block_size[group[i]], layers[group[i]])
+    groups = op.of_groups(args)
+    for i, (p, ratios, group) in enumerate(zip(args.params, args.trust_ratios, args.group, strict=True)):
+        count = layer_count(p, args.block_size[group], int(groups[group].layers))
         if ratios.dtype != torch.float32 or tuple(ratios.shape) != (count,) or not ratios.is_contiguous():
             raise ValueError(
                 f"trust_ratios[{i}] must be contiguous float32 of shape ({count},), got {ratios.dtype} of shape "

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ..schemas import ADAM_STEP, StepArgs
 from . import multi_tensor as mt
 from .codec import POWER, dither
 from .moment import decayed, load_moment, load_scale, store_moment
-from .step_args import Moment, StepArgs
 from .table import run_step
 from .tiles import load_floats, store_floats, tile_of
 
+# Words of a group.
+_BETA1 = mt.word_of(ADAM_STEP, "beta1")
+_BETA2 = mt.word_of(ADAM_STEP, "beta2")
+_EPS = mt.word_of(ADAM_STEP, "eps")
+_WEIGHT_DECAY = mt.word_of(ADAM_STEP, "weight_decay")
+_DECOUPLED = mt.word_of(ADAM_STEP, "decoupled_weight_decay")
+_MAXIMIZE = mt.word_of(ADAM_STEP, "maximize")
 # Words of a tensor's scalars beside those of multi_tensor.py (AdamScalars in csrc/core/adam.h).
 ROOT_BETA2 = tl.constexpr(5)
 EPS = tl.constexpr(6)
@@ -58,12 +61,12 @@ def adam_prologue(table, scalars, groups, tensors):
     columns, t, mask = mt.tensors_of_program(table, groups, tensors)
     at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
-    beta1 = mt.read_fp64(at + 2, mask)
-    beta2 = mt.read_fp64(at + 3, mask)
-    eps = mt.read_fp64(at + 4, mask)
-    weight_decay = mt.read_fp64(at + 5, mask)
-    decoupled = mt.read_fp64(at + 6, mask) != 0.0
-    maximize = mt.read_fp64(at + 7, mask) != 0.0
+    beta1 = mt.read_fp64(at + _BETA1, mask)
+    beta2 = mt.read_fp64(at + _BETA2, mask)
+    eps = mt.read_fp64(at + _EPS, mask)
+    weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
+    decoupled = mt.read_fp64(at + _DECOUPLED, mask) != 0.0
+    maximize = mt.read_fp64(at + _MAXIMIZE, mask) != 0.0
     factor = mt.gradient_factor(table)
     run = mt.skipped(table) == 0
 
@@ -163,37 +166,6 @@ def adam_kernel(
         adam_store(p, m, v, w, addresses, u, tile, tables, KIND, P, VECTOR)
 
 
-def adam_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    exp_avg_sq_scales: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    group: Sequence[int],
-    lr: Sequence[Tensor],
-    beta1: Sequence[float],
-    beta2: Sequence[float],
-    eps: Sequence[float],
-    weight_decay: Sequence[float],
-    decoupled: Sequence[int],
-    maximize: Sequence[int],
-    codec: Sequence[int],
-    block_size: Sequence[int],
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    grad_norm: Tensor | None = None,
-    max_grad_norm: float = 0.0,
-) -> None:
-    """The op behind Adam and AdamW; arguments as in :func:`memkern.reference.adam_step_`."""
-    moments = (
-        Moment("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),
-        Moment("exp_avg_sqs", exp_avg_sqs, torch.uint8, exp_avg_sq_scales),
-    )
-    hyperparameters = (beta1, beta2, eps, weight_decay, decoupled, maximize)
-    args = StepArgs(
-        params, grads, moments, steps, (), group, lr, hyperparameters, codec, block_size,
-        grad_scale, found_inf, grad_norm, max_grad_norm,
-    )  # fmt: skip
-    run_step("adam_step_", args, adam_prologue, adam_kernel)
+def adam_step_(args: StepArgs) -> None:
+    """The op behind Adam and AdamW."""
+    run_step(ADAM_STEP, args, adam_prologue, adam_kernel)

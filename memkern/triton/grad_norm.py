@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quant.layout import FLOATS, layout_of
+from ..schemas import StepArgs
 from . import multi_tensor as mt
 from .launch import OPTIONS, guard
-from .step_args import StepArgs
 from .table import plan_for
 from .tiles import load_floats, tile_of
 

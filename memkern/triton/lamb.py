@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ..schemas import LAMB_STEP, StepArgs
 from . import layers as ly
 from . import multi_tensor as mt
 from .adam import COUPLED_DECAY, adam_direction, adam_fields, adam_load, adam_scalars, adam_store
-from .step_args import Moment, StepArgs
 from .tiles import tile_of
 
+# Words of a group, beside those of layers.py.
+_BETA1 = mt.word_of(LAMB_STEP, "beta1")
+_BETA2 = mt.word_of(LAMB_STEP, "beta2")
+_EPS = mt.word_of(LAMB_STEP, "eps")
+_WEIGHT_DECAY = mt.word_of(LAMB_STEP, "weight_decay")
+_DECOUPLED = mt.word_of(LAMB_STEP, "decoupled_decay")
+_BIAS_CORRECTION = mt.word_of(LAMB_STEP, "bias_correction")
 # A word of a layer's scalars.
 _UPDATE_DECAY = tl.constexpr(12)  # weight_decay where it is part of the update, else 0
 
@@ -25,10 +28,12 @@ def lamb_prologue(table, scalars, groups, tensors):
     columns, t, mask = mt.tensors_of_program(table, groups, tensors)
     at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
-    beta1, beta2, eps = mt.read_fp64(at + 2, mask), mt.read_fp64(at + 3, mask), mt.read_fp64(at + 4, mask)
-    weight_decay = mt.read_fp64(at + 5, mask)
-    decoupled = mt.read_fp64(at + 6, mask) != 0.0
-    corrected = mt.read_fp64(at + 7, mask) != 0.0
+    beta1 = mt.read_fp64(at + _BETA1, mask)
+    beta2 = mt.read_fp64(at + _BETA2, mask)
+    eps = mt.read_fp64(at + _EPS, mask)
+    weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
+    decoupled = mt.read_fp64(at + _DECOUPLED, mask) != 0.0
+    corrected = mt.read_fp64(at + _BIAS_CORRECTION, mask) != 0.0
     factor = mt.gradient_factor(table)
     factor = tl.where(mt.read_fp64(at + ly.MAXIMIZE, mask) != 0.0, -factor, factor)
 
@@ -112,44 +117,6 @@ def lamb_kernel(
         adam_store(p, m, v, w, addresses, u, tile, tables, KIND, P, VECTOR)
 
 
-def lamb_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    exp_avg_sq_scales: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    trust_ratios: Sequence[Tensor],
-    group: Sequence[int],
-    lr: Sequence[Tensor],
-    beta1: Sequence[float],
-    beta2: Sequence[float],
-    eps: Sequence[float],
-    weight_decay: Sequence[float],
-    decoupled: Sequence[int],
-    bias_correction: Sequence[int],
-    trust_clip: Sequence[int],
-    always_adapt: Sequence[int],
-    layers: Sequence[int],
-    maximize: Sequence[int],
-    codec: Sequence[int],
-    block_size: Sequence[int],
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    grad_norm: Tensor | None = None,
-    max_grad_norm: float = 0.0,
-) -> None:
-    """The op behind LAMB; arguments as in :func:`memkern.reference.lamb_step_`."""
-    moments = (
-        Moment("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),
-        Moment("exp_avg_sqs", exp_avg_sqs, torch.uint8, exp_avg_sq_scales),
-    )
-    hyperparameters = (
-        beta1, beta2, eps, weight_decay, decoupled, bias_correction, trust_clip, always_adapt, maximize,
-    )  # fmt: skip
-    args = StepArgs(
-        params, grads, moments, steps, trust_ratios, group, lr, hyperparameters, codec, block_size,
-        grad_scale, found_inf, grad_norm, max_grad_norm,
-    )  # fmt: skip
-    ly.run_layers("lamb_step_", args, layers, lamb_prologue, lamb_norms, lamb_ratios, lamb_kernel)
+def lamb_step_(args: StepArgs) -> None:
+    """The op behind LAMB."""
+    ly.run_layers(LAMB_STEP, args, lamb_prologue, lamb_norms, lamb_ratios, lamb_kernel)

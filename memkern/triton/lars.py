@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ..schemas import LARS_STEP, StepArgs
 from . import layers as ly
 from . import multi_tensor as mt
 from .lion import lion_addresses, lion_load, lion_store
 from .moment import decayed
-from .step_args import Moment, StepArgs
 from .tiles import tile_of
 
-# Words of a group.
-_WEIGHT_DECAY = tl.constexpr(4)
-_TRUST_COEFF = tl.constexpr(6)
-_EPS = tl.constexpr(7)
+# Words of a group, beside those of layers.py.
+_GROUP_MOMENTUM = mt.word_of(LARS_STEP, "momentum")
+_DAMPENING = mt.word_of(LARS_STEP, "dampening")
+_WEIGHT_DECAY = mt.word_of(LARS_STEP, "weight_decay")
+_GROUP_NESTEROV = mt.word_of(LARS_STEP, "nesterov")
+_TRUST_COEFF = mt.word_of(LARS_STEP, "trust_coeff")
+_EPS = mt.word_of(LARS_STEP, "eps")
 # Words of a layer's scalars beside those of multi_tensor.py and layers.py (LarsScalars in csrc/core/lars.h).
 _MOMENTUM = tl.constexpr(1)
 _WEIGHT = tl.constexpr(2)
@@ -35,7 +34,7 @@ def lars_prologue(table, scalars, groups, tensors):
     columns, t, mask = mt.tensors_of_program(table, groups, tensors)
     at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
-    momentum, dampening = mt.read_fp64(at + 2, mask), mt.read_fp64(at + 3, mask)
+    momentum, dampening = mt.read_fp64(at + _GROUP_MOMENTUM, mask), mt.read_fp64(at + _DAMPENING, mask)
     weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
     classic = mt.read_fp64(at + _TRUST_COEFF, mask) != 0.0
     factor = mt.gradient_factor(table)
@@ -49,7 +48,7 @@ def lars_prologue(table, scalars, groups, tensors):
     tl.store(out + _WEIGHT, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
     tl.store(out + _COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
     tl.store(out + _CLASSIC, tl.where(classic, 1.0, 0.0), mask=mask)
-    tl.store(out + _NESTEROV, tl.where(mt.read_fp64(at + 5, mask) != 0.0, 1.0, 0.0), mask=mask)
+    tl.store(out + _NESTEROV, tl.where(mt.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
     tl.store(out + _GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
     ly.begin_layers(table, columns, tensors, t, mask, out, at, lr, weight_decay)
 
@@ -139,39 +138,6 @@ def lars_kernel(
         lion_store(p, m, addresses, tile, tables, KIND, P, VECTOR)
 
 
-def lars_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    trust_ratios: Sequence[Tensor],
-    group: Sequence[int],
-    lr: Sequence[Tensor],
-    momentum: Sequence[float],
-    dampening: Sequence[float],
-    weight_decay: Sequence[float],
-    nesterov: Sequence[int],
-    trust_coeff: Sequence[float],
-    eps: Sequence[float],
-    trust_clip: Sequence[int],
-    always_adapt: Sequence[int],
-    layers: Sequence[int],
-    maximize: Sequence[int],
-    codec: Sequence[int],
-    block_size: Sequence[int],
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    grad_norm: Tensor | None = None,
-    max_grad_norm: float = 0.0,
-) -> None:
-    """The op behind LARS; arguments as in :func:`memkern.reference.lars_step_`."""
-    moments = (Moment("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),)
-    hyperparameters = (
-        momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, maximize,
-    )  # fmt: skip
-    args = StepArgs(
-        params, grads, moments, steps, trust_ratios, group, lr, hyperparameters, codec, block_size,
-        grad_scale, found_inf, grad_norm, max_grad_norm,
-    )  # fmt: skip
-    ly.run_layers("lars_step_", args, layers, lars_prologue, lars_norms, lars_ratios, lars_kernel)
+def lars_step_(args: StepArgs) -> None:
+    """The op behind LARS."""
+    ly.run_layers(LARS_STEP, args, lars_prologue, lars_norms, lars_ratios, lars_kernel)

@@ -1,7 +1,7 @@
 """Steps in two passes (LAMB, LARS): norms by tile, trust ratios by layer, then the update.
 
 A layer is a tensor of its own in the step's table. Words of its scalars that both optimizers have: RATE and ADAPT;
-of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE.
+of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE, the last ones of both (:mod:`memkern.schemas`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quant.layout import row_count
-from ..reference.trust import check_trust
+from ..reference.trust import check_trust_ratios
+from ..schemas import LAMB_STEP, LARS_STEP, StepArgs, StepOp
 from . import multi_tensor as mt
 from .codec import dynamic_tables
 from .launch import guard
-from .step_args import Moment, StepArgs, check_step
+from .step_args import check_step
 from .table import plan_for
 
 RATE = tl.constexpr(13)
 ADAPT = tl.constexpr(14)
-TRUST_CLIP = tl.constexpr(8)
-ALWAYS_ADAPT = tl.constexpr(9)
-MAXIMIZE = tl.constexpr(10)
+TRUST_CLIP = mt.word_of(LAMB_STEP, "trust_clip")
+ALWAYS_ADAPT = mt.word_of(LAMB_STEP, "always_adapt")
+MAXIMIZE = mt.word_of(LAMB_STEP, "maximize")
 _LANES = tl.constexpr(1024)
+for _name in ("trust_clip", "always_adapt", "maximize"):
+    assert mt.word_of(LAMB_STEP, _name).value == mt.word_of(LARS_STEP, _name).value
 
 
 @triton.jit
@@ -110,57 +113,46 @@ def _parts(x: Tensor, count: int) -> list[Tensor]:
     return [*x.chunk(count, dim)]
 
 
-def _scales(moment: Moment, counts: Sequence[int]) -> list[Tensor]:
-    coded = [n for x, n in zip(moment.tensors, counts, strict=True) if x.dtype == moment.code_dtype]
-    return [part for scale, n in zip(moment.scales, coded, strict=True) for part in scale.chunk(n)]
-
-
-def by_layer(args: StepArgs) -> StepArgs:
+def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
     """The arguments of a step with an entry for each layer in place of each tensor."""
     counts = [len(ratios) for ratios in args.trust_ratios]
+    coded = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
+    several = len(op.moments)
 
     def split(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [part for x, n in zip(tensors, counts, strict=True) for part in _parts(x, n)]
+        repeated = counts * (len(tensors) // len(counts))
+        return [part for x, n in zip(tensors, repeated, strict=True) for part in _parts(x, n)]
 
     def repeat(values: Sequence[Any]) -> list[Any]:
         return [value for value, n in zip(values, counts, strict=True) for _ in range(n)]
 
-    assert args.steps is not None
     return args._replace(
         params=split(args.params),
         grads=split(args.grads),
-        moments=[m._replace(tensors=split(m.tensors), scales=_scales(m, counts)) for m in args.moments],
+        moments=split(args.moments),
+        scales=[part for x, n in zip(args.scales, coded * several, strict=True) for part in x.chunk(n)],
         steps=repeat(args.steps),
         trust_ratios=split(args.trust_ratios),
         group=repeat(args.group),
     )
 
 
-def run_layers(
-    op: str, args: StepArgs, layers: Sequence[int], prologue: Any, norms: Any, ratios: Any, update: Any
-) -> None:
+def run_layers(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ratios: Any, update: Any) -> None:
     """One step: the prologue, the count of steps, and for each combination of constants that occurs three launches."""
     device = args.params[0].device if args.params else torch.device("cpu")
 
     def check() -> None:
-        if len(layers) != len(args.lr):
-            raise ValueError(f"layers must have one entry per group, {len(args.lr)}, got {len(layers)}")
-        check_step(args, device)
-        check_trust(args.params, args.trust_ratios, args.group, layers, args.block_size)
-        for i, x in enumerate(args.trust_ratios):
-            if x.device != device:
-                raise ValueError(
-                    f"trust_ratios[{i}] must be on {device} like the first parameter, got {x.device}"
-                )
+        check_step(op, args, device)
+        check_trust_ratios(op, args)
 
     several = any(x.numel() != 1 for x in args.trust_ratios)
     if several or not args.params:
         check()
     if not args.params:
         return
-    split = by_layer(args) if several else args
+    split = by_layer(op, args) if several else args
     with guard(device):
-        plan = plan_for(op, split, device, check, tiles=8, sums_per_program=2)
+        plan = plan_for(op.name, split, device, check, tiles=8, sums_per_program=2)
         room, tables = plan.room, dynamic_tables(device)
         table, scalars, sums = room.table, room.scalars, room.sums
         plan.prologue(prologue, table, scalars, *plan.sizes)

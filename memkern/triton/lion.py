@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ..schemas import LION_STEP, StepArgs
 from . import multi_tensor as mt
 from .moment import decayed, load_moment, load_scale, store_moment
-from .step_args import Moment, StepArgs
 from .table import run_step
 from .tiles import load_floats, store_floats, tile_of
 
+# Words of a group.
+_BETA1 = mt.word_of(LION_STEP, "beta1")
+_BETA2 = mt.word_of(LION_STEP, "beta2")
+_WEIGHT_DECAY = mt.word_of(LION_STEP, "weight_decay")
+_MAXIMIZE = mt.word_of(LION_STEP, "maximize")
 # A word of a tensor's scalars, beside those of multi_tensor.py.
 _LR = tl.constexpr(5)
 
@@ -31,10 +32,10 @@ def lion_prologue(table, scalars, groups, tensors):
     columns, t, mask = mt.tensors_of_program(table, groups, tensors)
     at = mt.group_of(table, columns, tensors, t, mask)
     lr = mt.read_number(at, mask)
-    beta1 = mt.read_fp64(at + 2, mask)
-    beta2 = mt.read_fp64(at + 3, mask)
-    weight_decay = mt.read_fp64(at + 4, mask)
-    maximize = mt.read_fp64(at + 5, mask) != 0.0
+    beta1 = mt.read_fp64(at + _BETA1, mask)
+    beta2 = mt.read_fp64(at + _BETA2, mask)
+    weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
+    maximize = mt.read_fp64(at + _MAXIMIZE, mask) != 0.0
     factor = mt.gradient_factor(table)
 
     out = scalars + t * mt.SCALARS
@@ -100,29 +101,6 @@ def lion_kernel(
         lion_store(p, m, addresses, tile, tables, KIND, P, VECTOR)
 
 
-def lion_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_scales: Sequence[Tensor],
-    group: Sequence[int],
-    lr: Sequence[Tensor],
-    beta1: Sequence[float],
-    beta2: Sequence[float],
-    weight_decay: Sequence[float],
-    maximize: Sequence[int],
-    codec: Sequence[int],
-    block_size: Sequence[int],
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    grad_norm: Tensor | None = None,
-    max_grad_norm: float = 0.0,
-) -> None:
-    """The op behind Lion; arguments as in :func:`memkern.reference.lion_step_`."""
-    moments = (Moment("exp_avgs", exp_avgs, torch.int8, exp_avg_scales),)
-    hyperparameters = (beta1, beta2, weight_decay, maximize)
-    args = StepArgs(
-        params, grads, moments, None, (), group, lr, hyperparameters, codec, block_size,
-        grad_scale, found_inf, grad_norm, max_grad_norm,
-    )  # fmt: skip
-    run_step("lion_step_", args, lion_prologue, lion_kernel)
+def lion_step_(args: StepArgs) -> None:
+    """The op behind Lion."""
+    run_step(LION_STEP, args, lion_prologue, lion_kernel)

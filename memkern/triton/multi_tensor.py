@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..quant import codec as C
+from ..schemas import StepOp
 
 # Header: three numbers (two words each: value or address, then its kind), and max_grad_norm.
 GRAD_SCALE = tl.constexpr(0)
@@ -19,6 +20,14 @@ MAX_GRAD_NORM = tl.constexpr(6)
 HEADER_WORDS = tl.constexpr(8)
 # A group: lr (a word and its kind), then its hyperparameters.
 GROUP_WORDS = tl.constexpr(12)
+LR_WORDS = tl.constexpr(2)
+
+
+def word_of(op: StepOp, hyperparameter: str) -> tl.constexpr:
+    """The word of a group that holds one of its hyperparameters, an fp64 number."""
+    return tl.constexpr(LR_WORDS.value + op.hyperparameters.index(hyperparameter))
+
+
 # What a word is that stands for a number.
 ABSENT = tl.constexpr(0)
 VALUE = tl.constexpr(1)

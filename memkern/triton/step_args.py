@@ -1,45 +1,17 @@
-"""What the step ops take, as one value; its words in the step's table, and what tells that nothing moved."""
+"""The arguments of a step: their words in the step's table, and what tells that nothing moved since the last step."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference.state import check_tensors
+from ..reference import state
+from ..schemas import StepArgs, StepOp
 from . import multi_tensor as mt
-
-
-class Moment(NamedTuple):
-    """One moment of all tensors: its name, its tensors, the dtype of its codes, a scale for each tensor of codes."""
-
-    name: str
-    tensors: Sequence[Tensor]
-    code_dtype: torch.dtype
-    scales: Sequence[Tensor]
-
-
-class StepArgs(NamedTuple):
-    """What the step ops share. ``hyperparameters``: lists with an entry per group, in the order of the table."""
-
-    params: Sequence[Tensor]  # empty where an op only reads gradients
-    grads: Sequence[Tensor]
-    moments: Sequence[Moment] = ()
-    steps: Sequence[Tensor] | None = None  # layers of one tensor follow each other and have the same
-    trust_ratios: Sequence[Tensor] = ()
-    group: Sequence[int] = ()
-    lr: Sequence[Tensor] = ()
-    hyperparameters: Sequence[Sequence[float]] = ()
-    codec: Sequence[int] = ()
-    block_size: Sequence[int] = ()
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    grad_norm: Tensor | None = None
-    max_grad_norm: float = 0.0
 
 
 def bits(x: float) -> int:
@@ -67,10 +39,11 @@ def front_words(args: StepArgs, device: torch.device) -> list[int]:
     front += number(args.found_inf, "found_inf", device)
     front += number(args.grad_norm, "grad_norm", device)
     front += [bits(args.max_grad_norm), 0]
-    padding = [0] * (mt.GROUP_WORDS.value - 2 - len(args.hyperparameters))
+    width = len(args.hyperparameters) // max(1, len(args.lr))
+    padding = [0] * (mt.GROUP_WORDS.value - mt.LR_WORDS.value - width)
     for i, lr in enumerate(args.lr):
         front += number(lr, "lr", device)
-        front += [bits(values[i]) for values in args.hyperparameters]
+        front += map(bits, args.hyperparameters[i * width : (i + 1) * width])
         front += padding
     return front
 
@@ -90,7 +63,7 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
             if not all(dense)
             for x in tensors
         ],
-        [len(values) for values in args.hyperparameters],
+        len(args.hyperparameters),
         list(args.group),
         list(args.codec),
         list(args.block_size),
@@ -98,20 +71,13 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
 
 
 def addresses_of(args: StepArgs) -> list[int]:
-    states = chain.from_iterable((m.tensors, m.scales) for m in args.moments)
-    lists = args.params, *states, args.steps or (), args.trust_ratios
+    lists = args.params, args.moments, args.scales, args.steps, args.trust_ratios
     return [*map(Tensor.data_ptr, chain.from_iterable(lists))]
 
 
-def check_step(args: StepArgs, device: torch.device) -> None:
-    check_tensors(
-        args.params, args.grads, args.steps, args.group, args.lr, args.hyperparameters, args.moments,
-        args.codec, args.block_size,
-    )  # fmt: skip
-    lists = {"params": args.params, "grads": args.grads, "steps": args.steps or ()}
-    for moment in args.moments:
-        lists |= {moment.name: moment.tensors, f"the scales of {moment.name}": moment.scales}
-    for name, tensors in lists.items():
-        for i, x in enumerate(tensors):
+def check_step(op: StepOp, args: StepArgs, device: torch.device) -> None:
+    state.check_step(op, args)
+    for name in ("params", "grads", "moments", "scales", "steps", "trust_ratios"):
+        for i, x in enumerate(getattr(args, name)):
             if x.device != device:
                 raise ValueError(f"{name}[{i}] must be on {device} like the first parameter, got {x.device}")

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ..quant.layout import FLOATS, BlockLayout, layout_of
+from ..schemas import StepArgs, StepOp
 from . import multi_tensor as mt
 from .codec import FP32, dynamic_tables
 from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, options_of, rows_of, stream_of
-from .step_args import StepArgs, addresses_of, check_step, front_words, signature_of
+from .step_args import addresses_of, check_step, front_words, signature_of
 from .tiles import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # BLOCK_SIZE of tensors with fp32 states, which have no quantization blocks
@@ -101,6 +102,7 @@ class Plan:
     ) -> None:
         self.signature, self.addresses = signature, addresses
         self.front: list[int] = []
+        self.moments = len(args.moments) // max(1, len(args.params))
         self.grads = [g.data_ptr() for g in args.grads]
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
         self.prologue = Launch(cdiv(len(args.grads), mt.PROLOGUE_TENSORS.value))
@@ -117,14 +119,12 @@ class Plan:
     def _columns(self, args: StepArgs, tiles: int) -> list[int]:
         n = len(args.grads)
         states, scales = [[0] * n, [0] * n], [[0] * n, [0] * n]
-        for k, moment in enumerate(args.moments):
-            states[k] = [x.data_ptr() for x in moment.tensors]
-            given = iter(moment.scales)
-            scales[k] = [
-                next(given).data_ptr() if x.dtype == moment.code_dtype else 0 for x in moment.tensors
-            ]
+        given = iter(args.scales)
+        for k in range(self.moments):
+            states[k] = [x.data_ptr() for x in args.moment(k)]
+            scales[k] = [0 if x.dtype == torch.float32 else next(given).data_ptr() for x in args.moment(k)]
         params = [p.data_ptr() for p in args.params] or [0] * n
-        steps = [0] * n if args.steps is None else [s.data_ptr() for s in args.steps]
+        steps = [s.data_ptr() for s in args.steps] or [0] * n
         block_sizes = [args.block_size[i] for i in args.group] or [FLAT_BLOCK] * n
         layouts = [layout_of(x, b) for x, b in zip(args.params or args.grads, block_sizes, strict=True)]
         addresses = zip(params, self.grads, *states, strict=True)
@@ -160,13 +160,13 @@ class Plan:
                     f"tensor {t} has {layout.blocks} blocks, and Triton's kernels take less than 2^31"
                 )
             p = args.params[t] if args.params else g
-            coded = any(m.tensors[t].dtype != torch.float32 for m in args.moments)
+            coded = self.moments > 0 and args.moments[t].dtype != torch.float32
             kind = args.codec[args.group[t]] + 1 if coded else FP32.value
             block = next_power_of_two(args.block_size[args.group[t]]) if coded else FLAT_BLOCK
             flat = not coded or is_flat(layout, block)
             if flat:
                 layout = layout._replace(segment=layout.numel, block=block)
-            widest = max(p.element_size(), g.element_size(), 4 if args.moments and not coded else 1)
+            widest = max(p.element_size(), g.element_size(), 4 if self.moments and not coded else 1)
             vector = vector_of(layout, widest, addresses[t])
             key = (
                 kind,
@@ -283,14 +283,14 @@ def _captured_plan(
 # ---- launches
 
 
-def run_step(op: str, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
+def run_step(op: StepOp, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
     """One step: the prologue, then a launch of ``kernel`` for each combination of constants that occurs."""
     if not args.params:
-        check_step(args, torch.device("cpu"))
+        check_step(op, args, torch.device("cpu"))
         return
     device = args.params[0].device
     with guard(device):
-        plan = plan_for(op, args, device, lambda: check_step(args, device), tiles)
+        plan = plan_for(op.name, args, device, lambda: check_step(op, args, device), tiles)
         table, scalars, tables = plan.room.table, plan.room.scalars, dynamic_tables(device)
         plan.prologue(prologue, table, scalars, *plan.sizes)
         for part in plan.launches:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import memkern
-from memkern import _ops, reference
+from memkern import reference, schemas
 from tests.support.helpers import assert_same, needs_cpp
 from tests.support.op_helpers import CASES, NAMESPACES, SAMPLES, op, over_namespaces
 
-over_ops = pytest.mark.parametrize("name", _ops.SCHEMAS)
+over_ops = pytest.mark.parametrize("name", schemas.SCHEMAS)
 
 
 # ---- every op has all its parts
@@ -23,7 +23,7 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
     public = name.removesuffix("_step_").removesuffix("_")  # adam, lion, quantize_blockwise, ...
     assert name in reference.__all__
     assert callable(getattr(reference, name))
-    assert name in _ops.FAKES
+    assert name in schemas.FAKES
     assert name in SAMPLES
     word = {"adam": "AdamW8bit", "lamb": "LAMB8bit", "lars": "LARS8bit", "lion": "Lion8bit"}.get(
         public, public
@@ -34,18 +34,18 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
 
 
 def test_nothing_is_left_unlisted() -> None:
-    assert {*_ops.FAKES} == {*reference.__all__} == {*_ops.SCHEMAS}
+    assert {*schemas.FAKES} == {*reference.__all__} == {*schemas.SCHEMAS}
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("memkern::")
     }
-    assert registered == {*_ops.SCHEMAS}
+    assert registered == {*schemas.SCHEMAS}
 
 
 @over_ops
 def test_schemas_are_alike(name: str) -> None:
     ours, references = (str(op(namespace, name)._schema) for namespace in NAMESPACES[:2])
     assert ours.split("::")[1] == references.split("::")[1]
-    stated = torch._C.parse_schema(f"memkern::{name}{_ops.SCHEMAS[name]}")
+    stated = torch._C.parse_schema(f"memkern::{name}{schemas.SCHEMAS[name]}")
     assert str(stated) == ours
 
 

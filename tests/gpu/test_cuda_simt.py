@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from ctypes import CDLL
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from memkern import reference
 from memkern.quant.layout import layer_count, layout_of
+from memkern.schemas import STEP_OPS, StepArgs
 from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import compare_activations, compare_forward
@@ -41,8 +42,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.mi
 
 ORDERS = ("fwd", "rev", "rand")
 over_orders = pytest.mark.parametrize("order", ORDERS)
-over_steps = pytest.mark.parametrize("name", drive.RATES)
-TWO_MOMENTS = ("adam_step_", "lamb_step_")
+over_steps = pytest.mark.parametrize("name", STEP_OPS)
 MOST_LAUNCHES = {"adam_step_": 4, "lamb_step_": 7, "lars_step_": 7, "lion_step_": 4}
 
 
@@ -117,16 +117,11 @@ def test_steps_in_any_order(name: str, order: str, monkeypatch: pytest.MonkeyPat
 
 @over_steps
 def test_many_tiles_of_one_tensor(name: str) -> None:
-    args = step_args(name, layouts=("odd",) * 3)
-    for i in range(3):  # one in power codes, one in dynamic ones, one in fp32
-        for tensors, dtype in ((args[0], None), (args[1], None), (args[2], args[2][i].dtype)):
-            tensors[i] = (hard((40, 1000), i, scale=0.1) if dtype is None else torch.zeros(40, 1000)).to(
-                dtype or torch.float32
-            )
-        if name in TWO_MOMENTS:
-            args[3][i] = torch.zeros(40, 1000, dtype=args[3][i].dtype)
-    for scales in args[4:6] if name in TWO_MOMENTS else args[3:4]:
-        scales[:] = [torch.zeros(layout_of(args[0][0], 128).scale_shape) for _ in scales]
+    args = step_args(name, layouts=("odd",) * 3)  # one in power codes, one in dynamic ones, one in fp32
+    params = [hard((40, 1000), i, scale=0.1) for i in range(3)]
+    moments = [torch.zeros(40, 1000, dtype=x.dtype) for x in args.moments]
+    scales = [torch.zeros(layout_of(params[0], 128).scale_shape) for _ in args.scales]
+    args = args._replace(params=params, grads=[p.clone() for p in params], moments=moments, scales=scales)
     compare_steps(name, args, {}, steps=1)
 
 
@@ -135,26 +130,26 @@ def test_many_tiles_of_one_tensor(name: str) -> None:
 @over_orders
 def test_layers_of_a_tensor(name: str, layers: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMT_ORDER", order)
-    args = step_args(name, layouts=("long rows", "one long row", "whole blocks", "1-D"))
-    at = drive.RATES[name]
-    args[at - 2] = [torch.ones(layer_count(p, 128, layers)) for p in args[0][:1]] + [torch.ones(1)] * 3
+    args = step_args(name, layouts=("long rows", "one long row", "whole blocks", "1-D"), layers=[layers, 1])
+    ratios = [torch.ones(layer_count(args.params[0], 128, layers))] + [torch.ones(1)] * 3
     if layers == 0:
-        args[at - 2][2] = torch.ones(6)
-    args[at - 1] = [0, 1, 0 if layers == 0 else 1, 1]  # one long row has no three layers
-    args[drive.RATES[name] + 9][0] = layers
-    compare_steps(name, args, scaler())
-    assert [len(ratios) for ratios in args[at - 2]] == [3, 1, 6 if layers == 0 else 1, 1]
+        ratios[2] = torch.ones(6)
+    group = [0, 1, 0 if layers == 0 else 1, 1]  # one long row has no three layers
+    compare_steps(name, args._replace(trust_ratios=ratios, group=group), scaler())
+    assert [len(x) for x in ratios] == [3, 1, 6 if layers == 0 else 1, 1]
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-24, 1e-18, 1e-15, 1e-12, 1e12, 1e18, 1e36])
 def test_sizes_that_are_not_usual(scale: float) -> None:
     """Roots and divisions near the ends of the range of fp32 are left to the compiler's."""
-    args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
-    args[drive.RATES["adam_step_"] + 3] = [0.0, 1e-30]  # eps: nothing hides what the root is
+    layouts = ("whole blocks", "one long row")
+    args = step_args(
+        "adam_step_", codec=(0, 0), layouts=layouts, eps=[0.0, 1e-30]
+    )  # nothing hides what the root is
     for step in range(2):
-        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in args[0]]
-        args[1] = [g * scale * (1 + 99 * (g > 1)) for g in grads]
-        compare_steps("adam_step_", args, {}, steps=1)
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in args.params]
+        grads = [g * scale * (1 + 99 * (g > 1)) for g in grads]
+        compare_steps("adam_step_", args._replace(grads=grads), {}, steps=1)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-36, 1e-38])
@@ -162,12 +157,12 @@ def test_small_moments_over_large_ones(scale: float) -> None:
     """A first moment near the end of the range, a second one that is not, and a parameter where the quotient shows."""
     args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
     for first in (True, False):
-        for p in args[0]:
+        for p in args.params:
             p.zero_()
-        args[1] = [like(p, 7) * (1e-6 if first else scale) for p in args[0]]
-        for g in args[1]:
+        grads = [like(p, 7) * (1e-6 if first else scale) for p in args.params]
+        for g in grads:
             g.view(-1)[::100] = 1.0 if first else scale
-        compare_steps("adam_step_", args, {}, steps=1)
+        compare_steps("adam_step_", args._replace(grads=grads), {}, steps=1)
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-30, 0.0])
@@ -175,16 +170,15 @@ def test_small_moments_over_large_ones(scale: float) -> None:
 def test_zeros(g: float, eps: float) -> None:
     """Of either sign, in every place: first moments of -0 too, which codes below zero and a scale of 0 stand for."""
     for codes, scale in ((0, 0.0), (-1, 0.0), (0, 1.0), (-3, 1e-3)):
-        args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"))
-        args[drive.RATES["adam_step_"] + 3] = [eps, eps]
-        args[1] = [torch.full_like(p, g) for p in args[0]]
-        for p, m, v in zip(args[0], args[2], args[3], strict=True):
+        args = step_args("adam_step_", codec=(0, 0), layouts=("whole blocks", "one long row"), eps=[eps, eps])
+        for p, m, v in zip(args.params, args.moment(0), args.moment(1), strict=True):
             p.view(-1)[::3] = -0.0
             m.fill_(codes)
             v.view(-1)[::2] = 77
-        for m_scale, v_scale in zip(args[4], args[5], strict=True):
+        for m_scale, v_scale in zip(args.scales_of(0, 2), args.scales_of(1, 2), strict=True):
             m_scale.fill_(scale)
             v_scale.fill_(1e-2)
+        args = args._replace(grads=[torch.full_like(p, g) for p in args.params])
         compare_steps("adam_step_", args, {}, steps=1)
 
 
@@ -218,46 +212,51 @@ def test_numbers_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """lr and a GradScaler's tensors may be on the CPU: their values are then part of the table."""
     monkeypatch.setenv("SIMT_HOST_NUMBERS", "1")
     layouts = ("odd", "one element", "whole blocks")
-    args = step_args(name, layouts=layouts)
-    rates = args[drive.RATES[name]]
+    args = step_args(name, layouts=layouts)._replace(**scaler())
     expected = twin(args)
     for step in range(3):
-        rates[0].mul_(0.5)
-        getattr(torch.ops.memkern_simt, name)(*args, **scaler())
-        expected[drive.RATES[name]][0].copy_(rates[0])
-        getattr(reference, name)(*expected, **scaler())
-        assert_same(args, expected, f"step {step}")
+        args.lr[0].mul_(0.5)
+        getattr(torch.ops.memkern_simt, name)(*args)
+        expected.lr[0].copy_(args.lr[0])
+        getattr(reference, name)(expected)
+        assert_same([*args], [*expected], f"step {step}")
 
 
 @over_steps
 def test_a_step_is_skipped_whole(name: str) -> None:
-    args = step_args(name)
+    args = step_args(name)._replace(**scaler(found_inf=torch.tensor(1.0)))
     before = twin(args)
-    getattr(torch.ops.memkern_simt, name)(*args, **scaler(found_inf=torch.tensor(1.0)))
-    assert_same(args, before)
+    getattr(torch.ops.memkern_simt, name)(*args)
+    assert_same([*args], [*before])
 
 
 @over_steps
 def test_optimizers_take_turns(name: str) -> None:
     """Two with the same first parameter and as many tensors share a place in memory, and neither sees the other's."""
     one, other = step_args(name), step_args(name, codec=(1, 0))
-    other[0][0] = one[0][0]
-    expected = twin(one), twin(other)
-    expected[1][0][0] = expected[0][0][0]
+    other = other._replace(params=[one.params[0], *other.params[1:]])
+    expected = [twin(one), twin(other)]
+    expected[1] = expected[1]._replace(params=[expected[0].params[0], *expected[1].params[1:]])
     for _ in range(2):
         for args, same in zip((one, other), expected, strict=True):
             getattr(torch.ops.memkern_simt, name)(*args)
-            getattr(reference, name)(*same)
-    assert_same([one, other], [*expected])
+            getattr(reference, name)(same)
+    assert_same([[*one], [*other]], [[*args] for args in expected])
 
 
-def many(n: int) -> list[Any]:
+def many(n: int) -> StepArgs:
     """A Lion step of n small tensors."""
     params = [hard((40,), i) for i in range(n)]
-    zeros = [torch.zeros(40) for _ in params]
-    rest = [[1e-2], [0.9], [0.99], [0.1]]
-    rates = [torch.tensor(rest[0][0])]
-    return [params, [like(p, 1) for p in params], zeros, [], [0] * n, rates, *rest[1:], [0], [0], [128]]
+    return StepArgs(
+        params,
+        grads=[like(p, 1) for p in params],
+        moments=[torch.zeros(40) for _ in params],
+        group=[0] * n,
+        lr=[torch.tensor(1e-2)],
+        hyperparameters=[0.9, 0.99, 0.1, 0],
+        codec=[0],
+        block_size=[128],
+    )
 
 
 @pytest.mark.parametrize("n", [1, 148, 1000])
@@ -267,7 +266,8 @@ def test_launches_are_few_whatever_the_number_of_tensors(
     args = many(n)
     expected = twin(args)
     torch.ops.memkern_simt.lion_step_(*args)  # the table is new: as many launches as it has chunks
-    args[1] = [g.clone() for g in args[1]]  # zero_grad(set_to_none=True): new gradients at every step
+    # zero_grad(set_to_none=True): new gradients at every step.
+    args = args._replace(grads=[g.clone() for g in args.grads])
     monkeypatch.setenv("SIMT_CAPTURE", "1")
     torch.ops.memkern_simt.lion_step_(*args)
     monkeypatch.delenv("SIMT_CAPTURE")
@@ -275,50 +275,46 @@ def test_launches_are_few_whatever_the_number_of_tensors(
     assert graph.memkern_simt_launches() <= MOST_LAUNCHES["lion_step_"] + chunks
     graph.memkern_simt_replay()
     for _ in range(2):
-        reference.lion_step_(*expected)
-    assert_same(args, expected)
+        reference.lion_step_(expected)
+    assert_same([*args], [*expected])
 
 
 @over_steps
 def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = step_args(name)
-    rates = args[drive.RATES[name]]
-    options = scaler()
+    args = step_args(name)._replace(**scaler())
     step_, reference_step = getattr(torch.ops.memkern_simt, name), getattr(reference, name)
-    expected = twin(args)
+    expected = twin(args)._replace(lr=args.lr, found_inf=args.found_inf)
 
-    def compare(what: str) -> None:
-        expected[1], expected[drive.RATES[name]] = args[1], rates
-        reference_step(*expected, **options)
-        assert_same(args, expected, what)
+    def compare(what: str, grads: list[Tensor]) -> None:
+        now = expected._replace(grads=grads)
+        reference_step(now)
+        assert_same([*args._replace(grads=grads)], [*now], what)
 
-    step_(*args, **options)  # the table is known when the graph is captured
-    compare("before")
+    step_(*args)  # the table is known when the graph is captured
+    compare("before", args.grads)
     monkeypatch.setenv("SIMT_CAPTURE", "1")
-    step_(*args, **options)
+    step_(*args)
     monkeypatch.delenv("SIMT_CAPTURE")
-    assert_same(args, expected, "nothing runs while a graph is captured")
+    assert_same([*args], [*expected], "nothing runs while a graph is captured")
     assert graph.memkern_simt_launches() <= MOST_LAUNCHES[name]
-    captured = args[1]
     for step in range(3):
-        for rate in rates:
+        for rate in args.lr:
             rate.mul_(0.7)
-        options["found_inf"].fill_(step == 1)
-        new = drive.gradients(args[0], step + 5, torch.float32)
-        for g, fresh in zip(captured, new, strict=True):
+        args.found_inf.fill_(step == 1)
+        new = drive.gradients(args.params, step + 5, torch.float32)
+        for g, fresh in zip(args.grads, new, strict=True):
             g.copy_(fresh)
         graph.memkern_simt_replay()
-        compare(f"replay {step}")
-        args[1] = drive.gradients(args[0], step + 50, torch.float32)  # other tensors: another table
-        step_(*args, **options)
-        compare(f"eager step {step}")
-        args[1] = captured
+        compare(f"replay {step}", args.grads)
+        other = drive.gradients(args.params, step + 50, torch.float32)  # other tensors: another table
+        step_(*args._replace(grads=other))
+        compare(f"eager step {step}", other)
 
 
 # ---- errors
 
 
-@pytest.mark.parametrize(("name", "case"), [c for c in BAD_CASES if c[0] in drive.RATES])
+@pytest.mark.parametrize(("name", "case"), BAD_CASES)
 def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
     override = BAD_STEPS[case]
     args = op_args(name, ["codes", "codes"], **override)

@@ -17,6 +17,7 @@ import torch
 
 from memkern import reference
 from memkern.quant.codec import CODECS as NUMBERS
+from memkern.schemas import StepArgs
 from tests.support import triton_ptx
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import compare_gradients
@@ -46,6 +47,10 @@ class Compiled:
     def __init__(self, ops: Any, emulated: AbstractContextManager[Any]) -> None:
         self.ops, self.emulated = ops, emulated
         self.modules: list[Module] = []
+
+    def step(self, name: str, args: StepArgs) -> None:
+        op = getattr(self.ops, name)
+        op(*args) if isinstance(op, torch._ops.OpOverloadPacket) else op(args)
 
 
 @pytest.fixture(scope="session")
@@ -84,13 +89,14 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     ],
 )
 def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dtype) -> None:
-    args, options = drive.step_args(name, param, grad), drive.scaler()
+    args = drive.step_args(name, param, grad)._replace(**drive.scaler())
     expected = drive.twin(args)
     for step in range(2):
-        getattr(compiled.ops, name)(*args, **options)
-        getattr(reference, name)(*expected, **options)
-        assert_same(args, expected, f"step {step}")
-        args[1] = expected[1] = drive.gradients(args[0], step + 2, grad)
+        compiled.step(name, args)
+        getattr(reference, name)(expected)
+        assert_same([*args], [*expected], f"step {step}")
+        grads = drive.gradients(args.params, step + 2, grad)
+        args, expected = args._replace(grads=grads), expected._replace(grads=grads)
 
 
 @over_compiled
@@ -98,9 +104,9 @@ def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dt
 def test_blocks_of_other_sizes(compiled: Compiled, block_size: int) -> None:
     args = drive.step_args("adam_step_", block_size=block_size, layouts=SOME_LAYOUTS[:3])
     expected = drive.twin(args)
-    compiled.ops.adam_step_(*args)
-    reference.adam_step_(*expected)
-    assert_same(args, expected)
+    compiled.step("adam_step_", args)
+    reference.adam_step_(expected)
+    assert_same([*args], [*expected])
 
 
 @pytest.mark.parametrize("compiled", over_compiled.args[1][:1], indirect=True)
@@ -110,19 +116,19 @@ def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name
     slow = []
     for zeros in (False, True):
         args = drive.step_args(name, layouts=("whole blocks",))
-        args[1] = [torch.full_like(p, 0.01) for p in args[0]]
+        args = args._replace(grads=[torch.full_like(p, 0.01) for p in args.params])
         if zeros:
-            args[1][0][::2] = 0.0
-            args[0][0].view(-1)[::3] = -0.0
+            args.grads[0][::2] = 0.0
+            args.params[0].view(-1)[::3] = -0.0
         expected = drive.twin(args)
         before = sum((k.executed for _, k in program.kernels.values()), Counter())
         for step in range(2):
-            getattr(compiled.ops, name)(*args)
-            getattr(reference, name)(*expected)
-            assert_same(args, expected, f"step {step}")
+            compiled.step(name, args)
+            getattr(reference, name)(expected)
+            assert_same([*args], [*expected], f"step {step}")
         executed = sum((k.executed for _, k in program.kernels.values()), Counter()) - before
         slow.append({op: executed[op] for op in ("div.rn.f32", "sqrt.rn.f32")})
-        assert executed["rsqrt.approx.ftz.f32"] >= 2 * args[0][0].numel()
+        assert executed["rsqrt.approx.ftz.f32"] >= 2 * args.params[0].numel()
     assert slow[0] == slow[1]
 
 

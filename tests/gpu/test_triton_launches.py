@@ -76,19 +76,19 @@ SIZES = {
 
 @pytest.mark.parametrize(("tensors", "launches"), [("one", 2), ("two", 3), ("many", 3)])
 def test_launches_do_not_grow_with_tensors(noted: NotingDriver, tensors: str, launches: int) -> None:
-    memkern.triton.adam_step_(*arguments("adam_step_", SIZES[tensors], codec=[0, 0]))
+    memkern.triton.adam_step_(arguments("adam_step_", SIZES[tensors], codec=[0, 0]))
     assert len(noted.launched) == launches
     assert [name for name, *_ in noted.launched] == ["adam_prologue", *["adam_kernel"] * (launches - 1)]
 
 
 def test_later_steps_launch_the_same(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("lion_step_", MIXED[4:9])
-    memkern.triton.lion_step_(*args)
+    memkern.triton.lion_step_(args)
     first, noted.launched = noted.launched, []
     monkeypatch.setattr(jit.JITFunction, "run", None)  # Triton need not look for its kernels again
-    args[1] = [g.clone() for g in args[1]]
-    args[5][0] *= 0.5
-    memkern.triton.lion_step_(*args)
+    args = args._replace(grads=[g.clone() for g in args.grads])
+    args.lr[0].mul_(0.5)
+    memkern.triton.lion_step_(args)
     assert len(first) > 2
     assert [[x for x in launch if not callable(x)] for launch in noted.launched] == [
         [x for x in launch if not callable(x)] for launch in first

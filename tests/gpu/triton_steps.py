@@ -6,6 +6,7 @@ One call steps many tensors, of every layout, dtype and kind of state: a program
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch import Tensor
 import memkern.triton
 from memkern import reference
 from memkern.quant.layout import layer_count
+from memkern.schemas import STEP_OPS, StepArgs
 from memkern.triton import table
 from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
+from tests.support.step_lists import pack
 
 MIXED = [
     (layout, FLOATS[i % 3], FLOATS[(i // 3 + i) % 3], ("codes", "fp32")[i // 2 % 2], i % 2)
@@ -47,7 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
     "more than a program of the prologue takes": {"tensors": MANY},
     "nothing": {"tensors": []},
 }
-STEPS = ("adam_step_", "lamb_step_", "lars_step_", "lion_step_")
 
 
 def spoilt(x: Tensor) -> Tensor:
@@ -67,81 +69,83 @@ def arguments(
     grad_norm: float | None = None,
     decoupled: int = 1,
     maximize: int = 0,
-) -> list[Any]:
+    layers: int = 1,
+) -> StepArgs:
     codec, block_size = codec or [0, 1], block_size or [128, 128]
-    lists: dict[str, list[Any]] = {
-        key: [] for key in ("params", "grads", "m", "v", "m_scale", "v_scale", "steps", "group")
-    }
+    keys = (
+        "params",
+        "grads",
+        "exp_avgs",
+        "exp_avg_sqs",
+        "exp_avg_scales",
+        "exp_avg_sq_scales",
+        "steps",
+        "group",
+    )
+    lists: dict[str, Any] = {key: [] for key in (*keys, "trust_ratios")}
     for i, (layout, p_dtype, g_dtype, kind, group) in enumerate(tensors):
         p = tensor(layout, p_dtype, seed=i, scale=0.1)
-        states = {"m": like(p, i + 200, torch.float32), "v": like(p, i + 300, torch.float32, signed=False)}
+        states = {
+            "exp_avg": like(p, i + 200, torch.float32),
+            "exp_avg_sq": like(p, i + 300, torch.float32, signed=False),
+        }
         for key, x in states.items():
             if kind == "codes":
-                x, scale = reference.quantize_blockwise(x, codec[group], key == "m", block_size[group])
-                lists[f"{key}_scale"].append(scale)
-            lists[key].append(x)
+                x, scale = reference.quantize_blockwise(x, codec[group], key == "exp_avg", block_size[group])
+                lists[f"{key}_scales"].append(scale)
+            lists[f"{key}s"].append(x)
         lists["params"].append(p)
         lists["grads"].append(spoilt(like(p, i + 100, g_dtype)))
         lists["steps"].append(torch.tensor(float(i)))
         lists["group"].append(int(group))
-    lr = [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)]
-    tail = [
-        codec,
-        block_size,
-        None if scaler is None else torch.tensor(4.0),
-        None if scaler is None else torch.tensor(scaler),
-        None if grad_norm is None else torch.tensor(grad_norm, dtype=torch.float64),
-        1.3,
-    ]
-    both = [lists["params"], lists["grads"]]
-    if name == "lion_step_":
-        states = [lists[key] for key in ("m", "m_scale", "group")]
-        return [*both, *states, lr, [0.9, 0.95], [0.99, 0.98], [0.1, 0.0], [maximize, 0], *tail]
-    if name == "lars_step_":
-        ratios = [torch.full((1,), 0.5) for _ in tensors]
-        states = [*(lists[key] for key in ("m", "m_scale", "steps")), ratios, lists["group"]]
-        options = [
-            [0.9, 0.95],
-            [0.0, 0.0],
-            [0.1, 0.0],
-            [0, 1],
-            [0.0, 1e-2],
-            [0.0, 1e-8],
-            [maximize, 0],
-            [0, 1],
-        ]
-        return [*both, *states, lr, *options, [1, 1], [maximize, 0], *tail]
-    if name == "lamb_step_":
-        ratios = [torch.full((1,), 0.5) for _ in tensors]
-        states = [*(lists[key] for key in ("m", "v", "m_scale", "v_scale", "steps")), ratios, lists["group"]]
-        options = [[0.9, 0.95], [0.999, 0.99], [1e-8, 0.0], [0.1, 0.0], [1 - decoupled, decoupled]]
-        return [
-            *both,
-            *states,
-            lr,
-            *options,
-            [1, 0],
-            [maximize, 0],
-            [0, decoupled],
-            [1, 1],
-            [maximize, 0],
-            *tail,
-        ]
-    states = [lists[key] for key in ("m", "v", "m_scale", "v_scale", "steps", "group")]
-    hyperparameters = [[0.9, 0.95], [0.999, 0.99], [1e-8, 1e-6], [0.1, 0.0], [decoupled, 1 - decoupled]]
-    return [*both, *states, lr, *hyperparameters, [maximize, 0], *tail]
+        lists["trust_ratios"].append(torch.full((layer_count(p, block_size[group], layers),), 0.5))
+    return pack(
+        name,
+        lists
+        | hyperparameters(name, decoupled, maximize)
+        | {
+            "layers": [layers, 1],
+            "lr": [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)],
+            "codec": codec,
+            "block_size": block_size,
+            "grad_scale": None if scaler is None else torch.tensor(4.0),
+            "found_inf": None if scaler is None else torch.tensor(scaler),
+            "grad_norm": None if grad_norm is None else torch.tensor(grad_norm, dtype=torch.float64),
+            "max_grad_norm": 1.3,
+        },
+    )
+
+
+def hyperparameters(name: str, decoupled: int, maximize: int) -> dict[str, list[float]]:
+    lamb, lars = name == "lamb_step_", name == "lars_step_"
+    return {
+        "beta1": [0.9, 0.95],
+        "beta2": [0.99, 0.98] if name == "lion_step_" else [0.999, 0.99],
+        "eps": [1e-8, 0.0] if lamb else [0.0, 1e-8] if lars else [1e-8, 1e-6],
+        "weight_decay": [0.1, 0.0],
+        "decoupled_weight_decay": [decoupled, 1 - decoupled],
+        "decoupled_decay": [1 - decoupled, decoupled],
+        "bias_correction": [1, 0],
+        "momentum": [0.9, 0.95],
+        "dampening": [0.0, 0.0],
+        "nesterov": [0, 1],
+        "trust_coeff": [0.0, 1e-2],
+        "trust_clip": [maximize, 0],
+        "always_adapt": [0, decoupled] if lamb else [0, 1],
+        "maximize": [maximize, 0],
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", STEP_OPS)
 def test_steps(name: str, case: str) -> None:
     if name == "lars_step_" and case.startswith("more"):
         pytest.skip("LAMB's prologue covers it; a program takes a millisecond here")
     actual, expected = arguments(name, **CASES[case]), arguments(name, **CASES[case])
     for _ in range(2):
-        getattr(memkern.triton, name)(*actual)
-        getattr(reference, name)(*expected)
-        assert_same(actual, expected)
+        getattr(memkern.triton, name)(actual)
+        getattr(reference, name)(expected)
+        assert_same([*actual], [*expected])
 
 
 @pytest.mark.parametrize("name", ["lamb_step_", "lars_step_"])
@@ -152,16 +156,12 @@ def test_layers_of_a_tensor(name: str, layers: int) -> None:
         for layout in ("long rows", "whole blocks")
         for kind in ("codes", "fp32")
     ]
-    made = [arguments(name, tensors, block_size=[8, 8]) for _ in range(2)]
-    for args in made:
-        at = 7 if name == "lamb_step_" else 5
-        args[at] = [torch.ones(layer_count(p, 8, layers)) for p in args[0]]
-        args[at + 2 + 9][0] = layers
+    made = [arguments(name, tensors, block_size=[8, 8], layers=layers) for _ in range(2)]
     for _ in range(2):
-        getattr(memkern.triton, name)(*made[0])
-        getattr(reference, name)(*made[1])
-        assert_same(*made)
-    assert len(made[0][at][0].unique()) == 3
+        getattr(memkern.triton, name)(made[0])
+        getattr(reference, name)(made[1])
+        assert_same([*made[0]], [*made[1]])
+    assert len(made[0].trust_ratios[0].unique()) == 3
 
 
 @pytest.mark.parametrize("scale", [None, 8.0])
@@ -185,37 +185,36 @@ def test_grad_norm(tensors: str, scale: float | None) -> None:
 # ---- plans
 
 
-def moved(args: list[Any]) -> list[Any]:
-    return [[x.clone() for x in a] if a and isinstance(a[0], Tensor) else a for a in args]
-
-
 def test_a_plan_is_kept_while_nothing_moves() -> None:
     args = arguments("lion_step_", MIXED)
-    memkern.triton.lion_step_(*args)
+    memkern.triton.lion_step_(args)
     plans = [*table._plans.values()]
-    args[1] = [x.clone() for x in args[1]]  # gradients move all the time
-    args[6][0] *= 0.5
-    memkern.triton.lion_step_(*args)
+    args = args._replace(grads=[x.clone() for x in args.grads])  # gradients move all the time
+    args.hyperparameters[0] *= 0.5
+    memkern.triton.lion_step_(args)
     assert [*table._plans.values()] == plans
 
 
-CHANGES = {
-    "gradients move": lambda a: a.__setitem__(1, [x.clone() for x in a[1]]),
-    "gradients lose their alignment": lambda a: a.__setitem__(
-        1,
-        [
-            torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
-            for x in a[1]
-        ],
+def unaligned(x: Tensor) -> Tensor:
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+def transposed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The first one, in the same memory."""
+    return [tensors[0].t(), *tensors[1:]]
+
+
+CHANGES: dict[str, Callable[[StepArgs], StepArgs]] = {
+    "gradients move": lambda a: a._replace(grads=[x.clone() for x in a.grads]),
+    "gradients lose their alignment": lambda a: a._replace(grads=[*map(unaligned, a.grads)]),
+    "gradients change their dtype": lambda a: a._replace(grads=[x.bfloat16() for x in a.grads]),
+    "a state moves": lambda a: a._replace(moments=[x.clone() for x in a.moments]),
+    "lr changes": lambda a: a._replace(lr=[torch.full_like(a.lr[0], 0.5), *a.lr[1:]]),
+    "a hyperparameter changes": lambda a: a._replace(hyperparameters=[0.5, *a.hyperparameters[1:]]),
+    "groups change": lambda a: a._replace(group=[1 - i for i in a.group]),
+    "the same memory, transposed": lambda a: a._replace(
+        params=transposed(a.params), grads=transposed(a.grads), moments=transposed(a.moments)
     ),
-    "gradients change their dtype": lambda a: a.__setitem__(1, [x.bfloat16() for x in a[1]]),
-    "a state moves": lambda a: a.__setitem__(2, [x.clone() for x in a[2]]),
-    "lr changes": lambda a: a[5][0].fill_(0.5),
-    "a hyperparameter changes": lambda a: a.__setitem__(6, [0.5, 0.5]),
-    "groups change": lambda a: a.__setitem__(4, [1 - i for i in a[4]]),
-    "the same memory, transposed": lambda a: [
-        a.__setitem__(k, [a[k][0].t(), *a[k][1:]]) for k in (0, 1, 2) if not a[3].append(a[3].pop())
-    ],
 }
 
 
@@ -224,17 +223,16 @@ def test_a_plan_follows_what_changes(change: str) -> None:
     square = [("whole blocks", torch.float32, torch.float32, "fp32", 0)]
     made = [arguments("lion_step_", square + MIXED, codec=[0, 0]) for _ in range(2)]
     for step in range(2):
-        for args, op in zip(made, (memkern.triton.lion_step_, reference.lion_step_), strict=True):
-            if step:
-                CHANGES[change](args)
-            op(*args)
-    assert_same(*made)
+        if step:
+            made = [CHANGES[change](args) for args in made]
+        memkern.triton.lion_step_(made[0])
+        reference.lion_step_(made[1])
+    assert_same([*made[0]], [*made[1]])
 
 
 def test_plans_are_bounded() -> None:
     for _ in range(table.MAX_PLANS + 3):
-        args = arguments("lion_step_", MIXED[4:5])
-        memkern.triton.lion_step_(*args)
+        memkern.triton.lion_step_(arguments("lion_step_", MIXED[4:5]))
     assert len(table._plans) <= table.MAX_PLANS
 
 
@@ -270,27 +268,24 @@ class Graph:
             call(*args)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", STEP_OPS)
 def test_a_replay_depends_on_nothing_that_eager_steps_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, op = Graph(monkeypatch), getattr(memkern.triton, name)
     args, expected = (arguments(name, MIXED, scaler=0.0, grad_norm=3.7) for _ in range(2))
-    lr = {"adam_step_": 8, "lamb_step_": 9, "lars_step_": 7, "lion_step_": 5}[name]
     table._spares.clear()
     with pytest.raises(RuntimeError, match="run one such step before each capture"):
-        graph.capture(lambda: op(*args))
-    op(*args)
-    static = args[1]
-    graph.capture(lambda: op(*args))
-    getattr(reference, name)(*expected)
-    assert_same(args, expected)  # a capture runs nothing
+        graph.capture(lambda: op(args))
+    op(args)
+    graph.capture(lambda: op(args))
+    getattr(reference, name)(expected)
+    assert_same([*args], [*expected])  # a capture runs nothing
     for rate in (1e-2, 0.5):
-        args[lr][0].fill_(rate)
-        expected[lr][0].fill_(rate)
+        args.lr[0].fill_(rate)
+        expected.lr[0].fill_(rate)
         graph.replay()
-        getattr(reference, name)(*expected)
-        assert_same(args, expected)
+        getattr(reference, name)(expected)
+        assert_same([*args], [*expected])
         # An eager step with gradients elsewhere, in between.
-        args[1] = [x.clone() for x in static]
-        op(*args)
-        getattr(reference, name)(*expected)
-        assert_same(args, expected)
+        op(args._replace(grads=[x.clone() for x in args.grads]))
+        getattr(reference, name)(expected)
+        assert_same([*args], [*expected])

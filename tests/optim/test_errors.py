@@ -229,7 +229,7 @@ def test_a_parameter_that_changed_its_strides_is_told() -> None:
     p.data = p.data.contiguous(memory_format=torch.channels_last)
     p.grad = torch.ones_like(p)
     before = snapshot(optimizer)
-    with pytest.raises((RuntimeError, ValueError), match=r"exp_avgs\[0\].*parameter's shape and strides"):
+    with pytest.raises((RuntimeError, ValueError), match=r"exp_avg\[0\].*parameter's shape and strides"):
         optimizer.step()
     assert_same(snapshot(optimizer), before)
 

@@ -100,9 +100,7 @@ def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]
 
 
 def compile_all(folder: Path) -> dict[str, tuple[Path, dict[str, dict[str, int]]]]:
-    generated = folder / "core" / "tables.h"  # csrc/core/tables.h, where setup.py has not written it
-    generated.parent.mkdir()
-    generated.write_text(runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]())
+    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](folder)
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         return dict(zip(ARCHS, pool.map(lambda arch: compile_for(arch, folder), ARCHS), strict=True))
 

@@ -9,7 +9,9 @@ from torch import Tensor
 from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import ACTIVATIONS
 from memkern.quant.layout import layout_of
+from memkern.schemas import StepArgs
 from tests.support.helpers import FLOATS, INTERPRETED, hard, tensor
+from tests.support.step_lists import names_of, pack
 
 NAMESPACES = ("memkern", "memkern_reference", *(["memkern_triton"] if INTERPRETED else []))
 over_namespaces = pytest.mark.parametrize("namespace", NAMESPACES)
@@ -44,7 +46,8 @@ HYPERPARAMETERS = {
     "beta2": 0.999,
     "eps": 1e-8,
     "weight_decay": 0.1,
-    "decoupled": 1,
+    "decoupled_weight_decay": 1,
+    "decoupled_decay": 1,
     "maximize": 0,
     "block_size": 128,
     "bias_correction": 1,
@@ -58,37 +61,37 @@ HYPERPARAMETERS = {
 }
 
 
-def step_args(
-    name: str, kinds: list[str], scaler: bool = False, codec: int = 0, **override: Any
-) -> tuple[Any, ...]:
-    """Arguments of a step for a tensor of each kind ("fp32" or "codes"), each in a group of its own."""
+def step_args(name: str, kinds: list[str], scaler: bool = False, codec: int = 0, **override: Any) -> StepArgs:
+    """Arguments of a step for a tensor of each kind ("fp32" or "codes"), each in a group of its own.
+
+    ``override``: other lists, by the names that step_lists.pack has for them.
+    """
     shapes = ["odd", "long rows", "channels_last"]
     tensors = [states(tensor(shapes[i % 3], seed=i, scale=0.1), kind, i) for i, kind in enumerate(kinds)]
     n = len(kinds)
-    moments = (
-        {"exp_avgs": "m", "exp_avg_sqs": "v"} if name in ("adam_step_", "lamb_step_") else {"exp_avgs": "m"}
-    )
-    values: dict[str, Any] = {"params": [t["p"] for t in tensors], "grads": [t["g"] for t in tensors]}
-    values |= {key: [t[k] for t in tensors] for key, k in moments.items()}
+    values: dict[str, Any] = {key: [value] * n for key, value in HYPERPARAMETERS.items()}
+    for key, k in (
+        ("params", "p"),
+        ("grads", "g"),
+        ("exp_avgs", "m"),
+        ("exp_avg_sqs", "v"),
+        ("steps", "step"),
+    ):
+        values[key] = [t[k] for t in tensors]
+    for key, k in (("exp_avg_scales", "m_scale"), ("exp_avg_sq_scales", "v_scale")):
+        values[key] = [t[k] for t in tensors if t[k] is not None]
     values |= {
-        f"{key[:-1]}_scales": [t[f"{k}_scale"] for t in tensors if t[f"{k}_scale"] is not None]
-        for key, k in moments.items()
-    }
-    values |= {"steps": [t["step"] for t in tensors], "trust_ratios": [torch.ones(1) for _ in kinds]}
-    values |= {"group": [*range(n)], "lr": [torch.tensor(1e-2, dtype=torch.float64) for _ in kinds]}
-    values |= {key: [value] * n for key, value in HYPERPARAMETERS.items()}
-    values |= {
+        "trust_ratios": [torch.ones(1) for _ in kinds],
+        "group": [*range(n)],
+        "lr": [torch.tensor(1e-2, dtype=torch.float64) for _ in kinds],
         "codec": [codec] * n,
         "grad_scale": torch.tensor(4.0) if scaler else None,
         "found_inf": torch.tensor(0.0) if scaler else None,
         "grad_norm": torch.tensor(3.0, dtype=torch.float64) if scaler else None,
         "max_grad_norm": 1.5,
     }
-    # Those that the schema names, in its order.
-    args = {a.name: values[a.name] for a in op("memkern_reference", name)._schema.arguments}
-    unknown = override.keys() - args.keys()
-    assert not unknown, unknown
-    return (*(args | override).values(),)
+    assert override.keys() <= names_of(name), override.keys()
+    return pack(name, values | override)
 
 
 def quantized(layout: str, codec: int, signed: bool) -> tuple[Tensor, Tensor]:

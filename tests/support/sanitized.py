@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from memkern import backend
 from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
+from memkern.schemas import STEP_OPS
+from tests.support.step_lists import pack
 
 ISAS = ("generic", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,49 +86,50 @@ def states(
     return moments, [torch.zeros(shape) for shape in shapes]
 
 
-def step_results(optimizer: str) -> Iterator[Tensor]:
-    ops = torch.ops.memkern
+HYPERPARAMETERS = {
+    "beta1": [0.9, 0.8],
+    "beta2": [0.999, 0.9],
+    "eps": [1e-8, 0.0],
+    "weight_decay": [0.1, 0.2],
+    "decoupled_weight_decay": [1, 0],
+    "decoupled_decay": [1, 0],
+    "bias_correction": [0, 1],
+    "momentum": [0.9, 0.8],
+    "dampening": [0.0, 0.1],
+    "nesterov": [0, 1],
+    "trust_coeff": [0.0, 1e-2],
+    "trust_clip": [0, 1],
+    "always_adapt": [0, 1],
+    "layers": [1, 1],
+    "maximize": [0, 1],
+}
+
+
+def step_results(name: str) -> Iterator[Tensor]:
     for param, grad, kind, block_size in product(DTYPES, DTYPES, ("fp32", *CODECS), BLOCK_SIZES):
         if block_size != 128 and (kind == "fp32" or param != grad):
             continue
         params = [values(layout, 2, param) for layout in LAYOUTS]
-        n = len(params)
-        coded = kind != "fp32"
-        m, m_scale = states(params, torch.int8 if coded else None, block_size)
-        v, v_scale = states(params, torch.uint8 if coded else None, block_size)
-        steps = [torch.zeros(()) for _ in params]
-        ratios = [torch.ones(1) for _ in params]
-        codec = [CODECS.get(kind, 0)] * 2
-        group = [i % 2 for i in range(n)]
-        rates = [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)]
-        scaler = (torch.tensor(8.0), torch.tensor(0.0)) if block_size == 24 else (None, None)
+        lists: dict[str, Any] = HYPERPARAMETERS | {
+            "params": params,
+            "grads": params,
+            "steps": [torch.zeros(()) for _ in params],
+            "trust_ratios": [torch.ones(1) for _ in params],
+            "group": [i % 2 for i in range(len(params))],
+            "lr": [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)],
+            "codec": [CODECS.get(kind, 0)] * 2,
+            "block_size": [block_size] * 2,
+        }
+        for moment, signed in STEP_OPS[name].moments.items():
+            code = None if kind == "fp32" else torch.int8 if signed else torch.uint8
+            lists[f"{moment}s"], lists[f"{moment}_scales"] = states(params, code, block_size)
+        if block_size == 24:
+            lists |= {"grad_scale": torch.tensor(8.0), "found_inf": torch.tensor(0.0)}
+        args = pack(name, lists)
         for seed in (3, 4):
-            grads = [values(layout, seed, grad) for layout in LAYOUTS]
-            if optimizer == "adam":
-                ops.adam_step_(
-                    params, grads, m, v, m_scale, v_scale, steps, group, rates, [0.9, 0.8], [0.999, 0.9],
-                    [1e-8, 1e-6], [0.1, 0.2], [1, 0], [0, 1], codec, [block_size] * 2, *scaler
-                )  # fmt: skip
-            elif optimizer == "lamb":
-                ops.lamb_step_(
-                    params, grads, m, v, m_scale, v_scale, steps, ratios, group, rates, [0.9, 0.8], [0.999, 0.9],
-                    [1e-8, 0.0], [0.1, 0.2], [1, 0], [0, 1], [0, 1], [0, 1], [1, 1], [0, 1], codec, [block_size] * 2,
-                    *scaler
-                )  # fmt: skip
-            elif optimizer == "lars":
-                ops.lars_step_(
-                    params, grads, m, m_scale, steps, ratios, group, rates, [0.9, 0.8], [0.0, 0.1], [0.1, 0.2],
-                    [0, 1], [0.0, 1e-2], [1e-8, 0.0], [0, 1], [0, 1], [1, 1], [0, 1], codec, [block_size] * 2,
-                    *scaler
-                )  # fmt: skip
-            else:
-                ops.lion_step_(
-                    params, grads, m, m_scale, group, rates, [0.9, 0.8], [0.999, 0.9], [0.1, 0.2], [0, 1], codec,
-                    [block_size] * 2, *scaler
-                )  # fmt: skip
-        yield from (*params, *m, *m_scale)
-        if optimizer in ("adam", "lamb"):
-            yield from (*v, *v_scale, *steps)
+            args = args._replace(grads=[values(layout, seed, grad) for layout in LAYOUTS])
+            getattr(torch.ops.memkern, name)(*args)
+        yield from (*params, *args.moments, *args.scales, *args.steps)
 
 
 def activation_results() -> Iterator[Tensor]:
@@ -161,7 +165,7 @@ def refused() -> None:
         lambda: ops.few_bit_backward(x, torch.zeros(3, 112, dtype=torch.uint8), [0.0] * 8),
         lambda: ops.few_bit_backward(x, torch.zeros(3, 128, dtype=torch.uint8), [0.0] * 4),
     ]
-    rate, one = [torch.tensor(1.0)], [0.5]
+    rate = [torch.tensor(1.0)]
     for grads, moments, scales, group in (
         ([x[:3]], [codes], [scale], [0]),
         ([x], [codes[:3]], [scale], [0]),
@@ -172,7 +176,7 @@ def refused() -> None:
     ):
         bad.append(
             lambda g=grads, m=moments, s=scales, k=group: ops.lion_step_(
-                [x], g, m, s, k, rate, one, one, one, [0], [0], [128]
+                [x], g, m, s, [], [], k, rate, [0.5, 0.5, 0.5, 0.0], [0], [128]
             )
         )
     for call in bad:
@@ -190,7 +194,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def check() -> None:
     torch.set_num_threads(2)
-    steps = (functools.partial(step_results, name) for name in ("adam", "lamb", "lars", "lion"))
+    steps = (functools.partial(step_results, name) for name in STEP_OPS)
     for drive in (codec_results, activation_results, *steps):
         first: list[Tensor] = []
         for isa in ISAS:

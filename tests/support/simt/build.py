@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from memkern import _ops
+from memkern.schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = [
@@ -29,16 +29,15 @@ def missing() -> str | None:
 
 
 def includes(folder: Path) -> list[str]:
-    """Where csrc/ finds its headers; core/tables.h is made in ``folder``, as setup.py may not have written it."""
-    header = folder / "generated" / "core" / "tables.h"
-    header.parent.mkdir(parents=True, exist_ok=True)
-    header.write_text(runpy.run_path(str(ROOT / "memkern" / "quant" / "codec.py"))["c_header"]())
+    """Where csrc/ finds its headers; those that setup.py writes are made in ``folder``, as it may not have run."""
+    generated = folder / "generated"
+    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](generated)
     torch_dir = Path(torch.__file__).parent / "include"
     paths = [
         ROOT / "tests" / "support" / "simt",
         ROOT / "csrc",
-        header.parent,
-        header.parent.parent,
+        generated,
+        generated / "core",
         torch_dir,
         torch_dir / "torch/csrc/api/include",
     ]
@@ -66,7 +65,7 @@ def load(library: Path) -> ctypes.CDLL:
     """Registers the ops as ``torch.ops.memkern_simt``; returns the library for its own functions."""
     if not _library:
         _library.append(torch.library.Library("memkern_simt", "DEF"))
-        for name, schema in _ops.SCHEMAS.items():
+        for name, schema in SCHEMAS.items():
             _library[0].define(name + schema)
         torch.ops.load_library(str(library))
     return ctypes.CDLL(str(library))

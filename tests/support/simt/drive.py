@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,32 @@ from torch import Tensor
 
 from memkern import reference
 from memkern.quant.layout import layout_of
+from memkern.schemas import STEP_OPS, StepArgs
 from tests.support.activation_kernels import compare_activations
 from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 from tests.support.simt import build
+from tests.support.step_lists import pack
 
-RATES = {
-    "adam_step_": 8,
-    "lamb_step_": 9,
-    "lars_step_": 7,
-    "lion_step_": 5,
-}  # where lr is among the arguments
-# What follows lr, an entry for each of two groups.
-HYPERPARAMETERS: dict[str, list[list[Any]]] = {
-    "adam_step_": [[0.9, 0.8], [0.999, 0.9], [1e-8, 1e-6], [0.1, 0.2], [1, 0], [0, 1]],
-    # beta1 to decoupled, then bias_correction, trust_clip, always_adapt, layers, maximize
-    "lamb_step_": [
-        *([0.9, 0.8], [0.999, 0.9], [1e-8, 0.0], [0.1, 0.0], [1, 0]),
-        *([0, 1], [0, 1], [0, 1], [1, 1], [0, 1]),
-    ],
-    # momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, layers, maximize
-    "lars_step_": [
-        *([0.9, 0.8], [0.0, 0.0], [0.1, 0.0], [0, 1], [0.0, 1e-2]),
-        *([0.0, 1e-8], [0, 1], [0, 1], [1, 1], [0, 1]),
-    ],
-    "lion_step_": [[0.9, 0.8], [0.999, 0.9], [0.1, 0.2], [0, 1]],
-}
+# Of two groups.
+HYPERPARAMETERS: dict[str, dict[str, list[Any]]] = {
+    "adam_step_": {
+        "beta1": [0.9, 0.8], "beta2": [0.999, 0.9], "eps": [1e-8, 1e-6], "weight_decay": [0.1, 0.2],
+        "decoupled_weight_decay": [1, 0], "maximize": [0, 1],
+    },
+    "lamb_step_": {
+        "beta1": [0.9, 0.8], "beta2": [0.999, 0.9], "eps": [1e-8, 0.0], "weight_decay": [0.1, 0.0],
+        "decoupled_decay": [1, 0], "bias_correction": [0, 1], "trust_clip": [0, 1], "always_adapt": [0, 1],
+        "layers": [1, 1], "maximize": [0, 1],
+    },
+    "lars_step_": {
+        "momentum": [0.9, 0.8], "dampening": [0.0, 0.0], "weight_decay": [0.1, 0.0], "nesterov": [0, 1],
+        "trust_coeff": [0.0, 1e-2], "eps": [0.0, 1e-8], "trust_clip": [0, 1], "always_adapt": [0, 1],
+        "layers": [1, 1], "maximize": [0, 1],
+    },
+    "lion_step_": {
+        "beta1": [0.9, 0.8], "beta2": [0.999, 0.9], "weight_decay": [0.1, 0.2], "maximize": [0, 1]
+    },
+}  # fmt: skip
 NON_FINITE = {3: torch.nan, 500: torch.inf, 700: -torch.inf}
 
 
@@ -61,44 +63,38 @@ def step_args(
     codec: tuple[int, int] = (0, 1),
     block_size: int = 128,
     layouts: Any = tuple(LAYOUTS),
-) -> list[Any]:
-    """Arguments down to block_size: a tensor of each layout, every third with fp32 states, in two groups."""
-    adam, layerwise = name in ("adam_step_", "lamb_step_"), name in ("lamb_step_", "lars_step_")
+    **override: Any,
+) -> StepArgs:
+    """A tensor of each layout, every third with fp32 states, in two groups. ``override``: other hyperparameters."""
     params = [tensor(layout, param, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
-    n = len(params)
-    coded = [i % 3 != 2 for i in range(n)]
-    moments, scales = [], []
-    for dtype in (torch.int8, torch.uint8) if adam else (torch.int8,):
-        moments.append(
-            [
-                torch.zeros_like(p, dtype=dtype if c else torch.float32)
-                for p, c in zip(params, coded, strict=True)
-            ]
-        )
-        scales.append(
-            [
-                torch.zeros(layout_of(p, block_size).scale_shape)
-                for p, c in zip(params, coded, strict=True)
-                if c
-            ]
-        )
-    rates = [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)]
-    return [
-        params,
-        gradients(params, 1, grad),
-        *moments,
-        *scales,
-        *([[torch.tensor(0.0) for _ in params]] if adam or layerwise else []),
-        *([[torch.ones(1) for _ in params]] if layerwise else []),
-        [i % 2 for i in range(n)],
-        rates,
-        *(list(values) for values in HYPERPARAMETERS[name]),
-        [*codec],
-        [block_size] * 2,
-    ]
+    coded = [i % 3 != 2 for i in range(len(params))]
+    lists: dict[str, Any] = HYPERPARAMETERS[name] | override
+    for moment, signed in STEP_OPS[name].moments.items():
+        code = torch.int8 if signed else torch.uint8
+        lists[f"{moment}s"] = [
+            torch.zeros_like(p, dtype=code if c else torch.float32)
+            for p, c in zip(params, coded, strict=True)
+        ]
+        lists[f"{moment}_scales"] = [
+            torch.zeros(layout_of(p, block_size).scale_shape) for p, c in zip(params, coded, strict=True) if c
+        ]
+    return pack(
+        name,
+        lists
+        | {
+            "params": params,
+            "grads": gradients(params, 1, grad),
+            "steps": [torch.tensor(0.0) for _ in params],
+            "trust_ratios": [torch.ones(1) for _ in params],
+            "group": [i % 2 for i in range(len(params))],
+            "lr": [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)],
+            "codec": [*codec],
+            "block_size": [block_size] * 2,
+        },
+    )
 
 
-def gradients(params: list[Tensor], seed: int, dtype: torch.dtype) -> list[Tensor]:
+def gradients(params: Sequence[Tensor], seed: int, dtype: torch.dtype) -> list[Tensor]:
     return [spoiled(like(p, 100 * seed + i, dtype)) for i, p in enumerate(params)]
 
 
@@ -116,21 +112,24 @@ def twin(args: Any) -> Any:
     """A copy of an op's arguments that shares nothing with them and lies in memory alike."""
     if isinstance(args, dict):
         return {key: twin(value) for key, value in args.items()}
+    if isinstance(args, StepArgs):
+        return StepArgs(*map(twin, args))
     if isinstance(args, (list, tuple)):
         return [twin(value) for value in args]
     return copy.deepcopy(args)  # a tensor with its storage, so at the same offset
 
 
-def compare_steps(name: str, args: list[Any], options: dict[str, Any], steps: int = 2) -> None:
+def compare_steps(name: str, args: StepArgs, options: dict[str, Any], steps: int = 2) -> None:
     """Some steps of the kernels and of the reference, equal in every bit after each."""
+    args = args._replace(**options)
     expected = twin(args)
-    dtype = args[1][0].dtype
+    dtype = args.grads[0].dtype
     for step in range(steps):
-        getattr(torch.ops.memkern_simt, name)(*args, **options)
-        getattr(reference, name)(*expected, **options)
-        assert_same(args, expected, f"step {step}")
-        args[1] = gradients(args[0], step + 2, dtype)
-        expected[1] = args[1]
+        getattr(torch.ops.memkern_simt, name)(*args)
+        getattr(reference, name)(expected)
+        assert_same([*args], [*expected], f"step {step}")
+        grads = gradients(args.params, step + 2, dtype)
+        args, expected = args._replace(grads=grads), expected._replace(grads=grads)
 
 
 def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
@@ -149,7 +148,7 @@ if __name__ == "__main__":
     build.load(Path(sys.argv[1]))
     for layout, dtype in itertools.product(LAYOUTS, FLOATS):
         compare_codecs(layout, dtype, (24, 264))
-    for name, (param, grad) in itertools.product(RATES, (FLOATS[:2], FLOATS[1:], (FLOATS[2], FLOATS[0]))):
+    for name, (param, grad) in itertools.product(STEP_OPS, (FLOATS[:2], FLOATS[1:], (FLOATS[2], FLOATS[0]))):
         compare_steps(name, step_args(name, param, grad), scaler(), steps=1)
     compare_steps("adam_step_", step_args("adam_step_", block_size=1024), {}, steps=1)
     for layout, dtype in itertools.product(("odd", "0-dim", "empty", "unaligned", "a group"), FLOATS):

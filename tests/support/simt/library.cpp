@@ -5,17 +5,8 @@
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(memkern_simt, CPU, m) {
-  m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
-  m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cuda));
-  m.impl("adam_step_", TORCH_BOX(&memkern::adam_step_cuda));
-  m.impl("lamb_step_", TORCH_BOX(&memkern::lamb_step_cuda));
-  m.impl("lars_step_", TORCH_BOX(&memkern::lars_step_cuda));
-  m.impl("lion_step_", TORCH_BOX(&memkern::lion_step_cuda));
-  m.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_cuda));
-  m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cuda));
+  MEMKERN_REGISTER_OPS(m, cuda);
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
-  m.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_cuda));
-  m.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_cuda));
 }
 
 extern "C" void memkern_simt_launch_with(decltype(simt::Machine::launcher) launcher) {

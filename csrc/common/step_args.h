@@ -1,0 +1,59 @@
+// The arguments of an optimizer's step: one struct for all of them, and how an op gets it from torch.
+#pragma once
+#include <cstring>
+
+#include "common/schemas.h"
+#include "tensors.h"
+
+namespace memkern {
+
+// StepArgs of memkern/schemas.py, which says what each of these holds.
+class StepArgs {
+  // Takes the arguments from torch's stack, one after the other.
+  struct Stack {
+    StableIValue* next;
+    template <class T> T take() { return torch::stable::detail::to<T>(*next++); }
+  };
+  Stack stack_;
+
+ public:
+  explicit StepArgs(StableIValue* stack) : stack_{stack} {}
+  StepArgs(const StepArgs&) = delete;
+
+  // In the order of the schema, in which they are initialized.
+  Tensors params = stack_.take<Tensors>();
+  Tensors grads = stack_.take<Tensors>();
+  Tensors moments = stack_.take<Tensors>();
+  Tensors scales = stack_.take<Tensors>();
+  Tensors steps = stack_.take<Tensors>();
+  Tensors trust_ratios = stack_.take<Tensors>();
+  Ints group = stack_.take<Ints>();
+  Tensors lr = stack_.take<Tensors>();
+  Doubles hyperparameters = stack_.take<Doubles>();
+  Ints codec = stack_.take<Ints>();
+  Ints block_size = stack_.take<Ints>();
+  std::optional<Tensor> grad_scale = stack_.take<std::optional<Tensor>>();
+  std::optional<Tensor> found_inf = stack_.take<std::optional<Tensor>>();
+  std::optional<Tensor> grad_norm = stack_.take<std::optional<Tensor>>();
+  double max_grad_norm = stack_.take<double>();
+
+  // The hyperparameters of each group, as the optimizer's struct of them (core/hyperparameters.h).
+  template <class Hyperparameters> std::vector<Hyperparameters> groups() const {
+    std::vector<Hyperparameters> all(lr.size());
+    const size_t each = sizeof(Hyperparameters) / sizeof(double);
+    STD_TORCH_CHECK(hyperparameters.size() == each * all.size(), "hyperparameters must have ",
+                    each * all.size(), " entries, ", each, " per group, got ", hyperparameters.size());
+    std::memcpy(all.data(), hyperparameters.data(), hyperparameters.size() * sizeof(double));
+    return all;
+  }
+};
+
+// The op that runs Step: what torch calls, in place of TORCH_BOX.
+template <void (*Step)(const StepArgs&)>
+void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  STD_TORCH_CHECK(arguments == kStepArguments && results == 0, "an optimizer's step takes ", kStepArguments,
+                  " arguments, got ", arguments);
+  Step(StepArgs(stack));
+}
+
+}  // namespace memkern

@@ -1,0 +1,250 @@
+"""Every op: its schema and its fake; and of each optimizer's step what differs from the others'.
+
+Plain Python, nothing imported but the standard library: ``csrc/generate.py`` runs this file to write the same schemas
+and tables for C++ (``csrc/common/schemas.h``, ``csrc/core/hyperparameters.h``). Fakes import torch when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# ---- optimizer steps: one list of arguments for all of them
+
+STEP_SCHEMA = (
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] moments, Tensor(c!)[] scales, Tensor(d!)[] steps, "
+    "Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] hyperparameters, int[] codec, int[] block_size, "
+    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+)
+
+
+class StepArgs(NamedTuple):
+    """The arguments of every optimizer step, in the order of :data:`STEP_SCHEMA`; ``StepArgs`` in C++ too.
+
+    n tensors on one device, in groups that share their hyperparameters.
+    """
+
+    params: Sequence[Tensor]  # n: float32, bfloat16 or float16, dense
+    grads: Sequence[Tensor]  # n: of the parameters' shapes
+    moments: Sequence[Tensor] = ()  # n of each moment, one moment after the other: codes, or float32
+    scales: Sequence[Tensor] = ()  # of those moments that are codes, in their order: float32, one per block
+    steps: Sequence[Tensor] = ()  # n: float32 of one element; none where the optimizer counts no steps
+    trust_ratios: Sequence[Tensor] = ()  # n: float32, one per layer; none where the optimizer has none
+    group: Sequence[int] = ()  # n: the number of each tensor's group
+    lr: Sequence[Tensor] = ()  # a float32 or float64 tensor of one element per group
+    hyperparameters: Sequence[float] = ()  # those of StepOp.hyperparameters, one group after the other
+    codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS
+    block_size: Sequence[int] = ()  # per group
+    grad_scale: Tensor | None = None  # a GradScaler's: gradients are divided by it
+    found_inf: Tensor | None = None  # a GradScaler's: the step is skipped whole where it is not 0
+    grad_norm: Tensor | None = None  # the norm of all gradients, unscaled
+    max_grad_norm: float = 0.0  # what gradients are clipped to, where there is a grad_norm
+
+    def moment(self, k: int) -> Sequence[Tensor]:
+        """The k-th moment of all tensors."""
+        return self.moments[k * len(self.params) : (k + 1) * len(self.params)]
+
+    def scales_of(self, k: int, moments: int) -> Sequence[Tensor]:
+        """The scales of the k-th of ``moments`` moments, for those tensors whose moments are codes."""
+        coded = len(self.scales) // moments
+        return self.scales[k * coded : (k + 1) * coded]
+
+
+class StepOp(NamedTuple):
+    """What an optimizer's step has beside what all have. A moment is stored as int8 codes if signed, else uint8."""
+
+    name: str
+    moments: dict[str, bool]  # name in the state -> whether it has a sign
+    hyperparameters: tuple[str, ...]  # beside lr; flags and whole numbers are passed as floats
+    has_steps: bool = True
+    has_trust_ratios: bool = False
+
+    def of_groups(self, args: StepArgs) -> list[SimpleNamespace]:
+        """The hyperparameters of each group, by name."""
+        names, values = self.hyperparameters, args.hyperparameters
+        starts = range(0, len(values), len(names))
+        return [SimpleNamespace(**dict(zip(names, values[i : i + len(names)], strict=True))) for i in starts]
+
+
+TWO_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+
+ADAM_STEP = StepOp(
+    "adam_step_",
+    TWO_MOMENTS,
+    ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+)
+LAMB_STEP = StepOp(
+    "lamb_step_",
+    TWO_MOMENTS,
+    (
+        *("beta1", "beta2", "eps", "weight_decay", "decoupled_decay", "bias_correction"),
+        *("trust_clip", "always_adapt", "layers", "maximize"),
+    ),
+    has_trust_ratios=True,
+)
+LARS_STEP = StepOp(
+    "lars_step_",
+    {"exp_avg": True},
+    (
+        *("momentum", "dampening", "weight_decay", "nesterov", "trust_coeff", "eps"),
+        *("trust_clip", "always_adapt", "layers", "maximize"),
+    ),
+    has_trust_ratios=True,
+)
+LION_STEP = StepOp(
+    "lion_step_",
+    {"exp_avg": True},
+    ("beta1", "beta2", "weight_decay", "maximize"),
+    has_steps=False,
+)
+STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP)}
+
+# ---- every op
+
+SCHEMAS = {
+    "quantize_blockwise": (
+        "(Tensor x, int codec, bool signed, int block_size, int? step=None) -> (Tensor, Tensor)"
+    ),
+    "dequantize_blockwise": (
+        "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
+    ),
+    **dict.fromkeys(STEP_OPS, STEP_SCHEMA),
+    "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
+    "few_bit_encode": "(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor",
+    "few_bit_forward": (
+        "(Tensor x, int fn, float a, float b, int bits, float[] thresholds, int[] flips, int symmetry) "
+        "-> (Tensor, Tensor)"
+    ),
+    "few_bit_backward": "(Tensor grad, Tensor codes, float[] levels) -> Tensor",
+    "few_bit_backward_from_output": (
+        "(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, float[] rising, "
+        "float falling_reach, float rising_reach) -> Tensor"
+    ),
+}
+
+
+def _fake_quantize(
+    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    import torch
+
+    from .quant.layout import check_block_size, layout_of
+
+    check_block_size(block_size)
+    layout = layout_of(x, block_size)
+    codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
+    return codes, x.new_empty(layout.scale_shape, dtype=torch.float32)
+
+
+def _fake_dequantize(codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype) -> Tensor:
+    import torch
+
+    return torch.empty_like(codes, dtype=dtype)
+
+
+def _fake_in_place(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _fake_encode(
+    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
+) -> Tensor:
+    import torch
+
+    from .quant.codec import plane_bytes
+
+    return x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
+
+
+def _fake_forward(x: Tensor, fn: int, a: float, b: float, bits: int, *table: Any) -> tuple[Tensor, Tensor]:
+    import torch
+
+    return torch.empty_like(x), _fake_encode(x, bits, *table)
+
+
+def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
+    import torch
+
+    return torch.empty_like(grad)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "quantize_blockwise": _fake_quantize,
+    "dequantize_blockwise": _fake_dequantize,
+    **dict.fromkeys(STEP_OPS, _fake_in_place),
+    "grad_norm_": _fake_in_place,
+    "few_bit_encode": _fake_encode,
+    "few_bit_forward": _fake_forward,
+    "few_bit_backward": _fake_backward,
+    "few_bit_backward_from_output": _fake_backward,
+}
+
+# ---- the same for C++
+
+_WRITTEN = "// Written by csrc/generate.py from memkern/schemas.py: change it there."
+
+
+def _title(op: StepOp) -> str:
+    return op.name.removesuffix("_step_").title()
+
+
+def hyperparameters_header() -> str:
+    """The text of ``csrc/core/hyperparameters.h``: a struct per optimizer, laid out as a group's floats are."""
+    structs = [
+        f"struct {_title(op)}Hyperparameters {{\n  double {', '.join(op.hyperparameters)};\n}};\n"
+        for op in STEP_OPS.values()
+    ]
+    return "\n".join(
+        [_WRITTEN, "#pragma once", "", "namespace memkern {", "", *structs, "}  // namespace memkern\n"]
+    )
+
+
+def schemas_header() -> str:
+    """The text of ``csrc/common/schemas.h``: the schemas, and the table of the optimizers' steps."""
+
+    def c(value: bool) -> str:
+        return str(value).lower()
+
+    def entry(op: StepOp) -> str:
+        moments = ", ".join(f'{{"{name}", {c(signed)}}}' for name, signed in op.moments.items())
+        flags = f"{c(op.has_steps)}, {c(op.has_trust_ratios)}"
+        return f"constexpr StepOp k{_title(op)}Step{{{len(op.moments)}, {{{moments}}}, {flags}}};"
+
+    return "\n".join(
+        [
+            _WRITTEN,
+            "#pragma once",
+            "",
+            "namespace memkern {",
+            "",
+            "inline constexpr const char* kSchemas[] = {",
+            *(f'    "{name}{schema}",' for name, schema in SCHEMAS.items()),
+            "};",
+            f"constexpr int kStepArguments = {len(StepArgs._fields)};",
+            f"constexpr int kMaxMoments = {max(len(op.moments) for op in STEP_OPS.values())};",
+            "",
+            "// What an optimizer's step has beside what all have.",
+            "struct StepOp {",
+            "  struct Moment {",
+            "    const char* name;",
+            "    bool is_signed;  // stored as int8 codes, else uint8",
+            "  };",
+            "  int moments;",
+            "  Moment moment[kMaxMoments];",
+            "  bool has_steps, has_trust_ratios;",
+            "};",
+            *map(entry, STEP_OPS.values()),
+            "",
+            "// Calls DO(name, ...) for each of them.",
+            "#define MEMKERN_FOR_STEPS(DO, ...) \\",
+            "  " + " ".join(f"DO({name.removesuffix('_')}, __VA_ARGS__)" for name in STEP_OPS),
+            "",
+            "}  // namespace memkern",
+            "",
+        ]
+    )
