@@ -41,15 +41,17 @@ def test_roberta_s_published_memory(tmp_path: Path) -> None:
 
 
 def test_gpt2_block(tmp_path: Path) -> None:
-    kept = {(row["width"], row["way"]): float(row["bytes_per_token"]) for row in run("saved_bytes", tmp_path)}
+    saved = {
+        (row["width"], row["way"]): float(row["bytes_per_token"]) for row in run("saved_bytes", tmp_path)
+    }
     for width, before, fused, three in (
         (768, 86.1, 49.2, 38.1),
         (1600, 179, 102, 79),
-    ):  # FACTS.md, whole kB at 1600
-        of = lambda way, width=str(width): kept[width, way] / 1e3  # noqa: E731
+    ):  # kB, whole ones at 1600
+        of = lambda way, width=str(width): saved[width, way] / 1e3  # noqa: E731
         precision = 0.06 if width == 768 else 0.6
         assert of("as it is (gelu_new)") == pytest.approx(before, abs=precision)
         assert of("torch's fused tanh-GELU") == pytest.approx(fused, abs=precision)
         assert of("compress, 3 bits") == pytest.approx(three, abs=precision)
         assert of("compress, 3 bits, 20 % of tokens") < 0.7 * three
-    assert kept["768", "compress, 3 bits"] <= 38_500
+    assert saved["768", "compress, 3 bits"] <= 38_500

@@ -21,7 +21,7 @@ from tests.support.swap_helpers import MLP
 
 @pytest.mark.parametrize("width", [768, 1600])
 def test_gpt2_block(width: int) -> None:
-    """28 tensors of the width become 12, and 3 bits for each of 4 widths; FACTS.md has the same figures."""
+    """28 tensors of the width become 12, and 3 bits for each of 4 widths."""
     block = gpt2.Block(width)
     x = torch.randn(1, 64, width, requires_grad=True)
     per_token = lambda: memory.saved_bytes(lambda: block(x)) / 64  # noqa: E731

@@ -1,4 +1,4 @@
-"""What 8-bit states do to Adam's updates over the gradient streams of FACTS.md, short and long."""
+"""What 8-bit states do to Adam's updates over synthetic gradient streams (benchmarks/streams.py), short and long."""
 
 import functools
 
@@ -10,8 +10,8 @@ from memkern import optim
 from tests.support.helpers import on
 
 SEEDS = (0, 1, 2)
-# FACTS.md's figures are of other seeds: the mean over a run differs by 2 % between seeds, the last step's error by
-# 5 % (measured), and .050 may stand for .0505.
+# The figures below are a prototype's, of other seeds: between seeds the mean over a run differs by 2 %, the last step's
+# error by 5 % (measured), and .050 may be a rounded .0505.
 MEAN_MARGIN, LAST_MARGIN = 1.02, 1.05
 
 
@@ -77,8 +77,8 @@ def test_32_bit_states_add_nothing(beta2: float) -> None:
     assert abs(result.sqrt_v_ratio - 1) < 1e-6
 
 
-def test_the_dynamic_map_is_as_facts_say() -> None:
-    # That the streams and the measure are those of FACTS.md, whose .083 is for blocks of 256.
+def test_the_dynamic_map_has_the_prototypes_error() -> None:
+    # That streams and measure are those of the prototype, whose .083 is for blocks of 256.
     factory = functools.partial(optim.Adam8bit, codec="dynamic", block_size=256)
     errors = [streams.closed_loop(factory, streams.make("base", 1000, seed)).mean_error for seed in SEEDS]
     assert sum(errors) / len(errors) == pytest.approx(0.083, rel=0.03)

@@ -36,7 +36,7 @@ def seeds() -> Any:
 
 
 def variance(name: str, x: Tensor, y: Tensor, k: int) -> float:
-    """FACTS' formulas: the sum over the weight gradient's elements; for dct derived for random signs."""
+    """Total variance of the weight gradient (docs/numerics.md); for dct exactly, with random signs."""
     n = len(x)
     product = (y.T @ x).square().sum()
     norms = x.square().sum(1), y.square().sum(1)
