@@ -1,5 +1,5 @@
-// Adam's kernels. Floor: the bytes of a step (FACTS: 16.13 a parameter in fp32, 10.13 in bf16) over the copy
-// rate.
+// Adam's kernels. Lower bound of a step's time: its bytes (16.13 per parameter in fp32, 10.13 in bf16) over
+// the copy bandwidth.
 #pragma once
 #include "../core/adam.h"
 #include "moment.cuh"

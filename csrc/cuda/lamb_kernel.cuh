@@ -1,5 +1,5 @@
-// LAMB's kernels; its update is Adam's. Floor: the bytes of a step (FACTS: 26.19 a parameter in fp32, 16.19
-// in bf16) over the copy rate.
+// LAMB's kernels; its update is Adam's. Lower bound of a step's time: its bytes (26.19 per parameter in fp32,
+// 16.19 in bf16) over the copy bandwidth.
 #pragma once
 #include "../core/lamb.h"
 #include "adam_kernel.cuh"
