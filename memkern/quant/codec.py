@@ -1,7 +1,6 @@
 """The codecs' constants and tables: the one source that C++, Triton and the reference read.
 
-Plain Python, nothing imported but the standard library: ``csrc/generate.py`` runs this file to write
-``csrc/core/tables.h``, so that a number stands in one place.
+It imports the standard library only, because ``csrc/generate.py`` runs this file to write ``csrc/core/tables.h``.
 
 A block of up to ``block_size`` values is stored as 8-bit codes and one fp32 scale, the block's largest finite
 magnitude ``s``.
@@ -50,7 +49,7 @@ MAX_THRESHOLDS = 64
 MAX_COEFFICIENTS = 16
 
 PLANE_ALIGNMENT = 16
-"""A plane of bits is padded to a multiple of so many bytes."""
+"""A bit plane is padded to a multiple of so many bytes."""
 
 
 def plane_bytes(numel: int) -> int:

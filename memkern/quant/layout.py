@@ -50,7 +50,7 @@ def check_block_size(block_size: int) -> None:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill one run of memory, each place once (in any order of dimensions)."""
+    """Whether the elements fill one range of memory without gaps or overlap (in any order of dimensions)."""
     if 0 in shape:
         return True
     # Loops, no sorted() and no generator: torch.compile breaks the graph there where sizes are symbolic.
@@ -69,7 +69,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def row_count(shape: Sequence[int], strides: Sequence[int]) -> int:
     """The size of a dense tensor's outermost dimension in memory."""
-    # A dimension of size 1 has no place in memory order; as dim 0 it is the one row that a shard was left with.
+    # A dimension of size 1 has no meaningful stride. As dim 0 it is a shard of one row.
     if not len(shape) or shape[0] == 1:
         return 1
     outermost = -1

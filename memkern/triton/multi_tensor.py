@@ -28,7 +28,7 @@ def word_of(op: StepOp, hyperparameter: str) -> tl.constexpr:
     return tl.constexpr(LR_WORDS.value + op.hyperparameters.index(hyperparameter))
 
 
-# What a word is that stands for a number.
+# The kind of a number: absent, an fp64 value, or the address of a tensor that holds it.
 ABSENT = tl.constexpr(0)
 VALUE = tl.constexpr(1)
 AT_FP32 = tl.constexpr(2)
