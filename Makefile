@@ -3,19 +3,32 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
-SOURCES := setup.py pyproject.toml memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 # Written by csrc/generate.py.
 GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.h
 
-.PHONY: demo test lint bench gpu format clean
+JOBS   ?= 2
+# Tests in three tiers by their marks (pyproject.toml): what has none, full, long; gpu is for machines with a GPU.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+
+.PHONY: demo test test-all test-long lint format bench gpu clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
 demo: $(VENV)/.installed
 	$(BIN)/python -m memkern train --compare --activation-bits 3 --out out/demo
 
+# What to run before each push: under 4 minutes on two cores.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(PYTEST) -m "not full and not long and not gpu" $(PYTEST_ARGS)
+
+# What `make test` leaves out: the CUDA and Triton kernels without a GPU, sanitizers, long comparisons; under 15 minutes.
+test-all: lint
+	$(PYTEST) -m "full and not gpu" $(PYTEST_ARGS)
+
+# By hand: installs, long runs, whole models, every architecture. The outcome is committed.
+test-long: $(VENV)/.installed
+	$(PYTEST) -m "long and not gpu" --outcomes tests/fixtures/long.csv $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -25,10 +38,9 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out $(GENERATED),$(SOURCES)))
 
-# Peers are optional: the table names one that cannot be installed as absent. Of timm only the optimizers are used,
-# which need torch alone.
+# Peers are optional: the table names one that cannot be installed as absent.
 bench: $(VENV)/.installed
-	for peer in bitsandbytes torchao deepspeed "--no-deps timm"; do $(BIN)/python -m pip install -q $$peer || true; done
+	for peer in torchao deepspeed; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has. Under 8 minutes on an H200.
@@ -40,8 +52,14 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" ninja
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[train,dev]"
+$(VENV)/.packages: $(VENV)/.torch pyproject.toml
+	MEMKERN_BUILD=none $(BIN)/python -m pip install -q --no-build-isolation -e ".[train,dev]"
+	$(BIN)/python -m pip install -q --no-deps timm  # which asks for torchvision, a torch of its own, for what is not used
+	touch $@
+
+# In place, so that an edit compiles one file again.
+$(VENV)/.installed: $(VENV)/.packages $(SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 
 clean:

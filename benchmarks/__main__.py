@@ -11,6 +11,7 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import benchmarks
 
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace, out: Path) -> None:
                 with bar:
                     task = bar.add_task(case.name, total=len(case.contenders) + rounds)
 
-                    def progress(what: str, task=task, name=case.name) -> None:
+                    def progress(what: str, task: Any = task, name: str = case.name) -> None:
                         bar.update(task, advance=1, description=f"{name}: {what}")
 
                     results = harness.measure(case, clock, rounds=rounds, progress=progress, **seconds)

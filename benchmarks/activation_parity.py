@@ -27,6 +27,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from memkern.train.model import GPT
+
 from . import machine, report
 from .plot import FAINT, GRID, OTHERS, OURS
 
@@ -82,17 +84,16 @@ TRAINED = ("exact", "4 bits", "3 bits")
 FINE_TUNED = ("exact", "output", "4 bits", "3 bits", "2 bits")
 
 
-def build(setting: Setting, seed: int) -> nn.Module:
-    from memkern.train.model import GPT
-
+def build(setting: Setting, seed: int) -> GPT:
     torch.manual_seed(seed)
     return GPT(layers=setting.layers, heads=setting.heads, width=setting.width, seq_len=setting.seq_len)
 
 
-def use(model: nn.Module, mode: str) -> nn.Module:
+def use(model: GPT, mode: str) -> GPT:
     """The model with the activations of a mode."""
     for block in model.blocks:
-        block.mlp.act = MODES[mode]()
+        mlp: Any = block.mlp
+        mlp.act = MODES[mode]()
     return model
 
 
@@ -129,7 +130,7 @@ def validation_loss(model: nn.Module, text: torch.Tensor, setting: Setting) -> f
     return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
 
 
-def gradient_errors(model: nn.Module, text: torch.Tensor, setting: Setting) -> dict[str, float]:
+def gradient_errors(model: GPT, text: torch.Tensor, setting: Setting) -> dict[str, float]:
     """|gradient - exact gradient| / |exact gradient| over all parameters, the root mean square over batches."""
     from memkern.train.data import step_batches
 

@@ -7,6 +7,7 @@ few_bit_backward_from_output ops behind memkern.functional) beside torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def contender(
 def gelus(approximate: str) -> dict[str, Callable[[Tensor], Tensor]]:
     from memkern import functional
 
-    def ours(**options: object) -> Callable[[Tensor], Tensor]:
+    def ours(**options: Any) -> Callable[[Tensor], Tensor]:
         return lambda x: functional.gelu(x, approximate, **options)
 
     return {

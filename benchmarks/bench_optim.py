@@ -88,7 +88,11 @@ LION = {
 def torch_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """torch's fused AdamW after clip_grad_norm_, which makes two passes over the gradients: norm, then scaling."""
     optimizer = torch.optim.AdamW(params, fused=True)
-    optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, 1.0) and None)
+
+    def clip(*_: object) -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+    optimizer.register_step_pre_hook(clip)
     return optimizer
 
 

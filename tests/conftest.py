@@ -10,7 +10,10 @@ import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come af
 import torch
 from hypothesis import settings
 
+from tests.support import cache
 from tests.support.simt import build
+
+pytest_plugins = ["tests.support.interpreted", "tests.support.outcomes", "tests.support.skips"]
 
 # The same examples every run: a failure that comes and goes tells less than one that stays.
 settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
@@ -21,9 +24,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture(scope="session")
-def simt_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[CDLL, Path]:
+def simt_library() -> tuple[CDLL, Path]:
     """csrc/cuda/ as CPU programs (tests/support/simt), its ops registered once a session."""
-    path = build.compile_library(tmp_path_factory.mktemp("simt"))
+    path = cache.built("simt", build.compile_library, build.FLAGS) / build.LIBRARY
     return build.load(path), path
 
 

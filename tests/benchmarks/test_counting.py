@@ -24,7 +24,7 @@ def run(script: str, out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_roberta_s_published_memory(tmp_path: Path) -> None:
     rows = run("roberta", tmp_path)
     published = [row for row in rows if row["published_gib"]]
@@ -40,6 +40,7 @@ def test_roberta_s_published_memory(tmp_path: Path) -> None:
             assert float(stored["peak_gib"]) - float(row["peak_gib"]) == pytest.approx(bit, abs=2e-3)
 
 
+@pytest.mark.full
 def test_gpt2_block(tmp_path: Path) -> None:
     saved = {
         (row["width"], row["way"]): float(row["bytes_per_token"]) for row in run("saved_bytes", tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.tree import ROOT, built_libraries
+
 PROBE = r"""
 #include <cuda_runtime.h>
 __global__ void twice(float* x) { x[threadIdx.x] *= 2; }
@@ -22,18 +22,14 @@ extern "C" __attribute__((visibility("default"))) int memkern_cuda_probe() {
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_cuda_sources_are_compiled_and_linked(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    shutil.copytree(ROOT / "memkern", tmp_path / "memkern", ignore=shutil.ignore_patterns("*.so"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "csrc" / "cuda").mkdir(exist_ok=True)
-    (tmp_path / "csrc" / "cuda" / "probe.cu").write_text(PROBE)
     options = {"MEMKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MEMKERN_CXX_FLAGS": "-O0"}
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=tmp_path, env={**os.environ, **options}, check=True, capture_output=True)
+    libraries = built_libraries("cuda", options, {"csrc/cuda/probe.cu": PROBE})
+    shutil.copytree(ROOT / "memkern", tmp_path / "memkern", ignore=shutil.ignore_patterns("*.so"))
+    for library in libraries.iterdir():
+        shutil.copy(library, tmp_path / "memkern")
 
     # In a process of its own: the ops register once.
     code = (

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.tree import copy_of_tree
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STEP = """
 import json, torch, memkern

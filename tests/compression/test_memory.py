@@ -199,6 +199,7 @@ def test_counting_saved_bytes_changes_no_bit() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_peak_on_cuda_leaves_out_what_others_hold() -> None:
     others = torch.zeros(1 << 20, device="cuda")

@@ -52,7 +52,7 @@ def _param(backend: str, *values: Any, slow: bool = False) -> Any:
     if _device_of(backend) == "cuda":
         marks.append(pytest.mark.gpu)
     if slow:
-        marks.append(pytest.mark.slow)
+        marks.append(pytest.mark.full)
     return pytest.param(backend, *values, marks=marks, id="-".join((backend, *values)))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.interpreted import interpreted
 from tests.support.op_helpers import SAMPLES, TABLE, op, over_namespaces, step_args
 from tests.support.step_lists import names_of
 
@@ -77,6 +78,7 @@ BAD_CASES = [
 ]
 
 
+@interpreted(name=("adam_step_", "lion_step_"))
 @over_namespaces
 @pytest.mark.parametrize(("name", "case"), BAD_CASES)
 def test_bad_steps_raise_before_anything_changes(namespace: str, name: str, case: str) -> None:
@@ -147,6 +149,7 @@ BAD_CALLS |= {
 }
 
 
+@interpreted(case=[case for case in BAD_CALLS if "quantize" in case or "scaler" in case])
 @over_namespaces
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_bad_calls_raise(namespace: str, case: str) -> None:

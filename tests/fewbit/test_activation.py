@@ -40,6 +40,7 @@ from tests.support.helpers import (
     over_dtypes,
     over_fast,
 )
+from tests.support.interpreted import interpreted
 
 over_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 
@@ -92,6 +93,7 @@ def test_codes_of_many_threads(backend: str) -> None:
     assert_same(codes, encode("reference", x, table))
 
 
+@interpreted(layout=("odd", "channels_last", "a slice", "a transposed slice"))
 @over_all
 @over_layouts
 @over_bits
@@ -173,6 +175,7 @@ def test_forward_of_large_tensors_is_torchs(name: str) -> None:
     assert_same(activation(x), activation.torch(x))
 
 
+@interpreted(layout=("odd", "channels_last", "a slice", "a transposed slice"))
 @over_all
 @over_activations
 @over_all_layouts

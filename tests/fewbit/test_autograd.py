@@ -151,7 +151,7 @@ def test_compile_without_a_graph_break(case: str) -> None:
         assert_same(gradients(compiled, x), gradients(fn, x))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_inductor() -> None:
     torch._dynamo.reset()
     x = torch.randn(64, 48)

@@ -7,30 +7,26 @@ by more than a tenth is to be looked at; ``python -m tests.support.cuda_kernels`
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import cuda_kernels, sass
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(cuda_kernels.nvcc() is None, reason="nvcc is not installed"),
-]
+pytestmark = pytest.mark.skipif(cuda_kernels.nvcc() is None, reason="nvcc is not installed")
+over_archs = pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
+        for arch in cuda_kernels.ARCHS
+    ],
+)
 UPDATE = "look at why, then run python -m tests.support.cuda_kernels"
 TENTH = 0.1
 RECORD = json.loads(cuda_kernels.RECORD.read_text())
 # An H200 copies 4.3 TB/s; 132 multiprocessors issue four warps' instructions a cycle at 1.98 GHz. What a parameter's
 # 16.13 and 10.13 bytes leave time for.
 BUDGET = {"AdamW fp32": 125, "AdamW bf16": 79, "Lion fp32": 109, "Lion bf16": 63}
-
-Compiled = dict[str, tuple[Path, dict[str, dict[str, int]]]]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return cuda_kernels.compile_all(tmp_path_factory.mktemp("kernels"))
 
 
 def recorded(key: str) -> dict[str, Any]:
@@ -39,26 +35,29 @@ def recorded(key: str) -> dict[str, Any]:
     return RECORD[key]
 
 
-@pytest.mark.parametrize("arch", cuda_kernels.ARCHS)
-def test_nothing_is_spilled(compiled: Compiled, arch: str) -> None:
-    for kernel, numbers in compiled[arch][1].items():
+@over_archs
+def test_nothing_is_spilled(arch: str) -> None:
+    _, found = cuda_kernels.compiled(arch)
+    assert found
+    for kernel, numbers in found.items():
         assert numbers["stack"] == numbers["spilled"] == 0, f"{kernel}: {numbers}"
 
 
-@pytest.mark.parametrize("arch", cuda_kernels.ARCHS)
-def test_registers_are_those_on_record(compiled: Compiled, arch: str) -> None:
+@over_archs
+def test_registers_are_those_on_record(arch: str) -> None:
     record = recorded("registers")
-    found = {kernel: numbers["registers"] for kernel, numbers in compiled[arch][1].items()}
+    found = {kernel: numbers["registers"] for kernel, numbers in cuda_kernels.compiled(arch)[1].items()}
     assert {*found} == {*record}, f"other kernels than on record; {UPDATE}"
     for kernel, registers in found.items():
         before = record[kernel][arch]
         assert abs(registers - before) <= TENTH * before, f"{kernel}: {registers}, not {before}; {UPDATE}"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
-def test_instructions_are_those_on_record(compiled: Compiled) -> None:
+def test_instructions_are_those_on_record() -> None:
     record = recorded("instructions per parameter")
-    for path, count in cuda_kernels.instructions(compiled["sm_90"][0]).items():
+    for path, count in cuda_kernels.instructions(cuda_kernels.compiled("sm_90")[0]).items():
         assert count > 0, (
             f"{path}: no loop moves these bytes; {UPDATE} with the paths in cuda_kernels.py mended"
         )

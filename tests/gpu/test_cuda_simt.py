@@ -21,6 +21,7 @@ from memkern import reference
 from memkern.quant.layout import layer_count, layout_of
 from memkern.schemas import STEP_OPS, StepArgs
 from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
+from tests.support import cache
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import compare_activations, compare_forward
 from tests.support.helpers import (
@@ -38,7 +39,10 @@ from tests.support.op_helpers import step_args as op_args
 from tests.support.simt import build, drive
 from tests.support.simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
 
-pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
+]
 
 ORDERS = ("fwd", "rev", "rand")
 over_orders = pytest.mark.parametrize("order", ORDERS)
@@ -327,8 +331,7 @@ def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
 # ---- memory
 
 
-@pytest.mark.slow
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+def test_sanitizers_find_nothing() -> None:
     def path(name: str) -> str:
         return subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True
@@ -338,7 +341,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     if not all(os.path.isabs(name) for name in runtime):
         pytest.skip("g++ has no libasan or libubsan beside it")
     flags = ("-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment")
-    library = build.compile_library(tmp_path, *flags)
+    folder = cache.built("simt-sanitized", lambda folder: build.compile_library(folder, *flags), flags)
     environment = {
         **os.environ,
         "PYTHONPATH": str(build.ROOT),
@@ -346,7 +349,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "SIMT_ORDER": "rand",
     }
-    command = [sys.executable, "-m", drive.__name__, str(library)]
+    command = [sys.executable, "-m", drive.__name__, str(folder / build.LIBRARY)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
     assert run.stdout.strip() == "nothing found"

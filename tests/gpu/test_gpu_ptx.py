@@ -18,7 +18,7 @@ import torch
 from memkern import reference
 from memkern.quant.codec import CODECS as NUMBERS
 from memkern.schemas import StepArgs
-from tests.support import triton_ptx
+from tests.support import cache, triton_ptx
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import compare_gradients
 from tests.support.helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
@@ -26,7 +26,8 @@ from tests.support.ptx_emulator import Module, contracted
 from tests.support.simt import build, drive, ptx
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself")
+    pytest.mark.full,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which runs the kernels itself"),
 ]
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
 SOME_LAYOUTS = ("odd", "long rows", "short rows", "channels_last", "unaligned", "whole blocks")
@@ -54,8 +55,8 @@ class Compiled:
 
 
 @pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> ptx.Program:
-    return ptx.Program(tmp_path_factory.mktemp("ptx"))
+def program() -> ptx.Program:
+    return ptx.Program(cache.built("ptx", ptx.compile_all, ptx.FLAGS))
 
 
 @pytest.fixture

@@ -15,40 +15,19 @@ ROOT = Path(__file__).parents[2]
 missing = backend.available()["triton"]
 pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
-INTERPRETED = {
-    "activations": ["tests/gpu/triton_activation.py"],
-    "functions": [
-        "tests/fewbit/test_activation.py",
-        "-k",
-        "triton and (gradient_is or planes) and (odd or slice or channels)",
-    ],
+INTERPRETED = {  # of these files what has the mark
+    "activations": ["tests/gpu/triton_activation.py", "tests/fewbit/test_activation.py"],
     "steps": ["tests/gpu/triton_steps.py"],
-    "ops": [
-        "tests/contract/test_ops.py",
-        "tests/contract/test_ops_errors.py",
-        "-k",
-        "memkern_triton and (bad_steps or bad_calls and quantize or scaler) and not lamb and not lars",
-    ],
-    "quantizers": [
-        "tests/quant/test_blockwise.py",
-        "tests/quant/test_layout.py",
-        "-k",
-        "triton and not boundary and not large",
-    ],
-    "boundaries": ["tests/quant/test_blockwise.py", "-k", "triton and boundary and (1.0 or e-38 or dynamic)"],
-    "optimizers": [
-        "tests/optim/test_numerics.py",
-        "tests/optim/test_clip.py",
-        "-k",
-        "triton and (late_steps or test_norm)",
-    ],
+    "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
+    "quantizers": ["tests/quant/test_blockwise.py", "tests/quant/test_layout.py"],
+    "optimizers": ["tests/optim/test_numerics.py", "tests/optim/test_clip.py"],
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("what", INTERPRETED)
 def test_interpreted(what: str) -> None:
-    what_to_run, options = INTERPRETED[what], ["-q", "-x", "-p", "no:cacheprovider"]
+    what_to_run, options = INTERPRETED[what], ["-q", "-x", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *what_to_run],
         cwd=ROOT,

@@ -9,6 +9,9 @@ from memkern.fewbit.levels import Levels
 from tests.support.activation_helpers import TABLES, around, over_layouts, values
 from tests.support.activation_kernels import compare_activations, compare_forward
 from tests.support.helpers import FLOATS, assert_same, name_of
+from tests.support.interpreted import interpreted
+
+pytestmark = interpreted()
 
 
 @over_layouts

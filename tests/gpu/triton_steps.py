@@ -19,6 +19,7 @@ from memkern.quant.layout import layer_count
 from memkern.schemas import STEP_OPS, StepArgs
 from memkern.triton import table
 from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
+from tests.support.interpreted import interpreted
 from tests.support.step_lists import pack
 
 MIXED = [
@@ -50,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "more than a program of the prologue takes": {"tensors": MANY},
     "nothing": {"tensors": []},
 }
+
+pytestmark = interpreted()
 
 
 def spoilt(x: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def test_compile_around_a_checkpoint() -> None:
     assert_gram(gram(layer, compiled), 30)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_inductor_keeps_the_projection_and_not_the_input() -> None:
     layer = RandomizedLinear(150, 150)

@@ -110,6 +110,7 @@ def test_rows_without_replacement_have_less_variance_than_with() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @over_projections
 def test_cuda_makes_the_same_projection(name: str) -> None:

@@ -24,6 +24,7 @@ from tests.support.helpers import (
     snapshot,
     tensor,
 )
+from tests.support.interpreted import interpreted
 
 
 def norm_on(backend: str, grads: list[torch.Tensor], scale: float | None = None) -> float:
@@ -35,6 +36,7 @@ def norm_on(backend: str, grads: list[torch.Tensor], scale: float | None = None)
     return float(norm)
 
 
+@interpreted()
 @over_all
 @over_dtypes
 @pytest.mark.parametrize("scale", [None, 1024.0])
@@ -56,6 +58,7 @@ def test_norm_has_the_same_bits_whatever_the_threads() -> None:
     assert len(found) == 1
 
 
+@interpreted()
 @over_all
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_norm_of_what_is_not_finite(backend: str, bad: float) -> None:

@@ -44,6 +44,7 @@ def test_short_runs_are_within_15_percent_of_nearest_rounding(
 LONG = [("equal", 0.042), ("log-sd 0.5", 0.061), ("one stays large", 0.083)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stream", "dithered"), LONG)
 def test_long_runs_do_not_freeze(stream: str, dithered: float) -> None:
     result = run(stream, 0.999, 6000, 0)
@@ -51,12 +52,14 @@ def test_long_runs_do_not_freeze(stream: str, dithered: float) -> None:
     assert result.mean_error <= 1.5 * dithered
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("beta2", [0.999, 0.9999])
 @pytest.mark.parametrize("stream", [stream for stream, _ in LONG])
 def test_the_second_moment_keeps_its_size(stream: str, beta2: float) -> None:
     assert 0.97 <= run(stream, beta2, 6000, 0).sqrt_v_ratio <= 1.05
 
 
+@pytest.mark.full
 def test_nearest_rounding_would_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
     # That the test above can fail: without the dither sqrt(v) stays where it was when the gradients were large.
     from memkern.reference import state
@@ -77,6 +80,7 @@ def test_32_bit_states_add_nothing(beta2: float) -> None:
     assert abs(result.sqrt_v_ratio - 1) < 1e-6
 
 
+@pytest.mark.full
 def test_the_dynamic_map_has_the_prototypes_error() -> None:
     # That streams and measure are those of the prototype, whose .083 is for blocks of 256.
     factory = functools.partial(optim.Adam8bit, codec="dynamic", block_size=256)

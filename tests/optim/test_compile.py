@@ -70,7 +70,14 @@ def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], *
     return snapshot(optimizer)
 
 
-@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(build, marks=() if build in (optim.AdamW8bit, optim.LAMB8bit) else pytest.mark.full)
+        for build in OPTIMIZERS
+    ],
+    ids=name_of,
+)
 @pytest.mark.parametrize("rates", RATES)
 def test_graphs_and_bits(build: type, rates: str) -> None:
     expected = run(build, rates, lambda o: o.step)
@@ -238,6 +245,7 @@ def test_autograd_sees_that_parameters_changed() -> None:
             loss.backward()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Lion8bit], ids=name_of)
 def test_inductor(build: type) -> None:

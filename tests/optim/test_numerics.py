@@ -25,6 +25,7 @@ from tests.support.helpers import (
     snapshot,
     tensor,
 )
+from tests.support.interpreted import interpreted
 
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -200,6 +201,7 @@ def test_many_steps_give_the_same_bits(backend: str) -> None:
     assert_same(*runs)
 
 
+@interpreted()
 @over_fast
 @pytest.mark.parametrize("step", [2**20, 2**24 - 2])
 def test_late_steps_give_the_same_bits(backend: str, step: int) -> None:

@@ -192,6 +192,7 @@ def test_timm_moves_parameters_alike(name: str) -> None:
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
+@pytest.mark.full
 @over_cpu
 @pytest.mark.parametrize("codec", ["power", "dynamic"])
 @pytest.mark.parametrize("name", ["LAMB", "LAMB, clipped", "LARS", "classic LARS"])

@@ -28,6 +28,7 @@ from tests.support.helpers import (
     over_signs,
     tensor,
 )
+from tests.support.interpreted import interpreted
 
 FLT_MAX = torch.finfo(torch.float32).max
 TINIEST = 2.0**-149
@@ -47,6 +48,7 @@ def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor
 # ---- backends agree
 
 
+@interpreted()
 @over_fast
 @over_codecs
 @over_signs
@@ -67,6 +69,7 @@ def test_backends_give_the_same_bits(
     assert (back.dtype, back.shape, back.stride()) == (dtype, x.shape, x.stride())
 
 
+@interpreted(layout=("odd", "long rows", "short rows", "1-D"))
 @over_fast
 @over_codecs
 @over_signs
@@ -86,6 +89,7 @@ def neighbours(x: torch.Tensor, ulps: int = 3) -> torch.Tensor:
 SCALES = [1.0, 3e-3, 0.7e-20, 1e30, LEAST["power"], 2.0**-113, 2.0**-126, LEAST["dynamic"], FLT_MAX]
 
 
+@interpreted(scale=(1.0, 2.0**-126))
 @over_fast
 @over_signs
 @pytest.mark.parametrize("scale", SCALES)
@@ -104,6 +108,7 @@ def test_power_beside_every_boundary(backend: str, signed: bool, scale: float) -
         both(x, backend, signed=signed, step=step)
 
 
+@interpreted()
 @over_fast
 @over_signs
 @pytest.mark.parametrize("scale", SCALES)
@@ -176,6 +181,7 @@ EXTREMES = {
 }
 
 
+@interpreted()
 @over_all
 @over_dtypes
 @pytest.mark.parametrize("name", EXTREMES)

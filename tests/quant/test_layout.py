@@ -23,6 +23,7 @@ from tests.support.helpers import (
     snapshot,
     tensor,
 )
+from tests.support.interpreted import interpreted
 
 # shape, strides, block_size -> segment, block, shape of the scales
 TABLE = [
@@ -99,6 +100,7 @@ def test_memory_order_is_a_view_of_every_element_once(layout: str) -> None:
     assert torch.equal(flat.sort().values, x.reshape(-1).sort().values)
 
 
+@interpreted()
 @over_all
 @pytest.mark.parametrize("case", TABLE, ids=layout_id)
 def test_ops_make_the_scales_of_the_layout(backend: str, case: tuple) -> None:
@@ -167,6 +169,7 @@ def sharded(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else x
 
 
+@interpreted()
 @over_all
 @over_codecs
 @pytest.mark.parametrize(("shape", "sizes"), SHARDS)

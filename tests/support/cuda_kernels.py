@@ -13,12 +13,11 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.support import sass
+from tests.support import cache, sass
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_suffix(".json")
@@ -66,10 +65,11 @@ def nvcc() -> str | None:
     return shutil.which(os.environ.get("NVCC", "nvcc"))
 
 
-def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]]]:
-    """The machine code, and for each kernel its registers and bytes of stack and spills."""
+def compile_for(arch: str, folder: Path) -> None:
+    """Into ``folder``: the machine code, and as JSON each kernel's registers and bytes of stack and spills."""
     import torch
 
+    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](folder)
     unit = folder / f"{arch}.cu"
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
@@ -96,13 +96,16 @@ def compile_for(arch: str, folder: Path) -> tuple[Path, dict[str, dict[str, int]
             "stack": stack,
             "spilled": stores + loads,
         }
-    return binary, found
+    (folder / f"{arch}.json").write_text(json.dumps(found))
 
 
-def compile_all(folder: Path) -> dict[str, tuple[Path, dict[str, dict[str, int]]]]:
-    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](folder)
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-        return dict(zip(ARCHS, pool.map(lambda arch: compile_for(arch, folder), ARCHS), strict=True))
+Compiled = tuple[Path, dict[str, dict[str, int]]]
+
+
+def compiled(arch: str) -> Compiled:
+    """The machine code for an architecture, and what it needs."""
+    folder = cache.built(arch, lambda folder: compile_for(arch, folder), FLAGS, nvcc_version())
+    return folder / f"{arch}.cubin", json.loads((folder / f"{arch}.json").read_text())
 
 
 def instructions(binary: Path) -> dict[str, float]:
@@ -114,21 +117,21 @@ def instructions(binary: Path) -> dict[str, float]:
     }
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    compiled = compile_all(folder)
-    kernels = sorted({name for _, found in compiled.values() for name in found})
+def measure() -> dict[str, Any]:
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        of_arch = dict(zip(ARCHS, pool.map(compiled, ARCHS), strict=True))
+    kernels = sorted({name for _, found in of_arch.values() for name in found})
     return {
         "nvcc": nvcc_version(),
         "registers": {
-            kernel: {arch: found[kernel]["registers"] for arch, (_, found) in compiled.items()}
+            kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()}
             for kernel in kernels
         },
-        "instructions per parameter": instructions(compiled["sm_90"][0]),
+        "instructions per parameter": instructions(of_arch["sm_90"][0]),
     }
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        record = measure(Path(folder))
+    record = measure()
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     json.dump(record["instructions per parameter"], sys.stdout, indent=1)

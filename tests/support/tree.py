@@ -1,12 +1,16 @@
-"""A clean copy of the source tree, for the tests that build it."""
+"""A clean copy of the source tree, for the tests that build it, and what setup.py makes of it."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import cache
+
+ROOT = cache.ROOT
 
 
 def copy_of_tree(to: Path) -> Path:
@@ -22,3 +26,23 @@ def copy_of_tree(to: Path) -> Path:
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
     return to
+
+
+def built_libraries(name: str, environment: dict[str, str], extra: dict[str, str] | None = None) -> Path:
+    """A folder with the libraries that setup.py builds with these variables set, and these files added to the tree."""
+
+    def build(folder: Path) -> None:
+        tree = copy_of_tree(folder / "tree")
+        for path, text in (extra or {}).items():
+            (tree / path).write_text(text)
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+            cwd=tree, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:]
+        (folder / "libraries").mkdir()
+        for library in (tree / "memkern").glob("*.so"):
+            shutil.move(library, folder / "libraries")
+        shutil.rmtree(tree)
+
+    return cache.built(name, build, environment, extra) / "libraries"

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +52,8 @@ def compiled(name: str, target: str) -> Any:
     return triton.compile(source, target=gpu, options=options_of(constants.get("BLOCK_SIZE", 0)))
 
 
-def facts(case: tuple[str, str]) -> Compiled:
-    name, target = case
+@functools.cache
+def facts(name: str, target: str) -> Compiled:
     made = compiled(name, target)
     asm = made.asm
     if target.startswith("gfx"):
@@ -66,8 +66,8 @@ def facts(case: tuple[str, str]) -> Compiled:
 def all_facts() -> dict[tuple[str, str], Compiled]:
     from tests.support.triton_kernels import CASES
 
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        return dict(zip(CASES, pool.map(facts, CASES, chunksize=4), strict=True))
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        return dict(zip(CASES, pool.starmap(facts, CASES), strict=True))
 
 
 # ---- machine code

@@ -18,6 +18,7 @@ FLAGS = [
     *("-std=c++20", "-O2", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-g1"),
     *("-Wall", "-Wno-attributes", "-Wno-unknown-pragmas"),
 ]
+LIBRARY = "libmemkern_simt.so"
 _library: list[torch.library.Library] = []  # its ops live as long as it does
 
 
@@ -53,7 +54,7 @@ def compile_library(folder: Path, *flags: str) -> Path:
     ]
     unit = folder / "all.cpp"
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
-    library = folder / "libmemkern_simt.so"
+    library = folder / LIBRARY
     command = ["g++", *FLAGS, *flags, *includes(folder), "-shared", str(unit), "-o", str(library)]
     command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True)

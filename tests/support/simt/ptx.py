@@ -36,19 +36,24 @@ def readable(names: list[str]) -> list[str]:
     return [re.sub(r"^.*?(memkern::\w+(<.*?>)?)\(.*$", r"\1", line) for line in plain.splitlines()]
 
 
+def compile_all(folder: Path) -> None:
+    """The PTX of every .cu file, in ``folder``."""
+
+    def compile_one(source: Path) -> None:
+        target = folder / f"{source.stem}.ptx"
+        command = ["nvcc", *FLAGS, "-ptx", *includes(folder), str(source), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-6000:]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, sorted((ROOT / "csrc" / "cuda").glob("*.cu"))))
+
+
 class Program:
-    """The kernels of all .cu files, by readable name."""
+    """The kernels of all .cu files, from the folder that compile_all filled, by readable name."""
 
     def __init__(self, folder: Path) -> None:
-        def compile_one(source: Path) -> Module:
-            target = folder / f"{source.stem}.ptx"
-            command = ["nvcc", *FLAGS, "-ptx", *includes(folder), str(source), "-o", str(target)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[-6000:]
-            return Module(target.read_text())
-
-        with ThreadPoolExecutor(2) as pool:
-            self.modules = [*pool.map(compile_one, sorted((ROOT / "csrc" / "cuda").glob("*.cu")))]
+        self.modules = [Module(path.read_text()) for path in sorted(folder.glob("*.ptx"))]
         self.kernels: dict[str, tuple[Module, Kernel]] = {}
         for module in self.modules:
             for name, kernel in zip(readable([*module.kernels]), module.kernels.values(), strict=True):

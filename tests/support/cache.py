@@ -1,0 +1,43 @@
+"""Builds that tests share: made once for the sources as they are, for all workers and later runs of pytest.
+
+``build/test-cache`` holds the newest of each kind. Two processes that want the same one wait for each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "test-cache"
+# Whatever the compilers read, and what writes headers for them.
+SOURCES = ("csrc/**/*", "tests/support/simt/*", "memkern/quant/codec.py", "memkern/schemas.py", "setup.py")
+
+
+def key_of(*facts: object) -> str:
+    """Changes with every file of SOURCES, with torch, and with the facts, such as compiler flags."""
+    found = hashlib.sha256(repr((torch.__version__, *facts)).encode())
+    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()}):
+        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def built(name: str, build: Callable[[Path], object], *facts: object) -> Path:
+    """The folder that ``build`` filled, now or earlier."""
+    folder = FOLDER / f"{name}-{key_of(*facts)}"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            for old in FOLDER.glob(f"{name}-*"):
+                shutil.rmtree(old)
+            unfinished = FOLDER / f"{name}-unfinished"
+            unfinished.mkdir()
+            build(unfinished)
+            unfinished.rename(folder)
+    return folder
