@@ -1,21 +1,56 @@
-// memkern::adam_step_ on CUDA devices.
+// memkern::adam_step_ on CUDA devices. Lower bound of a step's time: its bytes (16.13 per parameter in
+// fp32, 10.13 in bf16) over the copy bandwidth.
+#include "../core/adam.h"
 #include "../ops.h"
-#include "adam_kernel.cuh"
-#include "step_table.h"
+#include "adam_update.cuh"
+#include "launch_step.h"
 
 namespace memkern {
 
+using AdamGroup = StepGroup<AdamHyperparameters>;
+
+// What the prologue leaves for a tensor.
+struct AdamTensor {
+  AdamScalars scalars;
+  uint32_t step;
+};
+
+using AdamTable = StepTable<AdamGroup, AdamTensor>;
+
+// One thread per tensor: counts its step, and works out its scalars.
+static __global__ void adam_prologue(AdamTable table) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= table.count || skipped(*table.header)) return;
+  const TensorRecord& t = table.tensors[i];
+  const AdamGroup& k = table.groups[t.group];
+  const uint64_t step = static_cast<uint64_t>(*t.step += 1.0f);
+  table.scalars[i] = {adam_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+                      static_cast<uint32_t>(step)};
+}
+
+// What becomes of the parameter.
+struct AdamRule {
+  using Tensor = AdamTensor;
+  using Scalars = AdamScalars;
+  template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
+    return adam_param(p, m, w, s);
+  }
+};
+
+// One thread block per tile.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    adam_tiles(AdamTable table, bool fp32) {
+  __shared__ TileWork<AdamTensor> work;
+  if (!work.find(table, Kind, fp32)) return;
+  with_state_types(
+      work.tensor, [&](auto... types) { adam_update_8bit<Kind, AdamRule>(work, types...); },
+      [&] { adam_update_fp32<AdamRule>(work); });
+}
+
 void adam_step_cuda(const StepArgs& args) {
-  const auto groups = args.groups<AdamHyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, kAdamStep);
-  if (args.params.empty()) return;
-  const StepHeader header = header_of(args);
-  const auto records = records_of(args, groups);
-  const OnDevice on(args.params[0]);
-  const auto step = upload_step<AdamGroup, AdamTensor>("adam_step_", header, records, jobs, args.params[0],
-                                                       args.steps, args.group, on.stream);
-  launch_step("adam_step_", step, adam_prologue, adam_tiles<StateKind::kPower>,
-              adam_tiles<StateKind::kDynamic>, on.stream);
+  step_in_one_pass<AdamHyperparameters, AdamTensor>(
+      "adam_step_", kAdamStep, args, adam_prologue,
+      {adam_tiles<StateKind::kPower>, adam_tiles<StateKind::kDynamic>});
 }
 
 }  // namespace memkern

@@ -1,9 +1,79 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on CUDA devices.
 #include "../ops.h"
-#include "blockwise_kernel.cuh"
-#include "host.h"
+#include "block_state.cuh"
+#include "launch.h"
+#include "tile.cuh"
 
 namespace memkern {
+
+struct CodecTensor {
+  void* values;
+  void* codes;
+  float* scale;
+  Blocks blocks;
+  FloatType type;
+  bool aligned;  // values and codes start on 16 bytes
+};
+
+// Unsigned codes are for x >= 0: a negative one, and -0, are stored as 0. NaN stays.
+template <bool Signed> MEMKERN_DEVICE float storable(float x) { return Signed || !(x <= 0.0f) ? x : 0.0f; }
+
+template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThreads)
+    quantize_tiles(CodecTensor t, Rounding rounding) {
+  const LaneGroup group(t.blocks.block);
+  __shared__ Tile tile;
+  if (threadIdx.x == 0) tile.start(t.blocks, blockIdx.x, group);
+  __syncthreads();
+  for_each_block(t.blocks, tile, group, [&](const BlockSpan& block) {
+    float absmax = 0.0f, factor = 0.0f;
+    bool finite = true;
+    // Once where a block fits its lanes; else all of it for its maximum, and again to be written.
+    const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
+    for (int iteration = 0; iteration < iterations; ++iteration) {
+      const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
+      const int j =
+          ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
+      const Span at = span_of(block.start + j, block.n - j, t.aligned);
+      float x[kVector];
+      load_floats(t.values, t.type, at, x);
+      for (float& each : x) each = storable<Signed>(each);
+      if (max_pass) {
+        float vector_max = absmax_or_nan<Signed>(x);
+        if (!is_finite(vector_max)) {
+          finite = false;
+          vector_max = finite_absmax<Signed>(x);
+        }
+        absmax = fmaxf(absmax, vector_max);
+      }
+      if (iteration == group.vectors - 1) {
+        absmax = max_over_lanes(absmax, group.width() / 2);
+        factor = encode_factor<Kind>(absmax, levels_of(Signed));
+        if (group.lane() == 0 && block.n > 0) __stcs(t.scale + block.index, absmax);
+      }
+      if (store_pass) store_codes(t.codes, at, encode<Kind, Signed>(x, factor, finite, j, rounding));
+    }
+  });
+}
+
+template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThreads)
+    dequantize_tiles(CodecTensor t) {
+  const LaneGroup group(t.blocks.block);
+  __shared__ Tile tile;
+  if (threadIdx.x == 0) tile.start(t.blocks, blockIdx.x, group);
+  __syncthreads();
+  for_each_block(t.blocks, tile, group, [&](const BlockSpan& block) {
+    const float unit =
+        block.n > 0 ? decode_unit<Kind>(__ldcs(t.scale + block.index), 1.0f, levels_of(Signed)) : 0.0f;
+    for (int iteration = 0; iteration < group.vectors; ++iteration) {
+      const int j = (iteration * group.width() + group.lane()) * kVector;
+      const Span at = span_of(block.start + j, block.n - j, t.aligned);
+      float x[kVector];
+      decode<Kind, Signed>(load_codes(t.codes, at), unit, x);
+      store_floats(t.values, t.type, at, x);
+    }
+  });
+}
+
 namespace {
 
 // Calls use(kind, sign) with both as constants.
@@ -36,13 +106,13 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   check_block_size(block_size);
   STD_TORCH_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
   const BlockLayout layout = layout_of(x, block_size, "x");
-  const OnDevice on(x);
+  const DeviceScope scope(x);
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(x, scale_shape(layout), ScalarType::Float);
   const CodecTensor t = codec_tensor(x, codes, scale, layout);
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
-    launch_checked("quantize_blockwise", quantize_tiles<kind(), sign()>, tiles_of(t.blocks), on.stream, t,
+    launch_checked("quantize_blockwise", quantize_tiles<kind(), sign()>, tiles_of(t.blocks), scope.stream, t,
                    rounding);
   });
   return {codes, scale};
@@ -59,11 +129,11 @@ Tensor dequantize_blockwise_cuda(Tensor codes, Tensor scale, int64_t codec, int6
   const BlockLayout layout = layout_of(codes, block_size, "codes");
   check_scale(scale, layout, "codes");
   STD_TORCH_CHECK(same_device(scale, codes), "scale must be on the device of codes");
-  const OnDevice on(codes);
+  const DeviceScope scope(codes);
   Tensor values = empty_like(codes, dtype);
   const CodecTensor t = codec_tensor(values, codes, scale, layout);
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
-    launch_checked("dequantize_blockwise", dequantize_tiles<kind(), sign()>, tiles_of(t.blocks), on.stream,
+    launch_checked("dequantize_blockwise", dequantize_tiles<kind(), sign()>, tiles_of(t.blocks), scope.stream,
                    t);
   });
   return values;

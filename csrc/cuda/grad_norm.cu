@@ -1,9 +1,49 @@
-// memkern::grad_norm_ on CUDA devices.
+// memkern::grad_norm_ on CUDA devices: the global norm of gradients, a sum in fp64 for each tile, then the
+// sum of those, both in a fixed order.
 #include "../ops.h"
-#include "grad_norm_kernel.cuh"
-#include "step_table.h"
+#include "launch_step.h"
+#include "reductions.cuh"
+#include "step_table.cuh"
 
 namespace memkern {
+
+struct NormTensor {
+  const void* values;
+  int64_t numel;
+  FloatType type;
+  int32_t aligned;
+};
+
+struct NormTable {
+  const StepHeader* header;
+  const uint32_t* first_tiles;
+  const NormTensor* tensors;
+  double* partial;  // of each tile
+  int count, tiles;
+};
+
+static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
+  const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
+  const NormTensor t = table.tensors[i];
+  double sum = 0.0;
+  for_each_vector(t.numel, blockIdx.x - table.first_tiles[i], t.aligned, [&](const Span& at) {
+    float g[kVector];
+    load_floats(t.values, t.type, at, g);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) sum += static_cast<double>(g[k]) * static_cast<double>(g[k]);
+  });
+  sum = sum_over_block(sum);
+  if (threadIdx.x == 0) table.partial[blockIdx.x] = sum;
+}
+
+// One thread block.
+static __global__ void __launch_bounds__(kThreads) norm_total(NormTable table, double* norm) {
+  double sum = 0.0;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < table.tiles; i += kThreads) sum += table.partial[i];
+  sum = sum_over_block(sum);
+  if (threadIdx.x == 0) *norm = ::sqrt(sum) * gradient_factor(*table.header);
+}
 
 void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
   STD_TORCH_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
@@ -24,19 +64,20 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   }
   STD_TORCH_CHECK(tiles < int64_t{1} << 31, "grad_norm_: too many elements for one launch");
 
-  const OnDevice on(norm);
-  Image image;
+  const DeviceScope scope(norm);
+  TableImage image;
   const size_t header_at = image.add<StepHeader>(1), tensors_at = image.add<NormTensor>(tensors.size()),
                first_tiles_at = image.add<uint32_t>(tensors.size());
   *image.at<StepHeader>(header_at) = header;
   std::copy(tensors.begin(), tensors.end(), image.at<NormTensor>(tensors_at));
   std::copy(first_tiles.begin(), first_tiles.end(), image.at<uint32_t>(first_tiles_at));
-  const Twin twin = upload(image, tiles * sizeof(double), "grad_norm_", norm, tensors.size(), on.stream);
-  const NormTable table{twin.at<const StepHeader>(header_at),  twin.at<const uint32_t>(first_tiles_at),
-                        twin.at<const NormTensor>(tensors_at), twin.at<double>(image.bytes().size()),
-                        static_cast<int>(tensors.size()),      static_cast<int>(tiles)};
-  launch_checked("grad_norm_", norm_tiles, tiles, on.stream, table);
-  launch_checked("grad_norm_", norm_total, 1, on.stream, table, static_cast<double*>(norm.data_ptr()));
+  const DeviceTable memory =
+      upload_table(image, tiles * sizeof(double), "grad_norm_", norm, tensors.size(), scope.stream);
+  const NormTable table{memory.at<const StepHeader>(header_at),  memory.at<const uint32_t>(first_tiles_at),
+                        memory.at<const NormTensor>(tensors_at), memory.at<double>(image.bytes().size()),
+                        static_cast<int>(tensors.size()),        static_cast<int>(tiles)};
+  launch_checked("grad_norm_", norm_tiles, tiles, scope.stream, table);
+  launch_checked("grad_norm_", norm_total, 1, scope.stream, table, static_cast<double*>(norm.data_ptr()));
 }
 
 }  // namespace memkern

@@ -1,21 +1,46 @@
-// memkern::lion_step_ on CUDA devices.
+// memkern::lion_step_ on CUDA devices. Lower bound of a step's time: its bytes (14.06 per parameter in
+// fp32, 8.06 in bf16) over the copy bandwidth.
+#include "../core/lion.h"
 #include "../ops.h"
-#include "lion_kernel.cuh"
-#include "step_table.h"
+#include "launch_step.h"
+#include "lion_update.cuh"
 
 namespace memkern {
 
+using LionGroup = StepGroup<LionHyperparameters>;
+
+using LionTable = StepTable<LionGroup, LionScalars>;
+
+// One thread per tensor works out its scalars.
+static __global__ void lion_prologue(LionTable table) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= table.count || skipped(*table.header)) return;
+  const LionGroup& k = table.groups[table.tensors[i].group];
+  table.scalars[i] = lion_scalars(read(k.lr), k.h, gradient_factor(*table.header));
+}
+
+// What becomes of the parameter and the moment.
+struct LionRule {
+  using Scalars = LionScalars;
+  static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
+    lion_update(p, g, m, s);
+  }
+};
+
+// One thread block per tile.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+    lion_tiles(LionTable table, bool fp32) {
+  __shared__ TileWork<LionScalars> work;
+  if (!work.find(table, Kind, fp32)) return;
+  with_state_types(
+      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
+      [&] { lion_update_fp32<LionRule>(work); });
+}
+
 void lion_step_cuda(const StepArgs& args) {
-  const auto groups = args.groups<LionHyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, kLionStep);
-  if (args.params.empty()) return;
-  const StepHeader header = header_of(args);
-  const auto records = records_of(args, groups);
-  const OnDevice on(args.params[0]);
-  const auto step = upload_step<LionGroup, LionScalars>("lion_step_", header, records, jobs, args.params[0],
-                                                        args.steps, args.group, on.stream);
-  launch_step("lion_step_", step, lion_prologue, lion_tiles<StateKind::kPower>,
-              lion_tiles<StateKind::kDynamic>, on.stream);
+  step_in_one_pass<LionHyperparameters, LionScalars>(
+      "lion_step_", kLionStep, args, lion_prologue,
+      {lion_tiles<StateKind::kPower>, lion_tiles<StateKind::kDynamic>});
 }
 
 }  // namespace memkern

@@ -1,10 +1,12 @@
-// How thread blocks, warps and lanes share the blocks of a tensor.
+// How the blocks of a tensor are spread over thread blocks, warps and lanes.
 //
-// A thread block takes a tile: whole blocks of one tensor, about kTileElements. A block is held by a group of
-// lanes of one warp, eight consecutive elements each; blocks of more than 256 elements take several turns.
+// "Block" is a block of the state's codes, with one scale; CUDA's are called thread blocks. A thread block
+// processes a tile: whole blocks of one tensor, about kTileElements. Each block is processed by a group of 2
+// to 32 lanes of one warp, and each lane holds vectors of 8 consecutive elements: one for blocks of up to 256
+// elements, else several, one after the other.
 #pragma once
 #include "../core/layout.h"
-#include "lanes.cuh"
+#include "vector.cuh"
 
 namespace memkern {
 
@@ -13,7 +15,8 @@ constexpr int kTileElements = 1 << 14;
 // A tensor's blocks, as kernels and the table hold them.
 struct Blocks {
   int64_t segment, blocks;
-  int32_t blocks_per_segment, block, tile_blocks, unused;
+  int32_t blocks_per_segment, block, tile_blocks,
+      unused;  // unused: no padding, whose bytes would be undefined
 };
 
 inline Blocks blocks_of(const BlockLayout& l) {
@@ -28,7 +31,8 @@ inline Blocks blocks_of(const BlockLayout& l) {
 
 inline int64_t tiles_of(const Blocks& b) { return (b.blocks + b.tile_blocks - 1) / b.tile_blocks; }
 
-// The tensor that a tile belongs to: the last whose first tile is not after it. A warp looks at 32 at once.
+// The tensor that a tile belongs to: the last whose first tile is not after it. All lanes of a warp call it;
+// each round of the search compares 32 candidates.
 MEMKERN_DEVICE int find_tensor(const uint32_t* first_tiles, int count, uint32_t tile) {
   const int lane = threadIdx.x % kWarp;
   int found = 0;
@@ -43,19 +47,19 @@ MEMKERN_DEVICE int find_tensor(const uint32_t* first_tiles, int count, uint32_t 
   return found;
 }
 
-// The lanes that hold a block together: 2^shift of them, two at least, eight elements each.
-struct Group {
+// The lanes of a warp that process a block together: 2^shift of them, at least two.
+struct LaneGroup {
   int shift;
-  int turns;  // for all elements of a block
+  int vectors;  // of a block, per lane
 
-  MEMKERN_DEVICE explicit Group(int block) {
-    const int eights = (block + kEight - 1) / kEight;
-    shift = eights >= kWarp ? 5 : eights > 2 ? 32 - __clz(eights - 1) : 1;
-    turns = (eights + (1 << shift) - 1) >> shift;
+  MEMKERN_DEVICE explicit LaneGroup(int block) {
+    const int in_block = (block + kVector - 1) / kVector;
+    shift = in_block >= kWarp ? 5 : in_block > 2 ? 32 - __clz(in_block - 1) : 1;
+    vectors = (in_block + (1 << shift) - 1) >> shift;
   }
-  MEMKERN_DEVICE constexpr Group(int shift_, int turns_) : shift(shift_), turns(turns_) {}
+  MEMKERN_DEVICE constexpr LaneGroup(int shift_, int vectors_) : shift(shift_), vectors(vectors_) {}
   MEMKERN_DEVICE int width() const { return 1 << shift; }
-  MEMKERN_DEVICE int groups() const { return kThreads >> shift; }  // of the thread block
+  MEMKERN_DEVICE int groups() const { return kThreads >> shift; }  // in the thread block
   // This thread's lane in its group, and its group in the thread block.
   MEMKERN_DEVICE int lane() const { return threadIdx.x & (width() - 1); }
   MEMKERN_DEVICE int index() const { return threadIdx.x >> shift; }
@@ -63,58 +67,59 @@ struct Group {
   MEMKERN_DEVICE int first_of_warp() const { return threadIdx.x / kWarp * kWarp >> shift; }
 };
 
-// The group of a block of 65 to 128 elements, as something that the compiler knows.
-struct Sixteen {
-  MEMKERN_DEVICE operator Group() const { return Group(4, 1); }
+// The group for blocks of 65 to 128 elements as a compile-time constant.
+struct SixteenLanes {
+  MEMKERN_DEVICE operator LaneGroup() const { return LaneGroup(4, 1); }
 };
 
-// A tile as all its threads see it: kept in shared memory, not in every thread's registers.
-struct Walk {
-  int64_t first;  // block of the tensor
-  int64_t base;   // where that block's segment starts
-  int64_t base_step;
-  int32_t within, within_step;  // blocks from there; and what a thread block's groups are ahead the next time
-  int32_t here;                 // blocks in the tile
+// A tile's position in its tensor. In shared memory, as it is the same for all threads.
+struct Tile {
+  int64_t first_block;    // index in the tensor
+  int64_t segment_start;  // offset of the segment that this block is in
+  int64_t segment_step;   // what is added to both of these for the next block of a group, which is
+  int32_t block_in_segment, block_step;  // as many blocks ahead as the thread block has groups
+  int32_t blocks;                        // in the tile
 
-  // Divisions once a tile.
-  MEMKERN_DEVICE void start(const Blocks& b, int64_t tile, const Group& group) {
-    first = tile * b.tile_blocks;
-    here = static_cast<int>(b.blocks - first < b.tile_blocks ? b.blocks - first : b.tile_blocks);
-    const int64_t row = first / b.blocks_per_segment;
-    base = row * b.segment;
-    within = static_cast<int>(first - row * b.blocks_per_segment);
-    const int rows = group.groups() / b.blocks_per_segment;
-    base_step = rows * b.segment;
-    within_step = group.groups() - rows * b.blocks_per_segment;
+  // By one thread: so the divisions are done once per tile.
+  MEMKERN_DEVICE void start(const Blocks& b, int64_t tile, const LaneGroup& group) {
+    first_block = tile * b.tile_blocks;
+    blocks =
+        static_cast<int>(b.blocks - first_block < b.tile_blocks ? b.blocks - first_block : b.tile_blocks);
+    const int64_t segment = first_block / b.blocks_per_segment;
+    segment_start = segment * b.segment;
+    block_in_segment = static_cast<int>(first_block - segment * b.blocks_per_segment);
+    const int segments = group.groups() / b.blocks_per_segment;
+    segment_step = segments * b.segment;
+    block_step = group.groups() - segments * b.blocks_per_segment;
   }
 };
 
-// A block as a group sees it. A group that has none left while others of its warp have sees the tile's first,
-// of n = 0 elements.
-struct Place {
-  int64_t block, start;
+// A block: its index in the tensor, and its elements' offset and number.
+struct BlockSpan {
+  int64_t index, start;
   int n;
 };
 
-// Calls visit(place) for each block of a tile that falls to this lane's group. All lanes of a warp call it
-// equally often.
+// Calls visit(block) for each block of a tile that this lane's group processes. All lanes of a warp call it
+// equally often, so that they can shuffle: a group without a block left gets the tile's first, with n = 0
+// elements.
 template <class Visit>
-MEMKERN_DEVICE void for_places(const Blocks& b, const Walk& walk, const Group& group, Visit&& visit) {
-  const unsigned ahead = static_cast<unsigned>(walk.within) + group.index();
-  const unsigned row = ahead / static_cast<unsigned>(b.blocks_per_segment);
-  int within = static_cast<int>(ahead - row * b.blocks_per_segment);
-  int64_t base = walk.base + row * b.segment;
-  for (int i = 0; group.first_of_warp() + i < walk.here; i += group.groups()) {
-    const int64_t offset = static_cast<int64_t>(within) * b.block, left = b.segment - offset;
+MEMKERN_DEVICE void for_each_block(const Blocks& b, const Tile& tile, const LaneGroup& group, Visit&& visit) {
+  const unsigned ahead = static_cast<unsigned>(tile.block_in_segment) + group.index();
+  const unsigned segment = ahead / static_cast<unsigned>(b.blocks_per_segment);
+  int in_segment = static_cast<int>(ahead - segment * b.blocks_per_segment);
+  int64_t start = tile.segment_start + segment * b.segment;
+  for (int i = 0; group.first_of_warp() + i < tile.blocks; i += group.groups()) {
+    const int64_t offset = static_cast<int64_t>(in_segment) * b.block, left = b.segment - offset;
     const int length = left < b.block ? static_cast<int>(left) : b.block;
     const int index = group.index() + i;
-    const bool is_there = index < walk.here;
-    visit(Place{walk.first + (is_there ? index : 0), base + offset, is_there ? length : 0});
-    within += walk.within_step;
-    base += walk.base_step;
-    if (within >= b.blocks_per_segment) {
-      within -= b.blocks_per_segment;
-      base += b.segment;
+    const bool exists = index < tile.blocks;
+    visit(BlockSpan{tile.first_block + (exists ? index : 0), start + offset, exists ? length : 0});
+    in_segment += tile.block_step;
+    start += tile.segment_step;
+    if (in_segment >= b.blocks_per_segment) {
+      in_segment -= b.blocks_per_segment;
+      start += b.segment;
     }
   }
 }

@@ -1,4 +1,4 @@
-"""Activations of one element in fp32. Mirror: ``csrc/cuda/activation_functions.cuh``.
+"""Activations of one element in fp32. Mirror: ``activate`` in ``csrc/cuda/activation.cu``.
 
 Triton's own exp is ``ex2.approx`` of a product, whose error grows to |x| ulp, and its tanh and log1p are in NVIDIA's
 libdevice only. Those here are within two or three ulp on every device and in the interpreter. Polynomials are minimax

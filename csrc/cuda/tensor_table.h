@@ -6,12 +6,12 @@
 #pragma once
 #include <mutex>
 
-#include "host.h"
+#include "launch.h"
 
 namespace memkern {
 
 // A table in host memory: sections of plain structs, each on 16 bytes. Bytes that nobody writes are 0.
-class Image {
+class TableImage {
  public:
   // Room for n entries; returns their place.
   template <class T> size_t add(size_t n) {
@@ -26,8 +26,8 @@ class Image {
   std::vector<char> bytes_;
 };
 
-// A table's twin on the device.
-struct Twin {
+// A table's memory on the device.
+struct DeviceTable {
   Tensor memory;
   std::unique_lock<std::mutex> lock;  // until the step is launched, nobody else changes a table
 
@@ -36,9 +36,9 @@ struct Twin {
   }
 };
 
-// Brings the device's twin of an image up to date, with `scratch` bytes after it for the kernels' own use.
+// Brings the device's memory of an image up to date, with `scratch` bytes after it for the kernels' own use.
 // `first`: a tensor of the step, which tells with op and count the table that is likely to differ least.
-Twin upload(const Image& image, size_t scratch, const char* op, TensorRef first, size_t count,
-            cudaStream_t stream);
+DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, TensorRef first,
+                         size_t count, cudaStream_t stream);
 
 }  // namespace memkern

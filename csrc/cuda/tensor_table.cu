@@ -1,4 +1,4 @@
-#include "plan.h"
+#include "tensor_table.h"
 
 #include <algorithm>
 #include <list>
@@ -72,8 +72,8 @@ Tensor allocate(TensorRef like, size_t bytes) {
 
 }  // namespace
 
-Twin upload(const Image& image, size_t scratch, const char* op, TensorRef first, size_t count,
-            cudaStream_t stream) {
+DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, TensorRef first,
+                         size_t count, cudaStream_t stream) {
   const std::vector<char>& now = image.bytes();
   std::unique_lock lock(plans().mutex);
   if (is_capturing(stream)) {

@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "../tensors.h"
-#include "runtime.h"
+#include "device.cuh"
 
 #ifdef __CUDACC__
 // Weak: a torch without CUDA has no such function, and the library loads there too. It binds because setup.py
@@ -27,11 +27,11 @@ inline int32_t device_of(TensorRef t) {
 }
 
 // Makes a tensor's device the current one, and knows torch's current stream there.
-struct OnDevice {
+struct DeviceScope {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
 
-  explicit OnDevice(TensorRef t) : guard(device_of(t)) {
+  explicit DeviceScope(TensorRef t) : guard(device_of(t)) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
                     "no aoti_torch_get_current_cuda_stream in this process: torch was built without CUDA, or "
                     "memkern was linked without libtorch");
@@ -47,9 +47,9 @@ inline bool same_device(TensorRef a, TensorRef b) {
 }
 inline void keep_for_replay(const Tensor&) {}  // torch's pool of the graph does
 #else
-struct OnDevice {
+struct DeviceScope {
   cudaStream_t stream = simt::stream();
-  explicit OnDevice(TensorRef) {}
+  explicit DeviceScope(TensorRef) {}
 };
 
 inline bool is_host(TensorRef) { return simt::host_numbers(); }

@@ -7,20 +7,20 @@ namespace memkern {
 
 // A number that the step reads: on the device where `at` says so, at every step and every replay, else
 // `value`.
-struct Number {
+struct ScalarArg {
   const void* at;
   double value;
   int64_t is_double;
 };
 
-MEMKERN_DEVICE double read(const Number& n) {
+MEMKERN_DEVICE double read(const ScalarArg& n) {
   if (!n.at) return n.value;
   return n.is_double ? *static_cast<const double*>(n.at) : *static_cast<const float*>(n.at);
 }
 
-// Each Number is there where its `given` says so.
+// Each ScalarArg is there where its `given` says so.
 struct StepHeader {
-  Number grad_scale, found_inf, grad_norm;
+  ScalarArg grad_scale, found_inf, grad_norm;
   int64_t has_grad_scale, has_found_inf, has_grad_norm;
   double max_grad_norm;
 };
@@ -48,12 +48,12 @@ struct TensorRecord {
 
 // A group of a step: its learning rate and the optimizer's hyperparameters.
 template <class Hyperparameters> struct StepGroup {
-  Number lr;
+  ScalarArg lr;
   Hyperparameters h;
 };
 
 // The parts of the table on the device.
-template <class Group, class Scalars> struct Table {
+template <class Group, class Scalars> struct StepTable {
   const StepHeader* header;
   const Group* groups;
   const void* const* grads;
@@ -66,15 +66,15 @@ template <class Group, class Scalars> struct Table {
 // What a thread block works on, in shared memory: registers are for what differs from lane to lane.
 template <class Scalars> struct TileWork {
   TensorRecord tensor;
-  Walk walk;
+  Tile tile;
   Scalars scalars;
   const void* grad;
-  int64_t tile;  // of the tensor
+  int64_t tile_index;  // in the tensor
 
   // All threads call it. False where the step is skipped, or another launch sees to the tile: this one does
   // codes of `kind`, and, if it is the one for them, fp32 states.
   template <class Group>
-  MEMKERN_DEVICE bool find(const Table<Group, Scalars>& table, StateKind kind, bool fp32) {
+  MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32) {
     if (skipped(*table.header)) return false;
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
@@ -82,9 +82,9 @@ template <class Scalars> struct TileWork {
         tensor = table.tensors[i];
         scalars = table.scalars[i];
         grad = table.grads[i];
-        tile = blockIdx.x - table.first_tiles[i];
+        tile_index = blockIdx.x - table.first_tiles[i];
         if (tensor.kind != StateKind::kFp32)
-          walk.start(tensor.blocks, tile, memkern::Group(tensor.blocks.block));
+          tile.start(tensor.blocks, tile_index, LaneGroup(tensor.blocks.block));
       }
     }
     __syncthreads();
@@ -95,24 +95,24 @@ template <class Scalars> struct TileWork {
 // Calls plain() where the states are fp32, else coded(param, grad, group): types and group as constants where
 // they are the usual ones, which saves a tenth of the instructions.
 template <class Coded, class Plain>
-MEMKERN_DEVICE void with_states(const TensorRecord& t, Coded&& coded, Plain&& plain) {
+MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Plain&& plain) {
   if (t.kind == StateKind::kFp32) return plain();
-  const Group group(t.blocks.block);
+  const LaneGroup group(t.blocks.block);
   const bool sixteen = group.shift == 4;
   if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
-    coded(Known<FloatType::kFp32>{}, Known<FloatType::kFp32>{}, Sixteen{});
+    coded(ConstantType<FloatType::kFp32>{}, ConstantType<FloatType::kFp32>{}, SixteenLanes{});
   else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
-    coded(Known<FloatType::kBf16>{}, Known<FloatType::kBf16>{}, Sixteen{});
+    coded(ConstantType<FloatType::kBf16>{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
   else
     coded(t.param_type, t.grad_type, group);
 }
 
 // Calls visit(span) for the eights of a tile of a tensor without blocks that fall to this thread.
 template <class Visit>
-MEMKERN_DEVICE void for_eights(int64_t numel, int64_t tile, bool aligned, Visit&& visit) {
+MEMKERN_DEVICE void for_each_vector(int64_t numel, int64_t tile, bool aligned, Visit&& visit) {
   const int64_t first = tile * kTileElements, left = numel - first;
   const int n = left < kTileElements ? static_cast<int>(left) : kTileElements;
-  for (int j = static_cast<int>(threadIdx.x) * kEight; j < n; j += kThreads * kEight)
+  for (int j = static_cast<int>(threadIdx.x) * kVector; j < n; j += kThreads * kVector)
     visit(span_of(first + j, n - j, aligned));
 }
 

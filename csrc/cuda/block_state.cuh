@@ -2,40 +2,31 @@
 #pragma once
 #include "../core/dynamic.h"
 #include "../core/power.h"
+#include "reductions.cuh"
 #include "tile.cuh"
 
 namespace memkern {
 
-// The largest over 2 * distance lanes, in every one of them. Lanes further away are asked and not heard,
-// which spares a loop.
-MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
-#pragma unroll
-  for (int d = kWarp / 2; d > 0; d /= 2) {
-    const float other = __shfl_xor_sync(kAllLanes, x, d);
-    if (d <= distance) x = fmaxf(x, other);
-  }
-  return x;
-}
-
-// Two moments of a block: the lower half of its lanes works out what m needs, the upper half what v needs, so
-// that roots and divisions are done once.
-struct Halves {
-  int distance;
+// Both moments of a block: the lower half of its lanes computes the scale's square roots and divisions for m,
+// the upper half those for v, at the same time.
+struct MomentHalves {
+  int distance;  // to the lane of the other half
   bool upper;
 
-  MEMKERN_DEVICE explicit Halves(const Group& group)
+  MEMKERN_DEVICE explicit MomentHalves(const LaneGroup& group)
       : distance(group.width() / 2), upper((group.lane() & distance) != 0) {}
-  template <class T> MEMKERN_DEVICE T own(T of_m, T of_v) const { return upper ? of_v : of_m; }
-  // From each half's own number to both.
-  MEMKERN_DEVICE void share(float mine, float& of_m, float& of_v) const {
+  // What this lane's half computes with.
+  template <class T> MEMKERN_DEVICE T pick(T of_m, T of_v) const { return upper ? of_v : of_m; }
+  // Gives both halves' results to all lanes.
+  MEMKERN_DEVICE void exchange(float mine, float& of_m, float& of_v) const {
     const float other = __shfl_xor_sync(kAllLanes, mine, distance);
-    of_m = own(mine, other);
-    of_v = own(other, mine);
+    of_m = pick(mine, other);
+    of_v = pick(other, mine);
   }
-  // The largest over the group of the half's own number.
-  MEMKERN_DEVICE float largest(float of_m, float of_v) const {
-    const float other = __shfl_xor_sync(kAllLanes, own(of_v, of_m), distance);
-    return max_over_lanes(fmaxf(own(of_m, of_v), other), distance / 2);
+  // The maximum over the group, of m in the lower half and of v in the upper one.
+  MEMKERN_DEVICE float maximum(float of_m, float of_v) const {
+    const float other = __shfl_xor_sync(kAllLanes, pick(of_v, of_m), distance);
+    return max_over_lanes(fmaxf(pick(of_m, of_v), other), distance / 2);
   }
 };
 
@@ -48,9 +39,9 @@ template <bool Signed> MEMKERN_DEVICE float code_value(uint32_t word, int i) {
 
 // The values of eight codes: unit is the scale times the decay, for power codes over N^2.
 template <StateKind Kind, bool Signed>
-MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kEight]) {
+MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kVector]) {
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) {
+  for (int i = 0; i < kVector; ++i) {
     const uint32_t word = i < 4 ? codes.x : codes.y;
     if constexpr (Kind == StateKind::kPower)
       x[i] = power_decode<Signed>(code_value<Signed>(word, i % 4), unit);
@@ -63,26 +54,26 @@ MEMKERN_FN constexpr int levels_of(bool is_signed) {
   return is_signed ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 }
 
-template <StateKind Kind> MEMKERN_DEVICE float unit_of(float scale, float decay, int levels) {
+template <StateKind Kind> MEMKERN_DEVICE float decode_unit(float scale, float decay, int levels) {
   return Kind == StateKind::kPower ? power_unit(scale, decay, levels) : decay * scale;
 }
 
-template <StateKind Kind> MEMKERN_DEVICE float factor_of(float scale, int levels) {
+template <StateKind Kind> MEMKERN_DEVICE float encode_factor(float scale, int levels) {
   return Kind == StateKind::kPower ? power_factor(scale, levels) : dynamic_factor(scale);
 }
 
 // The largest magnitude, NaN where a value is.
-template <bool Signed> MEMKERN_DEVICE float largest_of(const float (&x)[kEight]) {
+template <bool Signed> MEMKERN_DEVICE float absmax_or_nan(const float (&x)[kVector]) {
   float largest = Signed ? fabsf(x[0]) : x[0];
 #pragma unroll
-  for (int i = 1; i < kEight; ++i) largest = max_or_nan(largest, Signed ? fabsf(x[i]) : x[i]);
+  for (int i = 1; i < kVector; ++i) largest = max_or_nan(largest, Signed ? fabsf(x[i]) : x[i]);
   return largest;
 }
 
-template <bool Signed> MEMKERN_DEVICE float largest_finite(const float (&x)[kEight]) {
+template <bool Signed> MEMKERN_DEVICE float finite_absmax(const float (&x)[kVector]) {
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kEight; ++i)
+  for (int i = 0; i < kVector; ++i)
     if (is_finite(x[i])) largest = max(Signed ? fabsf(x[i]) : x[i], largest);
   return largest;
 }
@@ -106,7 +97,7 @@ MEMKERN_DEVICE uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-MEMKERN_DEVICE Codes pack(const uint32_t (&code)[kEight]) {
+MEMKERN_DEVICE Codes pack(const uint32_t (&code)[kVector]) {
   return {low_bytes(code[0], code[1], code[2], code[3]), low_bytes(code[4], code[5], code[6], code[7])};
 }
 
@@ -119,14 +110,14 @@ struct Encoded {
 // Power codes of finite values from approximate roots. A number plus 2^23 has its whole part in its low bits,
 // which spares the conversion.
 template <bool Signed>
-MEMKERN_DEVICE Encoded estimate(const float (&x)[kEight], float factor, int j, const Rounding& rounding) {
+MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, const Rounding& rounding) {
   // The root of the formula is within 2^-24, the approximate one within 2^-23, relatively. Unsigned, the sum
   // with u is rounded too, both times by up to 2^-17.
   constexpr float kDoubt = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
   float farthest = 0.0f;  // from the middle between two boundaries
-  uint32_t code[kEight];
+  uint32_t code[kVector];
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) {
+  for (int i = 0; i < kVector; ++i) {
     const float root = approximate_sqrt((Signed ? fabsf(x[i]) : x[i]) * factor);
     if constexpr (Signed) {
       constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
@@ -147,11 +138,12 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kEight], float factor, int j, c
 }
 
 // Formula by formula, for any values; j is the first one's place in its block.
-template <StateKind Kind, bool Signed>
-MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kEight], float factor, int j, const Rounding& rounding) {
-  uint32_t code[kEight];
+template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector],
+                                                                           float factor, int j,
+                                                                           const Rounding& rounding) {
+  uint32_t code[kVector];
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) {
+  for (int i = 0; i < kVector; ++i) {
     if constexpr (Kind == StateKind::kDynamic)
       code[i] = dynamic_encode<Signed>(x[i], factor);
     else if constexpr (Signed)
@@ -165,7 +157,7 @@ MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kEight], float factor, int 
 
 // The codes of one moment. `finite`: whether all of this lane's values of the block are. Warps call it whole:
 // what one lane is not sure of, all its lanes encode by the formula.
-template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (&x)[kEight], float factor,
+template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (&x)[kVector], float factor,
                                                                    bool finite, int j,
                                                                    const Rounding& rounding) {
   if constexpr (Kind == StateKind::kPower) {
@@ -177,8 +169,8 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (
 
 // The same for both moments, with one vote where nothing is in doubt; else only what is in doubt is encoded
 // again.
-template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kEight], float m_factor,
-                                                          const float (&v)[kEight], float v_factor,
+template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVector], float m_factor,
+                                                          const float (&v)[kVector], float v_factor,
                                                           bool finite, int j, const Rounding& rounding,
                                                           Codes& m_codes, Codes& v_codes) {
   if constexpr (Kind == StateKind::kPower) {

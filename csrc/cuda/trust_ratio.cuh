@@ -2,8 +2,8 @@
 // A layer is a tensor of its own in the step's table.
 #pragma once
 #include "../core/trust.h"
-#include "sums.cuh"
-#include "table.cuh"
+#include "reductions.cuh"
+#include "step_table.cuh"
 
 namespace memkern {
 
@@ -21,7 +21,7 @@ MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
 // One thread block per layer: its ratio, from its tiles' sums in a fixed order, to `trust_ratio` and to its
 // scalars. Here steps are counted: the kernels before read the count, for many layers of one tensor.
 template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads)
-    layer_ratios(Table<Group, Scalars> table, const Squares* partial, int tiles) {
+    layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles) {
   if (skipped(*table.header)) return;
   const int i = blockIdx.x;
   const TensorRecord& t = table.tensors[i];

@@ -1,8 +1,19 @@
-// Sums in a fixed order: the same bits every run.
+// Reductions over the lanes of a warp and the threads of a block, in a fixed order: the same bits every run.
 #pragma once
-#include "runtime.h"
+#include "device.cuh"
 
 namespace memkern {
+
+// The largest over 2 * distance lanes, in every one of them. Lanes further away are asked and not heard,
+// which spares a loop.
+MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
+#pragma unroll
+  for (int d = kWarp / 2; d > 0; d /= 2) {
+    const float other = __shfl_xor_sync(kAllLanes, x, d);
+    if (d <= distance) x = fmaxf(x, other);
+  }
+  return x;
+}
 
 MEMKERN_DEVICE double sum_over_warp(double x) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);

@@ -1,0 +1,182 @@
+// Adam's update of a tile, which LAMB shares.
+#pragma once
+#include "../core/adam.h"
+#include "block_state.cuh"
+#include "fast_path.cuh"
+#include "step_table.cuh"
+
+namespace memkern {
+
+// Eight elements as a lane holds them.
+struct AdamVector {
+  float p[kVector], g[kVector], m[kVector], v[kVector];
+};
+
+// m and v come in decayed.
+MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s) {
+  // One test for all eight; each by itself would cost three instructions where nothing is to be done.
+  if (s.grad_factor != 1.0f || s.coupled_decay != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x.g[i] = adam_gradient(x.g[i], x.p[i], s);
+  }
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) adam_moments(x.m[i], x.v[i], x.g[i], s);
+}
+
+// Loads eight elements and makes their moments new. The units are those of their block, decayed.
+template <StateKind Kind, class Tensor, class P, class G>
+MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
+                                    float m_unit, float v_unit) {
+  const TensorRecord& t = work.tensor;
+  Raw p, g;
+  Codes m, v;
+  with_constant_span(at, [&](const Span& span) {
+    p = load_raw(t.param, param_type, span);
+    g = load_raw(work.grad, grad_type, span);
+    m = load_codes(t.exp_avg, span);
+    v = load_codes(t.exp_avg_sq, span);
+  });
+  AdamVector x;
+  to_floats(p, param_type, x.p);
+  to_floats(g, grad_type, x.g);
+  decode<Kind, true>(m, m_unit, x.m);
+  decode<Kind, false>(v, v_unit, x.v);
+  if constexpr (Kind == StateKind::kPower)
+    for (float& w : x.v) w = w * w;  // power codes hold w = sqrt(v)
+  adam_update_moments(x, work.scalars.scalars);
+  return x;
+}
+
+MEMKERN_DEVICE AdamVector adam_load_fp32(const TensorRecord& t, const void* grad, const Span& at,
+                                         const AdamScalars& s) {
+  const Raw p = load_raw(t.param, t.param_type, at), g = load_raw(grad, t.grad_type, at);
+  AdamVector x;
+  load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+  load_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
+  to_floats(p, t.param_type, x.p);
+  to_floats(g, t.grad_type, x.g);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    x.m[i] = s.beta1 * x.m[i];
+    x.v[i] = s.beta2 * x.v[i];
+  }
+  adam_update_moments(x, s);
+  return x;
+}
+
+// The new p, and w = sqrt(v).
+template <class Rule, class F>
+MEMKERN_DEVICE void adam_update_params(AdamVector& x, float (&w)[kVector], const typename Rule::Scalars& s) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const F root = sqrt(F(x.v[i]));
+    w[i] = static_cast<float>(root);
+    x.p[i] = static_cast<float>(Rule::param(F(x.p[i]), F(x.m[i]), root, s));
+  }
+}
+
+// Whether roots and divisions of these are of usual size.
+MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_absmax, const AdamScalars& s) {
+  bool usual = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) usual = usual && x.v[i] >= kMinRadicand && fabsf(x.m[i]) >= kMinNumerator;
+  return usual;
+}
+
+// The same, where some may be zero: rows of an embedding whose tokens have not come yet, and the end of a
+// tensor.
+MEMKERN_DEVICE bool in_fast_range_or_zero(const AdamVector& x, float m_absmax, float v_absmax,
+                                          const AdamScalars& s) {
+  bool usual =
+      m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f && s.eps >= kMinDenominator;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    usual = usual && (x.v[i] == 0.0f || x.v[i] >= kMinRadicand);
+    usual = usual && (x.m[i] == 0.0f || fabsf(x.m[i]) >= kMinNumerator);
+  }
+  return usual;
+}
+
+// Calls `work` with the number type to reckon these with: a value of it, which says no more than its type.
+template <class Work> MEMKERN_DEVICE void with_float_type(const AdamVector& x, int n, float m_absmax,
+                                                          float v_absmax, const AdamScalars& s, Work work) {
+  if (n == 0 || in_fast_range(x, m_absmax, v_absmax, s))
+    work(Fast(0.0f));
+  else if (in_fast_range_or_zero(x, m_absmax, v_absmax, s))
+    work(FastOrZero(0.0f));
+  else
+    work(0.0f);
+}
+
+template <StateKind Kind, class Rule, class P, class G>
+MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+                                     LaneGroup group) {
+  constexpr bool kPower = Kind == StateKind::kPower;
+  const TensorRecord& t = work.tensor;
+  const typename Rule::Scalars& s = work.scalars.scalars;
+  const Rounding rounding{false, work.scalars.step};
+  const MomentHalves half(group);
+  const int levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
+  const bool aligned = t.aligned && on_16_bytes(work.grad);
+  for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
+    float* const scale = half.pick(t.exp_avg_scale, t.exp_avg_sq_scale) + block.index;
+    const float decay = half.pick(s.beta1, kPower ? s.root_beta2 : s.beta2);
+    float m_unit, v_unit;
+    half.exchange(decode_unit<Kind>(__ldcs(scale), decay, levels), m_unit, v_unit);
+    float m_absmax = 0.0f, v_absmax = 0.0f, m_factor = 0.0f, v_factor = 0.0f;
+    bool finite = true;
+    // Once where a block fits its lanes; else all of it for its maxima, and again to be written.
+    const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
+    for (int iteration = 0; iteration < iterations; ++iteration) {
+      const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
+      const int j =
+          ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
+      const Span at = span_of(block.start + j, block.n - j, aligned);
+      AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
+      float m_vector_max = absmax_or_nan<true>(x.m), v_vector_max = absmax_or_nan<false>(x.v), w[kVector];
+      with_float_type(x, at.n, m_vector_max, v_vector_max, s,
+                      [&](auto number) { adam_update_params<Rule, decltype(number)>(x, w, s); });
+      if (store_pass) store_floats(t.param, param_type, at, x.p);
+      if (max_pass) {
+        if (!(is_finite(m_vector_max) && is_finite(v_vector_max))) {
+          finite = false;
+          m_vector_max = finite_absmax<true>(x.m);
+          v_vector_max = finite_absmax<false>(x.v);
+        }
+        m_absmax = fmaxf(m_absmax, m_vector_max);
+        v_absmax = fmaxf(v_absmax, v_vector_max);
+      }
+      if (iteration == group.vectors - 1) {
+        float absmax = half.maximum(m_absmax, v_absmax);
+        if (kPower && half.upper) absmax = sqrt(absmax);  // the absmax w
+        half.exchange(encode_factor<Kind>(absmax, levels), m_factor, v_factor);
+        if ((group.lane() & (half.distance - 1)) == 0 && block.n > 0) __stcs(scale, absmax);
+      }
+      if (store_pass) {
+        Codes m_codes, v_codes;
+        encode_both<Kind>(x.m, m_factor, kPower ? w : x.v, v_factor, finite, j, rounding, m_codes, v_codes);
+        with_constant_span(at, [&](const Span& span) {
+          store_codes(t.exp_avg, span, m_codes);
+          store_codes(t.exp_avg_sq, span, v_codes);
+        });
+      }
+    }
+  });
+}
+
+template <class Rule> MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work) {
+  const TensorRecord& t = work.tensor;
+  const typename Rule::Scalars s = work.scalars.scalars;
+  const void* const grad = work.grad;
+  const bool aligned = t.aligned && on_16_bytes(grad);
+  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+    AdamVector x = adam_load_fp32(t, grad, at, s);
+    float w[kVector];
+    adam_update_params<Rule, float>(x, w, s);
+    store_floats(t.param, t.param_type, at, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    store_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
+  });
+}
+
+}  // namespace memkern

@@ -1,0 +1,213 @@
+// An optimizer op on a CUDA device, from its arguments to its launches: checks, the step's table, kernels.
+#pragma once
+#include <array>
+#include <span>
+
+#include "../step.h"
+#include "step_table.cuh"
+#include "tensor_table.h"
+#include "trust_ratio.cuh"
+
+namespace memkern {
+
+// A tensor of one element: on a device the kernels read it, on the CPU it is read now.
+inline ScalarArg scalar_arg(TensorRef t, TensorRef like, const char* name) {
+  STD_TORCH_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
+  const ScalarType type = t.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name,
+                  " must be float32 or float64");
+  if (is_host(t)) return {nullptr, read_number(t, name), 0};
+  STD_TORCH_CHECK(same_device(t, like), name, " must be on the CPU or on the device of the parameters");
+  return {t.data_ptr(), 0.0, type == ScalarType::Double};
+}
+
+inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                            const std::optional<Tensor>& grad_norm, double max_grad_norm, TensorRef like) {
+  StepHeader h{};
+  h.max_grad_norm = max_grad_norm;
+  const auto set = [&](ScalarArg& scalar, int64_t& given, const std::optional<Tensor>& t, const char* name) {
+    if (!t) return;
+    scalar = scalar_arg(*t, like, name);
+    given = 1;
+  };
+  set(h.grad_scale, h.has_grad_scale, grad_scale, "grad_scale");
+  set(h.found_inf, h.has_found_inf, found_inf, "found_inf");
+  set(h.grad_norm, h.has_grad_norm, grad_norm, "grad_norm");
+  return h;
+}
+
+inline StepHeader header_of(const StepArgs& args) {
+  return header_of(args.grad_scale, args.found_inf, args.grad_norm, args.max_grad_norm, args.params[0]);
+}
+
+template <class Hyperparameters>
+std::vector<StepGroup<Hyperparameters>> group_records(const StepArgs& args,
+                                                      const std::vector<Hyperparameters>& groups) {
+  std::vector<StepGroup<Hyperparameters>> records;
+  for (size_t k = 0; k < groups.size(); ++k)
+    records.push_back({scalar_arg(args.lr[k], args.params[0], "lr"), groups[k]});
+  return records;
+}
+
+inline TensorRecord tensor_record(const StepTensor& job, const TensorRef* step, int64_t group) {
+  check_blocks(job.layout);
+  TensorRecord r{};
+  r.param = job.param;
+  r.exp_avg = job.exp_avg;
+  r.exp_avg_sq = job.exp_avg_sq;
+  r.exp_avg_scale = job.exp_avg_scale;
+  r.exp_avg_sq_scale = job.exp_avg_sq_scale;
+  r.step = step ? static_cast<float*>(step->data_ptr()) : nullptr;
+  r.numel = job.layout.numel;
+  r.blocks = blocks_of(job.layout);
+  r.kind = job.kind;
+  r.param_type = job.param_type;
+  r.grad_type = job.grad_type;
+  r.group = static_cast<int32_t>(group);
+  r.trust_ratio = job.trust_ratio;
+  r.first_layer = job.first_layer;
+  r.aligned = on_16_bytes(r.param) && on_16_bytes(r.exp_avg) && on_16_bytes(r.exp_avg_sq);
+  return r;
+}
+
+// fp32 states have no blocks: their tiles are runs of kTileElements.
+inline int64_t tiles_of(const TensorRecord& r) {
+  return r.kind == StateKind::kFp32 ? (r.numel + kTileElements - 1) / kTileElements : tiles_of(r.blocks);
+}
+
+// The tensors of a step, or their layers, as entries of its table.
+struct StepEntries {
+  std::vector<StepTensor> tensors;
+  std::vector<TensorRef> steps;  // empty where the optimizer counts none
+  Ints group;
+};
+
+inline StepEntries tensor_entries(std::vector<StepTensor> jobs, const StepArgs& args) {
+  return {std::move(jobs), {args.steps.begin(), args.steps.end()}, args.group};
+}
+
+inline StepEntries layer_entries(const std::vector<StepTensor>& jobs, const StepArgs& args) {
+  StepEntries all;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    add_layers(all.tensors, jobs[i], args.trust_ratios[i]);
+    const int64_t count = args.trust_ratios[i].numel();
+    all.steps.insert(all.steps.end(), count, args.steps[i]);
+    all.group.insert(all.group.end(), count, args.group[i]);
+  }
+  return all;
+}
+
+// A step's table on the device, and the size of the grids that go over it.
+template <class Group, class Scalars> struct UploadedStep {
+  DeviceTable memory;
+  StepTable<Group, Scalars> table;
+  char* scratch = nullptr;  // `bytes_per_tile` for each tile
+  int64_t tiles = 0;
+  bool has_power = false, has_dynamic = false, has_fp32 = false;
+};
+
+template <class Group, class Scalars>
+UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& header,
+                                         const std::vector<Group>& groups, const StepEntries& entries,
+                                         TensorRef first, cudaStream_t stream, size_t bytes_per_tile = 0) {
+  static_assert(std::has_unique_object_representations_v<TensorRecord>,
+                "padding would differ from step to step");
+  const size_t n = entries.tensors.size();
+  TableImage image;
+  const size_t header_at = image.add<StepHeader>(1), groups_at = image.add<Group>(groups.size()),
+               grads_at = image.add<const void*>(n), first_tiles_at = image.add<uint32_t>(n),
+               tensors_at = image.add<TensorRecord>(n);
+  UploadedStep<Group, Scalars> step;
+  *image.at<StepHeader>(header_at) = header;
+  std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
+  for (size_t i = 0; i < n; ++i) {
+    const TensorRef* count = entries.steps.empty() ? nullptr : &entries.steps[i];
+    const TensorRecord r = tensor_record(entries.tensors[i], count, entries.group[i]);
+    image.at<const void*>(grads_at)[i] = entries.tensors[i].grad;
+    image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
+    image.at<TensorRecord>(tensors_at)[i] = r;
+    step.tiles += tiles_of(r);
+    step.has_power |= r.kind == StateKind::kPower;
+    step.has_dynamic |= r.kind == StateKind::kDynamic;
+    step.has_fp32 |= r.kind == StateKind::kFp32;
+  }
+  const size_t scalars_at = image.bytes().size(),
+               scratch_at = scalars_at + (n * sizeof(Scalars) + 15) / 16 * 16;
+  step.memory =
+      upload_table(image, scratch_at - scalars_at + step.tiles * bytes_per_tile, op, first, n, stream);
+  const DeviceTable& memory = step.memory;
+  step.table = {memory.at<const StepHeader>(header_at),
+                memory.at<const Group>(groups_at),
+                memory.at<const void* const>(grads_at),
+                memory.at<const uint32_t>(first_tiles_at),
+                memory.at<const TensorRecord>(tensors_at),
+                memory.at<Scalars>(scalars_at),
+                static_cast<int>(n)};
+  step.scratch = memory.at<char>(scratch_at);
+  return step;
+}
+
+// The kernels of a step. Those over tiles come in pairs, one for each codec, and take whether they also
+// update fp32 states.
+template <class Group, class Scalars> using PrologueKernel = void (*)(StepTable<Group, Scalars>);
+template <class Group, class Scalars, class... Args> using TileKernels =
+    std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 2>;
+
+template <class Group, class Scalars>
+void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
+                     PrologueKernel<Group, Scalars> prologue, cudaStream_t stream) {
+  launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
+}
+
+// At most two launches, one for each codec in use.
+template <class Group, class Scalars, class... Args>
+void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
+                  const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
+                  std::type_identity_t<Args>... args) {
+  const auto [power, dynamic] = kernels;
+  const bool power_first = step.has_power || !step.has_dynamic;
+  if (power_first) launch_checked(op, power, step.tiles, stream, step.table, true, args...);
+  if (step.has_dynamic) launch_checked(op, dynamic, step.tiles, stream, step.table, !power_first, args...);
+}
+
+// A step in one pass: at most three launches beside the table's.
+template <class Hyperparameters, class Scalars>
+void step_in_one_pass(const char* op, const StepOp& description, const StepArgs& args,
+                      PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
+                      const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
+  const auto groups = args.groups<Hyperparameters>();
+  const auto jobs = make_jobs<StepTensor>(args, description);
+  if (args.params.empty()) return;
+  const StepHeader header = header_of(args);
+  const auto records = group_records(args, groups);
+  const DeviceScope scope(args.params[0]);
+  const auto step = upload_step<StepGroup<Hyperparameters>, Scalars>(
+      op, header, records, tensor_entries(jobs, args), args.params[0], scope.stream);
+  launch_prologue(op, step, prologue, scope.stream);
+  launch_tiles(op, step, update, scope.stream);
+}
+
+// A step in two passes, with the layers' trust ratios between them: at most six launches beside the table's.
+template <class Hyperparameters, class Scalars>
+void step_in_two_passes(const char* op, const StepOp& description, const StepArgs& args,
+                        PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
+                        const TileKernels<StepGroup<Hyperparameters>, Scalars, Squares*>& norms,
+                        const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
+  const auto groups = args.groups<Hyperparameters>();
+  const auto jobs = make_jobs<StepTensor>(args, description);
+  check_trust_ratios(args, jobs, groups);
+  if (args.params.empty()) return;
+  const StepHeader header = header_of(args);
+  const auto records = group_records(args, groups);
+  const DeviceScope scope(args.params[0]);
+  const auto step = upload_step<StepGroup<Hyperparameters>, Scalars>(
+      op, header, records, layer_entries(jobs, args), args.params[0], scope.stream, sizeof(Squares));
+  Squares* partial = reinterpret_cast<Squares*>(step.scratch);
+  launch_prologue(op, step, prologue, scope.stream);
+  launch_tiles(op, step, norms, scope.stream, partial);
+  launch_checked(op, layer_ratios<StepGroup<Hyperparameters>, Scalars>, step.table.count, scope.stream,
+                 step.table, static_cast<const Squares*>(partial), static_cast<int>(step.tiles));
+  launch_tiles(op, step, update, scope.stream);
+}
+
+}  // namespace memkern

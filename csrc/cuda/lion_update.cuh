@@ -1,0 +1,107 @@
+// Lion's update of a tile, which LARS shares.
+#pragma once
+#include "../core/lion.h"
+#include "block_state.cuh"
+#include "step_table.cuh"
+
+namespace memkern {
+
+// Eight elements as a lane holds them.
+struct LionVector {
+  float p[kVector], g[kVector], m[kVector];
+};
+
+// unit: of their block. Without m it is 0.
+template <StateKind Kind, class Scalars, class P, class G>
+MEMKERN_DEVICE LionVector lion_load(const TileWork<Scalars>& work, P param_type, G grad_type, const Span& at,
+                                    float unit, bool with_m = true) {
+  const TensorRecord& t = work.tensor;
+  Raw p, g;
+  Codes m{0, 0};
+  with_constant_span(at, [&](const Span& span) {
+    p = load_raw(t.param, param_type, span);
+    g = load_raw(work.grad, grad_type, span);
+    if (with_m) m = load_codes(t.exp_avg, span);
+  });
+  LionVector x;
+  to_floats(p, param_type, x.p);
+  to_floats(g, grad_type, x.g);
+  decode<Kind, true>(m, unit, x.m);
+  return x;
+}
+
+template <class Rule> MEMKERN_DEVICE void lion_update_vector(LionVector& x, const typename Rule::Scalars& s) {
+  typename Rule::Scalars unscaled = s;
+  unscaled.grad_factor = 1.0f;
+  // One test for all eight; each by itself would cost an instruction where nothing is to be done.
+  if (s.grad_factor == 1.0f) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) Rule::update(x.p[i], x.g[i], x.m[i], unscaled);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) Rule::update(x.p[i], x.g[i], x.m[i], s);
+  }
+}
+
+template <StateKind Kind, class Rule, class P, class G>
+MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Scalars>& work, P param_type, G grad_type,
+                                     LaneGroup group) {
+  const TensorRecord& t = work.tensor;
+  const typename Rule::Scalars& s = work.scalars;
+  const bool aligned = t.aligned && on_16_bytes(work.grad);
+  for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
+    const float unit = decode_unit<Kind>(__ldcs(t.exp_avg_scale + block.index), 1.0f, kPowerLevelsSigned);
+    float absmax = 0.0f, factor = 0.0f;
+    bool finite = true;
+    // Once where a block fits its lanes; else all of it for its maximum, and again to be written.
+    const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
+    for (int iteration = 0; iteration < iterations; ++iteration) {
+      const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
+      const int j =
+          ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
+      const Span at = span_of(block.start + j, block.n - j, aligned);
+      LionVector x = lion_load<Kind>(work, param_type, grad_type, at, unit);
+      lion_update_vector<Rule>(x, s);
+      if (max_pass) {
+        float vector_max = absmax_or_nan<true>(x.m);
+        if (!is_finite(vector_max)) {
+          finite = false;
+          vector_max = finite_absmax<true>(x.m);
+        }
+        absmax = fmaxf(absmax, vector_max);
+      }
+      if (iteration == group.vectors - 1) {
+        absmax = max_over_lanes(absmax, group.width() / 2);
+        factor = encode_factor<Kind>(absmax, kPowerLevelsSigned);
+        if (group.lane() == 0 && block.n > 0) __stcs(t.exp_avg_scale + block.index, absmax);
+      }
+      if (store_pass) {
+        const Codes codes = encode<Kind, true>(x.m, factor, finite, j, Rounding{true, 0});
+        const Raw p = to_raw(x.p, param_type);
+        with_constant_span(at, [&](const Span& span) {
+          store_raw(t.param, param_type, span, p);
+          store_codes(t.exp_avg, span, codes);
+        });
+      }
+    }
+  });
+}
+
+template <class Rule> MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Scalars>& work) {
+  const TensorRecord& t = work.tensor;
+  const typename Rule::Scalars s = work.scalars;
+  const void* const grad = work.grad;
+  const bool aligned = t.aligned && on_16_bytes(grad);
+  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+    const Raw p = load_raw(t.param, t.param_type, at), g = load_raw(grad, t.grad_type, at);
+    LionVector x;
+    load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    to_floats(p, t.param_type, x.p);
+    to_floats(g, t.grad_type, x.g);
+    lion_update_vector<Rule>(x, s);
+    store_floats(t.param, t.param_type, at, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+  });
+}
+
+}  // namespace memkern
