@@ -129,8 +129,8 @@ class _Session:
                 self.coded = [ref for ref in self.coded if ref() is not None]
 
     def _constant(self, x: Tensor) -> Stored:
-        """What needs no gradient is never rounded; dropout masks become bits."""
-        if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL or not x.is_floating_point():
+        """What needs no gradient is never rounded; masks become bits."""
+        if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
             return Stored(x, x.dtype, None, self.outer)
         storage = x.untyped_storage()
         place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
@@ -142,7 +142,7 @@ class _Session:
             and (stored := known[2]()) is not None
         ):
             return stored
-        stored = Stored(x, x.dtype, values.MASK, self.outer)
+        stored = Stored(x, x.dtype, values.CONSTANT, self.outer)
         self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
         self._note(stored)
         return stored

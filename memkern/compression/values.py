@@ -286,33 +286,52 @@ POWER = Codec("power", True, functools.partial(_encode_power, True), _decode_pow
 UNSIGNED = Codec("unsigned power", True, functools.partial(_encode_power, False), _decode_power)
 
 _SAMPLE = 256
-_BIT = Levels(1, (), (0.0,), (1,))  # the code of x is whether x > 0
+_LEAST = -torch.finfo(torch.float32).max
 
 
-def _encode_mask(x: Tensor) -> tuple[Tensor, ...] | None:
-    """A dropout mask: zeros, and one other value, above 0."""
-    if x.dtype not in FLOATS or x.device.type != "cpu" or isinstance(x, FakeTensor):
-        return None
-    if not is_dense(x.shape, x.stride()):
+def _only(x: Tensor, low: Tensor, high: Tensor) -> bool:
+    return bool(((x == low) | (x == high)).all())
+
+
+def _encode_constant(x: Tensor) -> tuple[Tensor, ...] | None:
+    """What needs no gradient, exactly: two values (dropout and attention masks) in bits, integers in fewer bytes.
+
+    On the CPU only: elsewhere the question would wait for the device, and dropout masks are boolean anyway.
+    """
+    if x.device.type != "cpu" or isinstance(x, FakeTensor) or not is_dense(x.shape, x.stride()):
         return None
     flat = x.as_strided((x.numel(),), (1,))
-    top = flat[:_SAMPLE].max()
-    if not top > 0 or not bool(((flat[:_SAMPLE] == 0) | (flat[:_SAMPLE] == top)).all()):
+    if x.dtype == torch.int64:
+        low, high = flat.aminmax()
+        narrow = next((d for d in (torch.uint8, torch.int16, torch.int32) if _fits(low, high, d)), None)
+        return None if narrow is None else (flat.to(narrow),)
+    if x.dtype not in FLOATS:
         return None
-    if not bool(((flat == 0) | (flat == top)).all()):
+    low, high = flat[:_SAMPLE].aminmax()
+    threshold = max(float(low), _LEAST)
+    if not high > threshold and low != high:
         return None
-    return _ops.few_bit_encode(flat, _BIT), top.clone()
+    if not (_only(flat[:_SAMPLE], low, high) and _only(flat, low, high)):
+        return None
+    codes = _ops.few_bit_encode(flat, Levels(1, (), (threshold,), (1,)))
+    return codes, torch.stack((low, high)).float()
 
 
-def _decode_mask(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    codes, top = data
-    ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=codes.device)
-    flat = _ops.few_bit_backward(ones, codes, (0.0, float(top)))
+def _fits(low: Tensor, high: Tensor, dtype: torch.dtype) -> bool:
+    limits = torch.iinfo(dtype)
+    return limits.min <= int(low) and int(high) <= limits.max
+
+
+def _decode_constant(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    if len(data) == 1:
+        flat = data[0].to(layout.dtype)
+    else:
+        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
+        flat = _ops.few_bit_backward(ones, data[0], data[1].tolist())
     return flat.as_strided(layout.shape, layout.stride)
 
 
-MASK = Codec("bits", False, _encode_mask, _decode_mask)
-
+CONSTANT = Codec("constant", False, _encode_constant, _decode_constant)
 CODECS = {"power": POWER, "unsigned power": UNSIGNED, "affine": POWER}
 
 
