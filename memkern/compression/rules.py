@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .glu import glu
 from .values import Computed, Edge, Leaf, Number, Value, register, registered
 
 # ---- functions of a node: what computes the output anew
@@ -125,6 +126,15 @@ def _rms_norm(edge: Edge) -> Callable[..., Tensor]:
     return function
 
 
+def _glu(edge: Edge) -> Callable[..., Tensor]:
+    activation = edge.node.activation
+
+    def function(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return glu(gate, up, activation)
+
+    return function
+
+
 def _rows(edge: Edge) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda weight, indices: F.embedding(indices, weight)
 
@@ -219,6 +229,7 @@ RULES: dict[str, Rule] = {
     "MishBackward0": _function(F.mish),
     "HardswishBackward0": _function(F.hardswish),
     "LeakyReluBackward0": Rule("function", "bits", _leaky_relu),
+    "GluBackward": Rule("function", "bits", _glu, None),
     "NativeLayerNormBackward0": Rule(
         "function",
         "rounding",
@@ -292,7 +303,8 @@ _local = threading.local()
 @contextlib.contextmanager
 def peeking() -> Iterator[list[Value]]:
     """Inside, what autograd asks the unpack hook for is noted and not computed."""
-    _local.found = found = []
+    found: list[Value] = []
+    _local.found = found
     try:
         yield found
     finally:
@@ -318,9 +330,7 @@ def saved_by(node: Any, attribute: str) -> list[Value] | None:
     if shown is None or found:
         return found
     # Autograd packs no numbers.
-    return (
-        [Number(shown)] if isinstance(shown, Tensor) and shown.dim() == 0 else None
-    )
+    return [Number(shown)] if isinstance(shown, Tensor) and shown.dim() == 0 else None
 
 
 # ---- resolution

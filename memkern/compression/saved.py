@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,46 +43,52 @@ class _Packed:
         return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-_local = threading.local()
+class Session:
+    """The hooks of one ``with`` block, or of one forward pass of a module; ``bits`` None saves as torch does."""
 
-
-class _Session:
-    """The hooks of one ``with`` block, or of one forward pass of a module."""
-
-    def __init__(self, bits: int | str) -> None:
-        self.exact = bits == EXACT
+    def __init__(self, bits: int | str | None) -> None:
+        self.bits, self.exact = bits, bits == EXACT
         self.outer: Hooks | None = None
-        self.inside: _Session | None = None
+        self.inside: Session | None = None
         self.coded: list[weakref.ref[Stored]] = []
         self.constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
 
     def enter(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         ours = getattr(top[0], "__self__", None) if top else None
-        if isinstance(ours, _Session):
+        if isinstance(ours, Session):
             self.inside, self.outer = ours, ours.outer
         else:
             self.outer = top
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
-    def exit(self) -> None:
+    def exit(self, passing: Iterable[Tensor] = ()) -> None:
+        """passing: tensors that whoever calls holds for a moment only."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.inside is not None:
             self.inside.coded += self.coded
+        else:
+            self._hold_what_is_alive({x.untyped_storage()._cdata for x in passing})
         self.coded, self.constants = [], {}
 
-    def hold_what_is_alive(self) -> None:
+    def _hold_what_is_alive(self, passing: set[int]) -> None:
         """What the caller holds anyway, such as cached keys and values, need not be held in codes beside it."""
         for ref in self.coded:
             if (stored := ref()) is not None:
-                stored.hold_if_alive()
+                stored.hold_if_alive(passing)
 
     # ---- the hooks
 
     def pack(self, x: Tensor) -> Any:
-        if type(x) not in _KNOWN or x.layout != torch.strided or x.is_conj() or x.is_neg():
+        if (
+            self.bits is None
+            or type(x) not in _KNOWN
+            or x.layout != torch.strided
+            or x.is_conj()
+            or x.is_neg()
+        ):
             return _Packed(Stored(x, x.dtype, None, self.outer), x)
-        if x.grad_fn is None:
+        if x.grad_fn is None:  # also where torch does not show it to the hooks: then nothing is coded
             return _Packed(Leaf(x) if x.requires_grad else self._constant(x), x)
         return _Packed(self._value(x), x)
 
@@ -163,16 +169,13 @@ class quantize_saved:
     def __init__(self, bits: int | str = 8) -> None:
         check_bits(bits)
         self.bits = bits
-        self._sessions: list[_Session] = []
+        self._sessions: list[Session] = []
 
     def __enter__(self) -> quantize_saved:
-        session = _Session(self.bits)
+        session = Session(self.bits)
         session.enter()
         self._sessions.append(session)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        session = self._sessions.pop()
-        if session.inside is None:
-            session.hold_what_is_alive()
-        session.exit()
+        self._sessions.pop().exit()

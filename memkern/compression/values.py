@@ -198,7 +198,7 @@ class Stored(Value):
         self.codec, self.data, self.lossy, self.precision = codec, self._give(data), codec.lossy, self.dtype
         self.layout = Layout(x.shape, x.stride(), x.dtype)
         if not isinstance(x, FakeTensor):
-            self.source = weakref.ref(x.untyped_storage()), x.storage_offset()
+            self.source = weakref.ref(x.untyped_storage()), int(x.storage_offset())
 
     def _give(self, data: Sequence[Tensor]) -> list[Any]:
         return list(data) if self.outer is None else [self.outer[0](x) for x in data]
@@ -220,12 +220,15 @@ class Stored(Value):
     def is_work(self) -> bool:
         return self.codec is not None
 
-    def hold_if_alive(self) -> None:
-        """Goes back to the tensor itself, where its storage is held by somebody else anyway."""
+    def hold_if_alive(self, passing: set[int]) -> None:
+        """Goes back to the tensor itself, where its storage is held by somebody else anyway.
+
+        passing: storages that are held for a moment only, alive while this runs.
+        """
         if self.codec is None or self.source is None or self.outer is not None or not self.fresh():
             return
         storage, offset = self.source[0](), self.source[1]
-        if storage is not None:
+        if storage is not None and storage._cdata not in passing:
             shape, stride, dtype = self.layout
             x = torch.empty(0, dtype=dtype, device=storage.device)
             self.hold(x.set_(storage, offset, shape, stride))
@@ -342,6 +345,10 @@ _Held = OrderedDict[Value, tuple[Tensor, int]]  # with the tensor's version
 _held: dict[int, _Held] = {}  # by the backward pass that runs
 
 
+def _forget(task: int) -> None:
+    _held.pop(task, None)
+
+
 def _held_in_this_backward() -> _Held | None:
     """Tensors that will be asked for again in the backward pass that runs; freed at its end."""
     task = torch._C._current_graph_task_id()
@@ -349,7 +356,7 @@ def _held_in_this_backward() -> _Held | None:
         return None
     if task not in _held:
         _held[task] = OrderedDict()
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_held.pop, task, None))
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_forget, task))
     return _held[task]
 
 
