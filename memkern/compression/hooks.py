@@ -75,6 +75,12 @@ def remove(module: nn.Module) -> bool:
     return True
 
 
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module's name is as the pattern says, part by part: ``*`` stands for no dot."""
+    own, wanted = name.split("."), pattern.split(".")
+    return len(own) == len(wanted) and all(map(fnmatch.fnmatchcase, own, wanted))
+
+
 def check(model: nn.Module, saved_bits: SavedBits) -> None:
     """Raises ValueError or TypeError unless ``saved_bits`` can be had for the model."""
     if saved_bits is None:
@@ -84,7 +90,7 @@ def check(model: nn.Module, saved_bits: SavedBits) -> None:
         for pattern, bits in saved_bits.items():
             if bits is not None:
                 check_bits(bits, f"saved_bits[{pattern!r}]")
-            if not fnmatch.filter(names, pattern):
+            if not any(_fits(name, pattern) for name in names):
                 raise ValueError(f"saved_bits names {pattern!r}, and the model has no such module")
     elif not callable(saved_bits):
         check_bits(saved_bits, "saved_bits")
@@ -100,7 +106,7 @@ def check(model: nn.Module, saved_bits: SavedBits) -> None:
 
 def _own(name: str, module: nn.Module, inherited: Bits, saved_bits: SavedBits) -> Bits:
     if isinstance(saved_bits, Mapping):
-        found = [bits for pattern, bits in saved_bits.items() if fnmatch.fnmatchcase(name, pattern)]
+        found = [bits for pattern, bits in saved_bits.items() if _fits(name, pattern)]
         return found[-1] if found else inherited
     if callable(saved_bits):
         bits = saved_bits(name, module)

@@ -50,7 +50,7 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         groups.setdefault((pattern(name), text), []).append(name)
     for (like, text), names in groups.items():
         count = f" ({len(names)} of them)" if len(names) > 1 else ""
-        yield f"  {like if count else names[0] or pattern}{count}: {text}"
+        yield f"  {like if count else names[0] or like}{count}: {text}"
 
 
 @dataclasses.dataclass(frozen=True)

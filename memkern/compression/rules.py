@@ -1,34 +1,32 @@
-"""Which saved tensors are made of which others: the table, and how a value is found by it.
+"""Which saved tensors follow from which others, and which are stored in 8 bits: the two tables.
 
 Every node of the autograd graph is one operation that torch has done; its ``next_functions`` are the edges of its
 inputs, in the order of its arguments. A rule says how the output follows from them. What no rule names is not
-recomputed, and what is not in CODED keeps no codes: it is saved as torch does.
+recomputed, and what is not in CODED gets no codes: it is saved as torch does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .glu import glu
-from .values import Computed, Edge, Leaf, Number, Value, register, registered
+from .values import Edge, peeking
 
 # ---- functions of a node: what computes the output anew
 
 
-def _signed(dim: int) -> int:
+def signed(dim: int) -> int:
     """Nodes show negative dimensions as unsigned 64-bit numbers."""
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
-def _shaped(edge: Edge) -> Callable[[Tensor], Tensor]:
+def shaped(edge: Edge) -> Callable[[Tensor], Tensor]:
     shape = edge.shape
     return lambda x: x.reshape(shape)
 
@@ -38,13 +36,13 @@ def _cast(edge: Edge) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(dtype)
 
 
-def _transposed(edge: Edge) -> Callable[[Tensor], Tensor]:
-    first, second = _signed(edge.node._saved_dim0), _signed(edge.node._saved_dim1)
+def transposed(edge: Edge) -> Callable[[Tensor], Tensor]:
+    first, second = signed(edge.node._saved_dim0), signed(edge.node._saved_dim1)
     return lambda x: x.transpose(first, second)
 
 
 def _permuted(edge: Edge) -> Callable[[Tensor], Tensor]:
-    dims = [_signed(dim) for dim in edge.node._saved_dims]
+    dims = [signed(dim) for dim in edge.node._saved_dims]
     return lambda x: x.permute(dims)
 
 
@@ -55,32 +53,32 @@ def _expanded(edge: Edge) -> Callable[[Tensor], Tensor]:
 
 def _sliced(edge: Edge) -> Callable[[Tensor], Tensor]:
     node = edge.node
-    dim, start, end, step = _signed(node._saved_dim), node._saved_start, node._saved_end, node._saved_step
+    dim, start, end, step = signed(node._saved_dim), node._saved_start, node._saved_end, node._saved_step
     return lambda x: torch.ops.aten.slice.Tensor(x, dim, start, end, step)
 
 
 def _split(edge: Edge) -> Callable[[Tensor], Tensor]:
-    dim, size, nr = _signed(edge.node._saved_dim), edge.node._saved_split_size, edge.nr
+    dim, size, nr = signed(edge.node._saved_dim), edge.node._saved_split_size, edge.nr
     return lambda x: x.narrow(dim, nr * size, min(size, x.shape[dim] - nr * size))
 
 
 def _split_in_sizes(edge: Edge) -> Callable[[Tensor], Tensor]:
-    dim, sizes, nr = _signed(edge.node._saved_dim), edge.node._saved_split_sizes, edge.nr
+    dim, sizes, nr = signed(edge.node._saved_dim), edge.node._saved_split_sizes, edge.nr
     return lambda x: x.narrow(dim, sum(sizes[:nr]), sizes[nr])
 
 
 def _selected(edge: Edge) -> Callable[[Tensor], Tensor]:
-    dim, index = _signed(edge.node._saved_dim), edge.node._saved_index
-    return lambda x: x.select(dim, _signed(index))
+    dim, index = signed(edge.node._saved_dim), edge.node._saved_index
+    return lambda x: x.select(dim, signed(index))
 
 
 def _unbound(edge: Edge) -> Callable[[Tensor], Tensor]:
-    dim, nr = _signed(edge.node._saved_dim), edge.nr
+    dim, nr = signed(edge.node._saved_dim), edge.nr
     return lambda x: x.select(dim, nr)
 
 
 def _joined(edge: Edge) -> Callable[..., Tensor]:
-    dim = _signed(edge.node._saved_dim)
+    dim = signed(edge.node._saved_dim)
     return lambda *parts: torch.cat(parts, dim)
 
 
@@ -193,16 +191,16 @@ def _function(function: Callable[..., Tensor], *inputs: str) -> Rule:
 
 RULES: dict[str, Rule] = {
     # operation: kind, exactness, the function of its inputs
-    "AliasBackward0": _view(_shaped),
-    "ViewBackward0": _view(_shaped),
-    "UnsafeViewBackward0": _view(_shaped),
-    "ReshapeAliasBackward0": _view(_shaped),
-    "UnsqueezeBackward0": _view(_shaped),
-    "SqueezeBackward0": _view(_shaped),
-    "SqueezeBackward1": _view(_shaped),
-    "SqueezeBackward2": _view(_shaped),
+    "AliasBackward0": _view(shaped),
+    "ViewBackward0": _view(shaped),
+    "UnsafeViewBackward0": _view(shaped),
+    "ReshapeAliasBackward0": _view(shaped),
+    "UnsqueezeBackward0": _view(shaped),
+    "SqueezeBackward0": _view(shaped),
+    "SqueezeBackward1": _view(shaped),
+    "SqueezeBackward2": _view(shaped),
     "TBackward0": _view(_same(Tensor.t)),
-    "TransposeBackward0": _view(_transposed),
+    "TransposeBackward0": _view(transposed),
     "PermuteBackward0": _view(_permuted),
     "ExpandBackward0": _view(_expanded),
     "SliceBackward0": _view(_sliced),
@@ -245,7 +243,6 @@ RULES: dict[str, Rule] = {
 
 MOST_FUNCTIONS = 12
 """So many one after another are computed anew at most; a value further from what is stored is stored itself."""
-_LONGEST = 40  # rules that are tried one after another, views and copies among them
 
 POWER, UNSIGNED, AFFINE = "power", "unsigned power", "affine"
 CODED: dict[str, str] = {
@@ -290,208 +287,3 @@ CODED: dict[str, str] = {
 Not here, and so saved as torch does: what divides or goes through a logarithm elsewhere (exp, sqrt, rsqrt, pow, sums,
 means, norms), where a small value that becomes 0 would become an infinite gradient.
 """
-
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
-
-
-# ---- constants: what a node saves that needs no gradient
-
-
-_local = threading.local()
-
-
-@contextlib.contextmanager
-def peeking() -> Iterator[list[Value]]:
-    """Inside, what autograd asks the unpack hook for is noted and not computed."""
-    found: list[Value] = []
-    _local.found = found
-    try:
-        yield found
-    finally:
-        _local.found = None
-
-
-def peeked(value: Value) -> bool:
-    """For the unpack hook: notes the value and says True if it is only to be noted."""
-    found = getattr(_local, "found", None)
-    if found is None:
-        return False
-    found.append(value)
-    return True
-
-
-def saved_by(node: Any, attribute: str) -> list[Value] | None:
-    """The values of what a node has saved; [] where that is None, None where it is freed or unknown."""
-    with peeking() as found:
-        try:
-            shown = getattr(node, attribute)
-        except (RuntimeError, AttributeError):  # freed, or another version of torch
-            return None
-    if shown is None or found:
-        return found
-    # Autograd packs no numbers.
-    return [Number(shown)] if isinstance(shown, Tensor) and shown.dim() == 0 else None
-
-
-# ---- resolution
-
-
-def finer(a: torch.dtype, b: torch.dtype) -> bool:
-    """Whether every value of dtype ``b`` is one of ``a``."""
-    return torch.promote_types(a, b) == a
-
-
-class Resolver:
-    """Finds of what a saved tensor is made.
-
-    exact: values with codes in them are not good enough. views_only: only what is stored, and views of it.
-    """
-
-    def __init__(self, exact: bool, views_only: bool) -> None:
-        self.exact, self.views_only = exact, views_only
-        self.failed: set[tuple[Any, int, torch.dtype]] = set()
-
-    def good(self, value: Value | None, need: torch.dtype) -> bool:
-        return (
-            value is not None
-            and value.fresh()
-            and not (self.exact and value.lossy)
-            and (value.lossy or finer(value.precision, need))
-        )
-
-    def resolve(self, edge: Edge, need: torch.dtype, left: int = _LONGEST) -> Value | None:
-        """The value at an edge, right to ``need``; None where it cannot be had from what is saved."""
-        value = registered(edge)
-        if self.good(value, need) and not (self.views_only and isinstance(value, Computed)):
-            return value
-        name = edge.node.name()
-        if name == _ACCUMULATE:
-            return Leaf(edge.node.variable)
-        rule = RULES.get(name)
-        key = (edge.node, edge.nr, need)
-        if rule is None or left == 0 or (self.views_only and rule.kind != "view") or key in self.failed:
-            return None
-        value = self._apply(rule, edge, need, left)
-        if value is None:
-            self.failed.add(key)
-        return value
-
-    def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int) -> Value | None:
-        values: list[Value] = []
-        for i, source in enumerate(edge.inputs()):
-            if source is None:
-                found = self._without_edge(rule, edge.node, i)
-            elif source.device != edge.device:
-                found = None
-            else:
-                value = self.resolve(source, _needed(rule, source, need), left - 1)
-                found = None if value is None else [value]
-            if found is None:
-                return None
-            values += found
-            for attribute in rule.extra if i == 0 else ():
-                if not (found := saved_by(edge.node, attribute)):
-                    return None
-                values += found
-        if rule.exactness == "rounding" and self.exact and values[1].dtype != torch.float32:
-            return None  # statistics in bf16: the rows would be off by more than rounding
-        value = Computed(rule.make(edge), values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
-        if value.depth > MOST_FUNCTIONS:
-            return None
-        register(edge, value)
-        return value
-
-    def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
-        """An argument that needs no gradient, if the node has saved it."""
-        attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
-        found = saved_by(node, attribute.removeprefix("*")) if attribute else None
-        return found if found or attribute.startswith("*") else None
-
-
-def _needed(rule: Rule, source: Edge, need: torch.dtype) -> torch.dtype:
-    """To which dtype an input must be right for an output that is right to ``need``."""
-    return source.dtype if rule.kind == "function" or finer(need, source.dtype) else need
-
-
-def _precision(rule: Rule, edge: Edge, source: Value) -> torch.dtype:
-    coarser = edge.dtype if finer(source.dtype, edge.dtype) else source.dtype
-    right = rule.kind == "function" or finer(source.precision, coarser)
-    return edge.dtype if right else source.precision
-
-
-# ---- where a tensor that has to be stored belongs
-
-
-def _viewed(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    return x.view(source.shape)
-
-
-def _back_transposed(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    return _transposed(edge)(x)
-
-
-def _back_permuted(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    dims = [_signed(dim) % x.dim() for dim in edge.node._saved_dims]
-    return x.permute([dims.index(i) for i in range(len(dims))])
-
-
-def _unexpanded(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    x = x[(0,) * (x.dim() - len(source.shape))]
-    for dim, size in enumerate(source.shape):
-        if size != x.shape[dim]:
-            x = x.narrow(dim, 0, size)
-    return x
-
-
-def _itself(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    return x
-
-
-def _before_the_cast(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    return x if source.device == x.device and source.dtype.is_floating_point else None
-
-
-_BACK: dict[str, Callable[[Edge, Edge, Tensor], Tensor | None]] = {
-    **dict.fromkeys((name for name, rule in RULES.items() if rule.make is _shaped), _viewed),
-    "TBackward0": lambda edge, source, x: x.t(),
-    "TransposeBackward0": _back_transposed,
-    "PermuteBackward0": _back_permuted,
-    "ExpandBackward0": _unexpanded,
-    "CloneBackward0": _itself,
-    "ToCopyBackward0": _before_the_cast,
-}
-"""From a view or copy of everything back to what it was made of, as a view."""
-
-
-def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
-    """The edge furthest up of which ``x`` holds all there is, and the data seen from there."""
-    while (back := _BACK.get(name := edge.node.name())) is not None:
-        if views_only and RULES[name].kind != "view":
-            break
-        source = edge.inputs()[0]
-        if source is None or source.node.name() == _ACCUMULATE:
-            break
-        try:
-            y = back(edge, source, x)
-        except RuntimeError:  # not to be viewed so
-            break
-        if y is None or y.shape != source.shape:
-            break
-        edge, x = source, y
-    return edge, x
-
-
-_SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == "view"} | {
-    "CloneBackward0",
-    "ToCopyBackward0",
-}
-
-
-def codec_of(edge: Edge) -> str | None:
-    """How the data of an edge is coded: by the operation that made it, views left aside."""
-    while edge.node.name() in _SEEN_THROUGH:
-        source = edge.inputs()[0]
-        if source is None:
-            return None
-        edge = source
-    return CODED.get(edge.node.name())

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..quant.layout import FLOATS, is_dense
-from . import rules, values
-from .rules import Resolver
+from . import codecs, resolve, values
+from .resolve import Resolver
 from .values import Edge, Hooks, Leaf, Stored, Value, register, registered
 
 EXACT = "exact"
@@ -93,7 +93,7 @@ class Session:
         return _Packed(self._value(x), x)
 
     def unpack(self, packed: _Packed) -> Tensor:
-        if rules.peeked(packed.value):
+        if values.peeked(packed.value):
             return torch.empty(0)
         with torch.no_grad():
             return packed.tensor()
@@ -106,9 +106,9 @@ class Session:
         return self._store(edge, x, views_only) if value is None else value
 
     def _store(self, edge: Edge, x: Tensor, views_only: bool) -> Value:
-        root, data = rules.root(edge, x, views_only)
+        root, data = resolve.root(edge, x, views_only)
         codec = self._codec(root, data)
-        if codec is None and rules.finer(data.dtype, root.dtype):
+        if codec is None and resolve.finer(data.dtype, root.dtype):
             data = data.to(root.dtype)
         old = registered(root)
         if isinstance(old, Stored) and old.codec is None and codec is None and old.fresh():
@@ -123,10 +123,10 @@ class Session:
         value = Resolver(self.exact, views_only).resolve(edge, x.dtype)
         return stored_itself(edge, x, self.outer) if value is None else value
 
-    def _codec(self, root: Edge, data: Tensor) -> values.Codec | None:
+    def _codec(self, root: Edge, data: Tensor) -> codecs.Codec | None:
         if self.exact or data.numel() < MIN_NUMEL or data.shape[-1] == 1 or data.dtype not in FLOATS:
             return None
-        return values.CODECS.get(rules.codec_of(root) or "")
+        return codecs.CODECS.get(resolve.codec_of(root) or "")
 
     def _note(self, stored: Stored) -> None:
         if stored.codec is not None:
@@ -148,7 +148,7 @@ class Session:
             and (stored := known[2]()) is not None
         ):
             return stored
-        stored = Stored(x, x.dtype, values.CONSTANT, self.outer)
+        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer)
         self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
         self._note(stored)
         return stored
