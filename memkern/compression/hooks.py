@@ -120,24 +120,29 @@ def _own(name: str, module: nn.Module, inherited: Bits, saved_bits: SavedBits) -
 Modes = list[tuple[str, nn.Module, Bits, Bits]]
 
 
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
 def modes(model: nn.Module, saved_bits: SavedBits) -> Modes:
-    """(name, module, its mode, its parent's) of every module once, under its first name."""
+    """(name, module, its mode, the mode around it) of every module once, under its first name."""
     rows: Modes = []
     found: dict[str, Bits] = {}
+    around: dict[str, Bits] = {}  # inside a module's forward pass; lists and dicts of modules have none
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        inherited = found.get(parent) if name else None
+        inherited, outside = (found.get(parent), around.get(parent)) if name else (None, None)
         found[name] = _own(name, module, inherited, saved_bits)
-        rows.append((name, module, found[name], inherited))
+        around[name] = outside if isinstance(module, _NEVER_CALLED) else found[name]
+        rows.append((name, module, found[name], outside))
     return rows
 
 
 def install(model: nn.Module, wanted: Modes) -> None:
-    """Puts the hooks where the mode differs from the parent's, and nowhere else."""
+    """Puts the hooks where the mode differs from the one around, and nowhere else."""
     for module in model.modules():
         remove(module)
-    for _, module, bits, inherited in wanted:
-        if bits != inherited:
+    for _, module, bits, outside in wanted:
+        if bits != outside and not isinstance(module, _NEVER_CALLED):
             _install(module, bits)
 
 

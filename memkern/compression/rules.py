@@ -53,7 +53,9 @@ def _expanded(edge: Edge) -> Callable[[Tensor], Tensor]:
 
 def _sliced(edge: Edge) -> Callable[[Tensor], Tensor]:
     node = edge.node
-    dim, start, end, step = signed(node._saved_dim), node._saved_start, node._saved_end, node._saved_step
+    dim, start, end, step = map(
+        signed, (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
+    )
     return lambda x: torch.ops.aten.slice.Tensor(x, dim, start, end, step)
 
 

@@ -124,7 +124,12 @@ class Session:
         return stored_itself(edge, x, self.outer) if value is None else value
 
     def _codec(self, root: Edge, data: Tensor) -> codecs.Codec | None:
-        if self.exact or data.numel() < MIN_NUMEL or data.shape[-1] == 1 or data.dtype not in FLOATS:
+        if (
+            self.exact
+            or data.numel() < MIN_NUMEL
+            or data.shape[-1] == 1
+            or not {data.dtype, root.dtype} <= {*FLOATS}
+        ):
             return None
         return codecs.CODECS.get(resolve.codec_of(root) or "")
 

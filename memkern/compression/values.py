@@ -38,7 +38,7 @@ class Edge(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        return self.node._input_metadata[self.nr].shape
+        return torch.Size(self.node._input_metadata[self.nr].shape)
 
     @property
     def dtype(self) -> torch.dtype:
