@@ -6,7 +6,6 @@ save the one tensor. A few-bit activation would add its codes and free nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +16,11 @@ from .. import functional as F
 from .class_swap import original_class
 
 Gate = Callable[[Tensor], Tensor]
+
+
+def geglu_tanh(gate_up: Tensor) -> Tensor:
+    """Of one tensor: a function, not a partial of one, so that it compares equal to itself when unpickled."""
+    return F.geglu(gate_up, approximate="tanh")
 
 
 class GatedMLP(nn.Module):
@@ -59,7 +63,7 @@ def _gate_of(activation: nn.Module) -> Gate | None:
         approximate = _APPROXIMATE[cls.__name__]
     else:
         return None
-    return functools.partial(F.geglu, approximate=approximate)
+    return geglu_tanh if approximate == "tanh" else F.geglu
 
 
 def _activation_of(module: nn.Module) -> nn.Module | None:

@@ -19,6 +19,9 @@ def _activate(gate: Tensor, activation: str) -> Tensor:
 
 def _activation_backward(grad: Tensor, gate: Tensor, activation: str) -> Tensor:
     if activation == SILU:
+        if torch.is_grad_enabled():  # create_graph=True: torch's kernel has no derivative of its own
+            s = torch.sigmoid(gate)
+            return grad * s * (1 + gate * (1 - s))
         return torch.ops.aten.silu_backward(grad, gate)
     return torch.ops.aten.gelu_backward(grad, gate, approximate="none" if activation == GELU else "tanh")
 
