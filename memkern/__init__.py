@@ -13,6 +13,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, train
     from .backend import report, use_backend
+    from .compression.saved import quantize_saved
     from .compression.swap import compress, restore
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
 
@@ -26,6 +27,7 @@ __all__ = [
     "nn",
     "optim",
     "quantize_blockwise",
+    "quantize_saved",
     "report",
     "restore",
     "train",
@@ -36,6 +38,7 @@ _LAZY = {
     "compress": "compression.swap",
     "dequantize_blockwise": "quant.blockwise",
     "quantize_blockwise": "quant.blockwise",
+    "quantize_saved": "compression.saved",
     "report": "backend",
     "restore": "compression.swap",
     "use_backend": "backend",

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .fewbit.autograd import Codes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
@@ -30,6 +31,7 @@ from .reference.activation import activate
 
 __all__ = [
     "few_bit",
+    "geglu",
     "gelu",
     "hardswish",
     "hardtanh",
@@ -42,6 +44,7 @@ __all__ = [
     "sigmoid",
     "silu",
     "softplus",
+    "swiglu",
     "tanh",
 ]
 
@@ -82,9 +85,13 @@ def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "co
         6e-5 rms in fp32 and 2e-3 in bf16 (x ~ N(0, 1)), and an in-place change of the output raises in the backward
         pass.
     """
+    _check_approximate(approximate)
+    return _codes_or_output(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
+
+
+def _check_approximate(approximate: str) -> None:
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
-    return _codes_or_output(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
 
 
 def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> Tensor:
@@ -165,3 +172,26 @@ def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bo
     if not min_val < max_val:
         raise ValueError(f"max_val must be larger than min_val, got {max_val!r} and {min_val!r}")
     return _apply(x, "hardtanh", hardtanh_levels(min_val, max_val), min_val, max_val, inplace)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up``, exact: what is saved is gate and up, once; the rest is computed anew for the backward pass.
+
+    gate, up: of one shape and dtype; or gate alone, which holds gate and up along its last dimension as
+        ``gate_up.chunk(2, -1)`` would cut it (Phi-3's and Mixtral's layout).
+
+    Bytes saved per element of the output: 8 in fp32, where torch's two operations save 12 (gate, up and silu(gate)).
+    Forward and gradients have the bits of torch's operations. Any number of derivatives. Source: Shazeer, "GLU Variants
+    Improve Transformer" (arXiv 2002.05202).
+
+    Raises:
+        ValueError: gate and up differ in shape, or gate alone has an odd last dimension.
+        TypeError: gate and up differ in dtype.
+    """
+    return glu(gate, up, SILU)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """``gelu(gate) * up``; everything else as in :func:`swiglu`. ``approximate``: ``"none"`` or ``"tanh"``."""
+    _check_approximate(approximate)
+    return glu(gate, up, GELU if approximate == "none" else GELU_TANH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -106,6 +107,30 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
     with live:
         fn()
     return live.peak
+
+
+def live_bytes_after(fn: Callable[[], Any], *held: Held) -> int:
+    """Runs ``fn()`` once and returns the bytes that it allocated and that its result keeps alive, graph included.
+
+    held: as for :func:`peak_bytes`; they do not count. Everything is seen that a forward pass leaves for its backward
+    pass, also what an autograd.Function keeps outside of ``save_for_backward``, and codes in place of tensors. CPU, and
+    fake tensors of any device: the storages that operators return. CUDA: by the caching allocator's figures.
+    """
+    tensors = [tensor for tensor in _held_tensors(held) if isinstance(tensor, Tensor)]
+    device = next((t.device for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)), None)
+    if device is not None:
+        before = torch.cuda.memory_allocated(device)
+        result = fn()
+        gc.collect()
+        return torch.cuda.memory_allocated(device) - before
+    live = _LiveBytes(tensors)
+    before = live.live
+    with live:
+        result = fn()
+    gc.collect()  # models' outputs may be in reference cycles with what they no longer need
+    after = live.live
+    del result
+    return after - before
 
 
 def _is_parameter(tensor: Tensor) -> bool:

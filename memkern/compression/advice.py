@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ..memory import saved_bytes
+from . import hooks
+from .measure import call_of, same_state
 from .swap import compress, restore, swapped_state
 
 MODES: dict[str, dict[str, Any]] = {
@@ -50,20 +51,16 @@ class Advice:
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Buffers, random numbers and swaps are afterwards as before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    before = swapped_state(model)
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    before, own = swapped_state(model), hooks.installed(model)
     try:
-        with torch.random.fork_rng(devices):
+        with same_state(model):
             yield
     finally:
         restore(model)
         for module, cls, attributes in before:
             module.__class__ = cls
             vars(module).update(attributes)
-        with torch.no_grad():
-            for buffer, copy in buffers:
-                buffer.copy_(copy)
+        hooks.bring_back(model, own)
 
 
 def advise(model: nn.Module, example: Any) -> Advice:
@@ -76,13 +73,11 @@ def advise(model: nn.Module, example: Any) -> Advice:
 
     ``keep="input"``, the exact mode of :class:`memkern.nn.MLP`, is a module of its own and not among the swaps.
     """
-    call = example if isinstance(example, Mapping) else {}
-    arguments = () if isinstance(example, Mapping) else example if isinstance(example, tuple) else (example,)
-    held = [leaf for leaf in tree_leaves((arguments, dict(call))) if isinstance(leaf, Tensor)]
+    call, held = call_of(model, example)
 
     def saved() -> int:
         with torch.enable_grad():
-            return saved_bytes(lambda: model(*arguments, **call), model, *held)
+            return saved_bytes(call, model, *held)
 
     with _unchanged(model):
         restore(model)

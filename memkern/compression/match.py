@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..nn import activation as ours
 from ..nn.linear import RandomizedConv1D, RandomizedLinear
@@ -51,7 +51,33 @@ BY_NAME: dict[str, Maker] = {
     "QuickGELU": lambda m, bits, keep: ours.QuickGELU(bits=bits),  # CLIP's own, open_clip's, timm's
     "SiLUActivation": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
     "MishActivation": lambda m, bits, keep: ours.Mish(bits=bits),
+    "GELU": lambda m, bits, keep: ours.GELU(
+        bits=bits, keep=keep
+    ),  # timm's, which are no subclasses of torch's
+    "Swish": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
+    "Mish": lambda m, bits, keep: ours.Mish(bits=bits),
+    "HardSwish": lambda m, bits, keep: ours.Hardswish(bits=bits),
 }
+
+
+class FusedQuickGELU(nn.Module):
+    """x sigmoid(1.702 x) in operations of torch that save one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x * 1.702) * (1 / 1.702)
+
+
+FUSED: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda: nn.GELU("tanh") for name, maker in BY_NAME.items() if maker is _tanh_gelu},
+    "GELUActivation": nn.GELU,
+    "QuickGELUActivation": FusedQuickGELU,
+    "QuickGELU": FusedQuickGELU,
+    "SiLUActivation": nn.SiLU,
+    "MishActivation": nn.Mish,
+    "Swish": nn.SiLU,
+    "Mish": nn.Mish,
+}
+"""Composites, and the one operation of torch (two for QuickGELU) that computes the same and saves less."""
 
 # Functions whose input torch saves; called in a forward they are out of reach.
 FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
@@ -71,6 +97,8 @@ def _computes_the_same(cls: type[nn.Module], module: nn.Module, new: nn.Module) 
 
 def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Module | str | None:
     """The counterpart of ``module``, whose class is or was ``cls``; why there is none; None where it is no matter."""
+    if cls.__module__.startswith("memkern."):
+        return None
     if cls in TORCH:
         if cls is nn.Softplus and module.beta <= 0:
             return f"beta is {module.beta}, allowed: above 0"
@@ -84,6 +112,14 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
         (base for base in TORCH if issubclass(cls, base) and not cls.__module__.startswith("memkern.")), None
     )
     return None if base is None else f"a subclass of torch.nn.{base.__name__} may do more"
+
+
+def fused(cls: type[nn.Module], module: nn.Module) -> nn.Module | None:
+    """The fused counterpart of a composite, with the same gradients to rounding."""
+    if cls.__name__ not in FUSED or cls.__module__.startswith("memkern."):
+        return None
+    new = FUSED[cls.__name__]()
+    return new if _computes_the_same(cls, module, new) else None
 
 
 def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:

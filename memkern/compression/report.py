@@ -6,6 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
+from .measure import Measured
+
 
 @dataclasses.dataclass(frozen=True)
 class Swap:
@@ -37,7 +39,7 @@ class Left:
     reason: str
 
 
-def _pattern(name: str) -> str:
+def pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name) or "the model itself"
 
 
@@ -45,19 +47,26 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """One line for all rows whose names differ in numbers only and whose texts are equal."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
-        groups.setdefault((_pattern(name), text), []).append(name)
-    for (pattern, text), names in groups.items():
+        groups.setdefault((pattern(name), text), []).append(name)
+    for (like, text), names in groups.items():
         count = f" ({len(names)} of them)" if len(names) > 1 else ""
-        yield f"  {pattern if count else names[0] or pattern}{count}: {text}"
+        yield f"  {like if count else names[0] or like}{count}: {text}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of ``memkern.compress``; ``print`` shows it."""
+    """The result of ``memkern.compress``; ``print`` shows it.
+
+    saved: the modules around which ``saved_bits`` stands, and its value. before, after: what was measured on the
+    example, if there was one.
+    """
 
     swapped: tuple[Swap, ...]
     left: tuple[Left, ...]
     marked: tuple[str, ...]
+    saved: tuple[tuple[str, int | str | None], ...] = ()
+    before: Measured | None = None
+    after: Measured | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -72,16 +81,22 @@ class Report:
         for swap in self.swapped:
             text = f"{swap.was} -> {swap.now}, {swap.before:g} -> {swap.after:g} bytes per element"
             if swap.width is not None:
-                text += f", {swap.bytes_per_token:,.0f} bytes per token fewer"
+                text += f", up to {swap.bytes_per_token:,.0f} bytes per token fewer"
             yield from ((name, text) for name in swap.names)
 
     def __str__(self) -> str:
         lines = [f"memkern.compress: {len(self.swapped)} modules swapped"]
         lines += _grouped(self._swaps())
-        if self.swapped:
+        if self.swapped and self.before is None:
             lines.append(
-                f"per token: {self.bytes_per_token:,.0f} bytes fewer at most, where the width is known"
+                f"per token: {self.bytes_per_token:,.0f} bytes fewer at most, where the width is known; "
+                "compress(model, example=batch) measures"
             )
+        for name, bits in self.saved:
+            mode = "as torch does" if bits is None else "exactly" if bits == "exact" else f"in {bits} bits"
+            lines.append(f"  {name or 'the model itself'}: what it saves is saved {mode}")
+        if self.before is not None and self.after is not None:
+            lines += self._measured(self.before, self.after)
         if self.marked:
             lines.append(f"{len(self.marked)} embeddings marked for 32-bit optimizer states")
             lines += _grouped((name, "marked") for name in self.marked)
@@ -91,3 +106,14 @@ class Report:
                 (name, f"{left.what}, {left.reason}") for left in self.left for name in left.names
             )
         return "\n".join(lines)
+
+    @staticmethod
+    def _measured(before: Measured, after: Measured) -> Iterator[str]:
+        share = after.total / before.total if before.total else 1
+        yield (
+            f"measured on the example, alive with the graph: {before.total:,} bytes before, {after.total:,} after "
+            f"({share:.1%}); the first to save, before and after:"
+        )
+        names = dict.fromkeys((*before.modules, *after.modules))
+        rows = [(name, before.modules.get(name, 0), after.modules.get(name, 0)) for name in names]
+        yield from _grouped((name, f"{old:,} -> {new:,} bytes") for name, old, new in rows if old != new)

@@ -1,0 +1,45 @@
+"""Changing one module's class in place, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+ORIGINAL = "_memkern_original"  # (class, attributes that were overwritten, names of all that were set)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class before a swap."""
+    return vars(module).get(ORIGINAL, (type(module),))[0]
+
+
+def attributes_of(new: nn.Module) -> dict[str, Any]:
+    """What a module has besides what every module has."""
+    return {name: value for name, value in vars(new).items() if name not in _OF_EVERY_MODULE}
+
+
+def become(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
+    """Changes the class and sets attributes; :func:`revert` undoes it."""
+    own = vars(module)
+    overwritten = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    own[ORIGINAL] = (type(module), overwritten, tuple(attributes))
+    module.__class__ = cls
+
+
+def revert(module: nn.Module) -> bool:
+    """Undoes :func:`become`; says whether there was anything to undo."""
+    own = vars(module)
+    if ORIGINAL not in own:
+        return False
+    module.__class__, overwritten, names = own.pop(ORIGINAL)
+    for name in names:
+        own.pop(name, None)
+    own.update(overwritten)
+    return True
+
+
+def is_already(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> bool:
+    return type(module) is cls and all(vars(module).get(k, k) == v for k, v in attributes.items())

@@ -1,0 +1,81 @@
+"""Gated linear units that save gate and up once: the activation and the product are computed anew for the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
+
+
+def _activate(gate: Tensor, activation: str) -> Tensor:
+    if activation == SILU:
+        return F.silu(gate)
+    return F.gelu(gate, approximate="none" if activation == GELU else "tanh")
+
+
+def _activation_backward(grad: Tensor, gate: Tensor, activation: str) -> Tensor:
+    if activation == SILU:
+        if torch.is_grad_enabled():  # create_graph=True: torch's kernel has no derivative of its own
+            s = torch.sigmoid(gate)
+            return grad * s * (1 + gate * (1 - s))
+        return torch.ops.aten.silu_backward(grad, gate)
+    return torch.ops.aten.gelu_backward(grad, gate, approximate="none" if activation == GELU else "tanh")
+
+
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up, of one tensor that holds both along its last dimension or of two."""
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, -1)
+    return first, second
+
+
+class Glu(torch.autograd.Function):
+    """act(gate) * up, from gate and up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        first, second = halves(gate, up)
+        return _activate(first, activation) * second
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        first, second = halves(gate, up)
+        by_up = grad * _activate(first, ctx.activation) if ctx.needs_input_grad[1] or up is None else None
+        by_gate = None
+        if ctx.needs_input_grad[0]:
+            by_gate = _activation_backward(grad * second, first, ctx.activation)
+        if up is None:
+            assert by_gate is not None
+            assert by_up is not None
+            return torch.cat((by_gate, by_up), -1), None, None
+        return by_gate, by_up, None
+
+
+def check(gate: Tensor, up: Tensor | None) -> None:
+    """Raises ValueError or TypeError unless gate and up fit together."""
+    if up is None:
+        if gate.dim() == 0 or gate.shape[-1] % 2:
+            raise ValueError(
+                f"gate must hold gate and up along its last dimension, an even number; got {tuple(gate.shape)}"
+            )
+    elif gate.shape != up.shape:
+        raise ValueError(f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
+    elif gate.dtype != up.dtype:
+        raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
+
+
+def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    check(gate, up)
+    needs = gate.requires_grad or (up is not None and up.requires_grad)
+    if torch.is_grad_enabled() and needs:
+        return Glu.apply(gate, up, activation)
+    first, second = halves(gate, up)
+    return _activate(first, activation) * second

@@ -1,0 +1,186 @@
+"""``with memkern.quantize_saved(bits=8):`` what autograd saves is saved once, in 8 bits, and the rest recomputed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..quant.layout import FLOATS, is_dense
+from . import codecs, resolve, values
+from .resolve import Resolver
+from .values import Edge, Hooks, Leaf, Stored, Value, register, registered
+
+EXACT = "exact"
+MIN_NUMEL = 1024
+"""Smaller tensors are not worth codes: they are saved as torch does, once."""
+
+
+def check_bits(bits: Any, name: str = "bits") -> None:
+    """Raises ValueError unless ``bits`` is 8 or "exact"."""
+    if isinstance(bits, bool) or bits not in (8, EXACT):
+        raise ValueError(f"{name} must be 8 or 'exact', got {bits!r}")
+
+
+class _Packed:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("dtype", "stride", "value")
+
+    def __init__(self, value: Value, x: Tensor) -> None:
+        value.uses += 1
+        self.value, self.dtype = value, x.dtype
+        self.stride = x.stride() if is_dense(x.shape, x.stride()) else None
+
+    def tensor(self) -> Tensor:
+        x = values.evaluate(self.value).to(self.dtype)
+        if self.stride is None or x.stride() == self.stride:
+            return x
+        return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+class Session:
+    """The hooks of one ``with`` block, or of one forward pass of a module; ``bits`` None saves as torch does."""
+
+    def __init__(self, bits: int | str | None) -> None:
+        self.bits, self.exact = bits, bits == EXACT
+        self.outer: Hooks | None = None
+        self.inside: Session | None = None
+        self.coded: list[weakref.ref[Stored]] = []
+        self.constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
+
+    def enter(self) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        ours = getattr(top[0], "__self__", None) if top else None
+        if isinstance(ours, Session):
+            self.inside, self.outer = ours, ours.outer
+        else:
+            self.outer = top
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def exit(self, passing: Iterable[Tensor] = ()) -> None:
+        """passing: tensors that whoever calls holds for a moment only."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if self.inside is not None:
+            self.inside.coded += self.coded
+        else:
+            self._hold_what_is_alive({x.untyped_storage()._cdata for x in passing})
+        self.coded, self.constants = [], {}
+
+    def _hold_what_is_alive(self, passing: set[int]) -> None:
+        """What the caller holds anyway, such as cached keys and values, need not be held in codes beside it."""
+        for ref in self.coded:
+            if (stored := ref()) is not None:
+                stored.hold_if_alive(passing)
+
+    # ---- the hooks
+
+    def pack(self, x: Tensor) -> Any:
+        if (
+            self.bits is None
+            or type(x) not in _KNOWN
+            or x.layout != torch.strided
+            or x.is_conj()
+            or x.is_neg()
+        ):
+            return _Packed(Stored(x, x.dtype, None, self.outer), x)
+        if x.grad_fn is None:  # also where torch does not show it to the hooks: then nothing is coded
+            return _Packed(Leaf(x) if x.requires_grad else self._constant(x), x)
+        return _Packed(self._value(x), x)
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        if values.peeked(packed.value):
+            return torch.empty(0)
+        with torch.no_grad():
+            return packed.tensor()
+
+    def _value(self, x: Tensor) -> Value:
+        edge = Edge(x.grad_fn, x.output_nr)
+        # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
+        views_only = x._version > 0
+        value = Resolver(self.exact, views_only).resolve(edge, x.dtype)
+        return self._store(edge, x, views_only) if value is None else value
+
+    def _store(self, edge: Edge, x: Tensor, views_only: bool) -> Value:
+        root, data = resolve.root(edge, x, views_only)
+        codec = self._codec(root, data)
+        if codec is None and resolve.finer(data.dtype, root.dtype):
+            data = data.to(root.dtype)
+        old = registered(root)
+        if isinstance(old, Stored) and old.codec is None and codec is None and old.fresh():
+            old.upgrade(data)
+            stored = old
+        else:
+            stored = Stored(data, root.dtype, codec, self.outer)
+            register(root, stored)
+            self._note(stored)
+        if root == edge:
+            return stored
+        value = Resolver(self.exact, views_only).resolve(edge, x.dtype)
+        return stored_itself(edge, x, self.outer) if value is None else value
+
+    def _codec(self, root: Edge, data: Tensor) -> codecs.Codec | None:
+        if (
+            self.exact
+            or data.numel() < MIN_NUMEL
+            or data.shape[-1] == 1
+            or not {data.dtype, root.dtype} <= {*FLOATS}
+        ):
+            return None
+        return codecs.CODECS.get(resolve.codec_of(root) or "")
+
+    def _note(self, stored: Stored) -> None:
+        if stored.codec is not None:
+            self.coded.append(weakref.ref(stored))
+            if len(self.coded) % 512 == 0:  # one block may hold a whole training loop
+                self.coded = [ref for ref in self.coded if ref() is not None]
+
+    def _constant(self, x: Tensor) -> Stored:
+        """What needs no gradient is never rounded; masks become bits."""
+        if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
+            return Stored(x, x.dtype, None, self.outer)
+        storage = x.untyped_storage()
+        place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        known = self.constants.get(storage._cdata)
+        if (
+            known is not None
+            and known[0]() is storage
+            and known[1] == place
+            and (stored := known[2]()) is not None
+        ):
+            return stored
+        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer)
+        self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
+        self._note(stored)
+        return stored
+
+
+def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None) -> Stored:
+    stored = Stored(x, x.dtype, None, outer)
+    register(edge, stored)
+    return stored
+
+
+_KNOWN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class quantize_saved:
+    """A context in which autograd saves each value once, and in 8 bits; the same loop, a seventh of the bytes."""
+
+    def __init__(self, bits: int | str = 8) -> None:
+        check_bits(bits)
+        self.bits = bits
+        self._sessions: list[Session] = []
+
+    def __enter__(self) -> quantize_saved:
+        session = Session(self.bits)
+        session.enter()
+        self._sessions.append(session)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._sessions.pop().exit()

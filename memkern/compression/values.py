@@ -1,0 +1,321 @@
+"""What a tensor that autograd saves is made of: a leaf, data that is stored, or a function of such.
+
+A value belongs to an edge of the autograd graph, (node, output number). The node's ``metadata`` holds a weak reference
+to it, so that nobody else needs a key for it: no address, no hash, nothing that outlives the graph. What owns a value
+is the packed tensors that autograd holds, and other values that are computed from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .codecs import Codec, Layout
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of shape "
+    "{shape} is at version {now}, it was saved at version {then}"
+)
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack hooks, as torch.autograd.graph.saved_tensors_hooks takes them."""
+
+
+class Edge(NamedTuple):
+    """A value's place in the autograd graph."""
+
+    node: Any
+    nr: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.node._input_metadata[self.nr].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.node._input_metadata[self.nr].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.node._input_metadata[self.nr].device
+
+    def inputs(self) -> list[Edge | None]:
+        return [None if node is None else Edge(node, nr) for node, nr in self.node.next_functions]
+
+
+_KEY = "memkern"
+
+
+def registered(edge: Edge) -> Value | None:
+    """The value at an edge, if one is saved."""
+    values = edge.node.metadata.get(_KEY)
+    found = values.get(edge.nr) if values else None
+    return None if found is None else found()
+
+
+def register(edge: Edge, value: Value) -> None:
+    edge.node.metadata.setdefault(_KEY, {})[edge.nr] = weakref.ref(value)
+
+
+def version_of(x: Tensor) -> Tensor:
+    """A tensor without memory that has ``x``'s version counter: it tells of in-place changes and holds nothing."""
+    counter = x.detach()
+    if isinstance(x, FakeTensor):
+        return counter
+    counter.data = torch.empty(0, dtype=x.dtype, device=x.device)
+    return counter
+
+
+class Value:
+    """What is saved of one edge.
+
+    dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
+    saved. lossy: whether 8-bit codes are in it. depth: functions between it and what is stored. uses: how often it is
+    still asked for, of which only speed depends.
+    """
+
+    dtype: torch.dtype
+    precision: torch.dtype
+    lossy = False
+    depth = 0
+
+    def __init__(self) -> None:
+        self.uses = 0
+
+    def fresh(self) -> bool:
+        """Whether what it was made of has not been changed in place since."""
+        raise NotImplementedError
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        """The tensor; ``of`` gives those of other values."""
+        raise NotImplementedError
+
+    def is_work(self) -> bool:
+        """Whether there is something to compute for the tensor."""
+        return True
+
+
+class Leaf(Value):
+    """A parameter, or another leaf: the graph holds it anyway."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        super().__init__()
+        self.leaf, self.version = leaf, leaf._version
+        self.dtype = self.precision = leaf.dtype
+
+    def fresh(self) -> bool:
+        return self.leaf._version == self.version
+
+    def is_work(self) -> bool:
+        return False
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        _check_version("a parameter or another leaf", self.leaf, self.version, self.leaf.shape)
+        return self.leaf.detach()
+
+
+def _check_version(what: str, counter: Tensor, version: int, shape: Sequence[int]) -> None:
+    if counter._version != version:
+        raise RuntimeError(CHANGED.format(what=what, shape=tuple(shape), now=counter._version, then=version))
+
+
+class Computed(Value):
+    """A function of other values, computed anew whenever it is asked for."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Value],
+        dtype: torch.dtype,
+        precision: torch.dtype,
+        cost: int,
+    ) -> None:
+        super().__init__()
+        self.function, self.inputs, self.dtype, self.precision = function, tuple(inputs), dtype, precision
+        self.lossy = any(value.lossy for value in inputs)
+        self.depth = cost + max((value.depth for value in inputs), default=0)
+        for value in inputs:
+            value.uses += 1
+
+    def fresh(self) -> bool:
+        return all(value.fresh() for value in self.inputs)
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        return self.function(*map(of, self.inputs))
+
+
+class Number(Value):
+    """A Python number that an operation was given: autograd has it as a tensor without dimensions."""
+
+    def __init__(self, number: Tensor) -> None:
+        super().__init__()
+        self.number, self.dtype, self.precision = number, number.dtype, number.dtype
+
+    def fresh(self) -> bool:
+        return True
+
+    def is_work(self) -> bool:
+        return False
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        return self.number
+
+
+class Stored(Value):
+    """Data: the tensor as torch would hold it (``codec`` None), 8-bit codes, or bits.
+
+    outer: the hooks around ours, which get what is stored, such as save_on_cpu's.
+    """
+
+    def __init__(self, x: Tensor, dtype: torch.dtype, codec: Codec | None, outer: Hooks | None) -> None:
+        super().__init__()
+        self.dtype, self.precision, self.shape, self.outer = dtype, x.dtype, x.shape, outer
+        self.counter, self.version = (x.detach() if codec is None else version_of(x)), x._version
+        self.source: tuple[weakref.ref, int] | None = None  # the storage and where in it
+        self.codec: Codec | None = None
+        if codec is not None:
+            self.encode(x, codec)
+        if self.codec is None:
+            self.hold(x.detach())
+
+    def hold(self, x: Tensor) -> None:
+        self.codec, self.data, self.lossy, self.precision = None, self._give((x,)), False, x.dtype
+
+    def encode(self, x: Tensor, codec: Codec) -> None:
+        if (data := codec.encode(x)) is None:
+            self.counter = x.detach()
+            return
+        self.codec, self.data, self.lossy, self.precision = codec, self._give(data), codec.lossy, self.dtype
+        self.layout = Layout(x.shape, x.stride(), x.dtype)
+        if not isinstance(x, FakeTensor):
+            self.source = weakref.ref(x.untyped_storage()), int(x.storage_offset())
+
+    def _give(self, data: Sequence[Tensor]) -> list[Any]:
+        return list(data) if self.outer is None else [self.outer[0](x) for x in data]
+
+    def _take(self) -> list[Tensor]:
+        return self.data if self.outer is None else [self.outer[1](x) for x in self.data]
+
+    def fresh(self) -> bool:
+        return self.counter._version == self.version
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        data = self._take()
+        if self.codec is not None:
+            return self.codec.decode(data, self.layout, self.dtype)
+        if self.outer is None:
+            _check_version("a tensor", self.counter, self.version, self.shape)
+        return data[0].to(self.dtype)
+
+    def is_work(self) -> bool:
+        return self.codec is not None
+
+    def hold_if_alive(self, passing: set[int]) -> None:
+        """Goes back to the tensor itself, where its storage is held by somebody else anyway.
+
+        passing: storages that are held for a moment only, alive while this runs.
+        """
+        if self.codec is None or self.source is None or self.outer is not None or not self.fresh():
+            return
+        storage, offset = self.source[0](), self.source[1]
+        if storage is not None and storage._cdata not in passing:
+            shape, stride, dtype = self.layout
+            x = torch.empty(0, dtype=dtype, device=storage.device)
+            self.hold(x.set_(storage, offset, shape, stride))
+            self.source = None
+
+    def upgrade(self, x: Tensor) -> None:
+        """The same value, exactly or in a finer dtype."""
+        self.counter, self.version, self.source = x.detach(), x._version, None
+        self.hold(x.detach())
+
+
+# ---- what a node has saved, not computed
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def peeking() -> Iterator[list[Value]]:
+    """Inside, what autograd asks the unpack hook for is noted and not computed."""
+    found: list[Value] = []
+    _local.found = found
+    try:
+        yield found
+    finally:
+        _local.found = None
+
+
+def peeked(value: Value) -> bool:
+    """For the unpack hook: notes the value and says True if it is only to be noted."""
+    found = getattr(_local, "found", None)
+    if found is None:
+        return False
+    found.append(value)
+    return True
+
+
+def saved_by(node: Any, attribute: str) -> list[Value] | None:
+    """The values of what a node has saved; [] where that is None, None where it is freed or unknown."""
+    with peeking() as found:
+        try:
+            shown = getattr(node, attribute)
+        except (RuntimeError, AttributeError):  # freed, or another version of torch
+            return None
+    if shown is None or found:
+        return found
+    # Autograd packs no numbers.
+    return [Number(shown)] if isinstance(shown, Tensor) and shown.dim() == 0 else None
+
+
+# ---- evaluation
+
+_MOST_HELD = 8
+_Held = OrderedDict[Value, tuple[Tensor, int]]  # with the tensor's version
+_held: dict[int, _Held] = {}  # by the backward pass that runs
+
+
+def _forget(task: int) -> None:
+    _held.pop(task, None)
+
+
+def _held_in_this_backward() -> _Held | None:
+    """Tensors that will be asked for again in the backward pass that runs; freed at its end."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        return None
+    if task not in _held:
+        _held[task] = OrderedDict()
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_forget, task))
+    return _held[task]
+
+
+def evaluate(value: Value) -> Tensor:
+    """The tensor of a value that autograd asks for."""
+    held = _held_in_this_backward()
+
+    def of(value: Value) -> Tensor:
+        value.uses -= 1
+        x, version = held.get(value, (None, 0)) if held is not None else (None, 0)
+        if x is None or x._version != version:
+            x = value.tensor(of)
+        if held is not None and value.is_work():
+            if value.uses > 0:
+                held[value] = x, x._version
+                if len(held) > _MOST_HELD:
+                    held.popitem(last=False)
+            else:
+                held.pop(value, None)
+        return x
+
+    return of(value)
