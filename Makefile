@@ -11,7 +11,7 @@ JOBS   ?= 2
 # Tests in three tiers by their marks (pyproject.toml): what has none, full, long; gpu is for machines with a GPU.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 
-.PHONY: demo test test-all test-long lint format bench gpu clean
+.PHONY: demo test test-all test-long lint format bench gpu gpu-wheels gpu-rehearse clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
@@ -43,9 +43,18 @@ bench: $(VENV)/.installed
 	for peer in torchao deepspeed; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has. Under 8 minutes on an H200.
+# On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or
+# Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline.
 gpu:
-	$(PYTHON) -m tests.gpu $(GPU_ARGS)
+	$(PYTHON) -m tests.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
+
+# What makes `make gpu` do more on a machine without a network, under 60 MiB: to be carried there with the working tree.
+gpu-wheels:
+	$(PYTHON) -m tests.gpu.wheels fetch $(GPU_ARGS)
+
+# Builds, loads and runs up to where a GPU is needed, with CUDA builds of torch (several GB) and nothing else installed.
+gpu-rehearse:
+	$(PYTHON) -m tests.gpu.rehearse $(GPU_ARGS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -5,12 +5,17 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <array>
 #include <vector>
 
 #include "python_lock.h"
 #include "recall.h"
+
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // its name before torch 2.12
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
 
 namespace memkern {
 

@@ -1,4 +1,4 @@
-"""The same conditions for every test: backend, seed, threads, hypothesis examples."""
+"""The same conditions for every test: backend, seed, threads."""
 
 import os
 from ctypes import CDLL
@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
 import torch
-from hypothesis import settings
 
 from tests.support import cache
 from tests.support.simt import build
 
 pytest_plugins = ["tests.support.interpreted", "tests.support.outcomes", "tests.support.skips"]
-
-# The same examples every run: a failure that comes and goes tells less than one that stays.
-settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
-settings.load_profile("memkern")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support import triton_interpreter  # noqa: F401  (repairs it)

@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from memkern import optim
+from tests.support.examples import given, settings, st
 from tests.support.helpers import FLOATS, assert_same, fast_here, on, set_grad, snapshot
 
 

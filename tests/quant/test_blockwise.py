@@ -5,12 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import memkern
 from memkern.quant import codec as C
 from memkern.reference.blockwise import dither
+from tests.support.examples import example, given, settings, st
 from tests.support.helpers import (
     CODECS,
     LAYOUTS,

@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import memkern
 from memkern.optim import AdamW8bit, Lion8bit
 from memkern.quant.layout import block_layout, check_block_size, is_dense, memory_order
+from tests.support.examples import given, settings, st
 from tests.support.helpers import (
     LAYOUTS,
     assert_same,

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("rich", reason="the command line needs the [train] extra")
+
 from memkern import backend
 from memkern.__main__ import main
 from memkern.train import History, RunResult, Trainer, checkpoint

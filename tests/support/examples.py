@@ -1,0 +1,36 @@
+"""hypothesis, where it is installed; else its tests are skipped, and those beside them run (`make gpu` may lack it)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+try:
+    from hypothesis import example, given, settings
+    from hypothesis import strategies as st
+except ImportError:
+
+    class _Anything:
+        """Stands for every strategy, and for what is made of strategies."""
+
+        def __getattr__(self, name: str) -> _Anything:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> _Anything:
+            return self
+
+    def _as_it_is(*args: Any, **kwargs: Any) -> Any:
+        return lambda test: test
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return pytest.mark.skip(reason="hypothesis is not installed")
+
+    example = settings = _as_it_is
+    st = _Anything()
+else:
+    # The same examples every run: a failure that comes and goes tells less than one that stays.
+    settings.register_profile("memkern", deadline=None, derandomize=True, database=None)
+    settings.load_profile("memkern")
+
+__all__ = ["example", "given", "settings", "st"]
