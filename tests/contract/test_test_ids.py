@@ -18,7 +18,9 @@ def test_none_has_vanished_without_a_reason() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
     )
-    reasons = Counter(re.findall(r"^\| `(test_\w+)`", (TESTS / "fixtures" / "vanished_tests.md").read_text(), re.M))
+    reasons = Counter(
+        re.findall(r"^\| `(test_\w+)`", (TESTS / "fixtures" / "vanished_tests.md").read_text(), re.M)
+    )
     vanished = before - now
     assert not vanished - reasons, "without a reason in fixtures/vanished_tests.md"
     assert not reasons - vanished, "these are there"

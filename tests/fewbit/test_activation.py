@@ -11,6 +11,7 @@ from torch import Tensor
 from memkern import _ops
 from memkern.fewbit.levels import Levels
 from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.quant.layout import layout_of
 from memkern.reference.activation import decode, plane_bytes
 from tests.support.activation_helpers import (
     ACTIVATIONS,
@@ -368,4 +369,4 @@ def test_bad_arguments_name_themselves(case: str, grad: bool) -> None:
 
 
 def test_every_layout_is_dense_or_not() -> None:
-    assert all(_ops.layout_of(values(layout), 8) for layout in DENSE)
+    assert all(layout_of(values(layout), 8) for layout in DENSE)

@@ -205,7 +205,7 @@ def test_a_step_allocates_no_tensor_memory_after_the_first(build: type) -> None:
     assert allocated == []
     with Calls() as later:
         optimizer.step()
-    op = f"memkern::{optimizer.op}"
+    op = f"memkern::{optimizer.op.name}"
     assert later.names.count(op) == 1  # one call, whatever the number of tensors
     assert {n for n in later.names if not n.startswith("profiler::")} <= {op, "aten::fill_"}
     assert first.names.count(op) == 1
