@@ -48,7 +48,7 @@ def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
             yield item
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Tracks the bytes of storages that operators return; a weak reference's callback notices that one is freed."""
 
     def __init__(self, held: Iterable[Any]) -> None:
@@ -102,7 +102,7 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         fn()
         return held_bytes + torch.cuda.max_memory_allocated(device) - before
-    live = _LiveBytes(tensors)
+    live = LiveBytes(tensors)
     del tensors
     with live:
         fn()
@@ -123,7 +123,7 @@ def live_bytes_after(fn: Callable[[], Any], *held: Held) -> int:
         result = fn()
         gc.collect()
         return torch.cuda.memory_allocated(device) - before
-    live = _LiveBytes(tensors)
+    live = LiveBytes(tensors)
     before = live.live
     with live:
         result = fn()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -102,7 +101,6 @@ def total(model: nn.Module, example: Any) -> int:
     """Bytes alive after a forward pass on the example, with its graph; parameters and the example do not count."""
     call, held = call_of(model, example)
     with same_state(model), torch.enable_grad():
-        gc.collect()
         return live_bytes_after(call, model, *held)
 
 

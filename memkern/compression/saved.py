@@ -16,6 +16,7 @@ from .resolve import Resolver
 from .values import Edge, Hooks, Leaf, Stored, Value, register, registered
 
 EXACT = "exact"
+_CHECKPOINT = "torch.utils.checkpoint"
 MIN_NUMEL = 1024
 """Smaller tensors are not worth codes: they are saved as torch does, once."""
 
@@ -48,6 +49,7 @@ class Session:
 
     def __init__(self, bits: int | str | None) -> None:
         self.bits, self.exact = bits, bits == EXACT
+        self.opened = True
         self.outer: Hooks | None = None
         self.inside: Session | None = None
         self.coded: list[weakref.ref[Stored]] = []
@@ -55,6 +57,10 @@ class Session:
 
     def enter(self) -> None:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is not None and top[0].__module__ == _CHECKPOINT:
+            # Inside of a checkpoint nothing is saved; its hooks count, and the recomputation must come to the same.
+            self.opened = False
+            return
         ours = getattr(top[0], "__self__", None) if top else None
         if isinstance(ours, Session):
             self.inside, self.outer = ours, ours.outer
@@ -64,6 +70,8 @@ class Session:
 
     def exit(self, passing: Iterable[Tensor] = ()) -> None:
         """passing: tensors that whoever calls holds for a moment only."""
+        if not self.opened:
+            return
         torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.inside is not None:
             self.inside.coded += self.coded

@@ -1,0 +1,136 @@
+"""python -m benchmarks.saved_models: what models save for their backward pass, by model, precision, length and mode.
+
+transformers' models with random weights (benchmarks/zoo.py), one sequence. Saved: bytes alive with the graph after the
+forward pass; peak: of the whole step without the optimizer, parameters and gradients included. Both are counted over
+all storages that operators return. Gradients are compared with those of torch's mode: the median over parameter tensors
+of the relative error, and the cosine of all gradients together; tensors whose gradient is zero but for rounding (the
+bias of keys) are left out of the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memkern
+from memkern.memory import LiveBytes
+
+from . import machine, report, zoo
+
+PRECISIONS = ("fp32", "bf16 autocast", "bf16")
+TOKENS = (512, 2048)
+FIGURES = ("saved_per_token", "share", "peak_per_token", "peak_share", "gradient_error", "cosine")
+COLUMNS = (*report.PROVENANCE, "transformers", "model", "precision", "tokens", "mode", *FIGURES)
+
+
+def _checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+MODES: dict[str, Callable[[nn.Module], object]] = {
+    "torch": lambda model: None,
+    "checkpointing": _checkpointed,
+    "compress": memkern.compress,
+    "exact": lambda model: memkern.compress(model, saved_bits="exact"),
+    "8": lambda model: memkern.compress(model, saved_bits=8),
+}
+Gradients = dict[str, Tensor]
+
+
+def step(name: str, precision: str, tokens: int, mode: str) -> tuple[int, int, Gradients]:
+    """Saved bytes, peak bytes and gradients of one step."""
+    model = zoo.build(name, tokens)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model, batch = model.to(dtype), zoo.batch(name, tokens, dtype)
+    MODES[mode](model)
+    live = LiveBytes([*model.parameters(), *model.buffers(), *zoo.tensors(batch)])
+    before = live.live
+    autocast = (
+        torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
+    )
+    with live:
+        with autocast:
+            loss = model(**batch).loss
+        gc.collect()
+        saved = live.live - before
+        loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return saved, live.peak, gradients
+
+
+def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
+    """The median relative error, and the cosine."""
+    total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    errors, dot, norm = [], 0.0, 0.0
+    for name, g in expected.items():
+        a, b = actual[name].double(), g.double()
+        dot, norm = dot + float((a * b).sum()), norm + float(a.square().sum())
+        if float(b.norm()) > 1e-5 * total:
+            errors.append(float((a - b).norm() / b.norm()))
+    return sorted(errors)[len(errors) // 2], dot / (total * norm**0.5) if norm else 0.0
+
+
+def rows(
+    models: list[str], precisions: list[str], lengths: list[int], modes: list[str]
+) -> Iterator[dict[str, str]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    for tokens in lengths:
+        for name in models:
+            for precision in precisions:
+                saved0, peak0, expected = step(name, precision, tokens, "torch")
+                for mode in modes:
+                    try:
+                        saved, peak, actual = step(name, precision, tokens, mode)
+                    except (ValueError, NotImplementedError) as error:
+                        print(f"{name}, {precision}, {tokens} tokens, {mode}: {error}")
+                        continue
+                    median, cosine = compared(actual, expected)
+                    figures = (
+                        f"{saved / tokens:.0f}",
+                        f"{saved / saved0:.4f}",
+                        f"{peak / tokens:.0f}",
+                        f"{peak / peak0:.4f}",
+                        f"{median:.2e}",
+                        f"{cosine:.6f}",
+                    )
+                    case = dict(
+                        zip(
+                            ("model", "precision", "tokens", "mode"),
+                            (name, precision, str(tokens), mode),
+                            strict=True,
+                        )
+                    )
+                    yield provenance | case | dict(zip(FIGURES, figures, strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.saved_models", description=__doc__.splitlines()[0]
+    )
+    default = Path(__file__).parent / "results"
+    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=list(zoo.MODELS))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    args = parser.parse_args(argv)
+    path = args.out / "saved-models.csv"
+    for row in rows(args.models, args.precisions, args.tokens, args.modes):
+        report.append(path, [row], COLUMNS)
+        case = f"{row['model']:<10} {row['precision']:<13} {row['tokens']:>5} {row['mode']:<13}"
+        print(case, *(f"{name} {row[name]}" for name in FIGURES), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
