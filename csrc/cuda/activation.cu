@@ -1,5 +1,5 @@
-// memkern's few-bit activations on CUDA devices: a thread takes eight elements, whose bits of one plane are
-// one byte.
+// memkern's few-bit activations on CUDA devices. A thread processes a vector of 8 elements, whose bits in a
+// plane are one byte.
 #include "../activation.h"
 
 #include "../core/activation.h"
@@ -35,11 +35,11 @@ template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
   if constexpr (Fn == kHardtanh) return x < a ? a : x > b ? b : x;
 }
 
-// Bits of eight elements: byte p holds plane p's.
+// The codes of a vector: byte p holds the 8 elements' bits of plane p.
 using Planes = uint32_t;
-constexpr Planes kOfElement = 0x01010101u;  // an element's bit in every plane, shifted by its place
+constexpr Planes kElementBits = 0x01010101u;  // of element 0; << i: of element i
 
-// Thresholds as a kernel takes them.
+// Thresholds as kernels take them: `flip` is a code whose bits are spread over the planes' bytes.
 struct EncodeTable {
   int count, bits, symmetry;
   float threshold[kMaxThresholds];
@@ -55,13 +55,15 @@ struct Elementwise {
   bool aligned;
 };
 
-MEMKERN_DEVICE int64_t lane_of_grid() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
-
-MEMKERN_DEVICE Span span_of_lane(const Elementwise& t, int64_t lane) {
-  return span_of(lane * kVector, t.numel - lane * kVector, t.aligned);
+MEMKERN_DEVICE int64_t vector_of_thread() {
+  return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 }
 
-// The bits of the elements that are there; zeros for the others.
+MEMKERN_DEVICE Span span_of_vector(const Elementwise& t, int64_t vector) {
+  return span_of(vector * kVector, t.numel - vector * kVector, t.aligned);
+}
+
+// The codes of the first n elements; bits of others are 0.
 MEMKERN_DEVICE Planes encode(const float (&x)[kVector], int n, const EncodeTable& table) {
   Planes planes = 0;
   float u[kVector];
@@ -77,28 +79,28 @@ MEMKERN_DEVICE Planes encode(const float (&x)[kVector], int n, const EncodeTable
 #pragma unroll
     for (int i = 0; i < kVector; ++i) planes ^= x[i] < 0.0f ? 1u << (8 * (table.bits - 1) + i) : 0u;
   }
-  return planes & ((1u << n) - 1) * kOfElement;
+  return planes & ((1u << n) - 1) * kElementBits;
 }
 
-MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, int64_t lane, Planes planes) {
-  for (int p = 0; p < bits; ++p) t.codes[p * t.plane + lane] = static_cast<uint8_t>(planes >> 8 * p);
+MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, int64_t vector, Planes planes) {
+  for (int p = 0; p < bits; ++p) t.codes[p * t.plane + vector] = static_cast<uint8_t>(planes >> 8 * p);
 }
 
-MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t lane) {
+MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t vector) {
   Planes planes = 0;
-  for (int p = 0; p < bits; ++p) planes |= static_cast<Planes>(t.codes[p * t.plane + lane]) << 8 * p;
+  for (int p = 0; p < bits; ++p) planes |= static_cast<Planes>(t.codes[p * t.plane + vector]) << 8 * p;
   return planes;
 }
 
 // Fn < 0: codes only.
 template <int Fn> __global__ void __launch_bounds__(kThreads)
     encode_vectors(Elementwise t, float a, float b, const __grid_constant__ EncodeTable table) {
-  const int64_t lane = lane_of_grid();
-  if (lane >= t.plane) return;
-  const Span at = span_of_lane(t, lane);
+  const int64_t vector = vector_of_thread();
+  if (vector >= t.plane) return;
+  const Span at = span_of_vector(t, vector);
   float x[kVector];
   load_floats(t.input, t.type, at, x);
-  store_planes(t, table.bits, lane, encode(x, at.n, table));
+  store_planes(t, table.bits, vector, encode(x, at.n, table));
   if constexpr (Fn >= 0) {
 #pragma unroll
     for (float& each : x) each = activate<Fn>(each, a, b);
@@ -116,17 +118,17 @@ static __global__ void __launch_bounds__(kThreads)
   __shared__ float levels[1 << kMaxBits];
   if (threadIdx.x < 1 << kMaxBits) levels[threadIdx.x] = table.level[threadIdx.x];
   __syncthreads();
-  const int64_t lane = lane_of_grid();
-  const Span at = span_of_lane(t, lane);
+  const int64_t vector = vector_of_thread();
+  const Span at = span_of_vector(t, vector);
   if (at.n == 0) return;
   const Raw raw = load_raw(t.input, t.type, at);
-  const Planes planes = load_planes(t, table.bits, lane);
+  const Planes planes = load_planes(t, table.bits, vector);
   float grad[kVector];
   to_floats(raw, t.type, grad);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     // The bits at 0, 8, 16 and 24 come together at 24 to 27; no two others of the product meet.
-    const unsigned code = (planes >> i & kOfElement) * 0x01020408u >> 24 & 15u;
+    const unsigned code = (planes >> i & kElementBits) * 0x01020408u >> 24 & 15u;
     grad[i] = grad[i] * levels[code];
   }
   store_floats(t.result, t.type, at, grad);
@@ -135,12 +137,12 @@ static __global__ void __launch_bounds__(kThreads)
 static __global__ void __launch_bounds__(kThreads)
     multiply_by_valley(Elementwise t, const void* output, FloatType output_type, bool output_aligned,
                        const __grid_constant__ Valley valley) {
-  const int64_t lane = lane_of_grid();
-  const Span at = span_of_lane(t, lane);
+  const int64_t vector = vector_of_thread();
+  const Span at = span_of_vector(t, vector);
   if (at.n == 0) return;
   const Span output_at = span_of(at.offset, t.numel - at.offset, output_aligned);
   const Raw raw = load_raw(t.input, t.type, at), raw_output = load_raw(output, output_type, output_at);
-  const Planes rising = load_planes(t, 1, lane);
+  const Planes rising = load_planes(t, 1, vector);
   float grad[kVector], y[kVector];
   to_floats(raw, t.type, grad);
   to_floats(raw_output, output_type, y);

@@ -9,7 +9,7 @@ namespace memkern {
 
 using AdamGroup = StepGroup<AdamHyperparameters>;
 
-// What the prologue leaves for a tensor.
+// What the prologue computes for a tensor. step: what the dither of its codes depends on.
 struct AdamTensor {
   AdamScalars scalars;
   uint32_t step;
@@ -17,7 +17,7 @@ struct AdamTensor {
 
 using AdamTable = StepTable<AdamGroup, AdamTensor>;
 
-// One thread per tensor: counts its step, and works out its scalars.
+// One thread per tensor: increments its step and computes its scalars.
 static __global__ void adam_prologue(AdamTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
@@ -28,7 +28,6 @@ static __global__ void adam_prologue(AdamTable table) {
                       static_cast<uint32_t>(step)};
 }
 
-// What becomes of the parameter.
 struct AdamRule {
   using Tensor = AdamTensor;
   using Scalars = AdamScalars;
@@ -37,7 +36,7 @@ struct AdamRule {
   }
 };
 
-// One thread block per tile.
+// One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;

@@ -1,4 +1,4 @@
-// Adam's update of a tile, which LAMB shares.
+// The update of a tile with Adam's two moments, for Adam and LAMB: a Rule says how the parameter changes.
 #pragma once
 #include "../core/adam.h"
 #include "block_state.cuh"
@@ -7,14 +7,15 @@
 
 namespace memkern {
 
-// Eight elements as a lane holds them.
+// A vector of 8 elements in registers: parameter, gradient and moments in fp32.
 struct AdamVector {
   float p[kVector], g[kVector], m[kVector], v[kVector];
 };
 
-// m and v come in decayed.
+// m and v are already multiplied by beta1 and beta2.
 MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s) {
-  // One test for all eight; each by itself would cost three instructions where nothing is to be done.
+  // One branch for the whole vector: most steps neither scale gradients nor have coupled decay, and applying
+  // both to each element would take three instructions.
   if (s.grad_factor != 1.0f || s.coupled_decay != 0.0f) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x.g[i] = adam_gradient(x.g[i], x.p[i], s);
@@ -23,7 +24,7 @@ MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s) {
   for (int i = 0; i < kVector; ++i) adam_moments(x.m[i], x.v[i], x.g[i], s);
 }
 
-// Loads eight elements and makes their moments new. The units are those of their block, decayed.
+// Loads a vector and updates its moments. m_unit, v_unit: decode_unit of its block, with the moments' decay.
 template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
                                     float m_unit, float v_unit) {
@@ -64,7 +65,7 @@ MEMKERN_DEVICE AdamVector adam_load_fp32(const TensorRecord& t, const void* grad
   return x;
 }
 
-// The new p, and w = sqrt(v).
+// Updates the parameters; w = sqrt(v).
 template <class Rule, class F>
 MEMKERN_DEVICE void adam_update_params(AdamVector& x, float (&w)[kVector], const typename Rule::Scalars& s) {
 #pragma unroll
@@ -75,29 +76,30 @@ MEMKERN_DEVICE void adam_update_params(AdamVector& x, float (&w)[kVector], const
   }
 }
 
-// Whether roots and divisions of these are of usual size.
+// Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh).
 MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_absmax, const AdamScalars& s) {
-  bool usual = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f;
+  bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) usual = usual && x.v[i] >= kMinRadicand && fabsf(x.m[i]) >= kMinNumerator;
-  return usual;
+  for (int i = 0; i < kVector; ++i) fast = fast && x.v[i] >= kMinRadicand && fabsf(x.m[i]) >= kMinNumerator;
+  return fast;
 }
 
-// The same, where some may be zero: rows of an embedding whose tokens have not come yet, and the end of a
-// tensor.
+// The same for FastOrZero: elements with m and v zero are common in rows of an embedding whose tokens have
+// not occurred yet, and fill up the last vector of a tensor.
 MEMKERN_DEVICE bool in_fast_range_or_zero(const AdamVector& x, float m_absmax, float v_absmax,
                                           const AdamScalars& s) {
-  bool usual =
+  bool fast =
       m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f && s.eps >= kMinDenominator;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    usual = usual && (x.v[i] == 0.0f || x.v[i] >= kMinRadicand);
-    usual = usual && (x.m[i] == 0.0f || fabsf(x.m[i]) >= kMinNumerator);
+    fast = fast && (x.v[i] == 0.0f || x.v[i] >= kMinRadicand);
+    fast = fast && (x.m[i] == 0.0f || fabsf(x.m[i]) >= kMinNumerator);
   }
-  return usual;
+  return fast;
 }
 
-// Calls `work` with the number type to reckon these with: a value of it, which says no more than its type.
+// Calls work(number), where the type of `number` (its value has no meaning) is the fastest one whose division
+// and root are correctly rounded for this vector: Fast, FastOrZero or float.
 template <class Work> MEMKERN_DEVICE void with_float_type(const AdamVector& x, int n, float m_absmax,
                                                           float v_absmax, const AdamScalars& s, Work work) {
   if (n == 0 || in_fast_range(x, m_absmax, v_absmax, s))
@@ -125,7 +127,8 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
     half.exchange(decode_unit<Kind>(__ldcs(scale), decay, levels), m_unit, v_unit);
     float m_absmax = 0.0f, v_absmax = 0.0f, m_factor = 0.0f, v_factor = 0.0f;
     bool finite = true;
-    // Once where a block fits its lanes; else all of it for its maxima, and again to be written.
+    // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
+    // once for its maxima and, with the new scales known, again to be stored.
     const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
     for (int iteration = 0; iteration < iterations; ++iteration) {
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
@@ -148,7 +151,7 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
       }
       if (iteration == group.vectors - 1) {
         float absmax = half.maximum(m_absmax, v_absmax);
-        if (kPower && half.upper) absmax = sqrt(absmax);  // the absmax w
+        if (kPower && half.upper) absmax = sqrt(absmax);  // of w
         half.exchange(encode_factor<Kind>(absmax, levels), m_factor, v_factor);
         if ((group.lane() & (half.distance - 1)) == 0 && block.n > 0) __stcs(scale, absmax);
       }

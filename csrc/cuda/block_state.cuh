@@ -1,4 +1,5 @@
-// A moment's codes, eight at a time, and the block maxima that their scales are made of.
+// Codes of a block's state, a vector of 8 per lane: dequantized with the block's scale, and quantized with
+// the block's new scale, its absmax.
 #pragma once
 #include "../core/dynamic.h"
 #include "../core/power.h"
@@ -30,14 +31,15 @@ struct MomentHalves {
   }
 };
 
-// What code i of a word counts, without a conversion: its byte becomes the last one of 2^23's mantissa.
-// Conversions share the slow unit with the roots.
+// Byte i of a word as a float, without a conversion instruction: the byte becomes the low byte of the
+// mantissa of 2^23, which is subtracted. Conversions would compete with the square roots for the special
+// function units.
 template <bool Signed> MEMKERN_DEVICE float code_value(uint32_t word, int i) {
   const uint32_t bytes = Signed ? word ^ 0x80808080u : word;
   return float_of(__byte_perm(bytes, 0x4B000000u, 0x7550u + i)) - (Signed ? 8388736.0f : 8388608.0f);
 }
 
-// The values of eight codes: unit is the scale times the decay, for power codes over N^2.
+// Dequantizes a vector of codes. unit (decode_unit): scale * decay, for power codes divided by N^2.
 template <StateKind Kind, bool Signed>
 MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kVector]) {
 #pragma unroll
@@ -62,7 +64,7 @@ template <StateKind Kind> MEMKERN_DEVICE float encode_factor(float scale, int le
   return Kind == StateKind::kPower ? power_factor(scale, levels) : dynamic_factor(scale);
 }
 
-// The largest magnitude, NaN where a value is.
+// The largest magnitude of a vector, NaN if any element is.
 template <bool Signed> MEMKERN_DEVICE float absmax_or_nan(const float (&x)[kVector]) {
   float largest = Signed ? fabsf(x[0]) : x[0];
 #pragma unroll
@@ -78,7 +80,7 @@ template <bool Signed> MEMKERN_DEVICE float finite_absmax(const float (&x)[kVect
   return largest;
 }
 
-// How the unsigned power code at a place in its block is rounded: down, after u is added.
+// How the unsigned power code of element j of a block is rounded: down, after u is added.
 struct Rounding {
   bool nearest;
   uint32_t step;
@@ -101,20 +103,22 @@ MEMKERN_DEVICE Codes pack(const uint32_t (&code)[kVector]) {
   return {low_bytes(code[0], code[1], code[2], code[3]), low_bytes(code[4], code[5], code[6], code[7])};
 }
 
-// Codes, and whether they are surely the formula's.
+// Codes, and whether they are certain to be those of the formula.
 struct Encoded {
   Codes codes;
-  bool sure;
+  bool certain;
 };
 
-// Power codes of finite values from approximate roots. A number plus 2^23 has its whole part in its low bits,
-// which spares the conversion.
+// Power codes of finite values, from approximate square roots. Adding 2^23 leaves the integer part in the low
+// bits, so no conversion instruction is needed.
 template <bool Signed>
 MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, const Rounding& rounding) {
-  // The root of the formula is within 2^-24, the approximate one within 2^-23, relatively. Unsigned, the sum
-  // with u is rounded too, both times by up to 2^-17.
-  constexpr float kDoubt = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
-  float farthest = 0.0f;  // from the middle between two boundaries
+  // The largest distance between the formula's sum and this one. Relative errors: 2^-24 of the formula's root
+  // and 2^-23 of the approximate one; for unsigned codes both sums with u are rounded too, by up to 2^-17
+  // each.
+  constexpr float kMaxError = Signed ? 127 * 0x1.8p-23f : 255 * 0x1.8p-23f + 0x1p-16f;
+  float farthest =
+      0.0f;  // the largest distance from the middle of a code's interval, whose ends are 0.5 away
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -125,7 +129,8 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
       farthest = fmaxf(farthest, fabsf(c - (rounded - kRound)));
       code[i] = bits_of(rounded);
     } else {
-      // Clamped to the middle of the first and of the last cell: the same codes, and never in doubt.
+      // Clamped to the middle of the first and of the last code's interval: the same codes, and always
+      // certain.
       constexpr float kDown = 8388608.0f, kLast = kPowerLevelsUnsigned + 0.5f;  // kDown: 2^23
       const float c = fminf(fmaxf(rounding.add(root, j + i), x[i] > 0.0f ? 1.5f : 0.0f), kLast);
       const float down = __fadd_rd(c, kDown);
@@ -134,10 +139,10 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
     }
   }
   const Codes codes = pack(code);
-  return {{factor == 0.0f ? 0 : codes.x, factor == 0.0f ? 0 : codes.y}, farthest < 0.5f - kDoubt};
+  return {{factor == 0.0f ? 0 : codes.x, factor == 0.0f ? 0 : codes.y}, farthest < 0.5f - kMaxError};
 }
 
-// Formula by formula, for any values; j is the first one's place in its block.
+// Codes by the formulas of core/, for any values. j: the first element's index in its block.
 template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector],
                                                                            float factor, int j,
                                                                            const Rounding& rounding) {
@@ -155,20 +160,19 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode_exactly(const
   return pack(code);
 }
 
-// The codes of one moment. `finite`: whether all of this lane's values of the block are. Warps call it whole:
-// what one lane is not sure of, all its lanes encode by the formula.
+// Quantizes a vector of one moment. finite: whether all of this lane's values of the block are. All lanes of
+// a warp call it: if one of them is not certain of its codes, all of them use the formula.
 template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode(const float (&x)[kVector], float factor,
                                                                    bool finite, int j,
                                                                    const Rounding& rounding) {
   if constexpr (Kind == StateKind::kPower) {
-    const Encoded guess = estimate<Signed>(x, factor, j, rounding);
-    if (!__any_sync(kAllLanes, !(finite && guess.sure))) return guess.codes;
+    const Encoded estimated = estimate<Signed>(x, factor, j, rounding);
+    if (!__any_sync(kAllLanes, !(finite && estimated.certain))) return estimated.codes;
   }
   return encode_exactly<Kind, Signed>(x, factor, j, rounding);
 }
 
-// The same for both moments, with one vote where nothing is in doubt; else only what is in doubt is encoded
-// again.
+// The same for both moments, with one vote of the warp if all codes are certain; else a vote for each moment.
 template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVector], float m_factor,
                                                           const float (&v)[kVector], float v_factor,
                                                           bool finite, int j, const Rounding& rounding,
@@ -178,10 +182,10 @@ template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVect
                   second = estimate<false>(v, v_factor, j, rounding);
     m_codes = first.codes;
     v_codes = second.codes;
-    if (!__any_sync(kAllLanes, !(finite && first.sure && second.sure))) return;
-    if (__any_sync(kAllLanes, !(finite && first.sure)))
+    if (!__any_sync(kAllLanes, !(finite && first.certain && second.certain))) return;
+    if (__any_sync(kAllLanes, !(finite && first.certain)))
       m_codes = encode_exactly<Kind, true>(m, m_factor, j, rounding);
-    if (__any_sync(kAllLanes, !(finite && second.sure)))
+    if (__any_sync(kAllLanes, !(finite && second.certain)))
       v_codes = encode_exactly<Kind, false>(v, v_factor, j, rounding);
     return;
   }

@@ -15,7 +15,7 @@ struct CodecTensor {
   bool aligned;  // values and codes start on 16 bytes
 };
 
-// Unsigned codes are for x >= 0: a negative one, and -0, are stored as 0. NaN stays.
+// Unsigned codes are for x >= 0: negative values, and -0, are stored as 0. NaN stays NaN.
 template <bool Signed> MEMKERN_DEVICE float storable(float x) { return Signed || !(x <= 0.0f) ? x : 0.0f; }
 
 template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThreads)
@@ -27,7 +27,8 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
   for_each_block(t.blocks, tile, group, [&](const BlockSpan& block) {
     float absmax = 0.0f, factor = 0.0f;
     bool finite = true;
-    // Once where a block fits its lanes; else all of it for its maximum, and again to be written.
+    // A block of one vector per lane is read once; a larger one once for its maximum, and again to be
+    // quantized.
     const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
     for (int iteration = 0; iteration < iterations; ++iteration) {
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;

@@ -1,5 +1,5 @@
-// What kernels and their launches need of CUDA. Under g++ tests/support/simt/simt.h stands in for the CUDA
-// runtime, and the same sources run on the CPU.
+// What kernels need of CUDA: instructions, the size of a thread block, the launch. Under g++
+// tests/support/simt/simt.h stands in for the CUDA runtime, and the same sources run on the CPU.
 #pragma once
 #ifdef __CUDACC__
 #include <cuda_runtime.h>
@@ -13,20 +13,20 @@ namespace memkern {
 
 #define MEMKERN_DEVICE __device__ __forceinline__
 
-constexpr int kThreads = 128;  // of a thread block
+constexpr int kThreads = 128;  // per thread block
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 #ifdef __CUDACC__
 
-// Within 2^-23 of the root, relatively (PTX, sqrt.approx.f32); one instruction.
+// The root with a relative error of up to 2^-23 (PTX ISA, sqrt.approx.f32), in one instruction.
 MEMKERN_DEVICE float approximate_sqrt(float x) {
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
 }
 
-// What the hardware's division and root start from.
+// First approximations of a division and of a root, which Newton steps refine.
 MEMKERN_DEVICE float approximate_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -38,7 +38,7 @@ MEMKERN_DEVICE float approximate_reciprocal_sqrt(float x) {
   return y;
 }
 
-// The larger one, NaN if either is.
+// The maximum, NaN if either is.
 MEMKERN_DEVICE float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));

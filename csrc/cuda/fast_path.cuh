@@ -1,14 +1,15 @@
-// Division and root of numbers of usual size, correctly rounded.
+// Correctly rounded division and square root without range checks: the fast path of most vectors.
 #pragma once
 #include "../core/scalar.h"
 #include "device.cuh"
 
 namespace memkern {
 
-// ScalarArg types for the formulas in core/. Their division and root are the instructions that nvcc emits for
-// those of float, without the test of every operand: one test for eight elements (kMinRadicand and the
-// others) takes its place. On sm_90 that is 6 instructions in place of 10 for a division, and 5 in place of
-// 10 for a root; 6 where the root may be of 0.
+// Number types for the formulas in core/. nvcc's correctly rounded division and root of floats are a few
+// instructions for operands in a middle range, and a branch to a slow path for others. These types have the
+// former without the latter: the caller checks the range once for a vector of 8 elements (kMinRadicand and
+// the others). On sm_90 a division takes 6 instructions instead of 10, and a root 5 instead of 10; 6 with
+// AllowZero, where the root may be of +0.
 template <bool AllowZero> struct FastFloat {
   float x;
   MEMKERN_DEVICE explicit FastFloat(float value) : x(value) {}
@@ -22,12 +23,13 @@ template <bool AllowZero> struct FastFloat {
     const float guess = approximate_reciprocal(b.x);
     const float reciprocal = __fmaf_rn(guess, __fmaf_rn(-b.x, guess, 1.0f), guess);
     const float quotient = a.x * reciprocal;
-    // Of the remainder's two signs the one with which a quotient of -0 stays -0.
+    // Minus (b * quotient - a) * reciprocal, not plus (a - b * quotient) * reciprocal: a quotient of -0 stays
+    // -0.
     return FastFloat(__fmaf_rn(-reciprocal, __fmaf_rn(b.x, quotient, -a.x), quotient));
   }
 
   friend MEMKERN_DEVICE FastFloat sqrt(FastFloat a) {
-    // The sum is a, but for a = 0, whose reciprocal root would be infinite.
+    // In AllowZero's range the sum is a, except for a = 0, whose reciprocal root would be infinite.
     const float guess = approximate_reciprocal_sqrt(AllowZero ? a.x + 0x1p-126f : a.x);
     const float root = a.x * guess, half = guess * 0.5f;
     return FastFloat(__fmaf_rn(__fmaf_rn(-root, root, a.x), half, root));
@@ -36,9 +38,9 @@ template <bool AllowZero> struct FastFloat {
 using Fast = FastFloat<false>;
 using FastOrZero = FastFloat<true>;
 
-// Where roots are taken of 2^-101 to kMaxRadicand, and numerators are 2^-80 to 2^60 and denominators 2^-51 to
-// 2^41, no quotient, remainder or reciprocal on the way leaves the range of normal numbers. A numerator of
-// either zero is right as well, and for FastOrZero a root of +0.
+// The range: with radicands from kMinRadicand to kMaxRadicand, numerators from 2^-80 to 2^60 and denominators
+// from 2^-51 to 2^41, all quotients, remainders and reciprocals on the way are normal numbers. Numerators of
+// +0 and -0 are right too, and for FastOrZero radicands of +0.
 constexpr float kMinRadicand = 0x1p-101f, kMaxRadicand = 0x1p80f;
 constexpr float kMinNumerator = 0x1p-80f, kMaxNumerator = 0x1p60f;
 constexpr float kMinDenominator = 0x1p-51f;

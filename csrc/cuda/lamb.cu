@@ -27,7 +27,8 @@ using LambTable = StepTable<LambGroup, LambTensor>;
 
 MEMKERN_DEVICE LambScalars& scalars_of(LambTensor& t) { return t.scalars; }
 
-// One thread per layer: its scalars for the step that begins, which layer_ratios counts.
+// One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
+// share.
 static __global__ void lamb_prologue(LambTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
@@ -38,7 +39,7 @@ static __global__ void lamb_prologue(LambTable table) {
                       static_cast<uint32_t>(step)};
 }
 
-// Adds the squares of the first n elements, whose moments are new.
+// Adds the squares of a vector's first n elements, whose moments are updated.
 template <class F>
 MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const LambScalars& s) {
 #pragma unroll
@@ -86,7 +87,7 @@ MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
   return sum;
 }
 
-// One thread block per tile; nothing is written but the tile's sums.
+// First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
@@ -98,7 +99,7 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
   store_squares(partial, sum);
 }
 
-// One thread block per tile.
+// Second pass, one thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;

@@ -21,7 +21,8 @@ using LarsTable = StepTable<LarsGroup, LarsScalars>;
 
 MEMKERN_DEVICE LarsScalars& scalars_of(LarsScalars& s) { return s; }
 
-// One thread per layer: its scalars for the step that begins, which layer_ratios counts.
+// One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
+// share.
 static __global__ void lars_prologue(LarsTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
@@ -31,8 +32,8 @@ static __global__ void lars_prologue(LarsTable table) {
       lars_scalars(read(k.lr), k.h, gradient_factor(*table.header), static_cast<uint64_t>(*t.step + 1.0f));
 }
 
-// Adds the squares of the parameters and, classic, the gradients, else the new moments. Elements that do not
-// exist are 0 in all of them.
+// Adds the squares of a vector's parameters, and of its gradients (classic) or else of its updated moments.
+// Elements past the end of a block are 0 in all of these.
 MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsScalars& s) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -78,7 +79,7 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
   return sum;
 }
 
-// One thread block per tile; nothing is written but the tile's sums.
+// First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsScalars> work;
@@ -90,7 +91,7 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
   store_squares(partial, sum);
 }
 
-// One thread block per tile.
+// Second pass, one thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsScalars> work;

@@ -1,4 +1,4 @@
-// What the ops' host sides share on a CUDA device: errors, the device guard, the current stream.
+// What ops share on the host side of a CUDA device: errors, the device guard, the current stream, launches.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -20,13 +20,13 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 #ifdef __CUDACC__
-// torch brings CPU tensors here too, beside others that are not.
+// Tensors of an op that torch dispatched to CUDA may be on the CPU as long as one is not.
 inline int32_t device_of(TensorRef t) {
   STD_TORCH_CHECK(!t.is_cpu(), "all tensors must be on one device, got one on the CPU beside others");
   return t.get_device();
 }
 
-// Makes a tensor's device the current one, and knows torch's current stream there.
+// Makes a tensor's device the current one, and holds torch's current stream there.
 struct DeviceScope {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
@@ -45,7 +45,7 @@ inline bool is_host(TensorRef t) { return t.is_cpu(); }
 inline bool same_device(TensorRef a, TensorRef b) {
   return !a.is_cpu() && !b.is_cpu() && a.get_device() == b.get_device();
 }
-inline void keep_for_replay(const Tensor&) {}  // torch's pool of the graph does
+inline void keep_for_replay(const Tensor&) {}  // the graph's memory pool in torch keeps it
 #else
 struct DeviceScope {
   cudaStream_t stream = simt::stream();
@@ -59,13 +59,14 @@ inline void keep_for_replay(const Tensor& t) {
 }
 #endif
 
-// What the kernels count with 32 bits.
+// The kernels count the blocks of a segment in 32 bits.
 inline void check_blocks(const BlockLayout& layout) {
   STD_TORCH_CHECK(layout.blocks_per_segment < int64_t{1} << 31, "a row of ", layout.blocks_per_segment,
                   " blocks is too long; a larger block_size makes fewer");
 }
 
-// A launch fails where its arguments do; what goes wrong later is reported by torch's next synchronization.
+// Launches a kernel on a grid of thread blocks. Errors of the launch itself are raised here; errors in the
+// kernel by torch at the next synchronization.
 template <class... Params, class... Args> void launch_checked(const char* name, void (*kernel)(Params...),
                                                               int64_t blocks, cudaStream_t stream,
                                                               const Args&... args) {

@@ -11,7 +11,7 @@ using LionGroup = StepGroup<LionHyperparameters>;
 
 using LionTable = StepTable<LionGroup, LionScalars>;
 
-// One thread per tensor works out its scalars.
+// One thread per tensor: computes its scalars.
 static __global__ void lion_prologue(LionTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
@@ -19,7 +19,6 @@ static __global__ void lion_prologue(LionTable table) {
   table.scalars[i] = lion_scalars(read(k.lr), k.h, gradient_factor(*table.header));
 }
 
-// What becomes of the parameter and the moment.
 struct LionRule {
   using Scalars = LionScalars;
   static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
@@ -27,7 +26,7 @@ struct LionRule {
   }
 };
 
-// One thread block per tile.
+// One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionScalars> work;

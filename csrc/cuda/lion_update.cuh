@@ -1,4 +1,4 @@
-// Lion's update of a tile, which LARS shares.
+// The update of a tile with one moment, for Lion and LARS: a Rule says how parameter and moment change.
 #pragma once
 #include "../core/lion.h"
 #include "block_state.cuh"
@@ -6,12 +6,12 @@
 
 namespace memkern {
 
-// Eight elements as a lane holds them.
+// A vector of 8 elements in registers: parameter, gradient and moment in fp32.
 struct LionVector {
   float p[kVector], g[kVector], m[kVector];
 };
 
-// unit: of their block. Without m it is 0.
+// Loads a vector. unit: decode_unit of its block. with_m = false: m is not needed, and is 0.
 template <StateKind Kind, class Scalars, class P, class G>
 MEMKERN_DEVICE LionVector lion_load(const TileWork<Scalars>& work, P param_type, G grad_type, const Span& at,
                                     float unit, bool with_m = true) {
@@ -33,7 +33,8 @@ MEMKERN_DEVICE LionVector lion_load(const TileWork<Scalars>& work, P param_type,
 template <class Rule> MEMKERN_DEVICE void lion_update_vector(LionVector& x, const typename Rule::Scalars& s) {
   typename Rule::Scalars unscaled = s;
   unscaled.grad_factor = 1.0f;
-  // One test for all eight; each by itself would cost an instruction where nothing is to be done.
+  // One branch for the whole vector: most steps do not scale gradients, and 1 as a constant saves a
+  // multiplication each.
   if (s.grad_factor == 1.0f) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) Rule::update(x.p[i], x.g[i], x.m[i], unscaled);
@@ -53,7 +54,8 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Scalars>& wor
     const float unit = decode_unit<Kind>(__ldcs(t.exp_avg_scale + block.index), 1.0f, kPowerLevelsSigned);
     float absmax = 0.0f, factor = 0.0f;
     bool finite = true;
-    // Once where a block fits its lanes; else all of it for its maximum, and again to be written.
+    // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
+    // once for its maximum and, with the new scale known, again to be stored.
     const int iterations = group.vectors == 1 ? 1 : 2 * group.vectors;
     for (int iteration = 0; iteration < iterations; ++iteration) {
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;

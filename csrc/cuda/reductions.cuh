@@ -1,11 +1,11 @@
-// Reductions over the lanes of a warp and the threads of a block, in a fixed order: the same bits every run.
+// Reductions over lanes of a warp and threads of a thread block, in a fixed order: the same bits every run.
 #pragma once
 #include "device.cuh"
 
 namespace memkern {
 
-// The largest over 2 * distance lanes, in every one of them. Lanes further away are asked and not heard,
-// which spares a loop.
+// The maximum over aligned groups of 2 * distance lanes, in every lane. All five shuffles of a warp are
+// executed and those across groups ignored, which makes the loop's length a constant.
 MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
 #pragma unroll
   for (int d = kWarp / 2; d > 0; d /= 2) {
@@ -20,11 +20,11 @@ MEMKERN_DEVICE double sum_over_warp(double x) {
   return x;
 }
 
-// The sum over all threads of a block, in every one of them. All call it.
+// The sum over all threads of a thread block, in every thread. All of them call it.
 MEMKERN_DEVICE double sum_over_block(double x) {
   __shared__ double of_warp[kThreads / kWarp];
   x = sum_over_warp(x);
-  __syncthreads();  // who still reads the sums of a call before this one
+  __syncthreads();  // until all threads have read the sums of an earlier call
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
   double sum = 0.0;

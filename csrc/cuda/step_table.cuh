@@ -1,24 +1,25 @@
-// The device's table of a step: what all tensors of an optimizer need, read by every kernel of the step.
+// The table of a step on the device, which every kernel of the step reads: header, param groups, tensors. The
+// host fills it in launch_step.h.
 #pragma once
 #include "../core/gradient.h"
 #include "tile.cuh"
 
 namespace memkern {
 
-// A number that the step reads: on the device where `at` says so, at every step and every replay, else
-// `value`.
+// A scalar argument of a step (lr, grad_scale, ...): if `address` is not null it is read there by the
+// kernels, so that each replay of a CUDA graph sees its present value; else it is `value`.
 struct ScalarArg {
-  const void* at;
+  const void* address;
   double value;
   int64_t is_double;
 };
 
-MEMKERN_DEVICE double read(const ScalarArg& n) {
-  if (!n.at) return n.value;
-  return n.is_double ? *static_cast<const double*>(n.at) : *static_cast<const float*>(n.at);
+MEMKERN_DEVICE double read(const ScalarArg& s) {
+  if (!s.address) return s.value;
+  return s.is_double ? *static_cast<const double*>(s.address) : *static_cast<const float*>(s.address);
 }
 
-// Each ScalarArg is there where its `given` says so.
+// What all tensors of a step share. A scalar whose has_... is 0 was not given.
 struct StepHeader {
   ScalarArg grad_scale, found_inf, grad_norm;
   int64_t has_grad_scale, has_found_inf, has_grad_norm;
@@ -33,7 +34,7 @@ MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
   return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
 }
 
-// One tensor. Gradients, which come and go, are in a list of their own.
+// One tensor. Its gradient is in a list of its own, as its address may change at every step.
 struct TensorRecord {
   void *param, *exp_avg, *exp_avg_sq;
   float *exp_avg_scale, *exp_avg_sq_scale, *step, *trust_ratio;
@@ -42,28 +43,28 @@ struct TensorRecord {
   StateKind kind;
   FloatType param_type, grad_type;
   int32_t group;
-  int32_t aligned;  // all but the gradient start on 16 bytes
+  int32_t aligned;  // to 16 bytes: all arrays but the gradient
   int32_t first_layer;
 };
 
-// A group of a step: its learning rate and the optimizer's hyperparameters.
+// A param group: its learning rate, and the optimizer's other hyperparameters.
 template <class Hyperparameters> struct StepGroup {
   ScalarArg lr;
   Hyperparameters h;
 };
 
-// The parts of the table on the device.
+// Pointers to the table's sections on the device.
 template <class Group, class Scalars> struct StepTable {
   const StepHeader* header;
   const Group* groups;
   const void* const* grads;
   const uint32_t* first_tiles;
   const TensorRecord* tensors;
-  Scalars* scalars;  // a prologue writes them
+  Scalars* scalars;  // of each tensor; the prologue computes them
   int count;         // of tensors
 };
 
-// What a thread block works on, in shared memory: registers are for what differs from lane to lane.
+// The tile of a thread block. In shared memory, as it is the same for all threads: registers are scarce.
 template <class Scalars> struct TileWork {
   TensorRecord tensor;
   Tile tile;
@@ -71,8 +72,8 @@ template <class Scalars> struct TileWork {
   const void* grad;
   int64_t tile_index;  // in the tensor
 
-  // All threads call it. False where the step is skipped, or another launch sees to the tile: this one does
-  // codes of `kind`, and, if it is the one for them, fp32 states.
+  // Finds the tile of blockIdx.x; all threads call it. Returns whether this launch processes it: not if the
+  // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true.
   template <class Group>
   MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32) {
     if (skipped(*table.header)) return false;
@@ -92,11 +93,12 @@ template <class Scalars> struct TileWork {
   }
 };
 
-// Calls plain() where the states are fp32, else coded(param, grad, group): types and group as constants where
-// they are the usual ones, which saves a tenth of the instructions.
-template <class Coded, class Plain>
-MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Plain&& plain) {
-  if (t.kind == StateKind::kFp32) return plain();
+// Calls fp32() if the states are fp32, else coded(param_type, grad_type, group). For blocks of 65 to 128
+// elements with both types fp32 or both bf16 these are compile-time constants, which saves a tenth of the
+// instructions.
+template <class Coded, class Fp32>
+MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&& fp32) {
+  if (t.kind == StateKind::kFp32) return fp32();
   const LaneGroup group(t.blocks.block);
   const bool sixteen = group.shift == 4;
   if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
@@ -107,7 +109,8 @@ MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Plain
     coded(t.param_type, t.grad_type, group);
 }
 
-// Calls visit(span) for the eights of a tile of a tensor without blocks that fall to this thread.
+// Calls visit(span) for this thread's vectors of a tile of fp32 states, or of gradients: arrays without
+// blocks. The vectors of consecutive threads are consecutive in memory, so that accesses coalesce.
 template <class Visit>
 MEMKERN_DEVICE void for_each_vector(int64_t numel, int64_t tile, bool aligned, Visit&& visit) {
   const int64_t first = tile * kTileElements, left = numel - first;

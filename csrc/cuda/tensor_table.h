@@ -1,8 +1,8 @@
-// Tables on the device: what the kernels of a step read about its tensors.
+// Uploads the table of an op on many tensors (addresses, layouts, scalars) for its kernels to read.
 //
-// The host writes the whole table into an image at every step and compares it with the image of the step
-// before; only what differs goes to the device, as arguments of a kernel: nothing is staged, nothing is
-// waited for, and in a CUDA graph the bytes are part of the graph.
+// The host builds an image of the whole table at every step and compares it with the image of the step
+// before. What differs is sent to the device as arguments of a small kernel: without pinned memory, without
+// waiting, and in a CUDA graph the bytes are part of the graph.
 #pragma once
 #include <mutex>
 
@@ -10,34 +10,35 @@
 
 namespace memkern {
 
-// A table in host memory: sections of plain structs, each on 16 bytes. Bytes that nobody writes are 0.
+// A table in host memory: sections of plain structs, each aligned to 16 bytes. Padding is 0.
 class TableImage {
  public:
-  // Room for n entries; returns their place.
+  // Adds a section of n entries; returns its offset.
   template <class T> size_t add(size_t n) {
-    const size_t place = bytes_.size();
-    bytes_.resize(place + (n * sizeof(T) + 15) / 16 * 16);
-    return place;
+    const size_t offset = bytes_.size();
+    bytes_.resize(offset + (n * sizeof(T) + 15) / 16 * 16);
+    return offset;
   }
-  template <class T> T* at(size_t place) { return reinterpret_cast<T*>(bytes_.data() + place); }
+  template <class T> T* at(size_t offset) { return reinterpret_cast<T*>(bytes_.data() + offset); }
   const std::vector<char>& bytes() const { return bytes_; }
 
  private:
   std::vector<char> bytes_;
 };
 
-// A table's memory on the device.
+// A table's copy on the device.
 struct DeviceTable {
   Tensor memory;
-  std::unique_lock<std::mutex> lock;  // until the step is launched, nobody else changes a table
+  std::unique_lock<std::mutex> lock;  // held until the step is launched: no other thread changes a table
 
-  template <class T> T* at(size_t place) const {
-    return reinterpret_cast<T*>(static_cast<char*>(memory.data_ptr()) + place);
+  template <class T> T* at(size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(memory.data_ptr()) + offset);
   }
 };
 
-// Brings the device's memory of an image up to date, with `scratch` bytes after it for the kernels' own use.
-// `first`: a tensor of the step, which tells with op and count the table that is likely to differ least.
+// Brings the device's copy of an image up to date; after it there are `scratch` bytes for the kernels' use.
+// op, first (a tensor of the step), count and stream find the cached table that is likely to be that of the
+// step before.
 DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, TensorRef first,
                          size_t count, cudaStream_t stream);
 

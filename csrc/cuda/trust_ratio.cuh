@@ -1,5 +1,5 @@
-// Trust ratios on the device, for steps in two passes: norms by tile, then ratios by layer, then the update.
-// A layer is a tensor of its own in the step's table.
+// Trust ratios (LAMB, LARS) of steps in two passes: sums of squares per tile, a ratio per layer, then the
+// update. In the step's table each layer of a tensor is a tensor of its own.
 #pragma once
 #include "../core/trust.h"
 #include "reductions.cuh"
@@ -7,19 +7,20 @@
 
 namespace memkern {
 
-// The square is exact: fused or not, the bits are the same.
+// The square of a float is exact in fp64, so the sum has the same bits with or without an fma.
 MEMKERN_DEVICE void add_square(double& sum, float x) {
   sum += static_cast<double>(x) * static_cast<double>(x);
 }
 
-// The sums of all threads to the tile's place.
+// Stores the sums over all threads of a tile.
 MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
   const Squares all{sum_over_block(mine.param), sum_over_block(mine.update)};
   if (threadIdx.x == 0) partial[blockIdx.x] = all;
 }
 
-// One thread block per layer: its ratio, from its tiles' sums in a fixed order, to `trust_ratio` and to its
-// scalars. Here steps are counted: the kernels before read the count, for many layers of one tensor.
+// One thread block per layer: adds its tiles' sums in a fixed order, and stores the ratio in `trust_ratio`
+// and in the layer's scalars. The first layer of a tensor increments the step here, as the prologue reads it
+// for every layer.
 template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads)
     layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles) {
   if (skipped(*table.header)) return;

@@ -1,4 +1,4 @@
-// Eight consecutive elements: what one lane of a warp holds of a tensor, on their way in and out of memory.
+// Vectors of 8 consecutive elements, what a thread loads, computes with and stores at a time.
 #pragma once
 #include "../core/job.h"
 #include "../core/scalar.h"
@@ -6,13 +6,13 @@
 
 namespace memkern {
 
-constexpr int kVector = 8;
+constexpr int kVector = 8;  // elements
 
-// Where a lane's elements lie. Whole: all eight of them, and on a boundary of eight in arrays that start on
-// one of 16 bytes, so that they move in 16-byte pieces (codes in one of 8).
+// The elements of a vector. whole: there are 8 of them and their offset is a multiple of 8, in arrays that
+// are aligned to 16 bytes; then memory accesses are of 16 bytes (of codes, 8).
 struct Span {
   int64_t offset;
-  int n;  // elements that are there, 0 to 8
+  int n;  // 0 to 8; fewer at the end of a block or tensor
   bool whole;
 };
 
@@ -21,7 +21,7 @@ MEMKERN_DEVICE Span span_of(int64_t offset, int64_t left, bool aligned) {
   return {offset, n, aligned && n == kVector && offset % kVector == 0};
 }
 
-// Calls move(span) once, where the compiler knows whether the span is whole: one branch for several arrays.
+// Calls move(span) with `whole` as a constant: one branch for the accesses to several arrays.
 template <class Move> MEMKERN_DEVICE void with_constant_span(const Span& at, Move&& move) {
   if (at.whole)
     move(Span{at.offset, kVector, true});
@@ -31,13 +31,14 @@ template <class Move> MEMKERN_DEVICE void with_constant_span(const Span& at, Mov
 
 MEMKERN_FN bool on_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// A FloatType that the compiler knows: what takes a type below takes one of these or a FloatType.
+// A FloatType as a compile-time constant. Functions below with a parameter `type` take one of these or a
+// FloatType.
 template <FloatType T> struct ConstantType {
   MEMKERN_FN constexpr operator FloatType() const { return T; }
 };
 
-// Eight floats as they are stored: fp32 in eight words, 16-bit types in the first four. Loaded raw and
-// converted later, so that the loads of several arrays are under way together.
+// A vector as it is in memory: fp32 in 8 words, 16-bit types in the first 4. Loaded first and converted
+// later, so that the loads of several arrays are in flight together.
 struct Raw {
   uint32_t word[kVector];
 };
@@ -136,7 +137,7 @@ MEMKERN_DEVICE void store_floats(void* array, Type type, const Span& at, const f
   store_raw(array, type, at, to_raw(x, type));
 }
 
-// Eight codes, four to a word.
+// A vector of codes, four per word.
 using Codes = uint2;
 
 MEMKERN_DEVICE Codes load_codes(const void* array, const Span& at) {
