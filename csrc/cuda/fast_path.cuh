@@ -5,7 +5,7 @@
 
 namespace memkern {
 
-// ScalarArg types for the formulas in core/. Their division and root are the instructions that nvcc emits for
+// Number types for the formulas in core/. Their division and root are the instructions that nvcc emits for
 // those of float, without the test of every operand: one test for eight elements (kMinRadicand and the
 // others) takes its place. On sm_90 that is 6 instructions in place of 10 for a division, and 5 in place of
 // 10 for a root; 6 where the root may be of 0.
