@@ -1,11 +1,12 @@
 // What the fast paths assume of the device's approximate instructions, checked on the device itself:
-// usual.cuh's roots for every float in their range, its divisions for as many pairs as are asked for, and how
-// far sqrt.approx is off. Beside the compiler's own correctly rounded operations. ./exact [pairs as a power
-// of two]
+// fast_path.cuh's roots for every float in their range, its divisions for as many pairs as are asked for, and
+// how far sqrt.approx is off. Beside the compiler's own correctly rounded operations. ./exact [pairs as a
+// power of two]
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 
-#include "cuda/usual.cuh"
+#include "cuda/fast_path.cuh"
 
 using namespace memkern;
 
@@ -42,10 +43,10 @@ __global__ void roots(unsigned first, unsigned count, Found* out) {
   Found found{};
   for (unsigned long long i = thread; i < count; i += threads) {
     const float x = __uint_as_float(first + static_cast<unsigned>(i)), root = __fsqrt_rn(x);
-    if (static_cast<float>(sqrt(Usual(x))) != root || static_cast<float>(sqrt(UsualOrZero(x))) != root)
+    if (static_cast<float>(sqrt(Fast(x))) != root || static_cast<float>(sqrt(FastOrZero(x))) != root)
       note(found, x, root);
   }
-  if (thread == 0 && __float_as_uint(static_cast<float>(sqrt(UsualOrZero(0.0f)))) != 0)
+  if (thread == 0 && __float_as_uint(static_cast<float>(sqrt(FastOrZero(0.0f)))) != 0)
     note(found, 0.0f, 0.0f);
   out[thread] = found;
 }
@@ -73,7 +74,7 @@ __global__ void divisions(unsigned long long first, unsigned long long count, Fo
     if ((exponents & 0xFFF) == 0) a = 0.0f;
     if (hash(k + 3) & 1) a = -a;
     const float b = between(hash(k + 1), exponents >> 16, -51, 41);
-    if (__float_as_uint(static_cast<float>(Usual(a) / Usual(b))) != __float_as_uint(__fdiv_rn(a, b)))
+    if (__float_as_uint(static_cast<float>(Fast(a) / Fast(b))) != __float_as_uint(__fdiv_rn(a, b)))
       note(found, a, b);
   }
   out[thread] = found;
@@ -107,7 +108,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   Found* host = static_cast<Found*>(std::malloc(bytes));
-  const unsigned least = 0x0D000000, most = 0x67800000;  // 2^-101 and 2^80
+  const unsigned least = std::bit_cast<unsigned>(kMinRadicand), most = std::bit_cast<unsigned>(kMaxRadicand);
   roots<<<kBlocks, kThreads>>>(least, most - least + 1, device);
   bool right = report("root", most - least + 1.0, device, host);
   approximate_roots<<<kBlocks, kThreads>>>(0x00800000, 0x7F800000 - 0x00800000, device);

@@ -51,8 +51,8 @@ def parts(arch: str | None) -> list[Part]:
     """``arch``: of the GPU; None where there is none, and the parts say what they would do."""
     nvcc = tool("nvcc")
     no_nvcc = lacking("nvcc")
-    path = os.pathsep.join([str(Path(nvcc).parent) if nvcc else "", os.environ.get("PATH", "")])
-    # What `make gpu-wheels` brought comes last: it replaces nothing that is installed.
+    folders = [str(Path(nvcc).parent)] if nvcc else []
+    path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath), str(SITE / "bin")])
     everywhere = {"PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)])}
     cuda = {**everywhere, "MEMKERN_BACKEND": "cuda"}
     triton = {**everywhere, "MEMKERN_BACKEND": "triton", "TRITON_CACHE_DIR": str(TRITON_CACHE)}

@@ -7,6 +7,7 @@ which git ignores, and never into the machine's own packages.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import subprocess
 import sys
 
@@ -40,14 +41,32 @@ def fetch(python: str) -> None:
         print(f"{file.stat().st_size / 2**20:6.1f} MiB  {file.name}")
 
 
+def installed(wheel: str) -> bool:
+    try:
+        importlib.metadata.version(wheel.partition("-")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def install() -> None:
-    found = sorted(WHEELS.glob("*.whl")) if WHEELS.exists() else []
+    """Those packages alone that the machine does not have: its own versions go before."""
+    found = [wheel for wheel in sorted(WHEELS.glob("*.whl")) if not installed(wheel.name)]
     if not found:
-        print("none; `make gpu-wheels` on a machine with a network fetches them")
+        print("nothing to install; `make gpu-wheels` on a machine with a network fetches wheels")
         return
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
-    subprocess.run([*command, "--target", str(SITE), *map(str, found)], check=True)
-    print(f"{len(found)} wheels")
+    command += ["--target", str(SITE)]
+    if subprocess.run([*command, *map(str, found)], capture_output=True, check=False).returncode == 0:
+        print(f"{len(found)} wheels")
+        return
+    for wheel in found:  # one that is for another Python does not keep the others away
+        done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
+        lines = done.stderr.strip().splitlines()
+        print(
+            f"{wheel.name}: {'installed' if done.returncode == 0 else lines[0] if lines else 'failed'}",
+            flush=True,
+        )
 
 
 def main() -> None:

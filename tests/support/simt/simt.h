@@ -266,7 +266,7 @@ inline float __fadd_rd(float a, float b) {
   return nearest > sum ? std::nextafterf(nearest, -INFINITY) : nearest;
 }
 
-// ---- what memkern's own csrc/cuda/runtime.h asks of PTX
+// ---- what memkern's own csrc/cuda/device.cuh asks of PTX
 
 namespace memkern {
 
