@@ -1,5 +1,5 @@
 // memkern's few-bit activations on CUDA devices.
-#include "../activation.h"
+#include "common/activation_args.h"
 
 #include "activation_kernel.cuh"
 #include "host.h"

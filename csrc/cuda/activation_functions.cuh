@@ -1,8 +1,8 @@
 // Activations of one element in fp32, by the formulas of torch's CUDA kernels, so that a result rounded to 16
 // bits is theirs but for rare ties, and no less exact.
 #pragma once
-#include "../core/scalar.h"
-#include "../core/tables.h"
+#include "core/scalar.h"
+#include "core/tables.h"
 #include "runtime.h"
 
 namespace memkern {

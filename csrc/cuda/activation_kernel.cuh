@@ -1,7 +1,7 @@
 // Few-bit activations: a lane takes eight elements, whose bits of one plane are one byte.
 #pragma once
-#include "../core/activation.h"
 #include "activation_functions.cuh"
+#include "core/activation.h"
 #include "lanes.cuh"
 
 namespace memkern {

@@ -1,13 +1,13 @@
 // memkern::adam_step_ on CUDA devices.
-#include "../ops.h"
 #include "adam_kernel.cuh"
+#include "common/ops.h"
 #include "step_table.h"
 
 namespace memkern {
 
 void adam_step_cuda(const StepArgs& args) {
   const auto groups = args.groups<AdamHyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, kAdamStep);
+  const auto jobs = step_tensors<StepTensor>(args, kAdamStep);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);
   const auto records = records_of(args, groups);

@@ -1,7 +1,7 @@
 // Adam's kernels. Floor: the bytes of a step (FACTS: 16.13 a parameter in fp32, 10.13 in bf16) over the copy
 // rate.
 #pragma once
-#include "../core/adam.h"
+#include "core/adam.h"
 #include "moment.cuh"
 #include "table.cuh"
 #include "usual.cuh"

@@ -1,6 +1,6 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on CUDA devices.
-#include "../ops.h"
 #include "blockwise_kernel.cuh"
+#include "common/ops.h"
 #include "host.h"
 
 namespace memkern {

@@ -1,5 +1,5 @@
 // memkern::lamb_step_ on CUDA devices.
-#include "../ops.h"
+#include "common/ops.h"
 #include "lamb_kernel.cuh"
 #include "layer_table.h"
 
@@ -7,7 +7,7 @@ namespace memkern {
 
 void lamb_step_cuda(const StepArgs& args) {
   const auto groups = args.groups<LambHyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, kLambStep);
+  const auto jobs = step_tensors<StepTensor>(args, kLambStep);
   check_trust_ratios(args, jobs, groups);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);

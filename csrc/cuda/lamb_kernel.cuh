@@ -1,8 +1,8 @@
 // LAMB's kernels; its update is Adam's. Floor: the bytes of a step (FACTS: 26.19 a parameter in fp32, 16.19
 // in bf16) over the copy rate.
 #pragma once
-#include "../core/lamb.h"
 #include "adam_kernel.cuh"
+#include "core/lamb.h"
 #include "layers.cuh"
 
 namespace memkern {

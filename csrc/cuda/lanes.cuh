@@ -1,7 +1,7 @@
 // Eight consecutive elements: what one lane of a warp holds of a tensor, on their way in and out of memory.
 #pragma once
-#include "../core/job.h"
-#include "../core/scalar.h"
+#include "common/step_tensor.h"
+#include "core/scalar.h"
 #include "runtime.h"
 
 namespace memkern {

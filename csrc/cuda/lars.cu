@@ -1,5 +1,5 @@
 // memkern::lars_step_ on CUDA devices.
-#include "../ops.h"
+#include "common/ops.h"
 #include "lars_kernel.cuh"
 #include "layer_table.h"
 
@@ -7,7 +7,7 @@ namespace memkern {
 
 void lars_step_cuda(const StepArgs& args) {
   const auto groups = args.groups<LarsHyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, kLarsStep);
+  const auto jobs = step_tensors<StepTensor>(args, kLarsStep);
   check_trust_ratios(args, jobs, groups);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);

@@ -1,7 +1,7 @@
 // LARS's kernels; its update is Lion's. Floor: the bytes of a step (23.09 a parameter in fp32, classic 22.06)
 // over the copy rate.
 #pragma once
-#include "../core/lars.h"
+#include "core/lars.h"
 #include "layers.cuh"
 #include "lion_kernel.cuh"
 

@@ -8,7 +8,7 @@ namespace memkern {
 // What upload_step wants of each tensor, for each layer.
 struct Layers {
   std::vector<StepTensor> jobs;
-  std::vector<TensorRef> steps;
+  std::vector<Tensor> steps;
   Ints group;
 };
 
@@ -29,7 +29,7 @@ template <class Group, class Scalars> using NormsKernel = void (*)(Table<Group, 
 // At most six launches beside the table's. Each pair of kernels is one for each codec.
 template <class Group, class Scalars>
 void step_layers(const char* op, const StepHeader& header, const std::vector<Group>& groups,
-                 const Layers& layers, TensorRef first, void (*prologue)(Table<Group, Scalars>),
+                 const Layers& layers, const Tensor& first, void (*prologue)(Table<Group, Scalars>),
                  const std::array<NormsKernel<Group, Scalars>, 2>& norms,
                  const std::array<TilesKernel<Group, Scalars>, 2>& updates, cudaStream_t stream) {
   const auto step = upload_step<Group, Scalars>(op, header, groups, layers.jobs, first, layers.steps,

@@ -1,7 +1,7 @@
 // Trust ratios on the device, for steps in two passes: norms by tile, then ratios by layer, then the update.
 // A layer is a tensor of its own in the step's table.
 #pragma once
-#include "../core/trust.h"
+#include "core/trust_ratio.h"
 #include "sums.cuh"
 #include "table.cuh"
 

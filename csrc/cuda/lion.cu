@@ -1,5 +1,5 @@
 // memkern::lion_step_ on CUDA devices.
-#include "../ops.h"
+#include "common/ops.h"
 #include "lion_kernel.cuh"
 #include "step_table.h"
 
@@ -7,7 +7,7 @@ namespace memkern {
 
 void lion_step_cuda(const StepArgs& args) {
   const auto groups = args.groups<LionHyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, kLionStep);
+  const auto jobs = step_tensors<StepTensor>(args, kLionStep);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);
   const auto records = records_of(args, groups);

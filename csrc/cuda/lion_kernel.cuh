@@ -1,6 +1,6 @@
 // Lion's kernels. Floor: the bytes of a step (14.06 a parameter in fp32, 8.06 in bf16) over the copy rate.
 #pragma once
-#include "../core/lion.h"
+#include "core/lion.h"
 #include "moment.cuh"
 #include "table.cuh"
 

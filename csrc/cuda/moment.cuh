@@ -1,7 +1,7 @@
 // A moment's codes, eight at a time, and the block maxima that their scales are made of.
 #pragma once
-#include "../core/dynamic.h"
-#include "../core/power.h"
+#include "core/dynamic.h"
+#include "core/power.h"
 #include "tile.cuh"
 
 namespace memkern {

@@ -66,13 +66,13 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Tensor allocate(TensorRef like, size_t bytes) {
-  return torch::stable::new_empty(like.keep(), {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+Tensor allocate(const Tensor& like, size_t bytes) {
+  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
 }  // namespace
 
-Twin upload(const Image& image, size_t scratch, const char* op, TensorRef first, size_t count,
+Twin upload(const Image& image, size_t scratch, const char* op, const Tensor& first, size_t count,
             cudaStream_t stream) {
   const std::vector<char>& now = image.bytes();
   std::unique_lock lock(plans().mutex);

@@ -38,7 +38,7 @@ struct Twin {
 
 // Brings the device's twin of an image up to date, with `scratch` bytes after it for the kernels' own use.
 // `first`: a tensor of the step, which tells with op and count the table that is likely to differ least.
-Twin upload(const Image& image, size_t scratch, const char* op, TensorRef first, size_t count,
+Twin upload(const Image& image, size_t scratch, const char* op, const Tensor& first, size_t count,
             cudaStream_t stream);
 
 }  // namespace memkern

@@ -1,5 +1,5 @@
-// What kernels and their launches need of CUDA. Under g++ tests/support/simt/simt.h stands in for the CUDA runtime,
-// and the same sources run on the CPU.
+// What kernels and their launches need of CUDA. Under g++ tests/support/simt/simt.h stands in for the CUDA
+// runtime, and the same sources run on the CPU.
 #pragma once
 #ifdef __CUDACC__
 #include <cuda_runtime.h>

@@ -2,14 +2,14 @@
 #pragma once
 #include <span>
 
-#include "../step.h"
+#include "common/step_checks.h"
 #include "plan.h"
 #include "table.cuh"
 
 namespace memkern {
 
 // A tensor of one number: on the device it is read there, by the kernels; on the host, now.
-inline Number number_of(TensorRef t, TensorRef like, const char* name) {
+inline Number number_of(const Tensor& t, const Tensor& like, const char* name) {
   STD_TORCH_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name,
@@ -30,7 +30,8 @@ std::vector<StepGroup<Hyperparameters>> records_of(const StepArgs& args,
 }
 
 inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-                            const std::optional<Tensor>& grad_norm, double max_grad_norm, TensorRef like) {
+                            const std::optional<Tensor>& grad_norm, double max_grad_norm,
+                            const Tensor& like) {
   StepHeader h{};
   h.max_grad_norm = max_grad_norm;
   const auto set = [&](Number& number, int64_t& given, const std::optional<Tensor>& t, const char* name) {
@@ -49,7 +50,7 @@ inline StepHeader header_of(const StepArgs& args) {
 }
 
 // Blocks of a tensor's own cut: codes' blocks, or tiles where the states are fp32.
-inline TensorRecord record_of(const StepTensor& job, const TensorRef* step, int64_t group) {
+inline TensorRecord record_of(const StepTensor& job, const Tensor* step, int64_t group) {
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
@@ -87,7 +88,7 @@ template <class Group, class Scalars> struct StepTable {
 template <class Group, class Scalars>
 StepTable<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                       const std::vector<Group>& groups, const std::vector<StepTensor>& jobs,
-                                      TensorRef first, std::span<const TensorRef> steps, const Ints& group,
+                                      const Tensor& first, std::span<const Tensor> steps, const Ints& group,
                                       cudaStream_t stream, size_t per_tile = 0) {
   static_assert(std::has_unique_object_representations_v<TensorRecord>,
                 "padding would differ from step to step");

@@ -1,6 +1,6 @@
 // The device's table of a step: what all tensors of an optimizer need, read by every kernel of the step.
 #pragma once
-#include "../core/gradient.h"
+#include "core/corrections.h"
 #include "tile.cuh"
 
 namespace memkern {

@@ -3,7 +3,7 @@
 // A thread block takes a tile: whole blocks of one tensor, about kTileElements. A block is held by a group of
 // lanes of one warp, eight consecutive elements each; blocks of more than 256 elements take several turns.
 #pragma once
-#include "../core/layout.h"
+#include "common/layout.h"
 #include "lanes.cuh"
 
 namespace memkern {

@@ -1,6 +1,6 @@
 // Division and root of numbers of usual size, correctly rounded.
 #pragma once
-#include "../core/scalar.h"
+#include "core/scalar.h"
 #include "runtime.h"
 
 namespace memkern {
