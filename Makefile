@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
-SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+SOURCES := setup.py memkern/quant/codec.py memkern/schemas.py $(wildcard csrc/*.py csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh csrc/*/*/*.h csrc/*/*/*.cpp)
 # Written by csrc/generate.py.
 GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.h
 

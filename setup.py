@@ -183,7 +183,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
     )
     ops = Extension(
         "memkern._ops",
-        sources("*/*.cpp") + sources("library.cpp"),
+        [*sources("cpu/**/*.cpp"), *sources("library.cpp")],
         include_dirs=includes,
         library_dirs=[str(torch_dir / "lib"), *cuda_libraries(archs)],
         libraries=["torch_cpu", "c10", *cuda.get("libraries", [])],
@@ -199,7 +199,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         found.append(
             Extension(
                 "memkern._host",
-                ["csrc/host.cpp"],
+                ["csrc/build_info.cpp"],
                 include_dirs=includes[:2],  # csrc, and torch's pybind11
                 define_macros=facts,
                 extra_compile_args={"cxx": [*CXX_FLAGS, "-std=c++17", *extra]},

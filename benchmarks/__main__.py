@@ -109,6 +109,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     # DeepSpeed runs ninja, which is in the virtual environment, whose bin folder may not be on PATH
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    # torch takes large tensors from huge pages then, for all contenders: the page faults of fresh results would
+    # otherwise cost more than what an activation computes. torch reads it when it first allocates.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     out = args.out or (Path("out/bench") if args.quick else Path(benchmarks.__path__[0]) / "results")
     if args.action == "table":
         table(args.readme, out)

@@ -1,7 +1,6 @@
 // Every op: its schema and its registration. Built against LibTorch's stable ABI: no Python.h, one binary for
 // any Python and torch >= 2.10.
-#include "ops.h"
-#include "recall.h"
+#include "common/ops.h"
 
 STABLE_TORCH_LIBRARY(memkern, m) {
   for (const char* schema : memkern::kSchemas) m.def(schema);
@@ -15,8 +14,3 @@ STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
 }
 #endif
-
-// For Python, which knows when an optimizer's step begins (backend.py).
-extern "C" __attribute__((visibility("default"))) void memkern_recall(int64_t key) {
-  memkern::Recall::begin(key);
-}

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cpu, backend, reference
+from . import backend, reference
 from .fewbit.levels import Levels, Valley
 from .quant.codec import CODECS
+from .quant.layout import laid_out_alike
+from .reference.activation import activate, check_function
 from .schemas import FAKES, SCHEMAS, STEP_OPS, StepArgs, StepOp
 
 NAMESPACES = {
@@ -36,10 +38,30 @@ def _triton(name: str, *args: Any) -> Any:
     return getattr(importlib.import_module("memkern.triton"), name)(*args)
 
 
+def _aligned(args: StepArgs) -> StepArgs:
+    """A step whose gradients have their parameters' strides, as the kernels in Python take them."""
+    grads = laid_out_alike(args.grads, args.params)
+    return args if grads is args.grads else args._replace(grads=grads)
+
+
+def _triton_step(name: str, *args: Any) -> None:
+    _triton(name, _aligned(StepArgs(*args)))
+
+
+@torch.no_grad()
+def _few_bit_forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any) -> tuple[Tensor, Tensor]:
+    """torch's own activation, then the codes. On a part of a tensor torch's operations give other bits than on the
+    whole: no kernel of ours can stand for them."""
+    check_function(fn)
+    return activate(x, fn, a, b), torch.ops.memkern.few_bit_encode.default(x, *table)
+
+
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     """What runs an op on a device that has no C++ kernel of its own."""
-    function = functools.partial(_triton, name) if "triton" in namespace else getattr(reference, name)
-    return (lambda *args: function(StepArgs(*args))) if name in STEP_OPS else function
+    if "triton" in namespace:
+        return functools.partial(_triton_step, name) if name in STEP_OPS else functools.partial(_triton, name)
+    function = getattr(reference, name)
+    return (lambda *args: function(_aligned(StepArgs(*args)))) if name in STEP_OPS else function
 
 
 def _register() -> None:
@@ -54,7 +76,7 @@ def _register() -> None:
             library.impl(name, _kernel(namespace, name), "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
         if defined:
-            library.impl("few_bit_forward", _cpu.few_bit_forward, "CPU")
+            library.impl("few_bit_forward", _few_bit_forward_on_cpu, "CPU")
 
 
 _register()
@@ -95,7 +117,7 @@ def step_(step: StepOp, args: StepArgs) -> None:
     op = _op(step.name, args.params[0].device)
     if op.namespace == "memkern_triton" and _nothing_watches(args.params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
-        _triton(step.name, args)
+        _triton(step.name, _aligned(args))
     else:
         op(*args)
     if not torch.compiler.is_compiling():

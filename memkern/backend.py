@@ -15,7 +15,6 @@ XPU tensors take ``triton``, else ``reference``; others take ``reference``. ``ME
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -23,7 +22,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,27 +86,9 @@ def load_library() -> str | None:
 
 
 @functools.cache
-def _recall() -> Callable[[int], object] | None:
-    if load_library():
-        return None
-    function = ctypes.PyDLL(str(LIBRARY)).memkern_recall
-    function.argtypes = [ctypes.c_int64]
-    function.restype = None
-    return function
-
-
-def recall(key: int) -> None:
-    """Tells the C++ ops that a step of the optimizer ``key`` begins: they ask the caches for what its last one read."""
-    if function := _recall():
-        function(key)
-
-
-@functools.cache
 def _missing_cuda() -> str | None:
     """Why no CUDA kernel of memkern can run in this process; that one could is left to _cuda_fails."""
     import torch
-
-    from . import _ops  # noqa: F401  (defines the ops where C++ does not)
 
     if reason := load_library():
         return reason

@@ -1,9 +1,10 @@
 // The arguments of an optimizer's step: one struct for all of them, and how an op gets it from torch.
 #pragma once
+#include <algorithm>
 #include <cstring>
 
 #include "common/schemas.h"
-#include "tensors.h"
+#include "common/tensors.h"
 
 namespace memkern {
 
@@ -48,12 +49,30 @@ class StepArgs {
   }
 };
 
+// Copies each gradient that has its parameter's shape and other strides, as autograd makes some. What does
+// not fit in another way is left to the step's checks.
+inline void align_gradients(StepArgs& args) {
+  for (size_t i = 0; i < args.grads.size() && i < args.params.size(); ++i) {
+    const Tensor &p = args.params[i], &g = args.grads[i];
+    const Shape of_p(p), of_g(g);
+    const bool same_sizes =
+        of_p.dims == of_g.dims && std::equal(of_p.sizes, of_p.sizes + of_p.dims, of_g.sizes);
+    if (!same_sizes || same_layout(of_g, of_p) || !is_float_type(g.scalar_type()) || g.is_cpu() != p.is_cpu())
+      continue;
+    Tensor aligned = empty_like(p, g.scalar_type());
+    torch::stable::copy_(aligned, g);
+    args.grads[i] = aligned;
+  }
+}
+
 // The op that runs Step: what torch calls, in place of TORCH_BOX.
 template <void (*Step)(const StepArgs&)>
 void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   STD_TORCH_CHECK(arguments == kStepArguments && results == 0, "an optimizer's step takes ", kStepArguments,
                   " arguments, got ", arguments);
-  Step(StepArgs(stack));
+  StepArgs args(stack);
+  align_gradients(args);
+  Step(args);
 }
 
 }  // namespace memkern

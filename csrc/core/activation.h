@@ -1,8 +1,8 @@
-// Activations that keep a few bits: what a table is, and the derivative from an output. The twin of
-// memkern/fewbit/levels.py and memkern/reference/activation.py, which explain it.
+// Few-bit activations: a table of thresholds, and the derivative from an output. Explained in
+// memkern/fewbit/levels.py and memkern/reference/activation.py.
 #pragma once
-#include "scalar.h"
-#include "tables.h"
+#include "core/scalar.h"
+#include "core/tables.h"
 
 namespace memkern {
 

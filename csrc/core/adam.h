@@ -1,7 +1,7 @@
 // Adam, AdamW and the moments that LAMB shares. Order of operations: memkern/reference/adam.py.
 #pragma once
+#include "core/corrections.h"
 #include "core/hyperparameters.h"
-#include "corrections.h"
 
 namespace memkern {
 

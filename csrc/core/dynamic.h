@@ -1,8 +1,8 @@
 // The dynamic tree map (memkern/quant/codec.py): a table to decode, arithmetic and one comparison each way to
 // encode.
 #pragma once
-#include "scalar.h"
-#include "tables.h"
+#include "core/scalar.h"
+#include "core/tables.h"
 
 namespace memkern {
 

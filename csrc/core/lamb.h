@@ -1,8 +1,8 @@
 // LAMB: Adam's moments and direction, a trust ratio for each layer. Order of operations:
 // memkern/reference/lamb.py.
 #pragma once
-#include "adam.h"
-#include "trust.h"
+#include "core/adam.h"
+#include "core/trust_ratio.h"
 
 namespace memkern {
 
@@ -44,7 +44,7 @@ MEMKERN_FN void set_trust_ratio(LambScalars& s, double lr, float ratio) {
 // p: the parameter that the ratio is of, decayed where that is decoupled.
 template <class F> MEMKERN_FN F lamb_decayed(F p, const LambScalars& s) { return p * F(s.decay); }
 
-// What the parameter moves along, times -rate.
+// The direction of the step: the parameter changes by -rate times it.
 template <class F> MEMKERN_FN F lamb_update(F p, F m, F w, const LambScalars& s) {
   const F update = F(s.step_size) * adam_direction(m, w, s);
   return s.update_decay != 0.0f ? update + F(s.update_decay) * p : update;

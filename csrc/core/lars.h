@@ -1,7 +1,7 @@
 // LARS, in the form of the LAMB paper and in its classic one. Order of operations: memkern/reference/lars.py.
 #pragma once
 #include "core/hyperparameters.h"
-#include "trust.h"
+#include "core/trust_ratio.h"
 
 namespace memkern {
 

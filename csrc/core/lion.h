@@ -1,7 +1,7 @@
 // Lion. Order of operations: memkern/reference/lion.py.
 #pragma once
 #include "core/hyperparameters.h"
-#include "scalar.h"
+#include "core/scalar.h"
 
 namespace memkern {
 

@@ -1,13 +1,13 @@
 // The power codec (formulas: memkern/quant/codec.py). F is float or a vector of floats; codes are whole
 // numbers in F.
 #pragma once
-#include "scalar.h"
-#include "tables.h"
+#include "core/scalar.h"
+#include "core/tables.h"
 
 namespace memkern {
 
-// Once per block: what a value is multiplied by under the root, N^2 / scale, or 0 where that overflows (a
-// block of zeros, or nearly): the block then holds codes of zero.
+// Once per block: the factor under the root, N^2 / scale, or 0 where that overflows (a block of zeros, or
+// nearly): all codes of the block are then 0.
 MEMKERN_FN float power_factor(float scale, int levels) {
   const float factor = static_cast<float>(levels * levels) / scale;
   return is_finite(factor) ? factor : 0.0f;

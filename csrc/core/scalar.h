@@ -1,4 +1,4 @@
-// What the formulas in core/ need of a number type, for float. csrc/cpu/simd_*.h give the same for vectors.
+// What the formulas in core/ need of a number type, for float. csrc/cpu/simd/ has the same for vectors.
 #pragma once
 #include <cmath>
 #include <cstdint>

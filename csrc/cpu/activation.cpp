@@ -1,27 +1,17 @@
 // memkern::few_bit_encode, few_bit_backward and few_bit_backward_from_output on the CPU. The forward pass is
-// torch's own (memkern/_cpu.py).
-#include "../activation.h"
+// torch's own (memkern/_ops.py).
+#include "common/activation_args.h"
 
-#include "huge_pages.h"
-#include "multi_tensor.h"
+#include "cpu/parallel.h"
 
 namespace memkern {
-namespace {
-
-Tensor with_huge_pages(Tensor t) {
-  const size_t bytes = t.numel() * t.element_size();
-  if (bytes >= kHugePagesFrom) memkern_use_huge_pages(t.data_ptr(), bytes);
-  return t;
-}
-
-}  // namespace
 
 Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips, int64_t symmetry) {
   const Thresholds table = thresholds_of(bits, thresholds, flips, symmetry);
   ActivationJob job{};
   job.layout = flat_layout(x, "x", kGroup);
   job.plane = plane_bytes(job.layout.numel);
-  Tensor codes = with_huge_pages(torch::stable::new_empty(x, {bits, job.plane}, ScalarType::Byte));
+  Tensor codes = torch::stable::new_empty(x, {bits, job.plane}, ScalarType::Byte);
   PlaneThresholds planes{table.symmetry, table.bits};
   int count = 0;
   for (int p = 0; p < bits; ++p) {
@@ -56,7 +46,7 @@ ActivationJob backward_job(const Tensor& grad, const Tensor& codes, const Tensor
 
 Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels) {
   flat_layout(grad, "grad", kGroup);
-  Tensor result = with_huge_pages(empty_like(grad, grad.scalar_type()));
+  Tensor result = empty_like(grad, grad.scalar_type());
   ActivationJob job = backward_job(grad, codes, result);
   const int bits = static_cast<int>(codes.sizes()[0]);
   float table[1 << kMaxBits];
@@ -73,7 +63,7 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
   flat_layout(grad, "grad", kGroup);
   check_output(output, grad);
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
-  Tensor result = with_huge_pages(empty_like(grad, grad.scalar_type()));
+  Tensor result = empty_like(grad, grad.scalar_type());
   ActivationJob job = backward_job(grad, codes, result);
   STD_TORCH_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   job.output = output.data_ptr();

@@ -1,21 +1,20 @@
 // memkern::adam_step_ on the CPU.
 #include <map>
 
-#include "../ops.h"
-#include "multi_tensor.h"
-#include "rounding.h"
-#include "scaler.h"
+#include "common/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/step_numbers.h"
 
 namespace memkern {
 
 void adam_step_cpu(const StepArgs& args) {
   const auto groups = args.groups<AdamHyperparameters>();
-  auto jobs = make_jobs<AdamJob>(args, kAdamStep);
+  auto jobs = step_tensors<AdamJob>(args, kAdamStep);
   const double grad_factor = gradient_factor(args);
   const std::vector<double> lr = read_rates(args);
   if (skipped(args)) return;
 
-  // Tensors of one group and age share their scalars.
+  // Tensors of one group and step share their scalars.
   std::map<std::pair<int64_t, uint64_t>, AdamScalars> scalars;
   Rounding rounding;
   for (size_t i = 0; i < jobs.size(); ++i) {

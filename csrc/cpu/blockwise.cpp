@@ -1,9 +1,9 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on the CPU.
 #include <memory>
 
-#include "../core/power.h"
-#include "../ops.h"
-#include "multi_tensor.h"
+#include "common/ops.h"
+#include "core/power.h"
+#include "cpu/parallel.h"
 
 namespace memkern {
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,

@@ -1,13 +1,14 @@
 // memkern::grad_norm_ on the CPU.
 #include <cmath>
 
-#include "../ops.h"
-#include "multi_tensor.h"
-#include "scaler.h"
+#include "common/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/step_numbers.h"
 
 namespace memkern {
 
-// A partial sum for each chunk, whatever the number of threads, and all added in order.
+// Elements that are summed together. The partial sums are added in order, so that the number of threads
+// changes nothing.
 constexpr int64_t kChunk = 1 << 14;
 
 void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
@@ -16,16 +17,13 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);
   std::vector<SquaresJob> jobs;
   int64_t chunks = 0;
+  Tensors values;  // that the jobs point to
   for (size_t i = 0; i < grads.size(); ++i) {
-    const TensorRef g = grads[i];
-    STD_TORCH_CHECK(g.is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
-    STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
-                    " must be float32, bfloat16 or float16");
-    BlockLayout layout = layout_of(g, kMinBlockSize, "a gradient");
+    STD_TORCH_CHECK(grads[i].is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
+    values.push_back(dense(grads[i]));
+    const Tensor& g = values.back();
+    const BlockLayout layout = flat_layout(g, name_of("grads", i).c_str(), kChunk);
     if (layout.numel == 0) continue;
-    layout.segment = layout.numel;
-    layout.block = kChunk;
-    layout.blocks = layout.blocks_per_segment = (layout.numel + kChunk - 1) / kChunk;
     jobs.push_back({g.data_ptr(), nullptr, layout, MEMKERN_PICK(squares_kernel, float_type(g))});
     chunks += layout.blocks;
   }

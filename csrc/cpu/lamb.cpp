@@ -1,15 +1,14 @@
 // memkern::lamb_step_ on the CPU.
-#include "../ops.h"
-#include "isa.h"
-#include "layers.h"
-#include "rounding.h"
-#include "scaler.h"
+#include "common/ops.h"
+#include "cpu/simd/isa.h"
+#include "cpu/step_numbers.h"
+#include "cpu/two_passes.h"
 
 namespace memkern {
 
 void lamb_step_cpu(const StepArgs& args) {
   const auto groups = args.groups<LambHyperparameters>();
-  const auto jobs = make_jobs<Layer<LambScalars>>(args, kLambStep);
+  const auto jobs = step_tensors<Layer<LambScalars>>(args, kLambStep);
   check_trust_ratios(args, jobs, groups);
   const double grad_factor = gradient_factor(args);
   const std::vector<double> lr = read_rates(args);

@@ -1,14 +1,14 @@
 // memkern::lars_step_ on the CPU.
-#include "../ops.h"
-#include "isa.h"
-#include "layers.h"
-#include "scaler.h"
+#include "common/ops.h"
+#include "cpu/simd/isa.h"
+#include "cpu/step_numbers.h"
+#include "cpu/two_passes.h"
 
 namespace memkern {
 
 void lars_step_cpu(const StepArgs& args) {
   const auto groups = args.groups<LarsHyperparameters>();
-  const auto jobs = make_jobs<Layer<LarsScalars>>(args, kLarsStep);
+  const auto jobs = step_tensors<Layer<LarsScalars>>(args, kLarsStep);
   check_trust_ratios(args, jobs, groups);
   const double grad_factor = gradient_factor(args);
   const std::vector<double> lr = read_rates(args);

@@ -1,13 +1,13 @@
 // memkern::lion_step_ on the CPU.
-#include "../ops.h"
-#include "multi_tensor.h"
-#include "scaler.h"
+#include "common/ops.h"
+#include "cpu/parallel.h"
+#include "cpu/step_numbers.h"
 
 namespace memkern {
 
 void lion_step_cpu(const StepArgs& args) {
   const auto groups = args.groups<LionHyperparameters>();
-  auto jobs = make_jobs<LionJob>(args, kLionStep);
+  auto jobs = step_tensors<LionJob>(args, kLionStep);
   const double grad_factor = gradient_factor(args);
   const std::vector<double> lr = read_rates(args);
   if (skipped(args)) return;

@@ -1,10 +1,10 @@
 // memkern's few-bit activations on CUDA devices. A thread processes a vector of 8 elements, whose bits in a
 // plane are one byte.
-#include "../activation.h"
+#include "common/activation_args.h"
 
-#include "../core/activation.h"
-#include "../core/scalar.h"
-#include "../core/tables.h"
+#include "core/activation.h"
+#include "core/scalar.h"
+#include "core/tables.h"
 #include "device.cuh"
 #include "launch.h"
 #include "vector.cuh"

@@ -1,8 +1,8 @@
 // memkern::adam_step_ on CUDA devices. Lower bound of a step's time: its bytes (16.13 per parameter in
 // fp32, 10.13 in bf16) over the copy bandwidth.
-#include "../core/adam.h"
-#include "../ops.h"
 #include "adam_update.cuh"
+#include "common/ops.h"
+#include "core/adam.h"
 #include "launch_step.h"
 
 namespace memkern {

@@ -1,7 +1,7 @@
 // The update of a tile with Adam's two moments, for Adam and LAMB: a Rule says how the parameter changes.
 #pragma once
-#include "../core/adam.h"
 #include "block_state.cuh"
+#include "core/adam.h"
 #include "fast_path.cuh"
 #include "step_table.cuh"
 

@@ -1,8 +1,8 @@
 // Codes of a block's state, a vector of 8 per lane: dequantized with the block's scale, and quantized with
 // the block's new scale, its absmax.
 #pragma once
-#include "../core/dynamic.h"
-#include "../core/power.h"
+#include "core/dynamic.h"
+#include "core/power.h"
 #include "reductions.cuh"
 #include "tile.cuh"
 

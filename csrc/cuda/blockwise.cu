@@ -1,6 +1,6 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on CUDA devices.
-#include "../ops.h"
 #include "block_state.cuh"
+#include "common/ops.h"
 #include "launch.h"
 #include "tile.cuh"
 

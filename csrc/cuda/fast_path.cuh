@@ -1,6 +1,6 @@
 // Correctly rounded division and square root without range checks: the fast path of most vectors.
 #pragma once
-#include "../core/scalar.h"
+#include "core/scalar.h"
 #include "device.cuh"
 
 namespace memkern {

@@ -1,6 +1,6 @@
 // memkern::grad_norm_ on CUDA devices: the global norm of gradients, a sum in fp64 for each tile, then the
 // sum of those, both in a fixed order.
-#include "../ops.h"
+#include "common/ops.h"
 #include "launch_step.h"
 #include "reductions.cuh"
 #include "step_table.cuh"
@@ -49,12 +49,14 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   STD_TORCH_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
                   "norm must be float64 of one element on the gradients' device");
   const StepHeader header = header_of(grad_scale, std::nullopt, std::nullopt, 0.0, norm);
+  Tensors values;  // what the tables point to
   std::vector<NormTensor> tensors;
   std::vector<uint32_t> first_tiles;
   int64_t tiles = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
-    const TensorRef g = grads[i];
-    STD_TORCH_CHECK(same_device(g, norm), name_of("grads", i), " must be on norm's device");
+    STD_TORCH_CHECK(same_device(grads[i], norm), name_of("grads", i), " must be on norm's device");
+    values.push_back(dense(grads[i]));
+    const Tensor& g = values.back();
     STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
                     " must be float32, bfloat16 or float16");
     const int64_t numel = layout_of(g, kMinBlockSize, "a gradient").numel;

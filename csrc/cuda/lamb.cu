@@ -1,8 +1,8 @@
 // memkern::lamb_step_ on CUDA devices. Lower bound of a step's time: its bytes (26.19 per parameter in
 // fp32, 16.19 in bf16) over the copy bandwidth.
-#include "../core/lamb.h"
-#include "../ops.h"
 #include "adam_update.cuh"
+#include "common/ops.h"
+#include "core/lamb.h"
 #include "launch_step.h"
 #include "trust_ratio.cuh"
 

@@ -1,7 +1,7 @@
 // memkern::lars_step_ on CUDA devices. Lower bound of a step's time: its bytes (23.09 per parameter in fp32,
 // classic 22.06) over the copy bandwidth.
-#include "../core/lars.h"
-#include "../ops.h"
+#include "common/ops.h"
+#include "core/lars.h"
 #include "launch_step.h"
 #include "lion_update.cuh"
 #include "trust_ratio.cuh"

@@ -3,7 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "../tensors.h"
+#include "common/tensors.h"
 #include "device.cuh"
 
 #ifdef __CUDACC__
@@ -21,7 +21,7 @@ inline void check_cuda(cudaError_t status, const char* what) {
 
 #ifdef __CUDACC__
 // Tensors of an op that torch dispatched to CUDA may be on the CPU as long as one is not.
-inline int32_t device_of(TensorRef t) {
+inline int32_t device_of(const Tensor& t) {
   STD_TORCH_CHECK(!t.is_cpu(), "all tensors must be on one device, got one on the CPU beside others");
   return t.get_device();
 }
@@ -31,7 +31,7 @@ struct DeviceScope {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream = nullptr;
 
-  explicit DeviceScope(TensorRef t) : guard(device_of(t)) {
+  explicit DeviceScope(const Tensor& t) : guard(device_of(t)) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
                     "no aoti_torch_get_current_cuda_stream in this process: torch was built without CUDA, or "
                     "memkern was linked without libtorch");
@@ -41,19 +41,19 @@ struct DeviceScope {
   }
 };
 
-inline bool is_host(TensorRef t) { return t.is_cpu(); }
-inline bool same_device(TensorRef a, TensorRef b) {
+inline bool is_host(const Tensor& t) { return t.is_cpu(); }
+inline bool same_device(const Tensor& a, const Tensor& b) {
   return !a.is_cpu() && !b.is_cpu() && a.get_device() == b.get_device();
 }
 inline void keep_for_replay(const Tensor&) {}  // the graph's memory pool in torch keeps it
 #else
 struct DeviceScope {
   cudaStream_t stream = simt::stream();
-  explicit DeviceScope(TensorRef) {}
+  explicit DeviceScope(const Tensor&) {}
 };
 
-inline bool is_host(TensorRef) { return simt::host_numbers(); }
-inline bool same_device(TensorRef, TensorRef) { return true; }
+inline bool is_host(const Tensor&) { return simt::host_numbers(); }
+inline bool same_device(const Tensor&, const Tensor&) { return true; }
 inline void keep_for_replay(const Tensor& t) {
   simt::machine.kept.push_back([t] {});
 }

@@ -3,7 +3,7 @@
 #include <array>
 #include <span>
 
-#include "../step.h"
+#include "common/step_checks.h"
 #include "step_table.cuh"
 #include "tensor_table.h"
 #include "trust_ratio.cuh"
@@ -11,7 +11,7 @@
 namespace memkern {
 
 // A tensor of one element: on a device the kernels read it, on the CPU it is read now.
-inline ScalarArg scalar_arg(TensorRef t, TensorRef like, const char* name) {
+inline ScalarArg scalar_arg(const Tensor& t, const Tensor& like, const char* name) {
   STD_TORCH_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name,
@@ -22,7 +22,8 @@ inline ScalarArg scalar_arg(TensorRef t, TensorRef like, const char* name) {
 }
 
 inline StepHeader header_of(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-                            const std::optional<Tensor>& grad_norm, double max_grad_norm, TensorRef like) {
+                            const std::optional<Tensor>& grad_norm, double max_grad_norm,
+                            const Tensor& like) {
   StepHeader h{};
   h.max_grad_norm = max_grad_norm;
   const auto set = [&](ScalarArg& scalar, int64_t& given, const std::optional<Tensor>& t, const char* name) {
@@ -49,7 +50,7 @@ std::vector<StepGroup<Hyperparameters>> group_records(const StepArgs& args,
   return records;
 }
 
-inline TensorRecord tensor_record(const StepTensor& job, const TensorRef* step, int64_t group) {
+inline TensorRecord tensor_record(const StepTensor& job, const Tensor* step, int64_t group) {
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
@@ -78,7 +79,7 @@ inline int64_t tiles_of(const TensorRecord& r) {
 // The tensors of a step, or their layers, as entries of its table.
 struct StepEntries {
   std::vector<StepTensor> tensors;
-  std::vector<TensorRef> steps;  // empty where the optimizer counts none
+  std::vector<Tensor> steps;  // empty where the optimizer counts none
   Ints group;
 };
 
@@ -109,7 +110,8 @@ template <class Group, class Scalars> struct UploadedStep {
 template <class Group, class Scalars>
 UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                          const std::vector<Group>& groups, const StepEntries& entries,
-                                         TensorRef first, cudaStream_t stream, size_t bytes_per_tile = 0) {
+                                         const Tensor& first, cudaStream_t stream,
+                                         size_t bytes_per_tile = 0) {
   static_assert(std::has_unique_object_representations_v<TensorRecord>,
                 "padding would differ from step to step");
   const size_t n = entries.tensors.size();
@@ -121,7 +123,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
   *image.at<StepHeader>(header_at) = header;
   std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
   for (size_t i = 0; i < n; ++i) {
-    const TensorRef* count = entries.steps.empty() ? nullptr : &entries.steps[i];
+    const Tensor* count = entries.steps.empty() ? nullptr : &entries.steps[i];
     const TensorRecord r = tensor_record(entries.tensors[i], count, entries.group[i]);
     image.at<const void*>(grads_at)[i] = entries.tensors[i].grad;
     image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
@@ -176,7 +178,7 @@ void step_in_one_pass(const char* op, const StepOp& description, const StepArgs&
                       PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
                       const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
   const auto groups = args.groups<Hyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, description);
+  const auto jobs = step_tensors<StepTensor>(args, description);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);
   const auto records = group_records(args, groups);
@@ -194,7 +196,7 @@ void step_in_two_passes(const char* op, const StepOp& description, const StepArg
                         const TileKernels<StepGroup<Hyperparameters>, Scalars, Squares*>& norms,
                         const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
   const auto groups = args.groups<Hyperparameters>();
-  const auto jobs = make_jobs<StepTensor>(args, description);
+  const auto jobs = step_tensors<StepTensor>(args, description);
   check_trust_ratios(args, jobs, groups);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);

@@ -1,7 +1,7 @@
 // memkern::lion_step_ on CUDA devices. Lower bound of a step's time: its bytes (14.06 per parameter in
 // fp32, 8.06 in bf16) over the copy bandwidth.
-#include "../core/lion.h"
-#include "../ops.h"
+#include "common/ops.h"
+#include "core/lion.h"
 #include "launch_step.h"
 #include "lion_update.cuh"
 

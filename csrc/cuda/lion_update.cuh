@@ -1,7 +1,7 @@
 // The update of a tile with one moment, for Lion and LARS: a Rule says how parameter and moment change.
 #pragma once
-#include "../core/lion.h"
 #include "block_state.cuh"
+#include "core/lion.h"
 #include "step_table.cuh"
 
 namespace memkern {

@@ -1,7 +1,7 @@
 // The table of a step on the device, which every kernel of the step reads: header, param groups, tensors. The
 // host fills it in launch_step.h.
 #pragma once
-#include "../core/gradient.h"
+#include "core/corrections.h"
 #include "tile.cuh"
 
 namespace memkern {

@@ -52,7 +52,7 @@ struct TableCache {
   std::mutex mutex;
   std::list<CachedTable> tables;  // the most recently used is the first
 
-  CachedTable& find(const char* op, TensorRef first, size_t count, cudaStream_t stream);
+  CachedTable& find(const char* op, const Tensor& first, size_t count, cudaStream_t stream);
 };
 
 TableCache& cache() {
@@ -69,11 +69,11 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Tensor allocate(TensorRef like, size_t bytes) {
-  return torch::stable::new_empty(like.keep(), {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+Tensor allocate(const Tensor& like, size_t bytes) {
+  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
-CachedTable& TableCache::find(const char* op, TensorRef first, size_t count, cudaStream_t stream) {
+CachedTable& TableCache::find(const char* op, const Tensor& first, size_t count, cudaStream_t stream) {
   const auto found = std::find_if(tables.begin(), tables.end(), [&](const CachedTable& t) {
     return t.first == first.data_ptr() && t.count == count && t.stream == stream &&
            t.device == first.get_device() && t.op == op;
@@ -89,7 +89,7 @@ CachedTable& TableCache::find(const char* op, TensorRef first, size_t count, cud
 
 }  // namespace
 
-DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, TensorRef first,
+DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, const Tensor& first,
                          size_t count, cudaStream_t stream) {
   const std::vector<char>& now = image.bytes();
   const size_t bytes = now.size() + scratch;

@@ -39,7 +39,7 @@ struct DeviceTable {
 // Brings the device's copy of an image up to date; after it there are `scratch` bytes for the kernels' use.
 // op, first (a tensor of the step), count and stream find the cached table that is likely to be that of the
 // step before.
-DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, TensorRef first,
+DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, const Tensor& first,
                          size_t count, cudaStream_t stream);
 
 }  // namespace memkern

@@ -5,7 +5,7 @@
 // to 32 lanes of one warp, and each lane holds vectors of 8 consecutive elements: one for blocks of up to 256
 // elements, else several, one after the other.
 #pragma once
-#include "../core/layout.h"
+#include "common/layout.h"
 #include "vector.cuh"
 
 namespace memkern {

@@ -1,7 +1,7 @@
 // Trust ratios (LAMB, LARS) of steps in two passes: sums of squares per tile, a ratio per layer, then the
 // update. In the step's table each layer of a tensor is a tensor of its own.
 #pragma once
-#include "../core/trust.h"
+#include "core/trust_ratio.h"
 #include "reductions.cuh"
 #include "step_table.cuh"
 

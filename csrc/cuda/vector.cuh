@@ -1,7 +1,7 @@
 // Vectors of 8 consecutive elements, what a thread loads, computes with and stores at a time.
 #pragma once
-#include "../core/job.h"
-#include "../core/scalar.h"
+#include "common/step_tensor.h"
+#include "core/scalar.h"
 #include "device.cuh"
 
 namespace memkern {

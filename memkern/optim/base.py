@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import _ops, backend
+from .. import _ops
 from ..quant.codec import CODECS
 from ..quant.layout import layout_of, same_layout
 from ..schemas import StepArgs, StepOp
@@ -21,9 +20,6 @@ from .options import check_gradient, check_group, check_param
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
 MIN_1D_FACTOR = 16
-
-# A group's parameters that take part in a step, their gradients and their states.
-Part = tuple[list[Tensor], list[Tensor], list[list[Tensor]]]
 
 
 class BlockwiseOptimizer(Optimizer):
@@ -156,13 +152,11 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        if not torch.compiler.is_compiling():
-            backend.recall(id(self))
         try:
-            work = self._by_device([self._part(group) for group in self.param_groups])
-            norms = self._grad_norms(work)
-            for device, parts in work.items():
-                self._step_device(device, parts, norms.get(device))
+            steps = self._by_device(self._step_args())
+            norms = self._grad_norms(steps)
+            for device, args in steps.items():
+                _ops.step_(self.op, args._replace(grad_norm=norms.get(device)))
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient from here, at every step,
             # would cost more than the step of a small tensor; it is only done for a better message.
@@ -173,89 +167,88 @@ class BlockwiseOptimizer(Optimizer):
             raise
         return loss
 
-    def _part(self, group: dict[str, Any]) -> Part:
+    def _step_args(self) -> StepArgs:
+        """The arguments of the op for all parameters that have a gradient, as if they were on one device."""
+        groups, keys = self.param_groups, self._state_keys()
         params: list[Tensor] = []
         grads: list[Tensor] = []
-        states: list[list[Tensor]] = [[] for _ in self._state_keys()]
-        self._init_group(group, params, grads, *states)
-        if torch.compiler.is_compiling() or self.defaults["max_grad_norm"] is not None:
-            grads = aligned_gradients(params, grads)
-        return params, grads, states
-
-    def _by_device(self, parts: list[Part]) -> dict[torch.device, list[Part]]:
-        params = [*chain.from_iterable(ps for ps, _, _ in parts)]
-        if len({p.get_device() for p in params}) == 1:  # numbers cost half of what devices do
-            return {params[0].device: parts}
-
-        def part(params: list[Tensor], grads: list[Tensor], device: torch.device) -> Part:
-            own = [i for i, p in enumerate(params) if p.device == device]
-            states = [self.state[params[i]] for i in own]
-            return (
-                [params[i] for i in own],
-                [grads[i] for i in own],
-                [[state[key] for state in states if key in state] for key in self._state_keys()],
-            )
-
-        devices = dict.fromkeys(p.device for p in params)
-        return {d: [part(ps, gs, d) for ps, gs, _ in parts] for d in devices}
-
-    def _scaler(self, name: str, device: torch.device) -> Tensor | None:
-        """What a GradScaler set for this step: ``grad_scale`` or ``found_inf``."""
-        value = getattr(self, name, None)
-        return None if value is None else value.to(device)
-
-    def _grad_norms(self, work: dict[torch.device, list[Part]]) -> dict[torch.device, Tensor]:
-        """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
-        if self.defaults["max_grad_norm"] is None:
-            return {}
-        if torch.compiler.is_compiling() or {*getattr(self, "_norm_buffers", ())} != {*work}:
-            self._norm_buffers = {d: torch.zeros((), dtype=torch.float64, device=d) for d in work}
-        norms = self._norm_buffers  # reused, so that a step allocates nothing
-        for device, parts in work.items():
-            grads = [*chain.from_iterable(gs for _, gs, _ in parts)]
-            _ops.grad_norm_(norms[device], grads, self._scaler("grad_scale", device))
-        if len(norms) > 1:
-            first = next(iter(norms))
-            total = torch.stack([norm.to(first) for norm in norms.values()]).square().sum().sqrt()
-            return {device: total.to(device) for device in norms}
-        return norms
-
-    def _step_device(self, device: torch.device, parts: list[Part], grad_norm: Tensor | None) -> None:
-        params = [*chain.from_iterable(ps for ps, _, _ in parts)]
-        grads = [*chain.from_iterable(gs for _, gs, _ in parts)]
-        states = [
-            [*chain.from_iterable(lists[k] for _, _, lists in parts)] for k in range(len(self._state_keys()))
-        ]
-        groups = self.param_groups
-        n, names = len(self.op.moments), self._state_keys()
-        args = StepArgs(
+        numbers: list[int] = []
+        states: dict[str, list[Tensor]] = {key: [] for key in keys}
+        for number, group in enumerate(groups):
+            of_group: list[list[Tensor]] = [[] for _ in range(2 + len(keys))]
+            self._init_group(group, *of_group)
+            for tensors, more in zip((params, grads, *states.values()), of_group, strict=True):
+                tensors += more
+            numbers += [number] * len(of_group[0])
+        return StepArgs(
             params,
             grads,
-            moments=[*chain.from_iterable(states[:n])],
-            scales=[*chain.from_iterable(states[n : 2 * n])],
-            steps=states[names.index("step")] if "step" in names else [],
-            trust_ratios=states[names.index("trust_ratio")] if "trust_ratio" in names else [],
-            group=[*chain.from_iterable([i] * len(ps) for i, (ps, _, _) in enumerate(parts))],
+            group=numbers,
             lr=self._learning_rates(groups),
             hyperparameters=[
                 float(self._hyperparameter(g, name)) for g in groups for name in self.op.hyperparameters
             ],
             codec=[CODECS[g["codec"]] for g in groups],
             block_size=[g["block_size"] for g in groups],
-            grad_scale=self._scaler("grad_scale", device),
-            found_inf=self._scaler("found_inf", device),
-            grad_norm=grad_norm,
             max_grad_norm=float(self.defaults["max_grad_norm"] or 0.0),
+            **self._state_args(states),
         )
-        try:
-            _ops.step_(self.op, args)
-        except Exception:
-            # The op has looked at each gradient before it changed anything; to look from here at every step costs
-            # 50 us for 148 tensors.
-            aligned = aligned_gradients(params, grads)
-            if all(map(is_, aligned, grads)):
-                raise
-            _ops.step_(self.op, args._replace(grads=aligned))
+
+    def _state_args(self, states: dict[str, list[Tensor]]) -> dict[str, Any]:
+        """The lists of states by key as the op's lists."""
+        names = self.op.moments
+        return {
+            "moments": [x for name in names for x in states[name]],
+            "scales": [x for name in names for x in states[f"{name}_scale"]],
+            "steps": states.get("step", []),
+            "trust_ratios": states.get("trust_ratio", []),
+        }
+
+    def _by_device(self, args: StepArgs) -> dict[torch.device, StepArgs]:
+        """The step of each device that has parameters, with what a GradScaler set for it."""
+        devices = dict.fromkeys(p.device for p in args.params)
+        if len(devices) == 1:
+            return {device: self._scaled(args, device) for device in devices}
+        steps = {}
+        for device in devices:
+            own = [i for i, p in enumerate(args.params) if p.device == device]
+            states = [self.state[args.params[i]] for i in own]
+            lists = {key: [s[key] for s in states if key in s] for key in self._state_keys()}
+            steps[device] = self._scaled(
+                args._replace(
+                    params=[args.params[i] for i in own],
+                    grads=[args.grads[i] for i in own],
+                    group=[args.group[i] for i in own],
+                    **self._state_args(lists),
+                ),
+                device,
+            )
+        return steps
+
+    def _scaled(self, args: StepArgs, device: torch.device) -> StepArgs:
+        """With the ``grad_scale`` and ``found_inf`` that a GradScaler set for this step."""
+        scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and inf is None:
+            return args
+        return args._replace(
+            grad_scale=None if scale is None else scale.to(device),
+            found_inf=None if inf is None else inf.to(device),
+        )
+
+    def _grad_norms(self, steps: dict[torch.device, StepArgs]) -> dict[torch.device, Tensor]:
+        """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
+        if self.defaults["max_grad_norm"] is None:
+            return {}
+        if torch.compiler.is_compiling() or {*getattr(self, "_norm_buffers", ())} != {*steps}:
+            self._norm_buffers = {d: torch.zeros((), dtype=torch.float64, device=d) for d in steps}
+        norms = self._norm_buffers  # reused, so that a step allocates nothing
+        for device, args in steps.items():
+            _ops.grad_norm_(norms[device], args.grads, args.grad_scale)
+        if len(norms) > 1:
+            first = next(iter(norms))
+            total = torch.stack([norm.to(first) for norm in norms.values()]).square().sum().sqrt()
+            return {device: total.to(device) for device in norms}
+        return norms
 
     # ---- loading
 
@@ -370,13 +363,3 @@ def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
     """Whether a parameter's moments are stored in 8 bits: the group asks for it and the tensor is large enough."""
     least = group["min_8bit_size"] * (MIN_1D_FACTOR if p.dim() <= 1 else 1)
     return group["state_bits"] == 8 and p.numel() >= least
-
-
-def aligned_gradients(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """The gradients with their parameters' strides: themselves, or a copy where autograd laid one out otherwise."""
-    return [
-        g
-        if g.stride() == p.stride() or same_layout(g, p)
-        else torch.empty_like(p, dtype=g.dtype, requires_grad=False).copy_(g)
-        for p, g in zip(params, grads, strict=True)
-    ]

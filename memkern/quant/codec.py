@@ -57,9 +57,6 @@ def plane_bytes(numel: int) -> int:
     return -(-numel // (8 * PLANE_ALIGNMENT)) * PLANE_ALIGNMENT
 
 
-HUGE_PAGES_FROM = 1 << 22
-"""Results of an activation from so many bytes on are put into huge pages: csrc/cpu/huge_pages.h says why."""
-
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
 
@@ -152,7 +149,6 @@ def c_header() -> str:
         "kMaxThresholds": MAX_THRESHOLDS,
         "kMaxCoefficients": MAX_COEFFICIENTS,
         "kPlaneAlignment": PLANE_ALIGNMENT,
-        "kHugePagesFrom": HUGE_PAGES_FROM,
         "kActivations": len(ACTIVATIONS),
         **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in ACTIVATIONS.items()},
     }

@@ -1,4 +1,4 @@
-"""How a parameter is cut into blocks. ``csrc/core/layout.h`` mirrors it.
+"""How a parameter is cut into blocks. ``csrc/common/layout.h`` mirrors it.
 
 A dense tensor, taken in memory order, is ``rows`` (its outermost dimension in memory) times
 ``cols = numel / rows``. Where ``cols >= block_size`` a block is a run of ``block_size`` consecutive elements inside
@@ -9,6 +9,7 @@ So a shard of whole rows (of whole groups of rows where rows are short) has the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -149,6 +150,21 @@ def same_layout(x: torch.Tensor, p: torch.Tensor) -> bool:
         or all(a == b for a, b, n in zip(x.stride(), p.stride(), p.shape, strict=True) if n > 1)
         or p.numel() == 0
     )
+
+
+def laid_out_alike(tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``tensors``, with a copy of each that does not lie in memory as its parameter does.
+
+    Tensors that do not fit their parameters in another way stay as they are: the step has messages for them.
+    """
+    if len(tensors) != len(params) or all(map(torch.Tensor.is_contiguous, chain(tensors, params))):
+        return tensors
+    return [
+        torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)
+        if x.shape == p.shape and x.device == p.device and x.dtype in FLOATS and not same_layout(x, p)
+        else x
+        for x, p in zip(tensors, params, strict=True)
+    ]
 
 
 def check_codes(codes: torch.Tensor, scale: torch.Tensor, block_size: int, dtype: torch.dtype) -> BlockLayout:

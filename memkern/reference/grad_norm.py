@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..quant.layout import FLOATS, layout_of, memory_order
+from ..quant.layout import FLOATS, is_dense, memory_order
 from .state import gradient_factor
 
 
@@ -20,7 +20,7 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     for i, g in enumerate(grads):
         if g.dtype not in FLOATS:
             raise TypeError(f"grads[{i}] must be float32, bfloat16 or float16, got {g.dtype}")
-        layout_of(g, 8)  # raises where it is not dense
     factor = gradient_factor(grad_scale)
-    squares = [memory_order(g).double().square().sum() for g in grads]
+    dense = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
+    squares = [memory_order(g).double().square().sum() for g in dense]
     norm.fill_(float(sum(squares, norm.new_zeros(()))) ** 0.5 * factor)

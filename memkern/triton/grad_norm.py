@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quant.layout import FLOATS, layout_of
+from ..quant.layout import FLOATS, is_dense
 from ..schemas import StepArgs
 from . import multi_tensor as mt
 from .launch import OPTIONS, guard
@@ -55,12 +55,12 @@ def _check(norm: Tensor, grads: Sequence[Tensor]) -> None:
             raise TypeError(f"grads[{i}] must be float32, bfloat16 or float16, got {g.dtype}")
         if g.device != norm.device:
             raise ValueError(f"grads[{i}] must be on {norm.device} like norm, got {g.device}")
-        layout_of(g, 8)  # raises where it is not dense
 
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None = None) -> None:
     """The op behind ``max_grad_norm``: norm = sqrt(sum of g^2 over all tensors) / grad_scale, in fp64."""
     device = norm.device
+    grads = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)
     with guard(device):
         plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)

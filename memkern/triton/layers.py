@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..quant.layout import row_count
 from ..reference.trust import check_trust_ratios
-from ..schemas import LAMB_STEP, LARS_STEP, StepArgs, StepOp
+from ..schemas import STEP_OPS, StepArgs, StepOp
 from . import multi_tensor as mt
 from .codec import dynamic_tables
 from .launch import guard
@@ -25,12 +25,17 @@ from .table import plan_for
 
 RATE = tl.constexpr(13)
 ADAPT = tl.constexpr(14)
-TRUST_CLIP = mt.word_of(LAMB_STEP, "trust_clip")
-ALWAYS_ADAPT = mt.word_of(LAMB_STEP, "always_adapt")
-MAXIMIZE = mt.word_of(LAMB_STEP, "maximize")
+
+
+def _word_of_all(hyperparameter: str) -> tl.constexpr:
+    (word,) = {mt.word_of(op, hyperparameter).value for op in STEP_OPS.values() if op.has_trust_ratios}
+    return tl.constexpr(word)
+
+
+TRUST_CLIP = _word_of_all("trust_clip")
+ALWAYS_ADAPT = _word_of_all("always_adapt")
+MAXIMIZE = _word_of_all("maximize")
 _LANES = tl.constexpr(1024)
-for _name in ("trust_clip", "always_adapt", "maximize"):
-    assert mt.word_of(LAMB_STEP, _name).value == mt.word_of(LARS_STEP, _name).value
 
 
 @triton.jit

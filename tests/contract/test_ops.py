@@ -8,9 +8,10 @@ from torch import Tensor
 
 import memkern
 from memkern import reference, schemas
+from memkern.schemas import STEP_OPS
 from tests.support.helpers import assert_same, needs_cpp
 from tests.support.interpreted import interpreted
-from tests.support.op_helpers import CASES, NAMESPACES, SAMPLES, op, over_namespaces
+from tests.support.op_helpers import CASES, NAMESPACES, SAMPLES, op, over_namespaces, step_args
 
 over_ops = pytest.mark.parametrize("name", schemas.SCHEMAS)
 
@@ -101,3 +102,30 @@ def test_no_gradient_flows_through_codes(namespace: str) -> None:
     assert not codes.requires_grad
     with torch.no_grad():
         assert_same(op(namespace, "quantize_blockwise")(x, 0, True, 128)[0], codes)
+
+
+@over_namespaces
+@pytest.mark.parametrize("name", STEP_OPS)
+def test_gradients_of_other_strides_are_taken(namespace: str, name: str) -> None:
+    expected, actual = (step_args(name, ["codes", "fp32", "codes"]) for _ in range(2))
+    others = [
+        expected.grads[0].t().contiguous().t(),
+        torch.stack([expected.grads[1], expected.grads[1]], -1)[..., 0],  # with gaps
+        expected.grads[2].contiguous(),  # of a channels_last parameter
+    ]
+    for g, same in zip(others, expected.grads, strict=True):
+        assert_same(g.contiguous(), same.contiguous())
+        assert g.stride() != same.stride()
+    before = [g.clone() for g in others]
+    op(namespace, name)(*expected)
+    op(namespace, name)(*actual._replace(grads=others))
+    assert_same([*actual._replace(grads=())], [*expected._replace(grads=())])
+    assert_same([g.contiguous() for g in others], [g.contiguous() for g in before])
+
+
+@over_namespaces
+def test_a_norm_of_gradients_of_any_strides(namespace: str) -> None:
+    x, norm = torch.randn(64, 64), torch.zeros((), dtype=torch.float64)
+    op(namespace, "grad_norm_")(norm, [x[:, ::2], x.t(), torch.ones(()).expand(7, 9)])
+    expected = (x[:, ::2].double().square().sum() + x.double().square().sum() + 63) ** 0.5
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)

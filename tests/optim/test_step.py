@@ -1,6 +1,5 @@
 """A step of the optimizers: closures, hooks, and what it may touch."""
 
-import gc
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkern import _ops, backend, memory, optim
+from memkern import memory, optim
 from tests.support.helpers import (
     assert_same,
     give_gradients,
@@ -230,37 +229,3 @@ def test_step_counts_and_finite_results() -> None:
         float(state["step"]) == 12 and state["step"].dtype == torch.float32 for state in result["states"]
     )
     assert all(math.isfinite(float(p.sum())) for p in result["params"])
-
-
-# ---- what the caches are asked for
-
-
-def test_a_step_recalls_its_own_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    monkeypatch.setattr(backend, "recall", calls.append)
-    step = _ops.step_
-    monkeypatch.setattr(_ops, "step_", lambda *args: (calls.append("op"), step(*args)))
-    one, two = optim.AdamW8bit(make_params()), optim.Lion8bit(make_params())
-    for optimizer in (one, two, one):
-        train(optimizer, 1)
-    assert calls == [id(one), "op", id(two), "op", id(one), "op"]
-
-
-@needs_cpp
-def test_recall_reads_nothing_of_what_is_gone() -> None:
-    keys = []
-    for _ in range(40):  # more than are kept
-        optimizer = optim.AdamW8bit([torch.nn.Parameter(torch.ones(64, 128)) for _ in range(50)])
-        give_gradients(optimizer.param_groups[0]["params"], 0)
-        optimizer.step()
-        keys.append(id(optimizer))
-        del optimizer
-        gc.collect()
-    before, after = optim.AdamW8bit(make_params()), optim.AdamW8bit(make_params())
-    for seed in range(2):
-        for key in (*keys, 0, -1, 2**62):
-            backend.recall(key)
-        for optimizer in (before, after):
-            give_gradients(optimizer.param_groups[0]["params"], seed)
-            optimizer.step()
-    assert_same(snapshot(before), snapshot(after))

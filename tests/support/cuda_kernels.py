@@ -74,7 +74,7 @@ def compile_for(arch: str, folder: Path) -> None:
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
     torch_dir = Path(torch.__file__).parent
-    includes = [ROOT / "csrc", folder, folder / "core", torch_dir / "include"]
+    includes = [ROOT / "csrc", folder, torch_dir / "include"]
     includes.append(torch_dir / "include/torch/csrc/api/include")
     binary = folder / f"{arch}.cubin"
     command = [str(nvcc()), *FLAGS, f"-arch={arch}", *(f"-I{path}" for path in includes)]

@@ -38,7 +38,6 @@ def includes(folder: Path) -> list[str]:
         ROOT / "tests" / "support" / "simt",
         ROOT / "csrc",
         generated,
-        generated / "core",
         torch_dir,
         torch_dir / "torch/csrc/api/include",
     ]

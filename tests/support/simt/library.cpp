@@ -2,7 +2,7 @@
 #include <dlfcn.h>
 #include <simt.h>
 
-#include "ops.h"
+#include "common/ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(memkern_simt, CPU, m) {
   MEMKERN_REGISTER_OPS(m, cuda);

@@ -17,7 +17,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/half.h"
+#include "cpu/simd/half.h"
 
 #define __global__
 #define __device__

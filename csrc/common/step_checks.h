@@ -1,0 +1,133 @@
+// From a step's arguments to one StepTensor per parameter, with every check before anything is changed.
+#pragma once
+#include "common/step_args.h"
+
+namespace memkern {
+
+// A tensor of one number on the CPU.
+inline double read_number(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
+  if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(t.data_ptr());
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " must be float32 or float64");
+  return *static_cast<const float*>(t.data_ptr());
+}
+
+inline void check_count(const char* name, size_t got, size_t each, size_t params) {
+  STD_TORCH_CHECK(got == each * params, name, " must have ", each * params, " entries, ", each,
+                  " per parameter, got ", got);
+}
+
+// Checks what a step has per group and per parameter, but for the tensors of the parameters' size.
+inline void check_lists(const StepArgs& args, const StepOp& op) {
+  const size_t n = args.params.size(), groups = args.lr.size();
+  check_count("grads", args.grads.size(), 1, n);
+  check_count("group", args.group.size(), 1, n);
+  check_count("moments", args.moments.size(), op.moments, n);
+  check_count("steps", args.steps.size(), op.has_steps, n);
+  check_count("trust_ratios", args.trust_ratios.size(), op.has_trust_ratios, n);
+  STD_TORCH_CHECK(args.codec.size() == groups && args.block_size.size() == groups,
+                  "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
+                  " and ", args.block_size.size());
+  for (size_t k = 0; k < groups; ++k) {
+    check_codec(args.codec[k]);
+    check_block_size(args.block_size[k]);
+  }
+  const DeviceOf device(args.params);
+  for (size_t i = 0; i < args.steps.size(); ++i) {
+    const Tensor& step = args.steps[i];
+    STD_TORCH_CHECK(step.numel() == 1 && step.scalar_type() == ScalarType::Float && device.holds(step),
+                    name_of("steps", i),
+                    " must be a float32 tensor of one element on the device of the parameters");
+  }
+}
+
+// Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
+// whether it does.
+template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
+                                    const Shape& shape, const DeviceOf& device) {
+  const size_t n = args.params.size(), scales = args.scales.size() / op.moments;
+  const bool has_codes = args.moments[i].scalar_type() != ScalarType::Float;
+  void** const states[] = {&t.exp_avg, &t.exp_avg_sq};
+  float** const state_scales[] = {&t.exp_avg_scale, &t.exp_avg_sq_scale};
+  t.kind = has_codes ? code_kind(args.codec[args.group[i]]) : StateKind::kFp32;
+  for (int k = 0; k < op.moments; ++k) {
+    const Tensor& state = args.moments[k * n + i];
+    const char* name = op.moment[k].name;
+    const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
+    STD_TORCH_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
+                    " must be 8-bit codes or float32, like the parameter's other states");
+    STD_TORCH_CHECK(same_layout(state, shape), name_of(name, i),
+                    " must have its parameter's shape and strides");
+    STD_TORCH_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
+    *states[k] = state.data_ptr();
+    if (!has_codes) continue;
+    STD_TORCH_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
+    const Tensor& scale = args.scales[k * scales + coded];
+    check_scale(scale, t.layout, name);
+    STD_TORCH_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
+                    " must be on its parameter's device");
+    *state_scales[k] = static_cast<float*>(scale.data_ptr());
+  }
+  return has_codes;
+}
+
+// Checks everything, and makes a J (a StepTensor) of each parameter, its gradient and its states.
+template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepOp& op) {
+  check_lists(args, op);
+  const size_t n = args.params.size(), groups = args.lr.size();
+  std::vector<J> tensors(n);
+  const DeviceOf device(args.params);
+  size_t coded = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t k = args.group[i];
+    STD_TORCH_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
+                    groups - 1, ", got ", k);
+    const Tensor &p = args.params[i], &g = args.grads[i];
+    const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
+    STD_TORCH_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
+    STD_TORCH_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
+    const Shape shape(p);
+    STD_TORCH_CHECK(same_layout(g, shape), name_of("grads", i),
+                    " must have its parameter's shape and strides");
+    STD_TORCH_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
+                    " and its parameter must be on the device of the first parameter");
+    J& t = tensors[i];
+    t.layout = layout_of(shape, args.block_size[k], "a parameter");
+    t.param = p.data_ptr();
+    t.grad = g.data_ptr();
+    t.param_type = float_type(p_type);
+    t.grad_type = float_type(g_type);
+    coded += set_moments(t, args, op, i, coded, shape, device);
+  }
+  STD_TORCH_CHECK(args.scales.size() == coded * op.moments, "scales must have ", coded * op.moments,
+                  " entries, one per moment of codes, got ", args.scales.size());
+  return tensors;
+}
+
+// Appends the layers of a tensor, which has a trust ratio for each.
+template <class J> void add_layers(std::vector<J>& layers, J tensor, const Tensor& trust_ratios) {
+  const int64_t count = trust_ratios.numel();
+  tensor.trust_ratio = static_cast<float*>(trust_ratios.data_ptr());
+  for (int64_t k = 0; k < count; ++k) layers.push_back(layer_of(tensor, k, count));
+}
+
+// Checks that there is a trust ratio for each layer of each tensor.
+template <class J, class Hyperparameters>
+void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
+                        const std::vector<Hyperparameters>& groups) {
+  const DeviceOf device(args.params);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t wish = static_cast<int64_t>(groups[args.group[i]].layers);
+    const int64_t count = layer_count(tensors[i].layout, args.params[i].dim(), wish);
+    STD_TORCH_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
+                    tensors[i].layout.rows, ", and end where a block of ", tensors[i].layout.block,
+                    " elements does, got ", wish);
+    const Tensor& ratios = args.trust_ratios[i];
+    STD_TORCH_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 &&
+                        ratios.numel() == count && ratios.is_contiguous() && device.holds(ratios),
+                    name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
+                    ",) on its parameter's device");
+  }
+}
+
+}  // namespace memkern

@@ -1,0 +1,55 @@
+// One tensor of an optimizer's step, as the kernels of every device see it. Nothing of torch in here.
+#pragma once
+#include <type_traits>
+
+#include "common/layout.h"
+
+namespace memkern {
+
+enum class StateKind { kFp32, kPower, kDynamic };
+enum class FloatType { kFp32, kBf16, kFp16 };
+
+struct StepTensor {
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  float* exp_avg_scale;
+  void* exp_avg_sq;
+  float* exp_avg_sq_scale;
+  BlockLayout layout;
+  StateKind kind;
+  FloatType param_type, grad_type;
+  float* trust_ratio = nullptr;  // of the layer that this is (LAMB, LARS)
+  bool first_layer = true;       // of its tensor
+};
+
+// Layer k of `count`, which are equal runs of whole blocks (layer_count).
+template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
+  const auto bytes = [](FloatType type) { return type == FloatType::kFp32 ? 4 : 2; };
+  const auto at = [](auto* array, int64_t offset) {
+    using Byte =
+        std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(array)>>, const char, char>;
+    return array ? static_cast<Byte*>(array) + offset : nullptr;
+  };
+  J layer = tensor;
+  BlockLayout& l = layer.layout;
+  l.numel /= count;
+  l.rows /= count;
+  l.blocks /= count;
+  if (!l.long_rows) {
+    l.segment = l.numel;
+    l.blocks_per_segment = l.blocks;
+  }
+  const int64_t elements = k * l.numel, state = tensor.kind == StateKind::kFp32 ? 4 * elements : elements;
+  layer.param = at(tensor.param, elements * bytes(tensor.param_type));
+  layer.grad = at(tensor.grad, elements * bytes(tensor.grad_type));
+  layer.exp_avg = at(tensor.exp_avg, state);
+  layer.exp_avg_sq = at(tensor.exp_avg_sq, state);
+  if (tensor.exp_avg_scale) layer.exp_avg_scale += k * l.blocks;
+  if (tensor.exp_avg_sq_scale) layer.exp_avg_sq_scale += k * l.blocks;
+  layer.trust_ratio += k;
+  layer.first_layer = k == 0;
+  return layer;
+}
+
+}  // namespace memkern

@@ -1,0 +1,141 @@
+// Tensors of LibTorch's stable ABI: what the ops ask of them, and their block layout.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/step_tensor.h"
+#include "core/tables.h"
+
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // its name before torch 2.12
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
+namespace memkern {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+using Ints = std::vector<int64_t>;
+using Doubles = std::vector<double>;
+
+inline bool is_float_type(ScalarType t) {
+  return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;
+}
+
+inline FloatType float_type(ScalarType t) {
+  return t == ScalarType::BFloat16 ? FloatType::kBf16
+         : t == ScalarType::Half   ? FloatType::kFp16
+                                   : FloatType::kFp32;
+}
+inline FloatType float_type(const Tensor& t) { return float_type(t.scalar_type()); }
+
+inline StateKind code_kind(int64_t codec) {
+  return codec == kPower ? StateKind::kPower : StateKind::kDynamic;
+}
+
+inline std::string name_of(const char* name, size_t i) {
+  return std::string(name) + "[" + std::to_string(i) + "]";
+}
+
+inline void check_block_size(int64_t block_size) {
+  STD_TORCH_CHECK(block_size % 8 == 0 && block_size >= kMinBlockSize && block_size <= kMaxBlockSize,
+                  "block_size must be a multiple of 8 from ", kMinBlockSize, " to ", kMaxBlockSize, ", got ",
+                  block_size);
+}
+
+inline void check_codec(int64_t codec) {
+  STD_TORCH_CHECK(codec == kPower || codec == kDynamic, "codec must be ", kPower, " (power) or ", kDynamic,
+                  " (dynamic), got ", codec);
+}
+
+// How a tensor lies in memory.
+struct Shape {
+  int64_t dims;
+  const int64_t *sizes, *strides;
+  Shape(const Tensor& t) : dims(t.dim()), sizes(t.sizes().data()), strides(t.strides().data()) {}
+};
+
+inline BlockLayout layout_of(const Shape& t, int64_t block_size, const char* name) {
+  BlockLayout layout;
+  STD_TORCH_CHECK(block_layout(t.sizes, t.strides, t.dims, block_size, &layout), name,
+                  " must be dense (its elements must fill one run of memory); use contiguous() or clone()");
+  return layout;
+}
+
+// A layout of one segment, in blocks of so many elements.
+inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block) {
+  STD_TORCH_CHECK(is_float_type(x.scalar_type()), name, " must be float32, bfloat16 or float16");
+  BlockLayout layout = layout_of(x, kMinBlockSize, name);
+  layout.segment = layout.numel;
+  layout.block = block;
+  layout.blocks = layout.blocks_per_segment = (layout.numel + block - 1) / block;
+  return layout;
+}
+
+// The elements of a lie in memory as those of b do (a dimension of size 1 lies anywhere).
+inline bool same_layout(const Shape& a, const Shape& b) {
+  if (a.dims != b.dims) return false;
+  bool same = true, empty = false;
+  for (int64_t d = 0; d < a.dims; ++d) {
+    if (a.sizes[d] != b.sizes[d]) return false;
+    if (a.sizes[d] == 0) empty = true;
+    if (a.sizes[d] != 1 && a.strides[d] != b.strides[d]) same = false;
+  }
+  return same || empty;
+}
+
+// The device of a step's tensors. On the CPU nothing needs to be compared: the dispatcher calls a CPU kernel
+// with CPU tensors only.
+struct DeviceOf {
+  bool on_cpu = true;
+  int32_t device = 0;
+  explicit DeviceOf(const Tensors& tensors) {
+    if (tensors.empty()) return;
+    on_cpu = tensors[0].is_cpu();
+    device = tensors[0].get_device();
+  }
+  bool holds(const Tensor& t) const { return on_cpu || (t.get_device() == device && !t.is_cpu()); }
+};
+
+// A tensor as it is where it is dense, else a dense copy.
+inline Tensor dense(const Tensor& x) {
+  BlockLayout layout;
+  const Shape shape(x);
+  return block_layout(shape.sizes, shape.strides, shape.dims, kMinBlockSize, &layout)
+             ? x
+             : torch::stable::contiguous(x);
+}
+
+// An empty tensor laid out as x is.
+inline Tensor empty_like(const Tensor& x, ScalarType dtype) {
+  Tensor y = torch::stable::new_empty(x, {x.numel()}, dtype);
+  AtenTensorHandle view;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(y.get(), x.dim(), x.sizes().data(), x.strides().data(), 0, &view));
+  return Tensor(view);
+}
+
+inline std::vector<int64_t> scale_shape(const BlockLayout& l) {
+  if (l.long_rows) return {l.numel / l.segment, l.blocks_per_segment};
+  return {l.blocks};
+}
+
+inline void check_scale(const Tensor& scale, const BlockLayout& layout, const char* name) {
+  const Shape shape(scale);
+  const int64_t *got = shape.sizes, dims = shape.dims;
+  const bool fits = layout.long_rows ? dims == 2 && got[0] == layout.numel / layout.segment &&
+                                           got[1] == layout.blocks_per_segment
+                                     : dims == 1 && got[0] == layout.blocks;
+  STD_TORCH_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(), "the scale of ",
+                  name, " must be contiguous float32 with ", layout.blocks, " entries, got ", scale.numel());
+}
+
+}  // namespace memkern

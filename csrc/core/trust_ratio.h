@@ -1,0 +1,32 @@
+// Trust ratios of LAMB and LARS. The reference: memkern/reference/trust.py, lamb.py and lars.py.
+#pragma once
+#include "core/scalar.h"
+
+namespace memkern {
+
+// Sums of squares over a layer, in fp64.
+struct Squares {
+  double param, update;  // update: of what is in the ratio's denominator
+};
+
+// How the trust ratio of a layer is computed.
+struct TrustRule {
+  bool adapt;  // else it is 1
+  bool clip;
+  double coeff;  // of LARS's classic form, else 0; the three below are used by that form alone
+  double weight_decay, eps, lr;
+};
+
+// 1 where a norm is 0 or NaN.
+MEMKERN_FN float trust_ratio(const Squares& squares, const TrustRule& t) {
+  const double p = ::sqrt(squares.param), u = ::sqrt(squares.update);
+  double ratio = 1.0;
+  if (p > 0.0 && u > 0.0) ratio = t.coeff != 0.0 ? t.coeff * p / (u + p * t.weight_decay + t.eps) : p / u;
+  if (t.clip) {
+    if (t.coeff != 0.0) ratio = ratio / t.lr;
+    if (ratio > 1.0) ratio = 1.0;
+  }
+  return static_cast<float>(ratio);
+}
+
+}  // namespace memkern

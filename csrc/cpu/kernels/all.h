@@ -1,0 +1,10 @@
+// Every CPU kernel, for compile_*.cpp to compile for an instruction set: a new one is added here, and
+// declared in jobs.h.
+#pragma once
+#include "cpu/kernels/activation.h"
+#include "cpu/kernels/adam.h"
+#include "cpu/kernels/blockwise.h"
+#include "cpu/kernels/grad_norm.h"
+#include "cpu/kernels/lamb.h"
+#include "cpu/kernels/lars.h"
+#include "cpu/kernels/lion.h"

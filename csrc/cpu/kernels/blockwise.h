@@ -1,0 +1,51 @@
+// Blocks to codes and back. Compiled once per instruction set (simd/compile_*.cpp).
+#pragma once
+#include "cpu/kernels/block_state.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+template <class T, class Code, StateKind Kind>
+void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+  alignas(64) float values[kBuffer];
+  const auto gather = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
+    const T* x = static_cast<const T*>(job.values) + b.offset;
+    Moment<Code, Kind> moment(job.codes, job.scale, 1.0f, b.offset, block, values + b.place);
+    for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+      const F value = load_from(x + i);
+      // Unsigned codes are for x >= 0; a negative one, and -0, are stored as 0.
+      moment.put(i, kIsSigned<Code> ? value : select(greater(F(0x1p-149f), value), F(0.0f), value));
+    });
+    b.m_factor = moment.set_scale(b.n);
+  };
+  for_batches(job.layout, begin, end, gather, [&](const PendingBlock& b) MEMKERN_LAMBDA {
+    encode<Kind>(static_cast<Code*>(job.codes) + b.offset, values + b.place, b.n, b.m_factor, job.rounding);
+  });
+}
+
+template <class T, class Code, StateKind Kind>
+void dequantize_run(const CodecJob& job, int64_t begin, int64_t end) {
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+    T* x = static_cast<T*>(job.values) + offset;
+    const Moment<Code, Kind> moment(job.codes, job.scale, 1.0f, offset, block, nullptr);
+    for_vectors(n, [&](int i, auto load_from, auto store_to)
+                       MEMKERN_LAMBDA { store_to(x + i, moment.get(i, load_from)); });
+  });
+}
+
+template <class T, class Code> decltype(CodecJob::run) codec_run(StateKind kind, bool quantize) {
+  if (kind == StateKind::kPower)
+    return quantize ? quantize_run<T, Code, StateKind::kPower> : dequantize_run<T, Code, StateKind::kPower>;
+  return quantize ? quantize_run<T, Code, StateKind::kDynamic> : dequantize_run<T, Code, StateKind::kDynamic>;
+}
+
+}  // namespace
+
+decltype(CodecJob::run) codec_kernel(StateKind kind, FloatType values, bool is_signed, bool quantize) {
+  return with_type(values, [&](auto t) {
+    using T = decltype(t);
+    return is_signed ? codec_run<T, int8_t>(kind, quantize) : codec_run<T, uint8_t>(kind, quantize);
+  });
+}
+
+}  // namespace memkern::MEMKERN_ISA

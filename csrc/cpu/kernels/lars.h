@@ -1,0 +1,68 @@
+// LARS's norms; its update is Lion's loop. Compiled once per instruction set (simd/compile_*.cpp).
+#pragma once
+#include "cpu/kernels/lion.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+struct LarsRule {
+  using Scalars = LarsScalars;
+  static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { lars_update(p, g, m, s); }
+};
+
+// Of the parameter and, in the classic form, the gradient, else the new moment, which is not stored. Lanes
+// past the end of a short vector are 0 in all of them.
+template <class P, class G, StateKind Kind>
+Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
+  const LarsScalars s = *job.scalars;
+  SquareSum params, updates;
+  const auto add_moment = [&](F x, F g, F m) MEMKERN_LAMBDA {
+    F d = lars_gradient(g, s);
+    params.add(x);
+    updates.add(lars_moment(x, d, m, s));
+  };
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+    const P* p = static_cast<const P*>(job.param) + offset;
+    const G* g = static_cast<const G*>(job.grad) + offset;
+    if (s.classic) {
+      for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+        prefetch<kAgain>(i, p, g);
+        params.add(load_from(p + i));
+        updates.add(lars_gradient(load_from(g + i), s));
+      });
+    } else if constexpr (Kind == StateKind::kFp32) {
+      const float* exp_avg = static_cast<const float*>(job.exp_avg) + offset;
+      for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+        prefetch<kAgain>(i, p, g, exp_avg);
+        add_moment(load_from(p + i), load_from(g + i), load_from(exp_avg + i));
+      });
+    } else {
+      const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, offset, block, nullptr);
+      for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+        prefetch<kAgain>(i, p, g, first.codes);
+        add_moment(load_from(p + i), load_from(g + i), first.get(i, load_from));
+      });
+    }
+  });
+  return {params.total(), updates.total()};
+}
+
+}  // namespace
+
+decltype(LarsJob::run) lars_kernel(StateKind kind, FloatType param, FloatType grad) {
+  return lion_runs<LarsRule>(kind, param, grad);
+}
+
+Norms<LarsJob> lars_norms(StateKind kind, FloatType param, FloatType grad) {
+  return with_type(param, [&](auto p) {
+    return with_type(grad, [&](auto g) -> Norms<LarsJob> {
+      using P = decltype(p);
+      using G = decltype(g);
+      if (kind == StateKind::kPower) return lars_norms_run<P, G, StateKind::kPower>;
+      if (kind == StateKind::kDynamic) return lars_norms_run<P, G, StateKind::kDynamic>;
+      return lars_norms_run<P, G, StateKind::kFp32>;
+    });
+  });
+}
+
+}  // namespace memkern::MEMKERN_ISA

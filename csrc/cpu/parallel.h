@@ -1,0 +1,60 @@
+// Work on torch's threads: numbered pieces, and the blocks of many tensors.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "common/tensors.h"
+#include "cpu/kernels/jobs.h"
+#include "cpu/simd/isa.h"
+
+namespace memkern {
+
+// Calls run(k) for each of [0, count) in up to `threads` threads, with work stealing: a thread begins with a
+// range of its own, the same in every call, so that it finds in its core's caches what an earlier pass left
+// there, and then takes over pieces of threads that are behind. (Where two cores have a last-level cache
+// each, LAMB's step takes 0.8 of the time that it takes with one queue for all threads.)
+template <class Run> void run_pieces(int64_t count, int64_t threads, Run&& run) {
+  threads = std::min(threads, count);
+  std::vector<std::atomic<int64_t>> next(threads);
+  for (int64_t t = 0; t < threads; ++t) next[t] = count * t / threads;
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t turn = 0; turn < threads; ++turn) {
+        const int64_t owner = (t + turn) % threads, stop = count * (owner + 1) / threads;
+        for (int64_t k; (k = next[owner].fetch_add(1)) < stop;) run(k);
+      }
+  });
+}
+
+// Fewer blocks than this for each thread, and waking it costs more than it saves.
+constexpr int64_t kGrainElements = 1 << 15;
+constexpr int64_t kChunksPerThread = 32;
+
+template <class J> void run_jobs(const std::vector<J>& jobs) {
+  if (jobs.empty()) return;
+  std::vector<int64_t> first(jobs.size() + 1, 0);
+  int64_t elements = 0;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    first[i + 1] = first[i] + jobs[i].layout.blocks;
+    elements += jobs[i].layout.numel;
+  }
+  const int64_t blocks = first.back();
+  if (blocks == 0) return;
+  const auto run = [&](int64_t begin, int64_t end) {
+    size_t i = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
+    for (; begin < end; ++i) {
+      const int64_t stop = std::min(end, first[i + 1]);
+      if (begin < stop) jobs[i].run(jobs[i], begin - first[i], stop - first[i]);
+      begin = std::max(begin, stop);
+    }
+  };
+  // More chunks than threads, so that the step does not wait for a thread that is interrupted.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t grain = std::max<int64_t>(1, kGrainElements * blocks / elements);
+  const int64_t chunk = std::max(grain, blocks / (kChunksPerThread * threads));
+  const int64_t chunks = (blocks + chunk - 1) / chunk;
+  run_pieces(chunks, threads, [&](int64_t k) { run(k * chunk, std::min(blocks, (k + 1) * chunk)); });
+}
+
+}  // namespace memkern

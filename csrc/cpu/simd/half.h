@@ -1,0 +1,43 @@
+// bf16 and fp16 as storage: conversions to float and back, rounded to nearest even, in plain C++.
+#pragma once
+#include "core/scalar.h"
+
+namespace memkern {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+
+MEMKERN_FN float to_float(bf16 h) { return float_of(static_cast<uint32_t>(h.bits) << 16); }
+
+MEMKERN_FN bf16 to_bf16(float x) {
+  const uint32_t u = bits_of(x);
+  if (x != x) return {0x7FC0};
+  return {static_cast<uint16_t>((u + 0x7FFF + ((u >> 16) & 1)) >> 16)};
+}
+
+MEMKERN_FN float to_float(fp16 h) {
+  const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000) << 16, rest = h.bits & 0x7FFF;
+  if (rest >= 0x7C00) return float_of(sign | 0x7F800000 | (rest & 0x3FF) << 13);
+  // 2^112 moves fp16's exponent range to fp32's, subnormals included.
+  return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
+}
+
+MEMKERN_FN fp16 to_fp16(float x) {
+  const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, rest = u & 0x7FFFFFFF;
+  if (rest > 0x7F800000) return {static_cast<uint16_t>(sign | 0x7E00)};
+  if (rest >= 0x477FF000) return {static_cast<uint16_t>(sign | 0x7C00)};  // 65520 and more round to infinity
+  uint32_t half;
+  if (rest < 0x38800000) {
+    // Below fp16's normal range: adding 1/2 lines the bits up, and the addition rounds.
+    half = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);
+  } else {
+    half = (rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13;
+  }
+  return {static_cast<uint16_t>(sign | half)};
+}
+
+}  // namespace memkern

@@ -1,0 +1,27 @@
+// The power codec's encoder by the formulas of csrc/core/power.h, for instruction sets without one of their
+// own.
+#pragma once
+#include "core/power.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+struct SignedEncoder {
+  F factor;
+  MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
+  MEMKERN_FN F encode(F x) { return power_encode_signed(x, factor); }
+};
+
+struct SignedEstimator : SignedEncoder {
+  MEMKERN_FN explicit SignedEstimator(float factor_) : SignedEncoder(factor_) {}
+  MEMKERN_FN bool sure() const { return true; }
+};
+
+struct UnsignedEncoder {
+  F factor;
+  MEMKERN_FN explicit UnsignedEncoder(float factor_) : factor(factor_) {}
+  MEMKERN_FN F encode(F x, F u) { return power_encode_unsigned(x, factor, u); }
+};
+
+}  // namespace
+}  // namespace memkern::MEMKERN_ISA

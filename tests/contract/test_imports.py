@@ -1,0 +1,86 @@
+"""Modules of memkern: each can be imported first, and no two import each other."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import memkern
+
+ROOT = Path(memkern.__file__).parents[1]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "memkern").rglob("*.py")
+}
+# What these import may not be installed.
+NEEDS = {"memkern.triton": "triton", "memkern.train": "rich"}
+
+
+def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported, but for what is there for type checkers."""
+    pending = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        for field in ("body", "orelse", "handlers", "finalbody"):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                pending += getattr(node, field, [])
+
+
+def imports_of(name: str) -> set[str]:
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in top_level(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            )
+            module = ".".join(filter(None, (base, node.module)))
+            names = {f"{module}.{alias.name}" for alias in node.names}
+            found |= (names & {*MODULES}) or {module}
+    return found & {*MODULES}
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {name: imports_of(name) - {name} for name in MODULES}
+    assert "memkern.schemas" in graph["memkern._ops"]  # it sees what there is
+    assert "memkern._ops" not in graph["memkern.backend"] | graph["memkern.schemas"]
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def test_each_module_can_be_imported_first() -> None:
+    # In forks of one process that has torch already: a fresh process for each would import it as often.
+    code = """
+import importlib, os, sys
+import torch
+failed = []
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        assert not [m for m in sys.modules if m.startswith("memkern")]
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(name, type(error).__name__, error, file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(f"cannot be imported first: {failed}" if failed else 0)
+"""
+    import importlib.util
+
+    missing = [prefix for prefix, needed in NEEDS.items() if importlib.util.find_spec(needed) is None]
+    names = [
+        name
+        for name in MODULES
+        if not any(name.startswith(prefix) for prefix in missing) and not name.endswith("__main__")
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

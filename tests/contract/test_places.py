@@ -1,0 +1,92 @@
+"""The files that name an optimizer: those that a new one adds or changes. CONTRIBUTING.md has them as a recipe."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from memkern.schemas import STEP_OPS
+
+ROOT = Path(__file__).parents[2]
+OWN = (
+    "memkern/reference/{}.py",  # the formula, in the order of operations of all backends
+    "memkern/triton/{}.py",  # its kernels, and their launch
+    "memkern/optim/{}.py",  # the class: arguments, defaults, checks
+    "csrc/core/{}.h",  # the formula for one element, on CPU and CUDA
+    "csrc/cpu/{}.cpp",  # the op: from its arguments to jobs
+    "csrc/cpu/kernels/{}.h",  # the loop over blocks
+    "csrc/cuda/{}.cu",  # the op, its kernels, and their launch
+)
+LINES = {
+    "memkern/schemas.py": "its StepOp: moments, hyperparameters, flags",
+    "memkern/reference/__init__.py": "its name",
+    "memkern/triton/__init__.py": "its name",
+    "memkern/optim/__init__.py": "its class",
+    "csrc/cpu/kernels/jobs.h": "its job and its kernels",
+    "csrc/cpu/kernels/all.h": "its header",
+}
+# For `python -m memkern train --optimizer`.
+OPTIONAL = {f"memkern/train/{name}.py" for name in ("cli", "config", "loop")}
+GENERATED = {"csrc/common/schemas.h", "csrc/core/hyperparameters.h"}
+
+
+def code_of(path: Path) -> str:
+    """A file without comments and docstrings."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return re.sub(r"//[^\n]*", "", text)
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            node.value.value = ""
+    return ast.unparse(tree)
+
+
+def names(family: str) -> re.Pattern[str]:
+    """lars_step_, LARS_STEP, LarsJob, kLarsStep, LARS8bit, "lars": the name as a word of an identifier."""
+    title = family.title()
+    return re.compile(rf"(?<![A-Za-z])({family}|{family.upper()})(?![a-z])|(?<![A-Z])k?{title}(?![a-z])")
+
+
+# LARS is what nothing else builds on: Adam's and Lion's loops are those of LAMB and LARS too.
+@pytest.mark.parametrize("family", ["lars"])
+def test_an_optimizer_is_named_in_these_files_alone(family: str) -> None:
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("memkern", "csrc")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh") and names(family).search(code_of(path))
+    }
+    own = {pattern.format(family) for pattern in OWN}
+    kernels = {f"csrc/cuda/{family}_kernel.cuh"}  # of the .cu beside it
+    assert named - OPTIONAL - GENERATED - kernels == own | {*LINES}
+
+
+@pytest.mark.parametrize("name", STEP_OPS)
+def test_every_optimizer_has_all_of_them(name: str) -> None:
+    family = name.removesuffix("_step_")
+    for path in (*(pattern.format(family) for pattern in OWN), *LINES):
+        assert names(family).search(code_of(ROOT / path)), path
+
+
+def test_no_list_of_arguments_is_repeated() -> None:
+    fields = re.compile(r"hyperparameters\b[^}]{0,200}\bcodec\b[^}]{0,200}\bblock_size\b", re.S)
+    listing = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("memkern", "csrc")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh") and fields.search(code_of(path))
+    }
+    # Where they are declared in each language, and made and checked.
+    assert listing - GENERATED == {
+        "memkern/schemas.py",
+        "csrc/common/step_args.h",
+        "memkern/optim/base.py",
+        "memkern/reference/state.py",
+        "memkern/triton/step_args.py",
+    }
