@@ -13,7 +13,6 @@ from benchmarks import activation_parity, closed_loop, harness, large_batch, rep
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
-
 PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 
 
