@@ -9,7 +9,8 @@ GENERATED := csrc/core/tables.h csrc/core/hyperparameters.h csrc/common/schemas.
 
 JOBS   ?= 2
 # Tests in three tiers by their marks (pyproject.toml): what has none, full, long; gpu is for machines with a GPU.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+# worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: demo test test-all test-long lint format bench gpu gpu-wheels gpu-rehearse clean
 

@@ -13,12 +13,6 @@ from benchmarks import activation_parity, closed_loop, harness, large_batch, rep
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
-
-def of_one_run(test):
-    """Those that read the results of one quick run of everything: in one worker."""
-    return pytest.mark.full(pytest.mark.xdist_group("benchmarks")(test))
-
-
 PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 
 
@@ -39,7 +33,7 @@ def results(tmp_path_factory):
     return out, rows
 
 
-@of_one_run
+@pytest.mark.full
 def test_every_topic_has_results_and_a_picture(results):
     out, rows = results
     assert sorted(rows) == topics()
@@ -47,7 +41,7 @@ def test_every_topic_has_results_and_a_picture(results):
         assert path.with_suffix(".png").stat().st_size > 0
 
 
-@of_one_run
+@pytest.mark.full
 def test_rows_carry_their_conditions_and_figures(results):
     _, rows = results
     for row in (row for topic in rows.values() for row in topic):
@@ -60,7 +54,7 @@ def test_rows_carry_their_conditions_and_figures(results):
             assert float(row["copy_rate_gbps"]) > 0
 
 
-@of_one_run
+@pytest.mark.full
 def test_absent_peers_are_named_with_the_reason(results):
     _, rows = results
     absent = [row for topic in rows.values() for row in topic if row["contender"].lower().startswith(PEERS)]
@@ -70,7 +64,7 @@ def test_absent_peers_are_named_with_the_reason(results):
         assert row["ms_median"] == row["ratio_to_memkern"] == ""
 
 
-@of_one_run
+@pytest.mark.full
 def test_bytes_of_a_step(results):
     _, rows = results
     one_tensor = {row["contender"]: row for row in rows["optim"] if row["case"] == "AdamW, one tensor"}
@@ -84,7 +78,7 @@ def test_bytes_of_a_step(results):
     assert float(one_tensor["torch AdamW foreach"]["temp_bytes_per_param"]) >= 4
 
 
-@of_one_run
+@pytest.mark.full
 def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
     out, rows = results
     readme = tmp_path / "README.md"
@@ -101,7 +95,7 @@ def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
     assert f"| {float(figure):.3f} |" in once
 
 
-@of_one_run
+@pytest.mark.full
 def test_a_marker_may_name_cases(results, tmp_path):
     out, _ = results
     readme = tmp_path / "README.md"

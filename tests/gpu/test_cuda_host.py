@@ -20,7 +20,6 @@ from tests.support.fakegpu.cases import CASES
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.xdist_group("fakegpu"),
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
 ]
 

@@ -29,14 +29,15 @@ def key_of(*facts: object) -> str:
 
 def built(name: str, build: Callable[[Path], object], *facts: object) -> Path:
     """The folder that ``build`` filled, now or earlier."""
-    folder = FOLDER / f"{name}-{key_of(*facts)}"
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / f"{name}.lock").open("w") as lock:
+    folder = FOLDER / name / key_of(*facts)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            for old in FOLDER.glob(f"{name}-*"):
-                shutil.rmtree(old)
-            unfinished = FOLDER / f"{name}-unfinished"
+            for old in folder.parent.iterdir():
+                if old.is_dir():  # of other sources, or of a run that was ended
+                    shutil.rmtree(old)
+            unfinished = folder.parent / "unfinished"
             unfinished.mkdir()
             build(unfinished)
             unfinished.rename(folder)
