@@ -1,7 +1,8 @@
 """The ops as Triton kernels, for CUDA and ROCm devices: the bits of :mod:`memkern.reference`.
 
-Functions have the ops' names and take their arguments. ``codec``, ``tiles``, ``moment`` and ``table`` are what the
-kernels share.
+Functions have the ops' names and take their arguments. Each family has a module: ``adam``, ``lamb``, ``lars``,
+``lion``, ``grad_norm``, ``blockwise``, ``activation``. Kernels share ``codec``, ``block_state`` and ``tile``; steps on
+many tensors share ``step_table``, ``tensor_table``, ``launch_step`` and ``trust_ratio``.
 """
 
 from .activation import (

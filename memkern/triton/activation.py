@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quant.codec import EVEN, ODD, PLAIN, to_fp32
+from ..quant.codec import ACTIVATIONS, EVEN, ODD, PLAIN, to_fp32
 from ..reference.activation import (
     check_from_output,
     check_function,
@@ -23,9 +23,8 @@ from ..reference.activation import (
     check_values,
     plane_bytes,
 )
-from .functions import activate
 from .launch import OPTIONS, TILE, cdiv, guard
-from .tiles import LINE, pointer
+from .tile import LINE, pointer
 
 _PLAIN, _EVEN, _ODD = (tl.constexpr(number) for number in (PLAIN, EVEN, ODD))
 _NO_FUNCTION = tl.constexpr(-1)
@@ -34,10 +33,117 @@ _JIT: dict[str, Any] = {
     "do_not_specialize_on_alignment": ["x", "y", "grad", "output", "result", "codes"],
 }
 
+GELU = tl.constexpr(ACTIVATIONS["gelu"])
+GELU_TANH = tl.constexpr(ACTIVATIONS["gelu_tanh"])
+SILU = tl.constexpr(ACTIVATIONS["silu"])
+TANH = tl.constexpr(ACTIVATIONS["tanh"])
+SIGMOID = tl.constexpr(ACTIVATIONS["sigmoid"])
+SOFTPLUS = tl.constexpr(ACTIVATIONS["softplus"])
+MISH = tl.constexpr(ACTIVATIONS["mish"])
+HARDSWISH = tl.constexpr(ACTIVATIONS["hardswish"])
+QUICK_GELU = tl.constexpr(ACTIVATIONS["quick_gelu"])
+RELU = tl.constexpr(ACTIVATIONS["relu"])
+LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
+HARDTANH = tl.constexpr(ACTIVATIONS["hardtanh"])
+
+_INF = tl.constexpr(float("inf"))
+_TO_INT = tl.constexpr(1.5 * 2**23)  # x + _TO_INT - _TO_INT is x rounded to an integer
+
+
+# ---- activations of one element in fp32. Mirror: ``activate`` in csrc/cuda/activation.cu.
+#
+# Triton's own exp is ``ex2.approx`` of a product, whose error grows to |x| ulp, and its tanh and log1p are in NVIDIA's
+# libdevice only. Those here are within two or three ulp on every device and in the interpreter. Polynomials are minimax
+# in relative error.
+
 
 @triton.jit
-def _places(numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Of this program's tile: its first element, its elements' offsets from there, and their mask."""
+def exp(x):
+    """2^n exp(r), r = x - n log 2; 2^n as a product of two powers, because 2^128 overflows."""
+    n = tl.math.fma(x, 1.4426950408889634, _TO_INT) - _TO_INT
+    r = tl.math.fma(n, -0.693145751953125, x)
+    r = tl.math.fma(n, -1.428606765330187e-06, r)
+    half = (n * 0.5 + _TO_INT) - _TO_INT
+    y = tl.math.exp2(r * 1.4426950408889634) * tl.math.exp2(half) * tl.math.exp2(n - half)
+    y = tl.where(x > 88.8, _INF, y)
+    return tl.where(x < -104.0, 0.0, y)
+
+
+@triton.jit
+def tanh(x):
+    a = tl.abs(x)
+    s = x * x
+    p = tl.math.fma(s, -0.00656509, 0.0212852)
+    p = tl.math.fma(s, p, -0.05390547)
+    p = tl.math.fma(s, p, 0.13333094)
+    p = tl.math.fma(s, p, -0.33333332)
+    small = tl.math.fma(x * s, p, x)
+    large = 1.0 - tl.math.div_rn(2.0, exp(2.0 * a) + 1.0)
+    large = tl.where(x < 0, -large, large)
+    return tl.where(a < 0.55, small, large)
+
+
+@triton.jit
+def log1p_to_one(w):
+    """log(1 + w) for 0 <= w <= 1: 2 artanh(w / (2 + w))."""
+    q = tl.math.div_rn(w, 2.0 + w)
+    s = q * q
+    p = tl.math.fma(s, 0.11598529, 0.10856814)
+    p = tl.math.fma(s, p, 0.14295873)
+    p = tl.math.fma(s, p, 0.19999863)
+    p = tl.math.fma(s, p, 0.33333334)
+    twice = q + q
+    return tl.math.fma(twice * s, p, twice)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.math.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def activate(x, A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr):
+    """A, B: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds."""
+    if FN == GELU:
+        y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif FN == GELU_TANH:
+        inner = 0.7978845608028654 * tl.math.fma(x * x * x, 0.044715, x)
+        y = 0.5 * x * (1.0 + tanh(inner))
+    elif FN == SILU:
+        y = tl.math.div_rn(x, 1.0 + exp(-x))
+    elif FN == TANH:
+        y = tanh(x)
+    elif FN == SIGMOID:
+        y = sigmoid(x)
+    elif FN == SOFTPLUS:
+        scaled = x * A
+        soft = tl.maximum(scaled, 0.0) + log1p_to_one(exp(-tl.abs(scaled)))
+        y = tl.where(scaled > B, x, tl.math.div_rn(soft, A))
+        y = tl.where(x == x, y, x)
+    elif FN == MISH:
+        e = exp(x)
+        n = e * (e + 2.0)  # tanh(log(1 + e)) = n / (n + 2)
+        y = tl.where(x > 20.0, x, x * tl.math.div_rn(n, n + 2.0))
+    elif FN == HARDSWISH:
+        y = x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * 0.16666667
+        y = tl.where(x == x, y, x)
+    elif FN == QUICK_GELU:
+        y = x * sigmoid(1.702 * x)
+    elif FN == RELU:
+        y = tl.where(x < 0, 0.0, x)
+    elif FN == LEAKY_RELU:
+        y = tl.where(x > 0, x, x * A)
+    else:
+        y = tl.where(x < A, A, tl.where(x > B, B, x))
+    return y
+
+
+# ---- kernels
+
+
+@triton.jit
+def _program_tile(numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """This program's tile: its first element, its elements' offsets from there, and their mask."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = tl.minimum(numel - start, BLOCK).to(tl.int32)
     if VECTOR > 1:
@@ -47,109 +153,115 @@ def _places(numel, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _bytes(start, plane, BLOCK: tl.constexpr):
-    """Offsets of the tile's bytes in a plane, and their mask."""
+def _plane_bytes(start, plane, BLOCK: tl.constexpr):
+    """The offsets of the tile's bytes in a plane, and their mask."""
     byte = start // 8 + tl.arange(0, BLOCK // 8)
     return byte, byte < plane
 
 
 @triton.jit(**_JIT)
-def encode_kernel(
+def encode_vectors(
     x, y, codes, numel, plane,
     A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr,
     THRESHOLDS: tl.constexpr, FLIPS: tl.constexpr, COUNT: tl.constexpr, SYMMETRY: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Codes of x, and its activation unless FN is -1."""
-    start, offset, exists = _places(numel, BLOCK, VECTOR)
+    start, offset, mask = _program_tile(numel, BLOCK, VECTOR)
     x = pointer(x, start, x.dtype.element_ty, VECTOR)
-    value = tl.load(x + offset, mask=exists, other=0.0).to(tl.float32)
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     u = value
     if SYMMETRY != _PLAIN:
         u = tl.abs(value)
     bits = tl.zeros(value.shape, tl.uint32)
     for p in tl.static_range(BITS):
-        bit = (value < 0) & exists if SYMMETRY == _ODD and p == BITS - 1 else tl.zeros(value.shape, tl.int1)
+        bit = (value < 0) & mask if SYMMETRY == _ODD and p == BITS - 1 else tl.zeros(value.shape, tl.int1)
         for i in tl.static_range(COUNT):
             if FLIPS[i] >> p & 1:
                 bit = bit ^ (u > THRESHOLDS[i])
-        bits |= tl.where(bit & exists, 1 << (8 * p), 0).to(tl.uint32)
+        bits |= tl.where(bit & mask, 1 << (8 * p), 0).to(tl.uint32)
     planes = tl.sum(bits << tl.arange(0, 8).to(tl.uint32)[None, :], axis=1)
-    byte, is_there = _bytes(start, plane, BLOCK)
+    byte, byte_mask = _plane_bytes(start, plane, BLOCK)
     for p in tl.static_range(BITS):
-        tl.store(codes + p * plane.to(tl.int64) + byte, (planes >> (8 * p) & 255).to(tl.uint8), mask=is_there)
+        tl.store(
+            codes + p * plane.to(tl.int64) + byte, (planes >> (8 * p) & 255).to(tl.uint8), mask=byte_mask
+        )
     if FN != _NO_FUNCTION:
         y = pointer(y, start, y.dtype.element_ty, VECTOR)
-        tl.store(y + offset, activate(value, A, B, FN).to(y.dtype.element_ty), mask=exists)
+        tl.store(y + offset, activate(value, A, B, FN).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _load_planes(codes, start, plane, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The tile's codes, a word each: bit p of the code is bit 8 p of the word."""
-    byte, is_there = _bytes(start, plane, BLOCK)
+    byte, byte_mask = _plane_bytes(start, plane, BLOCK)
     planes = tl.zeros((BLOCK // 8,), tl.uint32)
     for p in tl.static_range(BITS):
-        planes |= tl.load(codes + p * plane.to(tl.int64) + byte, mask=is_there, other=0).to(tl.uint32) << (
+        planes |= tl.load(codes + p * plane.to(tl.int64) + byte, mask=byte_mask, other=0).to(tl.uint32) << (
             8 * p
         )
     return (planes[:, None] >> tl.arange(0, 8).to(tl.uint32)[None, :]) & 0x01010101
 
 
 @triton.jit
-def _two(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+def _select_of_2(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
     return tl.where((bits & 1) != 0, LEVELS[2 * I + 1], LEVELS[2 * I])
 
 
 @triton.jit
-def _four(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
-    return tl.where((bits & 256) != 0, _two(bits, LEVELS, 2 * I + 1), _two(bits, LEVELS, 2 * I))
+def _select_of_4(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    return tl.where(
+        (bits & 256) != 0, _select_of_2(bits, LEVELS, 2 * I + 1), _select_of_2(bits, LEVELS, 2 * I)
+    )
 
 
 @triton.jit
-def _eight(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
-    return tl.where((bits & 65536) != 0, _four(bits, LEVELS, 2 * I + 1), _four(bits, LEVELS, 2 * I))
+def _select_of_8(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
+    return tl.where(
+        (bits & 65536) != 0, _select_of_4(bits, LEVELS, 2 * I + 1), _select_of_4(bits, LEVELS, 2 * I)
+    )
 
 
 @triton.jit
 def level_of(bits, LEVELS: tl.constexpr, BITS: tl.constexpr):
     """LEVELS[code], by one select per bit."""
     if BITS == 1:
-        level = _two(bits, LEVELS, 0)
+        level = _select_of_2(bits, LEVELS, 0)
     elif BITS == 2:
-        level = _four(bits, LEVELS, 0)
+        level = _select_of_4(bits, LEVELS, 0)
     elif BITS == 3:
-        level = _eight(bits, LEVELS, 0)
+        level = _select_of_8(bits, LEVELS, 0)
     else:
-        level = tl.where((bits >> 24) != 0, _eight(bits, LEVELS, 1), _eight(bits, LEVELS, 0))
+        level = tl.where((bits >> 24) != 0, _select_of_8(bits, LEVELS, 1), _select_of_8(bits, LEVELS, 0))
     return level
 
 
 @triton.jit(**_JIT)
-def levels_kernel(
+def multiply_by_levels(
     grad, result, codes, numel, plane,
     LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    start, offset, exists = _places(numel, BLOCK, VECTOR)
+    start, offset, mask = _program_tile(numel, BLOCK, VECTOR)
     grad = pointer(grad, start, grad.dtype.element_ty, VECTOR)
     result = pointer(result, start, result.dtype.element_ty, VECTOR)
-    g = tl.load(grad + offset, mask=exists, other=0.0).to(tl.float32)
+    g = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
     level = level_of(_load_planes(codes, start, plane, BITS, BLOCK), LEVELS, BITS)
-    tl.store(result + offset, (g * level).to(result.dtype.element_ty), mask=exists)
+    tl.store(result + offset, (g * level).to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit(**_JIT)
-def valley_kernel(
+def multiply_by_valley(
     grad, output, result, codes, numel, plane,
     MINIMUM: tl.constexpr, FALLING: tl.constexpr, RISING: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """REACH, SCALE: of the falling and the rising side, SCALE = 2 / REACH."""
-    start, offset, exists = _places(numel, BLOCK, VECTOR)
+    start, offset, mask = _program_tile(numel, BLOCK, VECTOR)
     grad = pointer(grad, start, grad.dtype.element_ty, VECTOR)
     result = pointer(result, start, result.dtype.element_ty, VECTOR)
-    g = tl.load(grad + offset, mask=exists, other=0.0).to(tl.float32)
+    g = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
     output = pointer(output, start, output.dtype.element_ty, VECTOR)
-    y = tl.load(output + offset, mask=exists, other=0.0).to(tl.float32)
+    y = tl.load(output + offset, mask=mask, other=0.0).to(tl.float32)
     rising = _load_planes(codes, start, plane, 1, BLOCK) != 0
     t = y - MINIMUM
     s = tl.math.sqrt_rn(tl.where(t > 0, t, 0.0))
@@ -158,7 +270,7 @@ def valley_kernel(
     d = tl.where(rising, RISING[0], FALLING[0])
     for i in tl.static_range(1, COUNT):
         d = d * z + tl.where(rising, RISING[i], FALLING[i])
-    tl.store(result + offset, (g * d).to(result.dtype.element_ty), mask=exists)
+    tl.store(result + offset, (g * d).to(result.dtype.element_ty), mask=mask)
 
 
 def _fp32(numbers: Sequence[float]) -> tuple[float, ...]:
@@ -185,7 +297,7 @@ def _encode(
     check_values(x, "x")
     codes = x.new_empty((bits, plane_bytes(x.numel())), dtype=torch.uint8)
     _launch(
-        encode_kernel, codes, x, y,
+        encode_vectors, codes, x, y,
         THRESHOLDS=_fp32(thresholds), FLIPS=tuple(flips), COUNT=len(flips), SYMMETRY=symmetry, BITS=bits, **constants,
     )  # fmt: skip
     return codes
@@ -219,7 +331,7 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     """grad times its element's level."""
     check_levels(grad, codes, levels)
     result = torch.empty_like(grad)
-    _launch(levels_kernel, codes, grad, result, LEVELS=_fp32(levels), BITS=codes.shape[0])
+    _launch(multiply_by_levels, codes, grad, result, LEVELS=_fp32(levels), BITS=codes.shape[0])
     return result
 
 
@@ -238,7 +350,7 @@ def few_bit_backward_from_output(
     result = torch.empty_like(grad)
     reach = (falling_reach, rising_reach)
     _launch(
-        valley_kernel, codes, grad, output, result,
+        multiply_by_valley, codes, grad, output, result,
         MINIMUM=to_fp32(minimum), FALLING=_fp32(falling), RISING=_fp32(rising), REACH=_fp32(reach),
         SCALE=_fp32([2 / each for each in reach]), COUNT=len(rising),
     )  # fmt: skip

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..quant import codec as C
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of
 from ..reference.blockwise import check_codec
-from .codec import code_unit, decode, dither, dynamic_tables, encode
+from .codec import decode, decode_unit, dither, dynamic_tables, encode
 from .launch import cdiv, guard, options_of, rows_of
-from .tiles import is_flat, next_power_of_two, pointer, tile_of, vector_of
+from .tile import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
 _JIT = {
@@ -22,7 +22,7 @@ _JIT = {
 
 
 @triton.jit(**_JIT)
-def quantize_kernel(
+def quantize_tiles(
     values, codes, scales, tables, step_offset,
     numel, segment, block, per_segment, blocks,
     KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.constexpr,
@@ -43,7 +43,7 @@ def quantize_kernel(
 
 
 @triton.jit(**_JIT)
-def dequantize_kernel(
+def dequantize_tiles(
     values, codes, scales, tables,
     numel, segment, block, per_segment, blocks,
     KIND: tl.constexpr, SIGNED: tl.constexpr,
@@ -54,7 +54,7 @@ def dequantize_kernel(
     )
     values = pointer(values, start, values.dtype.element_ty, VECTOR)
     codes = pointer(codes, start, codes.dtype.element_ty, VECTOR)
-    unit = code_unit(tl.load(scales + row, mask=row_mask, other=0.0), 1.0, KIND, SIGNED)
+    unit = decode_unit(tl.load(scales + row, mask=row_mask, other=0.0), 1.0, KIND, SIGNED)
     q = tl.load(codes + offset, mask=mask, other=0)
     x = decode(q, unit, tables, KIND, SIGNED)
     tl.store(values + offset, x.to(values.dtype.element_ty), mask=mask)
@@ -88,7 +88,7 @@ def quantize_blockwise(
     if layout.numel:
         shape = _shape(layout, block_size, x, codes)
         with guard(x.device):
-            quantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
+            quantize_tiles[(cdiv(layout.blocks, shape["ROWS"]),)](
                 x, codes, scale, dynamic_tables(x.device), (step or 0) * C.DITHER_STEP % 2**32,
                 *_layout_args(layout),
                 KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, **shape, **options_of(shape["BLOCK"]),
@@ -108,7 +108,7 @@ def dequantize_blockwise(
     if layout.numel:
         shape = _shape(layout, block_size, out, codes)
         with guard(codes.device):
-            dequantize_kernel[(cdiv(layout.blocks, shape["ROWS"]),)](
+            dequantize_tiles[(cdiv(layout.blocks, shape["ROWS"]),)](
                 out, codes, scale, dynamic_tables(codes.device), *_layout_args(layout),
                 KIND=codec + 1, SIGNED=codes.dtype == torch.int8, **shape, **options_of(shape["BLOCK"]),
             )  # fmt: skip

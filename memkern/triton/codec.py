@@ -57,7 +57,7 @@ def block_scale(x):
 
 
 @triton.jit
-def code_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
+def encode_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """What a value is multiplied by before it is encoded, 0 where that overflows: the block's codes are then zeros."""
     if KIND == POWER:
         square: tl.constexpr = _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
@@ -68,7 +68,7 @@ def code_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def code_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
+def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """What a decoded value is multiplied by: decay * scale, over N^2 for power codes."""
     unit = decay * scale
     if KIND == POWER:
@@ -186,7 +186,7 @@ def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
     A non-finite x is stored as zero where signed, as the largest code where not, and never reaches the scale.
     """
     scale = block_scale(x)
-    factor = code_factor(scale, KIND, SIGNED)
+    factor = encode_factor(scale, KIND, SIGNED)
     if KIND == DYNAMIC:
         codes = encode_dynamic(x, factor, tables, SIGNED)
     elif SIGNED:

@@ -11,38 +11,38 @@ from torch import Tensor
 
 from ..quant.layout import FLOATS, is_dense
 from ..schemas import StepArgs
-from . import multi_tensor as mt
+from . import step_table as st
 from .launch import OPTIONS, guard
-from .table import plan_for
-from .tiles import load_floats, tile_of
+from .tensor_table import plan_for
+from .tile import load_floats, tile_of
 
 _SUMS = tl.constexpr(4096)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
-def squares_kernel(
+def norm_tiles(
     table, sums, programs_before, groups, tensors, first, count,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a program's tiles, in fp64."""
-    _, _, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
+    _, _, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     total = tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
-    for i in range(0, mt.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    for i in range(0, st.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        g = load_floats(grad, tile, G, VECTOR).to(tl.float32).to(tl.float64)
+        g = load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32).to(tl.float64)
         total += g * g
     tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit(do_not_specialize=["count"])
-def norm_kernel(table, sums, norm, count):
+def norm_total(table, sums, norm, count):
     """norm = sqrt(sum of the partial sums) / grad_scale, added in the same order whatever the grid."""
     lane = tl.arange(0, _SUMS)
     total = tl.zeros((_SUMS,), tl.float64)
     for i in range(0, count, _SUMS):
         total += tl.load(sums + i + lane, mask=i + lane < count, other=0.0)
-    tl.store(norm, tl.sqrt(tl.sum(total, axis=0)) * mt.gradient_factor(table))
+    tl.store(norm, tl.sqrt(tl.sum(total, axis=0)) * st.gradient_factor(table))
 
 
 def _check(norm: Tensor, grads: Sequence[Tensor]) -> None:
@@ -64,7 +64,7 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)
     with guard(device):
         plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)
-        table, sums = plan.room.table, plan.room.sums
-        for part in plan.launches:
-            part(squares_kernel, table, sums, part.programs_before, *plan.sizes, part.first, part.members)
-        norm_kernel[(1,)](table, sums, norm, len(sums), **OPTIONS)
+        table, sums = plan.memory.table, plan.memory.sums
+        for launch in plan.launches:
+            launch(norm_tiles, table, sums, launch.programs_before, *plan.sizes, launch.first, launch.count)
+        norm_total[(1,)](table, sums, norm, len(sums), **OPTIONS)

@@ -6,52 +6,53 @@ import triton
 import triton.language as tl
 
 from ..schemas import LAMB_STEP, StepArgs
-from . import layers as ly
-from . import multi_tensor as mt
-from .adam import COUPLED_DECAY, adam_direction, adam_fields, adam_load, adam_scalars, adam_store
-from .tiles import tile_of
+from . import step_table as st
+from . import trust_ratio as tr
+from .adam import COUPLED_DECAY, adam_direction, adam_load, adam_scalars, adam_store, adam_tensor
+from .launch_step import step_in_two_passes
+from .tile import tile_of
 
-# Words of a group, beside those of layers.py.
-_BETA1 = mt.word_of(LAMB_STEP, "beta1")
-_BETA2 = mt.word_of(LAMB_STEP, "beta2")
-_EPS = mt.word_of(LAMB_STEP, "eps")
-_WEIGHT_DECAY = mt.word_of(LAMB_STEP, "weight_decay")
-_DECOUPLED = mt.word_of(LAMB_STEP, "decoupled_decay")
-_BIAS_CORRECTION = mt.word_of(LAMB_STEP, "bias_correction")
-# A word of a layer's scalars.
+# Words of a group, beside those of trust_ratio.py.
+_BETA1 = st.word_of(LAMB_STEP, "beta1")
+_BETA2 = st.word_of(LAMB_STEP, "beta2")
+_EPS = st.word_of(LAMB_STEP, "eps")
+_WEIGHT_DECAY = st.word_of(LAMB_STEP, "weight_decay")
+_DECOUPLED = st.word_of(LAMB_STEP, "decoupled_decay")
+_BIAS_CORRECTION = st.word_of(LAMB_STEP, "bias_correction")
+# A word of a layer's scalars, beside those of adam.py and trust_ratio.py.
 _UPDATE_DECAY = tl.constexpr(12)  # weight_decay where it is part of the update, else 0
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lamb_prologue(table, scalars, groups, tensors):
-    """Leaves each layer's scalars (``LambScalars`` in csrc/core/lamb.h) for the kernels after it."""
-    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
-    at = mt.group_of(table, columns, tensors, t, mask)
-    lr = mt.read_number(at, mask)
-    beta1 = mt.read_fp64(at + _BETA1, mask)
-    beta2 = mt.read_fp64(at + _BETA2, mask)
-    eps = mt.read_fp64(at + _EPS, mask)
-    weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
-    decoupled = mt.read_fp64(at + _DECOUPLED, mask) != 0.0
-    corrected = mt.read_fp64(at + _BIAS_CORRECTION, mask) != 0.0
-    factor = mt.gradient_factor(table)
-    factor = tl.where(mt.read_fp64(at + ly.MAXIMIZE, mask) != 0.0, -factor, factor)
+    """Computes each layer's scalars (``LambScalars`` in csrc/core/lamb.h)."""
+    columns, t, mask = st.tensors_of_program(table, groups, tensors)
+    at = st.group_of(table, columns, tensors, t, mask)
+    lr = st.read_scalar(at, mask)
+    beta1 = st.read_fp64(at + _BETA1, mask)
+    beta2 = st.read_fp64(at + _BETA2, mask)
+    eps = st.read_fp64(at + _EPS, mask)
+    weight_decay = st.read_fp64(at + _WEIGHT_DECAY, mask)
+    decoupled = st.read_fp64(at + _DECOUPLED, mask) != 0.0
+    corrected = st.read_fp64(at + _BIAS_CORRECTION, mask) != 0.0
+    factor = st.gradient_factor(table)
+    factor = tl.where(st.read_fp64(at + tr.MAXIMIZE, mask) != 0.0, -factor, factor)
 
-    out = scalars + t * mt.SCALARS
+    out = scalars + t * st.SCALARS
     # With lr 1 the step size is the direction's true scale, which the norm needs.
     one = tl.full(t.shape, 1.0, tl.float64)
     adam_scalars(
-        out, mask, one, beta1, beta2, eps, factor, ly.next_step(columns, tensors, t, mask), corrected
+        out, mask, one, beta1, beta2, eps, factor, tr.next_step(columns, tensors, t, mask), corrected
     )
-    tl.store(out + mt.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
+    tl.store(out + st.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + COUPLED_DECAY, tl.zeros(t.shape, tl.float32), mask=mask)
     tl.store(out + _UPDATE_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
-    ly.begin_layers(table, columns, tensors, t, mask, out, at, lr, weight_decay)
+    tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay)
 
 
 @triton.jit
 def lamb_update(p, m, w, eps, step_size, update_decay):
-    """What the parameter, decayed where that is decoupled, moves along, times -rate."""
+    """The update of a parameter, which is multiplied by -rate; p: after decoupled decay."""
     update = step_size * adam_direction(m, w, eps)
     if update_decay != 0.0:
         update = update + update_decay * p
@@ -59,64 +60,72 @@ def lamb_update(p, m, w, eps, step_size, update_decay):
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
-def lamb_norms(
+def lamb_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares, in fp64, of the parameter and of the update that will be; nothing else is written."""
-    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
-    s = scalars + tensor * mt.SCALARS
-    addresses, of_gradient, of_moments, of_param, _u = adam_fields(word, grad, s, tensors, BLOCK_SIZE, KIND)
-    eps, step_size, decay = of_param
+    """First pass: the sums of squares, in fp64, of the parameters and of their updates. Nothing else is written."""
+    tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
+    s = scalars + tensor * st.SCALARS
+    addresses, grad_scalars, moment_scalars, param_scalars, _u = adam_tensor(
+        word, grad, s, tensors, BLOCK_SIZE, KIND
+    )
+    eps, step_size, decay = param_scalars
     update_decay = tl.load(s + _UPDATE_DECAY)
     params, updates = tl.zeros((ROWS, BLOCK_SIZE), tl.float64), tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
-    for i in range(0, mt.tiles_if(s + ly.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    for i in range(0, st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, m, v = adam_load(addresses, of_gradient, of_moments, tile, tables, KIND, P, G, VECTOR)
+        p, m, v = adam_load(
+            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+        )
         p = p * decay
         update = lamb_update(p, m, tl.math.sqrt_rn(v), eps, step_size, update_decay)
-        update = tl.where(tile[2], update, 0.0)  # what does not exist may be 0 / 0
+        update = tl.where(tile[2], update, 0.0)  # outside of the mask it may be 0 / 0
         params += p.to(tl.float64) * p.to(tl.float64)
         updates += update.to(tl.float64) * update.to(tl.float64)
-    ly.store_squares(sums, programs_before + tl.program_id(0), params, updates)
+    tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs"])
 def lamb_ratios(table, scalars, sums, programs_before, programs, groups, tensors, first, count):
-    """A program for each layer: its trust ratio, and its rate."""
-    _, columns = mt.columns_of(table, groups, tensors)
-    tensor, p_norm, norm = ly.norms_of_layer(columns, sums, programs_before, programs, tensors, first, count)
-    s = scalars + tensor * mt.SCALARS
-    if tl.load(s + ly.ADAPT) != 0.0:
+    """A program for each layer computes its trust ratio and its rate."""
+    _, columns = st.columns_of(table, groups, tensors)
+    tensor, p_norm, norm = tr.norms_of_layer(columns, sums, programs_before, programs, tensors, first, count)
+    s = scalars + tensor * st.SCALARS
+    if tl.load(s + tr.ADAPT) != 0.0:
         yes = tensor >= 0
-        at = mt.group_of(table, columns, tensors, tensor, yes)
-        ratio = ly.both_or_one(p_norm, norm, p_norm / norm)
-        ratio = ly.at_most_one(ratio, mt.read_fp64(at + ly.TRUST_CLIP, yes) != 0.0).to(tl.float32)
-        tl.store(tl.load(columns + mt.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
-        tl.store(s + ly.RATE, (mt.read_number(at, yes) * ratio.to(tl.float64)).to(tl.float32))
+        at = st.group_of(table, columns, tensors, tensor, yes)
+        ratio = tr.ratio_or_one(p_norm, norm, p_norm / norm)
+        ratio = tr.clip_ratio(ratio, st.read_fp64(at + tr.TRUST_CLIP, yes) != 0.0).to(tl.float32)
+        tl.store(tl.load(columns + st.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
+        tl.store(s + tr.RATE, (st.read_scalar(at, yes) * ratio.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
-def lamb_kernel(
+def lamb_tiles(
     table, scalars, tables, groups, tensors, first, count,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
-    s = scalars + tensor * mt.SCALARS
-    addresses, of_gradient, of_moments, of_param, u = adam_fields(word, grad, s, tensors, BLOCK_SIZE, KIND)
-    eps, step_size, decay = of_param
-    update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + ly.RATE)
-    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
+    s = scalars + tensor * st.SCALARS
+    addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(
+        word, grad, s, tensors, BLOCK_SIZE, KIND
+    )
+    eps, step_size, decay = param_scalars
+    update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + tr.RATE)
+    for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, m, v = adam_load(addresses, of_gradient, of_moments, tile, tables, KIND, P, G, VECTOR)
+        p, m, v = adam_load(
+            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+        )
         w = tl.math.sqrt_rn(v)
         p = p * decay
         p = p - rate * lamb_update(p, m, w, eps, step_size, update_decay)
-        adam_store(p, m, v, w, addresses, u, tile, tables, KIND, P, VECTOR)
+        adam_store(p, m, v, w, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lamb_step_(args: StepArgs) -> None:
     """The op behind LAMB."""
-    ly.run_layers(LAMB_STEP, args, lamb_prologue, lamb_norms, lamb_ratios, lamb_kernel)
+    step_in_two_passes(LAMB_STEP, args, lamb_prologue, lamb_norm_tiles, lamb_ratios, lamb_tiles)

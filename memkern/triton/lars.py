@@ -6,20 +6,21 @@ import triton
 import triton.language as tl
 
 from ..schemas import LARS_STEP, StepArgs
-from . import layers as ly
-from . import multi_tensor as mt
+from . import step_table as st
+from . import trust_ratio as tr
+from .block_state import dequantize
+from .launch_step import step_in_two_passes
 from .lion import lion_addresses, lion_load, lion_store
-from .moment import decayed
-from .tiles import tile_of
+from .tile import tile_of
 
-# Words of a group, beside those of layers.py.
-_GROUP_MOMENTUM = mt.word_of(LARS_STEP, "momentum")
-_DAMPENING = mt.word_of(LARS_STEP, "dampening")
-_WEIGHT_DECAY = mt.word_of(LARS_STEP, "weight_decay")
-_GROUP_NESTEROV = mt.word_of(LARS_STEP, "nesterov")
-_TRUST_COEFF = mt.word_of(LARS_STEP, "trust_coeff")
-_EPS = mt.word_of(LARS_STEP, "eps")
-# Words of a layer's scalars beside those of multi_tensor.py and layers.py (LarsScalars in csrc/core/lars.h).
+# Words of a group, beside those of trust_ratio.py.
+_GROUP_MOMENTUM = st.word_of(LARS_STEP, "momentum")
+_DAMPENING = st.word_of(LARS_STEP, "dampening")
+_WEIGHT_DECAY = st.word_of(LARS_STEP, "weight_decay")
+_GROUP_NESTEROV = st.word_of(LARS_STEP, "nesterov")
+_TRUST_COEFF = st.word_of(LARS_STEP, "trust_coeff")
+_EPS = st.word_of(LARS_STEP, "eps")
+# Words of a layer's scalars (LarsScalars in csrc/core/lars.h), beside those of step_table.py and trust_ratio.py.
 _MOMENTUM = tl.constexpr(1)
 _WEIGHT = tl.constexpr(2)
 _COUPLED_DECAY = tl.constexpr(3)
@@ -30,33 +31,33 @@ _GRAD_RATIO = tl.constexpr(12)
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lars_prologue(table, scalars, groups, tensors):
-    """Leaves each layer's scalars (``LarsScalars`` in csrc/core/lars.h) for the kernels after it."""
-    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
-    at = mt.group_of(table, columns, tensors, t, mask)
-    lr = mt.read_number(at, mask)
-    momentum, dampening = mt.read_fp64(at + _GROUP_MOMENTUM, mask), mt.read_fp64(at + _DAMPENING, mask)
-    weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
-    classic = mt.read_fp64(at + _TRUST_COEFF, mask) != 0.0
-    factor = mt.gradient_factor(table)
-    factor = tl.where(mt.read_fp64(at + ly.MAXIMIZE, mask) != 0.0, -factor, factor)
+    """Computes each layer's scalars (``LarsScalars`` in csrc/core/lars.h)."""
+    columns, t, mask = st.tensors_of_program(table, groups, tensors)
+    at = st.group_of(table, columns, tensors, t, mask)
+    lr = st.read_scalar(at, mask)
+    momentum, dampening = st.read_fp64(at + _GROUP_MOMENTUM, mask), st.read_fp64(at + _DAMPENING, mask)
+    weight_decay = st.read_fp64(at + _WEIGHT_DECAY, mask)
+    classic = st.read_fp64(at + _TRUST_COEFF, mask) != 0.0
+    factor = st.gradient_factor(table)
+    factor = tl.where(st.read_fp64(at + tr.MAXIMIZE, mask) != 0.0, -factor, factor)
     # As in torch.optim.SGD, the first step's gradient is not dampened.
-    dampening = tl.where(ly.next_step(columns, tensors, t, mask) == 1, 0.0, dampening)
+    dampening = tl.where(tr.next_step(columns, tensors, t, mask) == 1, 0.0, dampening)
 
-    out = scalars + t * mt.SCALARS
-    tl.store(out + mt.GRAD_FACTOR, factor.to(tl.float32), mask=mask)
+    out = scalars + t * st.SCALARS
+    tl.store(out + st.GRAD_FACTOR, factor.to(tl.float32), mask=mask)
     tl.store(out + _MOMENTUM, momentum.to(tl.float32), mask=mask)
     tl.store(out + _WEIGHT, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
     tl.store(out + _COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
     tl.store(out + _CLASSIC, tl.where(classic, 1.0, 0.0), mask=mask)
-    tl.store(out + _NESTEROV, tl.where(mt.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
+    tl.store(out + _NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
     tl.store(out + _GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
-    ly.begin_layers(table, columns, tensors, t, mask, out, at, lr, weight_decay)
+    tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay)
 
 
 @triton.jit
-def scalars_of_step(s):
+def load_step_scalars(s):
     return (
-        tl.load(s + mt.GRAD_FACTOR),
+        tl.load(s + st.GRAD_FACTOR),
         tl.load(s + _MOMENTUM),
         tl.load(s + _WEIGHT),
         tl.load(s + _COUPLED_DECAY),
@@ -66,78 +67,78 @@ def scalars_of_step(s):
 
 @triton.jit
 def lars_load(
-    addresses, of_step, tile, tables,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr,
+    addresses, step_scalars, tile, tables,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """p, the gradient, what of it goes into the moment, and the new moment."""
-    grad_factor, momentum, weight, weight_decay, grad_ratio = of_step
-    p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, P, G, VECTOR)
+    """Loads a tile; returns p, the gradient, what is added to the moment (times weight), and the updated moment."""
+    grad_factor, momentum, weight, weight_decay, grad_ratio = step_scalars
+    p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
     d = g
     if weight_decay != 0.0:
         d = d + weight_decay * p
     d = grad_ratio * d
-    return p, g, d, momentum * decayed(m, scale, 1.0, tables, KIND, True) + weight * d
+    return p, g, d, momentum * dequantize(m, scale, 1.0, tables, KIND, True) + weight * d
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
-def lars_norms(
+def lars_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares, in fp64, of the parameter and, classic, of the gradient, else of the moment that will be."""
-    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
-    s = scalars + tensor * mt.SCALARS
-    addresses, of_step = lion_addresses(word, grad, tensors), scalars_of_step(s)
+    tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
+    s = scalars + tensor * st.SCALARS
+    addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
     classic = tl.load(s + _CLASSIC) != 0.0
     params, updates = tl.zeros((ROWS, BLOCK_SIZE), tl.float64), tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
-    for i in range(0, mt.tiles_if(s + ly.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    for i in range(0, st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, g, _d, m = lars_load(addresses, of_step, tile, tables, KIND, P, G, VECTOR)
+        p, g, _d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         update = tl.where(classic, g, m).to(tl.float64)
         params += p.to(tl.float64) * p.to(tl.float64)
         updates += update * update
-    ly.store_squares(sums, programs_before + tl.program_id(0), params, updates)
+    tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs"])
 def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors, first, count):
-    """A program for each layer: its trust ratio, and what that multiplies."""
-    _, columns = mt.columns_of(table, groups, tensors)
-    tensor, p_norm, norm = ly.norms_of_layer(columns, sums, programs_before, programs, tensors, first, count)
-    s = scalars + tensor * mt.SCALARS
-    if tl.load(s + ly.ADAPT) != 0.0:
+    """A program for each layer computes its trust ratio and the scalars that depend on it."""
+    _, columns = st.columns_of(table, groups, tensors)
+    tensor, p_norm, norm = tr.norms_of_layer(columns, sums, programs_before, programs, tensors, first, count)
+    s = scalars + tensor * st.SCALARS
+    if tl.load(s + tr.ADAPT) != 0.0:
         yes = tensor >= 0
-        at = mt.group_of(table, columns, tensors, tensor, yes)
-        lr, weight_decay = mt.read_number(at, yes), mt.read_fp64(at + _WEIGHT_DECAY, yes)
-        coeff, eps = mt.read_fp64(at + _TRUST_COEFF, yes), mt.read_fp64(at + _EPS, yes)
-        clip = mt.read_fp64(at + ly.TRUST_CLIP, yes) != 0.0
+        at = st.group_of(table, columns, tensors, tensor, yes)
+        lr, weight_decay = st.read_scalar(at, yes), st.read_fp64(at + _WEIGHT_DECAY, yes)
+        coeff, eps = st.read_fp64(at + _TRUST_COEFF, yes), st.read_fp64(at + _EPS, yes)
+        clip = st.read_fp64(at + tr.TRUST_CLIP, yes) != 0.0
         classic = coeff != 0.0
         found = tl.where(classic, coeff * p_norm / (norm + p_norm * weight_decay + eps), p_norm / norm)
-        ratio = ly.both_or_one(p_norm, norm, found)
-        ratio = ly.at_most_one(tl.where(classic & clip, ratio / lr, ratio), clip).to(tl.float32)
-        tl.store(tl.load(columns + mt.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
+        ratio = tr.ratio_or_one(p_norm, norm, found)
+        ratio = tr.clip_ratio(tl.where(classic & clip, ratio / lr, ratio), clip).to(tl.float32)
+        tl.store(tl.load(columns + st.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
         tl.store(s + _GRAD_RATIO, tl.where(classic, ratio, 1.0))
-        tl.store(s + ly.RATE, tl.where(classic, lr, lr * ratio.to(tl.float64)).to(tl.float32))
+        tl.store(s + tr.RATE, tl.where(classic, lr, lr * ratio.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
-def lars_kernel(
+def lars_tiles(
     table, scalars, tables, groups, tensors, first, count,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
-    s = scalars + tensor * mt.SCALARS
-    addresses, of_step = lion_addresses(word, grad, tensors), scalars_of_step(s)
-    momentum, rate, nesterov = tl.load(s + _MOMENTUM), tl.load(s + ly.RATE), tl.load(s + _NESTEROV) != 0.0
-    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
+    s = scalars + tensor * st.SCALARS
+    addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
+    momentum, rate, nesterov = tl.load(s + _MOMENTUM), tl.load(s + tr.RATE), tl.load(s + _NESTEROV) != 0.0
+    for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, _g, d, m = lars_load(addresses, of_step, tile, tables, KIND, P, G, VECTOR)
+        p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         p = p - rate * tl.where(nesterov, d + momentum * m, m)
-        lion_store(p, m, addresses, tile, tables, KIND, P, VECTOR)
+        lion_store(p, m, addresses, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lars_step_(args: StepArgs) -> None:
     """The op behind LARS."""
-    ly.run_layers(LARS_STEP, args, lars_prologue, lars_norms, lars_ratios, lars_kernel)
+    step_in_two_passes(LARS_STEP, args, lars_prologue, lars_norm_tiles, lars_ratios, lars_tiles)

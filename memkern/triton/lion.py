@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 
 from ..schemas import LION_STEP, StepArgs
-from . import multi_tensor as mt
-from .moment import decayed, load_moment, load_scale, store_moment
-from .table import run_step
-from .tiles import load_floats, store_floats, tile_of
+from . import step_table as st
+from .block_state import dequantize, load_moment, load_scale, store_moment
+from .launch_step import step_in_one_pass
+from .tile import load_floats, store_floats, tile_of
 
 # Words of a group.
-_BETA1 = mt.word_of(LION_STEP, "beta1")
-_BETA2 = mt.word_of(LION_STEP, "beta2")
-_WEIGHT_DECAY = mt.word_of(LION_STEP, "weight_decay")
-_MAXIMIZE = mt.word_of(LION_STEP, "maximize")
-# A word of a tensor's scalars, beside those of multi_tensor.py.
+_BETA1 = st.word_of(LION_STEP, "beta1")
+_BETA2 = st.word_of(LION_STEP, "beta2")
+_WEIGHT_DECAY = st.word_of(LION_STEP, "weight_decay")
+_MAXIMIZE = st.word_of(LION_STEP, "maximize")
+# A word of a tensor's scalars (LionScalars in csrc/core/lion.h), beside those of step_table.py.
 _LR = tl.constexpr(5)
 
 
@@ -28,79 +28,87 @@ def sign(x):
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lion_prologue(table, scalars, groups, tensors):
-    """Leaves each tensor's scalars (``LionScalars`` in csrc/core/lion.h) for the main kernel."""
-    columns, t, mask = mt.tensors_of_program(table, groups, tensors)
-    at = mt.group_of(table, columns, tensors, t, mask)
-    lr = mt.read_number(at, mask)
-    beta1 = mt.read_fp64(at + _BETA1, mask)
-    beta2 = mt.read_fp64(at + _BETA2, mask)
-    weight_decay = mt.read_fp64(at + _WEIGHT_DECAY, mask)
-    maximize = mt.read_fp64(at + _MAXIMIZE, mask) != 0.0
-    factor = mt.gradient_factor(table)
+    """Computes each tensor's scalars."""
+    columns, t, mask = st.tensors_of_program(table, groups, tensors)
+    at = st.group_of(table, columns, tensors, t, mask)
+    lr = st.read_scalar(at, mask)
+    beta1 = st.read_fp64(at + _BETA1, mask)
+    beta2 = st.read_fp64(at + _BETA2, mask)
+    weight_decay = st.read_fp64(at + _WEIGHT_DECAY, mask)
+    maximize = st.read_fp64(at + _MAXIMIZE, mask) != 0.0
+    factor = st.gradient_factor(table)
 
-    out = scalars + t * mt.SCALARS
-    tl.store(out + mt.GRAD_FACTOR, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
-    tl.store(out + mt.BETA1, beta1.to(tl.float32), mask=mask)
-    tl.store(out + mt.ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32), mask=mask)
-    tl.store(out + mt.BETA2, beta2.to(tl.float32), mask=mask)
-    tl.store(out + mt.ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32), mask=mask)
+    out = scalars + t * st.SCALARS
+    tl.store(out + st.GRAD_FACTOR, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
+    tl.store(out + st.BETA1, beta1.to(tl.float32), mask=mask)
+    tl.store(out + st.ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(out + st.BETA2, beta2.to(tl.float32), mask=mask)
+    tl.store(out + st.ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32), mask=mask)
     tl.store(out + _LR, lr.to(tl.float32), mask=mask)
-    tl.store(out + mt.DECAY, (1.0 - lr * weight_decay).to(tl.float32), mask=mask)
-    tl.store(out + mt.RUN, tl.where(mt.skipped(table), 0.0, 1.0), mask=mask)
+    tl.store(out + st.DECAY, (1.0 - lr * weight_decay).to(tl.float32), mask=mask)
+    tl.store(out + st.RUN, tl.where(st.skipped(table), 0.0, 1.0), mask=mask)
 
 
 @triton.jit
 def lion_addresses(word, grad, tensors):
-    """Of a tensor with one moment: the parameter's, the gradient's, the moment's and its scales'."""
+    """The addresses of a tensor with one moment: parameter, gradient, moment, scales."""
     return (
-        tl.load(word + mt.PARAM * tensors),
+        tl.load(word + st.PARAM * tensors),
         grad,
-        tl.load(word + mt.EXP_AVG * tensors),
-        tl.load(word + mt.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + st.EXP_AVG * tensors),
+        tl.load(word + st.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
     )
 
 
 @triton.jit
 def lion_load(
-    addresses, grad_factor, tile, KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr, VECTOR: tl.constexpr
+    addresses,
+    grad_factor,
+    tile,
+    KIND: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """p, g, the moment as it is stored, and its scale."""
+    """Loads a tile; returns p, g, the moment as it is stored, and its scale."""
     param, grad, exp_avg, scales = addresses
-    p = load_floats(param, tile, P, VECTOR)
-    g = load_floats(grad, tile, G, VECTOR)
+    p = load_floats(param, tile, PARAM_DTYPE, VECTOR)
+    g = load_floats(grad, tile, GRAD_DTYPE, VECTOR)
     m = load_moment(exp_avg, tile, KIND, True, VECTOR)
     scale = load_scale(scales, tile, KIND)
     return p.to(tl.float32), g.to(tl.float32) * grad_factor, m, scale
 
 
 @triton.jit
-def lion_store(p, m, addresses, tile, tables, KIND: tl.constexpr, P: tl.constexpr, VECTOR: tl.constexpr):
+def lion_store(
+    p, m, addresses, tile, tables, KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr
+):
     param, _, exp_avg, scales = addresses
-    store_floats(p, param, tile, P, VECTOR)
+    store_floats(p, param, tile, PARAM_DTYPE, VECTOR)
     store_moment(m, exp_avg, scales, 0.5, tile, tables, KIND, True, VECTOR)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
-def lion_kernel(
+def lion_tiles(
     table, scalars, tables, groups, tensors, first, count,
-    KIND: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    tensor, word, grad, layout, first_tile = mt.find_work(table, groups, tensors, first, count, TILES)
-    s = scalars + tensor * mt.SCALARS
-    addresses, grad_factor = lion_addresses(word, grad, tensors), tl.load(s + mt.GRAD_FACTOR)
-    beta1, one_minus_beta1 = tl.load(s + mt.BETA1), tl.load(s + mt.ONE_MINUS_BETA1)
-    beta2, one_minus_beta2 = tl.load(s + mt.BETA2), tl.load(s + mt.ONE_MINUS_BETA2)
-    lr, decay = tl.load(s + _LR), tl.load(s + mt.DECAY)
-    for i in range(0, mt.tiles_if(s + mt.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
+    tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
+    s = scalars + tensor * st.SCALARS
+    addresses, grad_factor = lion_addresses(word, grad, tensors), tl.load(s + st.GRAD_FACTOR)
+    beta1, one_minus_beta1 = tl.load(s + st.BETA1), tl.load(s + st.ONE_MINUS_BETA1)
+    beta2, one_minus_beta2 = tl.load(s + st.BETA2), tl.load(s + st.ONE_MINUS_BETA2)
+    lr, decay = tl.load(s + _LR), tl.load(s + st.DECAY)
+    for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, P, G, VECTOR)
-        m = decayed(m, scale, 1.0, tables, KIND, True)
+        p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
+        m = dequantize(m, scale, 1.0, tables, KIND, True)
         p = p * decay - lr * sign(beta1 * m + one_minus_beta1 * g)
         m = beta2 * m + one_minus_beta2 * g
-        lion_store(p, m, addresses, tile, tables, KIND, P, VECTOR)
+        lion_store(p, m, addresses, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lion_step_(args: StepArgs) -> None:
     """The op behind Lion."""
-    run_step(LION_STEP, args, lion_prologue, lion_kernel)
+    step_in_one_pass(LION_STEP, args, lion_prologue, lion_tiles)

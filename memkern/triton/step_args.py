@@ -1,4 +1,4 @@
-"""The arguments of a step: their words in the step's table, and what tells that nothing moved since the last step."""
+"""The arguments of a step: their words in the step's table, and what is compared with the step before."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from torch import Tensor
 
 from ..reference import state
 from ..schemas import StepArgs, StepOp
-from . import multi_tensor as mt
+from . import step_table as st
 
 
 def bits(x: float) -> int:
     return struct.unpack("q", struct.pack("d", x))[0]
 
 
-def number(x: Tensor | None, name: str, device: torch.device) -> list[int]:
-    """Two words for a number. One on the device is read there, by the kernel; one on the host is read here."""
+def scalar_words(x: Tensor | None, name: str, device: torch.device) -> list[int]:
+    """The two words of a scalar argument. On the device it is read by the kernels; on the CPU it is read here."""
     if x is None:
-        return [0, mt.ABSENT.value]
+        return [0, st.ABSENT.value]
     if x.numel() != 1 or x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"{name} must be a float32 or float64 tensor of one element, got {x.dtype} of shape {tuple(x.shape)}"
         )
     if x.device == device:
-        return [x.data_ptr(), (mt.AT_FP32 if x.dtype == torch.float32 else mt.AT_FP64).value]
+        return [x.data_ptr(), (st.AT_FP32 if x.dtype == torch.float32 else st.AT_FP64).value]
     if x.device.type != "cpu":
         raise ValueError(f"{name} must be on {device} or on the CPU, got {x.device}")
-    return [bits(float(x)), mt.VALUE.value]
+    return [bits(float(x)), st.VALUE.value]
 
 
-def front_words(args: StepArgs, device: torch.device) -> list[int]:
+def header_and_group_words(args: StepArgs, device: torch.device) -> list[int]:
     """The header and the groups."""
-    front = number(args.grad_scale, "grad_scale", device)
-    front += number(args.found_inf, "found_inf", device)
-    front += number(args.grad_norm, "grad_norm", device)
-    front += [bits(args.max_grad_norm), 0]
+    words = scalar_words(args.grad_scale, "grad_scale", device)
+    words += scalar_words(args.found_inf, "found_inf", device)
+    words += scalar_words(args.grad_norm, "grad_norm", device)
+    words += [bits(args.max_grad_norm), 0]
     width = len(args.hyperparameters) // max(1, len(args.lr))
-    padding = [0] * (mt.GROUP_WORDS.value - mt.LR_WORDS.value - width)
+    padding = [0] * (st.GROUP_WORDS.value - st.LR_WORDS.value - width)
     for i, lr in enumerate(args.lr):
-        front += number(lr, "lr", device)
-        front += map(bits, args.hyperparameters[i * width : (i + 1) * width])
-        front += padding
-    return front
+        words += scalar_words(lr, "lr", device)
+        words += map(bits, args.hyperparameters[i * width : (i + 1) * width])
+        words += padding
+    return words
 
 
 def signature_of(args: StepArgs) -> tuple[Any, ...]:
-    """What a plan depends on, but for addresses. Few objects: 1,000 shapes a step set off the garbage collector."""
+    """What a plan depends on, except addresses. Few objects: 1,000 shapes a step would start the garbage collector."""
     both = args.params, args.grads
     contiguous = [[*map(Tensor.is_contiguous, tensors)] for tensors in both]
     return (
-        # Not the states' dtypes: where one turns from codes to fp32, its scale goes, and so the list of addresses.
+        # States' dtypes are not needed: a state that becomes fp32 has no scale, so that the list of addresses differs.
         [[x.dtype for x in tensors] for tensors in both],
         [[*map(Tensor.numel, tensors)] for tensors in both],
         contiguous,

@@ -37,7 +37,7 @@ from tests.support.helpers import (
 )
 from tests.support.op_helpers import step_args as op_args
 from tests.support.simt import build, drive
-from tests.support.simt.drive import compare_codecs, compare_steps, scaler, step_args, twin
+from tests.support.simt.drive import cloned, compare_codecs, compare_steps, scaler, step_args
 
 pytestmark = [
     pytest.mark.full,
@@ -214,10 +214,10 @@ def test_norm(scale: float | None, order: str, monkeypatch: pytest.MonkeyPatch) 
 @over_steps
 def test_numbers_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """lr and a GradScaler's tensors may be on the CPU: their values are then part of the table."""
-    monkeypatch.setenv("SIMT_HOST_NUMBERS", "1")
+    monkeypatch.setenv("SIMT_HOST_SCALARS", "1")
     layouts = ("odd", "one element", "whole blocks")
     args = step_args(name, layouts=layouts)._replace(**scaler())
-    expected = twin(args)
+    expected = cloned(args)
     for step in range(3):
         args.lr[0].mul_(0.5)
         getattr(torch.ops.memkern_simt, name)(*args)
@@ -229,7 +229,7 @@ def test_numbers_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 @over_steps
 def test_a_step_is_skipped_whole(name: str) -> None:
     args = step_args(name)._replace(**scaler(found_inf=torch.tensor(1.0)))
-    before = twin(args)
+    before = cloned(args)
     getattr(torch.ops.memkern_simt, name)(*args)
     assert_same([*args], [*before])
 
@@ -239,7 +239,7 @@ def test_optimizers_take_turns(name: str) -> None:
     """Two with the same first parameter and as many tensors share a place in memory, and neither sees the other's."""
     one, other = step_args(name), step_args(name, codec=(1, 0))
     other = other._replace(params=[one.params[0], *other.params[1:]])
-    expected = [twin(one), twin(other)]
+    expected = [cloned(one), cloned(other)]
     expected[1] = expected[1]._replace(params=[expected[0].params[0], *expected[1].params[1:]])
     for _ in range(2):
         for args, same in zip((one, other), expected, strict=True):
@@ -268,7 +268,7 @@ def test_launches_are_few_whatever_the_number_of_tensors(
     n: int, graph: CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = many(n)
-    expected = twin(args)
+    expected = cloned(args)
     torch.ops.memkern_simt.lion_step_(*args)  # the table is new: as many launches as it has chunks
     # zero_grad(set_to_none=True): new gradients at every step.
     args = args._replace(grads=[g.clone() for g in args.grads])
@@ -287,7 +287,7 @@ def test_launches_are_few_whatever_the_number_of_tensors(
 def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     args = step_args(name)._replace(**scaler())
     step_, reference_step = getattr(torch.ops.memkern_simt, name), getattr(reference, name)
-    expected = twin(args)._replace(lr=args.lr, found_inf=args.found_inf)
+    expected = cloned(args)._replace(lr=args.lr, found_inf=args.found_inf)
 
     def compare(what: str, grads: list[Tensor]) -> None:
         now = expected._replace(grads=grads)
@@ -322,7 +322,7 @@ def test_a_graph_replays_while_lr_changes(name: str, graph: CDLL, monkeypatch: p
 def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
     override = BAD_STEPS[case]
     args = op_args(name, ["codes", "codes"], **override)
-    before = twin([a for a in args if isinstance(a, list)])
+    before = cloned([a for a in args if isinstance(a, list)])
     with pytest.raises(RuntimeError):
         getattr(torch.ops.memkern_simt, name)(*args)
     assert_same([a for a in args if isinstance(a, list)], before)

@@ -91,7 +91,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 )
 def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dtype) -> None:
     args = drive.step_args(name, param, grad)._replace(**drive.scaler())
-    expected = drive.twin(args)
+    expected = drive.cloned(args)
     for step in range(2):
         compiled.step(name, args)
         getattr(reference, name)(expected)
@@ -104,7 +104,7 @@ def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dt
 @pytest.mark.parametrize("block_size", [24, 1024])
 def test_blocks_of_other_sizes(compiled: Compiled, block_size: int) -> None:
     args = drive.step_args("adam_step_", block_size=block_size, layouts=SOME_LAYOUTS[:3])
-    expected = drive.twin(args)
+    expected = drive.cloned(args)
     compiled.step("adam_step_", args)
     reference.adam_step_(expected)
     assert_same([*args], [*expected])
@@ -121,7 +121,7 @@ def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name
         if zeros:
             args.grads[0][::2] = 0.0
             args.params[0].view(-1)[::3] = -0.0
-        expected = drive.twin(args)
+        expected = drive.cloned(args)
         before = sum((k.executed for _, k in program.kernels.values()), Counter())
         for step in range(2):
             compiled.step(name, args)

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 import memkern.triton
-from memkern.triton import adam, lion, table
+from memkern.triton import adam, lion, tensor_table
 from tests.gpu.triton_steps import MIXED, arguments
 
 
@@ -56,7 +56,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
     monkeypatch.setattr(driver, "_active", noting)
 
     def forget() -> None:  # what was compiled with one driver is of no use with another
-        table._plans.clear()
+        tensor_table._plans.clear()
         for kernel in (k for module in (adam, lion) for k in vars(module).values()):
             if isinstance(kernel, jit.JITFunction):
                 kernel.device_caches.clear()
@@ -78,7 +78,7 @@ SIZES = {
 def test_launches_do_not_grow_with_tensors(noted: NotingDriver, tensors: str, launches: int) -> None:
     memkern.triton.adam_step_(arguments("adam_step_", SIZES[tensors], codec=[0, 0]))
     assert len(noted.launched) == launches
-    assert [name for name, *_ in noted.launched] == ["adam_prologue", *["adam_kernel"] * (launches - 1)]
+    assert [name for name, *_ in noted.launched] == ["adam_prologue", *["adam_tiles"] * (launches - 1)]
 
 
 def test_later_steps_launch_the_same(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:

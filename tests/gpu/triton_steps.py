@@ -17,7 +17,7 @@ import memkern.triton
 from memkern import reference
 from memkern.quant.layout import layer_count
 from memkern.schemas import STEP_OPS, StepArgs
-from memkern.triton import table
+from memkern.triton import tensor_table
 from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 from tests.support.interpreted import interpreted
 from tests.support.step_lists import pack
@@ -191,11 +191,11 @@ def test_grad_norm(tensors: str, scale: float | None) -> None:
 def test_a_plan_is_kept_while_nothing_moves() -> None:
     args = arguments("lion_step_", MIXED)
     memkern.triton.lion_step_(args)
-    plans = [*table._plans.values()]
+    plans = [*tensor_table._plans.values()]
     args = args._replace(grads=[x.clone() for x in args.grads])  # gradients move all the time
     args.hyperparameters[0] *= 0.5
     memkern.triton.lion_step_(args)
-    assert [*table._plans.values()] == plans
+    assert [*tensor_table._plans.values()] == plans
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -234,9 +234,9 @@ def test_a_plan_follows_what_changes(change: str) -> None:
 
 
 def test_plans_are_bounded() -> None:
-    for _ in range(table.MAX_PLANS + 3):
+    for _ in range(tensor_table.MAX_PLANS + 3):
         memkern.triton.lion_step_(arguments("lion_step_", MIXED[4:5]))
-    assert len(table._plans) <= table.MAX_PLANS
+    assert len(tensor_table._plans) <= tensor_table.MAX_PLANS
 
 
 # ---- graphs
@@ -248,22 +248,24 @@ class Graph:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes: list[Any] = []
         self.patch = monkeypatch
-        monkeypatch.setattr(table, "is_remote", lambda device: True)
+        monkeypatch.setattr(tensor_table, "is_remote", lambda device: True)
 
     def capture(self, step: Any) -> None:
-        upload, launch = table.Room.upload, table.Launch.__call__
+        upload, launch = tensor_table.DeviceTable.upload, tensor_table.Launch.__call__
         with self.patch.context() as patch:
-            patch.setattr(table, "is_capturing", lambda device: True)
-            patch.setattr(table.Launch, "__call__", lambda *args: self.nodes.append((launch, args)))
+            patch.setattr(tensor_table, "is_capturing", lambda device: True)
+            patch.setattr(tensor_table.Launch, "__call__", lambda *args: self.nodes.append((launch, args)))
 
-            def copied(room: table.Room, begin: int, values: Any, source: Tensor | None = None) -> None:
+            def copied(
+                memory: tensor_table.DeviceTable, begin: int, values: Any, source: Tensor | None = None
+            ) -> None:
                 assert source is not None, "pinned memory cannot be allocated in a capture"
-                upload(room, begin, values, source)
-                target = room.table[begin : begin + len(source)]
+                upload(memory, begin, values, source)
+                target = memory.table[begin : begin + len(source)]
                 target.fill_(-1)  # the copy is recorded, not made
                 self.nodes.append((lambda target, source: target.copy_(source), (target, source)))
 
-            patch.setattr(table.Room, "upload", copied)
+            patch.setattr(tensor_table.DeviceTable, "upload", copied)
             step()
 
     def replay(self) -> None:
@@ -275,7 +277,7 @@ class Graph:
 def test_a_replay_depends_on_nothing_that_eager_steps_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, op = Graph(monkeypatch), getattr(memkern.triton, name)
     args, expected = (arguments(name, MIXED, scaler=0.0, grad_norm=3.7) for _ in range(2))
-    table._spares.clear()
+    tensor_table._spares.clear()
     with pytest.raises(RuntimeError, match="run one such step before each capture"):
         graph.capture(lambda: op(args))
     op(args)

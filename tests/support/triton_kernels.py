@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import ACTIVATIONS
-from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, layers, lion
+from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, lion, trust_ratio
 from memkern.triton.launch import TILE, rows_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -41,8 +41,8 @@ def tile(kind: int, p: Any, g: Any, block: int = 128, vector: int = 0, flat: boo
     widest = FP32 in (p, g) or kind == PLAIN
     return {
         "KIND": kind,
-        "P": p,
-        "G": g,
+        "PARAM_DTYPE": p,
+        "GRAD_DTYPE": g,
         "TILES": 8,
         "ROWS": rows_of(block),
         "BLOCK_SIZE": block,
@@ -109,31 +109,31 @@ def _blockwise(name: str, kernel: Any, codec: int, signed: bool, dtype: str, vec
 
 def _norm(g: Any, vector: int) -> Variant:
     constants = tile(PLAIN, g, g, vector=vector)
-    return Variant(grad_norm.squares_kernel, constants, {}, 1024, vector > 1)
+    return Variant(grad_norm.norm_tiles, constants, {}, 1024, vector > 1)
 
 
 KERNELS: dict[str, Variant] = {
-    **_steps("adam", adam.adam_kernel),
+    **_steps("adam", adam.adam_tiles),
     "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
-    **_steps("lion", lion.lion_kernel),
+    **_steps("lion", lion.lion_tiles),
     "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
-    **_steps("lamb", lamb.lamb_kernel, USUAL),
-    **_steps("lamb norms", lamb.lamb_norms, USUAL),
+    **_steps("lamb", lamb.lamb_tiles, USUAL),
+    **_steps("lamb norms", lamb.lamb_norm_tiles, USUAL),
     "lamb: prologue": Variant(lamb.lamb_prologue, {}, {}, 0, True),
     "lamb: ratios": Variant(lamb.lamb_ratios, {}, {}, 0, True),
-    **_steps("lars", lars.lars_kernel, USUAL),
-    **_steps("lars norms", lars.lars_norms, USUAL),
+    **_steps("lars", lars.lars_tiles, USUAL),
+    **_steps("lars norms", lars.lars_norm_tiles, USUAL),
     "lars: prologue": Variant(lars.lars_prologue, {}, {}, 0, False),
     "lars: ratios": Variant(lars.lars_ratios, {}, {}, 0, False),
-    "layers: count of steps": Variant(layers.count_steps, {}, {}, 0, True),
+    "layers: count of steps": Variant(trust_ratio.increment_steps, {}, {}, 0, True),
     "norm: squares, fp32": _norm(FP32, 4),
     "norm: squares, bf16, unaligned": _norm(BF16, 1),
-    "norm: sum": Variant(grad_norm.norm_kernel, {}, {}, 0, True),
+    "norm: sum": Variant(grad_norm.norm_total, {}, {}, 0, True),
     **{
         f"{name}: {text}": _blockwise(name, kernel, codec, signed, dtype, vector)
         for name, kernel in (
-            ("quantize", blockwise.quantize_kernel),
-            ("dequantize", blockwise.dequantize_kernel),
+            ("quantize", blockwise.quantize_tiles),
+            ("dequantize", blockwise.dequantize_tiles),
         )
         for text, codec, signed, dtype, vector in (
             ("power, signed, fp32", POWER, True, "fp32", 4),
@@ -162,7 +162,7 @@ def _activation(kernel: Any, constants: dict[str, Any], dtype: str, vector: int,
 KERNELS |= {
     **{
         f"few_bit: {name}, {dtype}": _activation(
-            activation.encode_kernel,
+            activation.encode_vectors,
             {**TABLE, "A": 1.0, "B": 20.0, "FN": fn},
             dtype,
             vector,
@@ -175,10 +175,10 @@ KERNELS |= {
     **{
         f"few_bit: {name}, {dtype}": _activation(kernel, constants, dtype, vector, dtype == "bf16")
         for name, kernel, constants in (
-            ("backward", activation.levels_kernel, {"LEVELS": GELU.levels, "BITS": 3}),
+            ("backward", activation.multiply_by_levels, {"LEVELS": GELU.levels, "BITS": 3}),
             (
                 "backward from output",
-                activation.valley_kernel,
+                activation.multiply_by_valley,
                 {
                     "MINIMUM": VALLEY.minimum,
                     "FALLING": VALLEY.falling,

@@ -29,7 +29,7 @@ def stepped(machine: Machine, name: str, args: Any, device: int = 0, steps: int 
     from tests.support.helpers import assert_same
     from tests.support.simt import drive
 
-    there, expected = machine.to_device(args, device), drive.twin(args)
+    there, expected = machine.to_device(args, device), drive.cloned(args)
     for step in range(steps):
         getattr(machine.ops, name)(*there)
         getattr(reference, name)(expected)
@@ -220,7 +220,7 @@ def numbers_on_the_host_are_read_at_every_step(machine: Machine) -> None:
     from tests.support.simt import drive
 
     args = small("lamb_step_")
-    there, expected = machine.to_device(args)._replace(lr=args.lr), drive.twin(args)
+    there, expected = machine.to_device(args)._replace(lr=args.lr), drive.cloned(args)
     for step in range(3):
         machine.ops.lamb_step_(*there)
         reference.lamb_step_(expected)
@@ -253,7 +253,7 @@ def a_capture_records_and_replays(machine: Machine) -> None:
 
     for name in ("adam_step_", "lars_step_"):
         args, stream = small(name), machine.new_stream()
-        there, expected = machine.to_device(args), drive.twin(args)
+        there, expected = machine.to_device(args), drive.cloned(args)
         machine.use_stream(stream)
         machine.graph.clear()
         machine.capture(stream, True)

@@ -108,21 +108,21 @@ def scaler(**override: Any) -> dict[str, Any]:
     } | override
 
 
-def twin(args: Any) -> Any:
+def cloned(args: Any) -> Any:
     """A copy of an op's arguments that shares nothing with them and lies in memory alike."""
     if isinstance(args, dict):
-        return {key: twin(value) for key, value in args.items()}
+        return {key: cloned(value) for key, value in args.items()}
     if isinstance(args, StepArgs):
-        return StepArgs(*map(twin, args))
+        return StepArgs(*map(cloned, args))
     if isinstance(args, (list, tuple)):
-        return [twin(value) for value in args]
+        return [cloned(value) for value in args]
     return copy.deepcopy(args)  # a tensor with its storage, so at the same offset
 
 
 def compare_steps(name: str, args: StepArgs, options: dict[str, Any], steps: int = 2) -> None:
     """Some steps of the kernels and of the reference, equal in every bit after each."""
     args = args._replace(**options)
-    expected = twin(args)
+    expected = cloned(args)
     dtype = args.grads[0].dtype
     for step in range(steps):
         getattr(torch.ops.memkern_simt, name)(*args)

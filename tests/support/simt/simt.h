@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the CPU: csrc/cuda/ compiled by g++, one fiber per CUDA thread (x86-64, Linux).
 //
-// Barriers and warp operations are real meetings of fibers: a thread that does not come, or comes with another mask or
-// operation, stops the program with a message. SIMT_ORDER=fwd|rev|rand sets the order in which threads run, so that
+// At barriers and warp operations fibers wait for each other: a thread that does not arrive, or arrives with another mask
+// or operation, stops the program with a message. SIMT_ORDER=fwd|rev|rand sets the order in which threads run, so that
 // what depends on it differs from run to run. Blocks run one after another; __shared__ is a static variable.
 // SIMT_CAPTURE records launches instead of running them, like a CUDA graph; simt::replay() runs them.
 #pragma once
@@ -108,7 +108,7 @@ inline uint64_t meet(Operation operation, unsigned mask, uint64_t value, int arg
   return self().out;
 }
 
-// Lets the lanes of a warp go on where all that are named have come to the same operation.
+// Releases the lanes of a warp once all lanes of the mask have arrived at the same operation.
 inline void resolve(unsigned first) {
   const unsigned lanes = std::min<unsigned>(kWarp, machine.fibers.size() - first);
   Fiber* warp = &machine.fibers[first];
@@ -153,7 +153,7 @@ struct Order {
   unsigned next(unsigned i, unsigned n) const {
     if (!random) return reversed ? n - 1 - i : i;
     machine.seed = machine.seed * 1664525u + 1013904223u;
-    return (i + (machine.seed >> 16)) % n;  // some come twice, some wait for the next round
+    return (i + (machine.seed >> 16)) % n;  // some run twice in a round, others not at all
   }
 };
 
@@ -202,8 +202,8 @@ inline void run(const std::function<void()>& body, int64_t blocks, int threads) 
   }
 }
 
-// Whether tensors of one number count as the host's, and not as the device's.
-inline bool host_numbers() { return std::getenv("SIMT_HOST_NUMBERS") != nullptr; }
+// Whether one-element tensors are treated as on the host, where the op reads them, or as on the device.
+inline bool scalars_on_host() { return std::getenv("SIMT_HOST_SCALARS") != nullptr; }
 
 inline bool capturing() { return std::getenv("SIMT_CAPTURE") != nullptr; }
 inline void replay() {
@@ -266,7 +266,7 @@ inline float __fadd_rd(float a, float b) {
   return nearest > sum ? std::nextafterf(nearest, -INFINITY) : nearest;
 }
 
-// ---- what memkern's own csrc/cuda/device.cuh asks of PTX
+// ---- the instructions that csrc/cuda/device.cuh has in PTX
 
 namespace memkern {
 
@@ -280,7 +280,7 @@ inline uint32_t to_fp16x2(float low, float high) {
   return to_fp16(low).bits | static_cast<uint32_t>(to_fp16(high).bits) << 16;
 }
 inline float fp16_to_float(uint32_t bits) { return to_float(fp16{static_cast<uint16_t>(bits)}); }
-// As wrong as the GPU's may be: the next number below or above the root, now the one and now the other.
+// With errors as a GPU may have them: the next float below or above the root, alternating.
 inline float approximate_sqrt(float x) {
   if (!(x >= 0x1p-126f)) return x != x || x < 0 ? NAN : 0.0f;
   const float root = std::sqrt(x);

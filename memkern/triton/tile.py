@@ -58,7 +58,7 @@ def float_pointer(address, start, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
-    """Of tile ``index``: its first element, the elements' offsets from there and mask, its blocks and their mask."""
+    """Tile ``index``: its first element, the elements' offsets from there and their mask, its blocks and their mask."""
     numel, segment, block, per_segment, blocks = layout
     first = index.to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -72,17 +72,18 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
             left = tl.multiple_of(left, VECTOR)
         mask = offset < left
     else:
-        # A tile's blocks are adjacent in memory, so that offsets from the first fit in 32 bits, and so does a product
-        # that wraps around modulo 2^32.
-        within = first % per_segment
-        start = first // per_segment * segment + within * block
-        per_row = per_segment.to(tl.int32)
-        place = within.to(tl.int32) + row
-        rows = place // per_row
-        place -= rows * per_row
-        begin = rows * segment.to(tl.int32) + place * block.to(tl.int32) - (within * block).to(tl.int32)
+        # A tile's blocks are adjacent in memory, so offsets from the first fit in 32 bits, even if a product on the way
+        # wraps around modulo 2^32.
+        first_in_segment = first % per_segment
+        first_offset = first_in_segment * block
+        start = first // per_segment * segment + first_offset
+        per_segment32 = per_segment.to(tl.int32)
+        in_segment = first_in_segment.to(tl.int32) + row
+        segments = in_segment // per_segment32
+        in_segment -= segments * per_segment32
+        begin = segments * segment.to(tl.int32) + in_segment * block.to(tl.int32) - first_offset.to(tl.int32)
         last = (segment - (per_segment - 1) * block).to(tl.int32)
-        length = tl.where(place == per_row - 1, last, block.to(tl.int32))
+        length = tl.where(in_segment == per_segment32 - 1, last, block.to(tl.int32))
         length = tl.where(row_mask, length, 0)
         if VECTOR > 1:
             start = tl.multiple_of(start, VECTOR)

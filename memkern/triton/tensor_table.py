@@ -1,4 +1,4 @@
-"""The host side of a step on many tensors: its table on the device (layout: ``multi_tensor.py``) and its launches.
+"""The host side of a step on many tensors: its table on the device (layout: ``step_table.py``) and its launches.
 
 A plan is cached from step to step: it assigns tensors to launches and holds the table's columns. Every step compares
 addresses, dtypes, shapes and groups with the plan's, and makes a new plan where one differs. The header, the groups and
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from ..quant.layout import FLOATS, BlockLayout, layout_of
-from ..schemas import StepArgs, StepOp
-from . import multi_tensor as mt
-from .codec import FP32, dynamic_tables
-from .launch import OPTIONS, cdiv, guard, is_capturing, is_remote, options_of, rows_of, stream_of
-from .step_args import addresses_of, check_step, front_words, signature_of
-from .tiles import is_flat, next_power_of_two, vector_of
+from ..schemas import StepArgs
+from . import step_table as st
+from .codec import FP32
+from .launch import OPTIONS, cdiv, is_capturing, is_remote, options_of, rows_of, stream_of
+from .step_args import addresses_of, header_and_group_words, signature_of
+from .tile import is_flat, next_power_of_two, vector_of
 
 FLAT_BLOCK = 128  # BLOCK_SIZE of tensors with fp32 states, which have no quantization blocks
 MAX_PLANS = 64
 CONSTANTS = (
     "KIND",
-    "P",
-    "G",
+    "PARAM_DTYPE",
+    "GRAD_DTYPE",
     "TILES",
     "ROWS",
     "BLOCK_SIZE",
@@ -45,7 +45,7 @@ class Launch:
 
     programs: int
     first: int = 0
-    members: int = 0
+    count: int = 0
     programs_before: int = 0  # of all launches before
     constants: dict[str, Any] = field(default_factory=dict)  # of the kernel, in the order of its parameters
     options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
@@ -64,12 +64,12 @@ class Launch:
 # ---- memory
 
 
-class Room:
+class DeviceTable:
     """Device memory of a plan, and pinned memory for its upload inside a CUDA graph."""
 
     def __init__(self, words: int, tensors: int, sums: int, device: torch.device) -> None:
         self.table = torch.empty(words, dtype=torch.int64, device=device)
-        self.scalars = torch.empty(tensors * mt.SCALARS.value, dtype=torch.float32, device=device)
+        self.scalars = torch.empty(tensors * st.SCALARS.value, dtype=torch.float32, device=device)
         self.sums = torch.empty(sums, dtype=torch.float64, device=device)
         self.pinned = _pinned(words, device)
 
@@ -90,7 +90,7 @@ def _pinned(words: int, device: torch.device) -> Tensor:
 
 
 class Plan:
-    """``sizes`` and ``room``: the kernels' arguments. ``prologue``, ``launches`` and ``reductions``: their launches."""
+    """A step's table and launches. ``sizes`` and ``memory``: arguments of all kernels."""
 
     def __init__(
         self,
@@ -101,20 +101,19 @@ class Plan:
         sums_per_program: int,
     ) -> None:
         self.signature, self.addresses = signature, addresses
-        self.front: list[int] = []
+        self.header_and_groups: list[int] = []
         self.moments = len(args.moments) // max(1, len(args.params))
         self.grads = [g.data_ptr() for g in args.grads]
         self.sizes = len(args.lr), len(args.grads)  # groups, tensors
-        self.prologue = Launch(cdiv(len(args.grads), mt.PROLOGUE_TENSORS.value))
+        self.prologue = Launch(cdiv(len(args.grads), st.PROLOGUE_TENSORS.value))
         self.launches: list[Launch] = []
-        self.reductions: list[
-            Launch
-        ] = []  # of LAMB and LARS: a program for each tensor of a launch adds its sums
+        # Of LAMB and LARS, one for each of the launches: a program for each of its tensors adds that tensor's sums.
+        self.reductions: list[Launch] = []
         self.columns = self._columns(args, tiles)
-        self.grads_at = mt.HEADER_WORDS.value + self.sizes[0] * mt.GROUP_WORDS.value
+        self.grads_at = st.HEADER_WORDS.value + self.sizes[0] * st.GROUP_WORDS.value
         words = self.grads_at + len(self.grads) + len(self.columns)
-        self.room_sizes = words, len(self.grads), sums_per_program * sum(x.programs for x in self.launches)
-        self.room: Room
+        self.memory_sizes = words, len(self.grads), sums_per_program * sum(x.programs for x in self.launches)
+        self.memory: DeviceTable
 
     def _columns(self, args: StepArgs, tiles: int) -> list[int]:
         n = len(args.grads)
@@ -203,7 +202,7 @@ class Plan:
 _plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 # Plans of captured CUDA graphs. A graph may be replayed at any later time, so they are never freed and never reused.
 _captured: list[Plan] = []
-_spares: dict[tuple[Any, ...], Room] = {}
+_spares: dict[tuple[Any, ...], DeviceTable] = {}
 
 
 def plan_for(
@@ -217,7 +216,7 @@ def plan_for(
     """The plan of a step, cached or new, with its table on the device up to date.
 
     ``check`` raises unless the arguments fit together; it is called for a new plan only, before anything is changed.
-    ``tiles``: that one program works on, all of one tensor. ``sums_per_program``: fp64 words of ``room.sums``.
+    ``tiles``: that one program works on, all of one tensor. ``sums_per_program``: fp64 words of ``memory.sums``.
     """
     signature, addresses = signature_of(args), addresses_of(args)
     grads = [*map(Tensor.data_ptr, args.grads)]
@@ -232,28 +231,28 @@ def plan_for(
         or (plan.grads != grads and any((a ^ b) % 16 for a, b in zip(plan.grads, grads, strict=True)))
     ):
         check()
-        front = front_words(args, device)
+        words = header_and_group_words(args, device)
         plan = Plan(args, signature, addresses, tiles, sums_per_program)
-        plan.room = Room(*plan.room_sizes, device)
-        plan.front = front
-        plan.room.upload(0, chain(front, grads, plan.columns))
+        plan.memory = DeviceTable(*plan.memory_sizes, device)
+        plan.header_and_groups = words
+        plan.memory.upload(0, chain(words, grads, plan.columns))
         _plans[key] = plan
         _plans.move_to_end(key)
         if len(_plans) > MAX_PLANS:
             _plans.popitem(last=False)
     else:
-        front = front_words(args, device)
+        words = header_and_group_words(args, device)
         _plans.move_to_end(key)
-        if plan.front != front:
-            plan.front = front
-            plan.room.upload(0, front)
+        if plan.header_and_groups != words:
+            plan.header_and_groups = words
+            plan.memory.upload(0, words)
         if plan.grads != grads:
             plan.grads = grads
-            plan.room.upload(plan.grads_at, grads)
+            plan.memory.upload(plan.grads_at, grads)
     if is_remote(device):
-        spare = op, device, plan.room_sizes
+        spare = op, device, plan.memory_sizes
         if spare not in _spares:
-            _spares[spare] = Room(*plan.room_sizes, device)
+            _spares[spare] = DeviceTable(*plan.memory_sizes, device)
     return plan
 
 
@@ -262,36 +261,19 @@ def _captured_plan(
 ) -> Plan:
     """A new plan, for the CUDA graph that is being captured. Its memory cannot be allocated during the capture.
 
-    So each eager step leaves a spare Room of its sizes. The upload becomes a node of the graph, from the Room's pinned
-    memory, which nothing writes afterwards.
+    So each eager step leaves a spare DeviceTable of its sizes. The upload becomes a node of the graph, from pinned
+    memory that nothing writes afterwards.
     """
     check()
-    front = front_words(args, device)
+    words = header_and_group_words(args, device)
     plan = Plan(args, *plan_args)
-    spare = op, device, plan.room_sizes
+    spare = op, device, plan.memory_sizes
     if spare not in _spares:
         raise RuntimeError(
             f"{op} has no memory prepared to capture a step of these {len(args.grads)} tensors; "
             "run one such step before each capture"
         )
-    plan.room = _spares.pop(spare)
-    plan.room.upload(0, chain(front, plan.grads, plan.columns), plan.room.pinned)
+    plan.memory = _spares.pop(spare)
+    plan.memory.upload(0, chain(words, plan.grads, plan.columns), plan.memory.pinned)
     _captured.append(plan)
     return plan
-
-
-# ---- launches
-
-
-def run_step(op: StepOp, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
-    """One step: the prologue, then a launch of ``kernel`` for each combination of constants that occurs."""
-    if not args.params:
-        check_step(op, args, torch.device("cpu"))
-        return
-    device = args.params[0].device
-    with guard(device):
-        plan = plan_for(op.name, args, device, lambda: check_step(op, args, device), tiles)
-        table, scalars, tables = plan.room.table, plan.room.scalars, dynamic_tables(device)
-        plan.prologue(prologue, table, scalars, *plan.sizes)
-        for part in plan.launches:
-            part(kernel, table, scalars, tables, *plan.sizes, part.first, part.members)

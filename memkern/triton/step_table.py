@@ -1,7 +1,8 @@
-"""Many tensors in one launch: the step's table on the device, and how a program finds its tensor there.
+"""Many tensors in one launch: the step's table on the device, and how a program finds its tensor there. Mirror:
+``csrc/cuda/step_table.cuh``.
 
-The table (``table.py`` fills it) is int64 words: a header; GROUP_WORDS for each group; the gradients' addresses; then
-a column for each of the names below, with a word for each tensor. An fp64 number is stored as its bits.
+The table (``tensor_table.py`` fills it) is int64 words: a header; GROUP_WORDS for each group; the gradients' addresses;
+then a column for each of the names below, with a word for each tensor. An fp64 number is stored as its bits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from ..quant import codec as C
 from ..schemas import StepOp
 
-# Header: three numbers (two words each: value or address, then its kind), and max_grad_norm.
+# Header: three scalar arguments (two words each: value or address, then the kind), and max_grad_norm.
 GRAD_SCALE = tl.constexpr(0)
 FOUND_INF = tl.constexpr(2)
 GRAD_NORM = tl.constexpr(4)
@@ -28,7 +29,7 @@ def word_of(op: StepOp, hyperparameter: str) -> tl.constexpr:
     return tl.constexpr(LR_WORDS.value + op.hyperparameters.index(hyperparameter))
 
 
-# The kind of a number: absent, an fp64 value, or the address of a tensor that holds it.
+# The kind of a scalar argument: absent, an fp64 value, or the address of a tensor that holds it.
 ABSENT = tl.constexpr(0)
 VALUE = tl.constexpr(1)
 AT_FP32 = tl.constexpr(2)
@@ -53,7 +54,7 @@ COUNTED_STEP = tl.constexpr(15)  # STEP of a tensor's first layer, 0 of its othe
 COLUMNS = tl.constexpr(16)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
-# A tensor's scalars, fp32, which the prologue computes. Those of several optimizers; each defines its others itself.
+# A tensor's scalars, fp32, which the prologue computes. Here those of several optimizers; others are in their modules.
 GRAD_FACTOR = tl.constexpr(0)
 BETA1 = tl.constexpr(1)
 ONE_MINUS_BETA1 = tl.constexpr(2)
@@ -62,7 +63,7 @@ ONE_MINUS_BETA2 = tl.constexpr(4)
 DECAY = tl.constexpr(8)  # 1 - lr * weight_decay where that is decoupled, else 1
 RUN = tl.constexpr(11)  # 0 where the step is skipped
 SCALARS = tl.constexpr(16)
-PROLOGUE_TENSORS = tl.constexpr(128)  # tensors a program of the prologue works on
+PROLOGUE_TENSORS = tl.constexpr(128)  # per program of the prologue
 _SEARCH = tl.constexpr(128)
 
 
@@ -116,7 +117,7 @@ def layout_of_tensor(word, tensors):
 
 @triton.jit
 def find_work(table, groups, tensors, first, count, TILES: tl.constexpr):
-    """This program's tensor, its word in the first column, its gradient's address, its layout, and the first tile."""
+    """This program's tensor, its word in the first column, its gradient's address, its layout, its first tile."""
     grads, columns = columns_of(table, groups, tensors)
     tensor, first_tile = find_tensor(columns, tensors, first, count, TILES)
     word = columns + tensor
@@ -127,7 +128,7 @@ def find_work(table, groups, tensors, first, count, TILES: tl.constexpr):
 def tiles_from(
     first_tile, layout, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """The number of tiles, from ``first_tile`` on, that a program works on: TILES, or what is left of the tensor."""
+    """The number of tiles of a program, from ``first_tile`` on: TILES, or fewer at the end of the tensor."""
     elements: tl.constexpr = ROWS * BLOCK_SIZE if FLAT else ROWS
     size = layout[0] if FLAT else layout[4]
     return tl.minimum((size + elements - 1) // elements - first_tile, TILES).to(tl.int32)
@@ -143,8 +144,8 @@ def tiles_if(
 
 
 @triton.jit
-def read_number(at, mask):
-    """fp64: the number given by the word at ``at`` and its kind, the word after it; 0 where absent."""
+def read_scalar(at, mask):
+    """A scalar argument, as fp64: the word at ``at``, and its kind in the word after it; 0 where absent."""
     word = tl.load(at, mask=mask, other=0)
     kind = tl.load(at + 1, mask=mask, other=0)
     in32 = tl.load(word.to(tl.pointer_type(tl.float32)), mask=mask & (kind == AT_FP32), other=0.0)
@@ -160,7 +161,7 @@ def read_fp64(at, mask):
 
 @triton.jit
 def power_of(beta, step):
-    """beta^step in fp64 by binary exponentiation: multiplications only. Tensors of one entry a tensor."""
+    """beta^step in fp64 by binary exponentiation, multiplications only, for an entry per tensor."""
     result = tl.full(beta.shape, 1.0, tl.float64)
     square = beta
     while tl.max(step, axis=0) > 0:
@@ -174,9 +175,9 @@ def power_of(beta, step):
 def gradient_factor(table):
     """fp64: the factor of all gradients: 1 / grad_scale, times max_grad_norm / grad_norm where that is below 1."""
     yes = tl.program_id(0) >= 0
-    factor = 1.0 / read_number(table + GRAD_SCALE, yes)
+    factor = 1.0 / read_scalar(table + GRAD_SCALE, yes)
     factor = tl.where(tl.load(table + GRAD_SCALE + 1) == ABSENT, 1.0, factor)
-    clip = read_fp64(table + MAX_GRAD_NORM, yes) / (read_number(table + GRAD_NORM, yes) + 1e-6)
+    clip = read_fp64(table + MAX_GRAD_NORM, yes) / (read_scalar(table + GRAD_NORM, yes) + 1e-6)
     unclipped = (tl.load(table + GRAD_NORM + 1) == ABSENT) | (clip >= 1.0)
     return tl.where(unclipped, factor, factor * clip)
 
@@ -184,4 +185,4 @@ def gradient_factor(table):
 @triton.jit
 def skipped(table):
     """Whether a GradScaler found a non-finite gradient: the step is then skipped whole."""
-    return read_number(table + FOUND_INF, tl.program_id(0) >= 0) != 0.0
+    return read_scalar(table + FOUND_INF, tl.program_id(0) >= 0) != 0.0

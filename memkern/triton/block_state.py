@@ -1,12 +1,12 @@
-"""Loads and dequantizes a moment, quantizes and stores it; used by all optimizers. Mirror: ``csrc/cpu/moment.h``."""
+"""Loads and dequantizes blocks of a moment, quantizes and stores them. Mirror: ``csrc/cuda/block_state.cuh``."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .codec import FP32, code_unit, decode, encode
-from .tiles import pointer
+from .codec import FP32, decode, decode_unit, encode
+from .tile import pointer
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def moment_pointer(address, start, KIND: tl.constexpr, SIGNED: tl.constexpr, VEC
 
 
 @triton.jit
-def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
+def dequantize(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """Dequantizes a tile of a moment, times ``decay``, which multiplies the scale: once per block, not per element.
 
     Unsigned power codes give w = sqrt(v).
@@ -29,7 +29,7 @@ def decayed(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
     if KIND == FP32:
         return decay * x
     else:
-        return decode(x, code_unit(scale, decay, KIND, SIGNED), tables, KIND, SIGNED)
+        return decode(x, decode_unit(scale, decay, KIND, SIGNED), tables, KIND, SIGNED)
 
 
 @triton.jit

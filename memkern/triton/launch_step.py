@@ -1,0 +1,97 @@
+"""Steps of the optimizers, from their arguments to their launches: in one pass, or in two around the trust ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quant.layout import row_count
+from ..reference.trust import check_trust_ratios
+from ..schemas import StepArgs, StepOp
+from .codec import dynamic_tables
+from .launch import guard
+from .step_args import check_step
+from .tensor_table import plan_for
+from .trust_ratio import increment_steps
+
+
+def step_in_one_pass(op: StepOp, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
+    """The prologue, then a launch of ``kernel`` for each combination of its constants that occurs."""
+    if not args.params:
+        check_step(op, args, torch.device("cpu"))
+        return
+    device = args.params[0].device
+    with guard(device):
+        plan = plan_for(op.name, args, device, lambda: check_step(op, args, device), tiles)
+        table, scalars, tables = plan.memory.table, plan.memory.scalars, dynamic_tables(device)
+        plan.prologue(prologue, table, scalars, *plan.sizes)
+        for launch in plan.launches:
+            launch(kernel, table, scalars, tables, *plan.sizes, launch.first, launch.count)
+
+
+def _layers(x: Tensor, count: int) -> list[Tensor]:
+    """``count`` equal runs of the rows of a dense tensor."""
+    if count == 1:
+        return [x]
+    dim = max((st, d) for d, (st, sz) in enumerate(zip(x.stride(), x.shape, strict=True)) if sz != 1)[1]
+    assert x.shape[dim] == row_count(x.shape, x.stride())
+    return [*x.chunk(count, dim)]
+
+
+def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
+    """The arguments of a step with an entry for each layer instead of each tensor."""
+    counts = [len(ratios) for ratios in args.trust_ratios]
+    coded = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
+
+    def split(tensors: Sequence[Tensor]) -> list[Tensor]:
+        repeated = counts * (len(tensors) // len(counts))
+        return [layer for x, n in zip(tensors, repeated, strict=True) for layer in _layers(x, n)]
+
+    def repeat(values: Sequence[Any]) -> list[Any]:
+        return [value for value, n in zip(values, counts, strict=True) for _ in range(n)]
+
+    return args._replace(
+        params=split(args.params),
+        grads=split(args.grads),
+        moments=split(args.moments),
+        scales=[
+            layer for x, n in zip(args.scales, coded * len(op.moments), strict=True) for layer in x.chunk(n)
+        ],
+        steps=repeat(args.steps),
+        trust_ratios=split(args.trust_ratios),
+        group=repeat(args.group),
+    )
+
+
+def step_in_two_passes(
+    op: StepOp, args: StepArgs, prologue: Any, norms: Any, ratios: Any, update: Any
+) -> None:
+    """The prologue, the steps' increment, then three launches for each combination of constants that occurs."""
+    device = args.params[0].device if args.params else torch.device("cpu")
+
+    def check() -> None:
+        check_step(op, args, device)
+        check_trust_ratios(op, args)
+
+    has_layers = any(x.numel() != 1 for x in args.trust_ratios)
+    if has_layers or not args.params:
+        check()
+    if not args.params:
+        return
+    split = by_layer(op, args) if has_layers else args
+    with guard(device):
+        plan = plan_for(op.name, split, device, check, tiles=8, sums_per_program=2)
+        memory, tables = plan.memory, dynamic_tables(device)
+        table, scalars, sums = memory.table, memory.scalars, memory.sums
+        plan.prologue(prologue, table, scalars, *plan.sizes)
+        plan.prologue(increment_steps, table, scalars, *plan.sizes)
+        for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
+            run = launch.first, launch.count
+            launch(norms, table, scalars, tables, sums, launch.programs_before, *plan.sizes, *run)
+            reduction(
+                ratios, table, scalars, sums, launch.programs_before, launch.programs, *plan.sizes, *run
+            )
+            launch(update, table, scalars, tables, *plan.sizes, *run)

@@ -1,0 +1,99 @@
+"""What LAMB and LARS share: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
+
+In the step's table each layer of a tensor is a tensor of its own. Words of its scalars that both optimizers have: RATE
+and ADAPT; of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE, the last ones of both (:mod:`memkern.schemas`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..schemas import STEP_OPS
+from . import step_table as st
+
+RATE = tl.constexpr(13)
+ADAPT = tl.constexpr(14)
+
+
+def _word_of_all(hyperparameter: str) -> tl.constexpr:
+    (word,) = {st.word_of(op, hyperparameter).value for op in STEP_OPS.values() if op.has_trust_ratios}
+    return tl.constexpr(word)
+
+
+TRUST_CLIP = _word_of_all("trust_clip")
+ALWAYS_ADAPT = _word_of_all("always_adapt")
+MAXIMIZE = _word_of_all("maximize")
+_LANES = tl.constexpr(1024)
+
+
+@triton.jit
+def next_step(columns, tensors, t, mask):
+    """The step being made, from 1 on. :func:`increment_steps` stores it, once for all layers of a tensor."""
+    at = tl.load(columns + st.STEP * tensors + t, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    return (tl.load(at, mask=mask, other=0.0) + 1.0).to(tl.int64)
+
+
+@triton.jit
+def store_layer_scalars(table, columns, tensors, t, mask, out, group, lr, weight_decay):
+    """Stores the scalars that both optimizers have, with a trust ratio of 1."""
+    run = st.skipped(table) == 0
+    adapt = (weight_decay != 0.0) | (st.read_fp64(group + ALWAYS_ADAPT, mask) != 0.0)
+    ratio = tl.load(columns + st.TRUST_RATIO * tensors + t, mask=mask, other=0).to(
+        tl.pointer_type(tl.float32)
+    )
+    tl.store(ratio, tl.where(run, 1.0, tl.load(ratio, mask=mask, other=0.0)), mask=mask)
+    tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
+    tl.store(out + RATE, lr.to(tl.float32), mask=mask)
+    tl.store(out + ADAPT, tl.where(run, tl.where(adapt, 1.0, 0.0), 0.0), mask=mask)
+
+
+@triton.jit
+def store_squares(sums, program, params, updates):
+    """Stores the sums of a program's tiles."""
+    at = sums + 2 * program
+    tl.store(at, tl.sum(tl.sum(params, axis=1), axis=0))
+    tl.store(at + 1, tl.sum(tl.sum(updates, axis=1), axis=0))
+
+
+@triton.jit
+def norms_of_layer(columns, sums, programs_before, programs, tensors, first, count):
+    """This program's layer, and the norms of its parameter and update: partial sums are added in a fixed order."""
+    i = tl.program_id(0)
+    slot = columns + first + i
+    begin = tl.load(slot + st.FIRST_PROGRAM * tensors)
+    end = tl.where(
+        i + 1 < count, tl.load(slot + st.FIRST_PROGRAM * tensors + 1, mask=i + 1 < count, other=0), programs
+    )
+    lane = tl.arange(0, _LANES)
+    params, updates = tl.zeros((_LANES,), tl.float64), tl.zeros((_LANES,), tl.float64)
+    for k in range(begin, end, _LANES):
+        at = sums + 2 * (programs_before + k + lane)
+        params += tl.load(at, mask=k + lane < end, other=0.0)
+        updates += tl.load(at + 1, mask=k + lane < end, other=0.0)
+    return (
+        tl.load(slot + st.ORDER * tensors),
+        tl.sqrt(tl.sum(params, axis=0)),
+        tl.sqrt(tl.sum(updates, axis=0)),
+    )
+
+
+@triton.jit
+def ratio_or_one(p_norm, norm, ratio):
+    """``ratio``, or 1 where a norm is 0 or NaN."""
+    return tl.where((p_norm > 0.0) & (norm > 0.0), ratio, 1.0)
+
+
+@triton.jit
+def clip_ratio(ratio, clip):
+    """At most 1 where ``clip``."""
+    return tl.where(clip & (ratio > 1.0), 1.0, ratio)
+
+
+@triton.jit(do_not_specialize=["groups", "tensors"])
+def increment_steps(table, scalars, groups, tensors):
+    columns, t, mask = st.tensors_of_program(table, groups, tensors)
+    word = tl.load(columns + st.COUNTED_STEP * tensors + t, mask=mask, other=0)
+    at = word.to(tl.pointer_type(tl.float32))
+    step = tl.load(at, mask=word != 0, other=0.0)
+    tl.store(at, tl.where(st.skipped(table) == 0, step + 1.0, step), mask=word != 0)
