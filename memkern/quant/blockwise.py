@@ -14,7 +14,7 @@ def check_codec(codec: str) -> None:
     """Raises ValueError unless ``codec`` is the name of a codec."""
     if codec == "affine":
         raise ValueError(
-            "codec 'affine' is for tensors (memkern.quantize_affine), not for block-wise optimizer states: its codes are "
+            "codec 'affine' is for tensors (memkern.quantize_affine), not for optimizer states: its codes are "
             "equally far apart, so that small second moments become 0 and m / sqrt(v) explodes; use 'power'"
         )
     if codec not in CODECS:
