@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from .backend import report, use_backend
     from .compression.saved import quantize_saved
     from .compression.swap import compress, restore
+    from .quant.affine import dequantize_affine, quantize_affine
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
 
 __all__ = [
     "__version__",
     "backend",
     "compress",
+    "dequantize_affine",
     "dequantize_blockwise",
     "functional",
     "memory",
     "nn",
     "optim",
+    "quantize_affine",
     "quantize_blockwise",
     "quantize_saved",
     "report",
@@ -36,7 +39,9 @@ __all__ = [
 
 _LAZY = {
     "compress": "compression.swap",
+    "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
+    "quantize_affine": "quant.affine",
     "quantize_blockwise": "quant.blockwise",
     "quantize_saved": "compression.saved",
     "report": "backend",

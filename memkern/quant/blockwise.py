@@ -12,6 +12,11 @@ from .layout import FLOATS, check_block_size, check_codes, layout_of
 
 def check_codec(codec: str) -> None:
     """Raises ValueError unless ``codec`` is the name of a codec."""
+    if codec == "affine":
+        raise ValueError(
+            "codec 'affine' is for tensors (memkern.quantize_affine), not for optimizer states: its codes are "
+            "equally far apart, so that small second moments become 0 and m / sqrt(v) explodes; use 'power'"
+        )
     if codec not in CODECS:
         raise ValueError(f"codec must be one of {', '.join(map(repr, CODECS))}, got {codec!r}")
 

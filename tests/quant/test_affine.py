@@ -1,0 +1,158 @@
+"""memkern.quantize_affine: the formula, its edges, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkern
+
+SHAPES = [(), (1,), (7,), (3, 5), (4, 300), (2, 3, 128), (0, 4)]
+
+
+def there_and_back(x: Tensor, **options: Any) -> Tensor:
+    codes, scale, zero_point = memkern.quantize_affine(x, **options)
+    options.pop("range", None), options.pop("rounding", None), options.pop("seed", None)
+    return memkern.dequantize_affine(codes, scale, zero_point, shape=x.shape, **options)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_formula(bits: int) -> None:
+    x = torch.randn(4, 300)
+    codes, scale, zero_point = memkern.quantize_affine(x, bits=bits, granularity="tensor")
+    a, b = x.min().double(), x.max().double()
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    s = (b - a) / (high - low)
+    z = torch.round((b * low - a * high) / (b - a))
+    assert float(scale) == pytest.approx(float(s), rel=1e-6)
+    assert int(zero_point) == int(z)
+    assert zero_point.dtype == torch.int32
+    expected = (torch.round(x.double() / s + z).clamp(low, high) - z) * s
+    back = memkern.dequantize_affine(codes, scale, zero_point, bits=bits, granularity="tensor", shape=x.shape)
+    assert (back - expected).abs().max() < 1e-5
+    assert (back - x).abs().max() <= 0.5001 * s + 1e-6 or bits == 4
+    assert codes.nbytes == x.numel() * bits // 8
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_are_within_a_step(bits: int, granularity: str, shape: Any, dtype: torch.dtype) -> None:
+    x = (torch.randn(shape) * 3 + 1).to(dtype)
+    codes, scale, zero_point = memkern.quantize_affine(x, bits=bits, granularity=granularity)
+    assert scale.shape == zero_point.shape
+    back = memkern.dequantize_affine(
+        codes, scale, zero_point, bits=bits, granularity=granularity, shape=x.shape
+    )
+    assert back.shape == x.shape
+    if x.numel():
+        # rounding the zero point moves the range by up to half a step, which clips one end
+        assert (back - x.float()).abs().max() <= 1.01 * scale.max()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e5, 1e8, -1e30])
+@pytest.mark.parametrize("width", [1e-30, 1e-3, 1.0, 1e6])
+def test_ranges_far_from_zero(offset: float, width: float) -> None:
+    x = offset + width * torch.rand(8, 256)
+    back = there_and_back(x)
+    assert back.isfinite().all()
+    step = torch.maximum((x.max() - x.min()) / 255, x.abs().max() / 2**20)
+    assert (back - x).abs().max() <= 1.6 * step + 1e-38
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.7, 1e-30, -1e30, 12345.678])
+def test_constant_blocks_are_exact(bits: int, value: float) -> None:
+    x = torch.full((3, 200), value)
+    assert torch.equal(there_and_back(x, bits=bits), x)
+
+
+def test_non_finite_values_stay_out_of_the_range() -> None:
+    x = torch.linspace(-1, 1, 128)
+    x[3], x[50], x[51] = math.nan, math.inf, -math.inf
+    codes, scale, _ = memkern.quantize_affine(x)
+    assert float(scale) == pytest.approx(2 / 255)
+    assert (int(codes[50]), int(codes[51])) == (127, -128)
+    back = there_and_back(x)
+    assert abs(float(back[3])) <= 2 / 255
+
+
+def test_a_given_range_clips() -> None:
+    x = torch.tensor([-5.0, 0.0, 0.25, 1.0, 7.0])
+    back = there_and_back(x, range=(0.0, 1.0), granularity="tensor")
+    torch.testing.assert_close(back, x.clamp(0, 1), rtol=0, atol=0.5 / 255 + 1e-6)
+
+
+def test_stochastic_rounding_has_no_bias() -> None:
+    x = torch.rand(64, 128)
+    nearest = there_and_back(x)
+    one = there_and_back(x, rounding="stochastic", seed=1)
+    assert not torch.equal(one, nearest)
+    assert torch.equal(one, there_and_back(x, rounding="stochastic", seed=1))
+    mean = sum(there_and_back(x, rounding="stochastic", seed=seed) for seed in range(64)) / 64
+    assert (mean - x)[x < x.amax(1, True)].abs().mean() < 0.35 * (one - x).abs().mean()
+
+
+def test_layout_in_memory_stays() -> None:
+    x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)
+    codes, _, _ = memkern.quantize_affine(x)
+    assert codes.stride() == x.stride()
+    assert (there_and_back(x) - x).abs().max() < 0.05
+    assert torch.equal(there_and_back(x), there_and_back(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+
+
+X = torch.randn(4, 8)
+CODES = memkern.quantize_affine(X)
+FOUR = memkern.quantize_affine(X, bits=4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: memkern.quantize_affine(X, bits=3), ValueError, "bits must be one of 8, 4, got 3"),
+        (
+            lambda: memkern.quantize_affine(X, granularity="row"),
+            ValueError,
+            "granularity must be one of 'block'",
+        ),
+        (lambda: memkern.quantize_affine(X, rounding="up"), ValueError, "rounding must be one of 'nearest'"),
+        (lambda: memkern.quantize_affine(X, range=(1.0, 0.0)), ValueError, "the smaller one first"),
+        (lambda: memkern.quantize_affine(X, range=3), ValueError, "a pair of numbers, got 3"),
+        (lambda: memkern.quantize_affine(X, range=(0, math.inf)), ValueError, "range must be finite"),
+        (lambda: memkern.quantize_affine(X, block_size=7), ValueError, "block_size must be"),
+        (lambda: memkern.quantize_affine(X.double()), TypeError, "x must be float32"),
+        (lambda: memkern.quantize_affine(X[:, ::2]), ValueError, "a dense tensor is needed"),
+        (lambda: memkern.quantize_affine(X.t(), granularity="channel"), ValueError, "needs a contiguous"),
+        (lambda: memkern.dequantize_affine(*FOUR, bits=4), ValueError, "shape must be given for bits=4"),
+        (
+            lambda: memkern.dequantize_affine(*FOUR, bits=4, shape=(5,)),
+            ValueError,
+            "shape must fit the codes",
+        ),
+        (lambda: memkern.dequantize_affine(*FOUR), TypeError, "codes must be torch.int8 for bits=8"),
+        (
+            lambda: memkern.dequantize_affine(*CODES, granularity="channel"),
+            ValueError,
+            r"scale must have shape \(4,\)",
+        ),
+        (
+            lambda: memkern.dequantize_affine(CODES[0], CODES[1], CODES[2].float()),
+            TypeError,
+            "zero_point must be int32",
+        ),
+        (lambda: memkern.dequantize_affine(*CODES, dtype=torch.float64), TypeError, "dtype must be float32"),
+    ],
+)
+def test_bad_input(call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_optimizers_refuse_it_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="small second moments become 0"):
+        memkern.optim.AdamW8bit([torch.nn.Parameter(torch.ones(8))], codec="affine")
