@@ -20,7 +20,7 @@ from .fewbit.levels import Levels, Valley
 from .quant.codec import CODECS
 from .quant.layout import laid_out_alike
 from .reference.activation import activate, check_function
-from .schemas import FAKES, SCHEMAS, STEP_OPS, StepArgs, StepOp
+from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
 
 NAMESPACES = {
     "cpu": "memkern",
@@ -61,7 +61,7 @@ def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     if "triton" in namespace:
         return functools.partial(_triton_step, name) if name in STEP_OPS else functools.partial(_triton, name)
     function = getattr(reference, name)
-    return (lambda *args: function(_aligned(StepArgs(*args)))) if name in STEP_OPS else function
+    return (lambda *args: function(_aligned(StepArgs(*args)))) if name.endswith("_step_") else function
 
 
 def _register() -> None:
@@ -70,11 +70,13 @@ def _register() -> None:
         defined = has_cpp and namespace == "memkern"
         library = torch.library.Library(namespace, "FRAGMENT" if defined else "DEF")
         _libraries.append(library)
-        for name, schema in SCHEMAS.items():
+        only = {AMSGRAD_STEP.name: STEP_SCHEMA} if namespace == NAMESPACES["reference"] else {}
+        for name, schema in {**SCHEMAS, **only}.items():
             if not defined:
                 library.define(name + schema)
             library.impl(name, _kernel(namespace, name), "CompositeExplicitAutograd")
-            torch.library.register_fake(f"{namespace}::{name}", FAKES[name], lib=library)
+            fake = FAKES[ADAM_STEP.name if name in only else name]
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if defined:
             library.impl("few_bit_forward", _few_bit_forward_on_cpu, "CPU")
 
@@ -112,9 +114,12 @@ def _nothing_watches(params: Sequence[Tensor]) -> bool:
     )
 
 
-def step_(step: StepOp, args: StepArgs) -> None:
-    """An optimizer's step on many tensors of one device, in place."""
-    op = _op(step.name, args.params[0].device)
+def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
+    """An optimizer's step on many tensors of one device, in place. ``by_reference``: what no kernel can do."""
+    if by_reference:
+        op = getattr(torch.ops.memkern_reference, step.name).default
+    else:
+        op = _op(step.name, args.params[0].device)
     if op.namespace == "memkern_triton" and _nothing_watches(args.params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
         _triton(step.name, _aligned(args))

@@ -78,6 +78,8 @@ ADAM_STEP = StepOp(
     TWO_MOMENTS,
     ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
 )
+AMSGRAD_STEP = StepOp("amsgrad_step_", {**TWO_MOMENTS, "max_exp_avg_sq": False}, ADAM_STEP.hyperparameters)
+"""Adam's with amsgrad, which the reference alone has: its moments are floats."""
 LAMB_STEP = StepOp(
     "lamb_step_",
     TWO_MOMENTS,

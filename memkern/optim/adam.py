@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..schemas import ADAM_STEP
+from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepOp
 from .base import BlockwiseOptimizer
 from .options import check_torch_options
 
@@ -22,12 +22,16 @@ class Adam(BlockwiseOptimizer):
         p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
     Args:
-        params: tensors, named tensors or groups; float32, bfloat16 or float16, dense in memory.
+        params: tensors, named tensors or groups; float32, bfloat16 or float16. float64 too, with 32-bit states: its
+            moments and its update are float64, on the plain PyTorch reference of every backend, which is slow and waits
+            for the device. A parameter with gaps between its elements is stepped in a buffer that all such ones share.
         lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
         betas: decay of the two moments; floats, or tensors on the CPU that each step reads. Default (0.9, 0.999).
         eps: added to the root. Default 1e-8.
         weight_decay: default 0.
-        amsgrad, differentiable: not supported, must be False.
+        amsgrad: the largest v so far in place of v, kept as ``max_exp_avg_sq``. For 32-bit states, and on the reference
+            as float64 is. Default False.
+        differentiable: not supported, must be False.
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
         capturable: for CUDA graphs: lr becomes a tensor on the parameters' device, which schedulers fill in place, so
@@ -41,7 +45,9 @@ class Adam(BlockwiseOptimizer):
         max_grad_norm: clips all gradients together to this norm inside the step, by the formula of
             torch.nn.utils.clip_grad_norm_, after unscaling; ``p.grad`` is not written. Default None.
 
-    ``state_bits``, ``block_size``, ``codec`` and ``min_8bit_size`` can differ between groups. The state is
+    ``state_bits``, ``block_size``, ``codec``, ``min_8bit_size`` and ``capturable`` can differ between groups. The first
+    three may change between steps: the next one converts the group's states, as it does after
+    ``model.to(memory_format=torch.channels_last)``. The state is
     ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and ``exp_avg_sq_scale``;
     ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take 2 + 8 / block_size bytes
     per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16).
@@ -50,7 +56,7 @@ class Adam(BlockwiseOptimizer):
     under a GradScaler.
 
     Raises:
-        ValueError: an option out of range or not supported, a parameter that is not dense.
+        ValueError: an option out of range or not supported, a parameter whose elements overlap in memory.
         TypeError: a parameter of another dtype.
 
     Sources: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (arXiv 1412.6980); Dettmers et al., "8-bit
@@ -58,6 +64,8 @@ class Adam(BlockwiseOptimizer):
     """
 
     op = ADAM_STEP
+    later_options = {**BlockwiseOptimizer.later_options, "amsgrad": False}  # noqa: RUF012
+    storage_options = (*BlockwiseOptimizer.storage_options, "amsgrad")
 
     def __init__(
         self,
@@ -80,12 +88,13 @@ class Adam(BlockwiseOptimizer):
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
     ) -> None:
-        check_torch_options(type(self).__name__, amsgrad=amsgrad, differentiable=differentiable)
+        check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
             "state_bits": state_bits,
@@ -96,6 +105,14 @@ class Adam(BlockwiseOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
+
+    def _op_of(self, group: dict[str, Any]) -> StepOp:
+        return AMSGRAD_STEP if group["amsgrad"] else ADAM_STEP
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if group["amsgrad"] and group["state_bits"] == 8:
+            raise ValueError("amsgrad needs 32-bit states: state_bits must be 32, got 8")
 
 
 class AdamW(Adam):
@@ -118,6 +135,8 @@ class AdamW(Adam):
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101).
     """
+
+    fixed_options = {"decoupled_weight_decay": True}  # noqa: RUF012
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""What every block-wise optimizer shares: groups, states, checks, the call of the op, loading."""
+"""What every block-wise optimizer shares: groups, states, the call of the op."""
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -13,23 +13,35 @@ from torch.optim import Optimizer
 
 from .. import _ops
 from ..quant.codec import CODECS
-from ..quant.layout import layout_of, same_layout
+from ..quant.layout import layout_of
 from ..schemas import StepArgs, StepOp
+from . import apart, loading
 from .options import check_gradient, check_group, check_param
-
-# 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
-# shards that data-parallel wrappers make are far larger.
-MIN_1D_FACTOR = 16
+from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
 
 class BlockwiseOptimizer(Optimizer):
     """Base of the optimizers. A subclass names its op, and what of its options the op's hyperparameters are."""
 
     op: ClassVar[StepOp]
+    later_options: ClassVar[dict[str, Any]] = {
+        "maximize": False,
+        "min_8bit_size": 4096,
+        "max_grad_norm": None,
+        "capturable": False,
+    }
+    """Options that a saved group may be older than, with what was done before there was one."""
+    fixed_options: ClassVar[dict[str, Any]] = {}
+    """Options that make the class what it is: a loaded state does not change them."""
+    storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec")
+    """Options that say how a group's states are stored."""
     _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to step()
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    # By a group's identity, as groups may be moved about in the list: the group, and what its states are stored with.
+    _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
+    _apart = False  # whether a step needs more than one call of the op
 
     # ---- groups
 
@@ -40,22 +52,24 @@ class BlockwiseOptimizer(Optimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
             self._check_group({**self.defaults, **param_group})
-            for key in ("max_grad_norm", "capturable"):
-                if param_group.get(key, self.defaults[key]) != self.defaults[key]:
-                    raise ValueError(
-                        f"{key} belongs to the whole optimizer, which has {self.defaults[key]}; a group cannot have "
-                        f"{param_group[key]}"
-                    )
+            norm = self.defaults["max_grad_norm"]
+            if param_group.get("max_grad_norm", norm) != norm:
+                raise ValueError(
+                    f"max_grad_norm belongs to the whole optimizer, which has {norm}; a group cannot have "
+                    f"{param_group['max_grad_norm']}"
+                )
             for item in params:
                 p = item[1] if isinstance(item, tuple) else item
                 if isinstance(p, Tensor):
-                    check_param(p)
+                    check_param(p, {**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
+        self._stored_with = getattr(self, "_stored_with", {})
+        self._apart = self._apart or apart.is_needed(self.param_groups[-1])
 
     def _place_lr(self, group: dict[str, Any]) -> None:
         """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
-        if self.defaults["capturable"] and group["params"]:
+        if group["capturable"] and group["params"]:
             device, lr = group["params"][0].device, group["lr"]
             dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
             group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
@@ -75,18 +89,26 @@ class BlockwiseOptimizer(Optimizer):
         """Whether the state counts steps."""
         return self.op.has_steps
 
-    def _state_keys(self) -> list[str]:
-        scales = [f"{name}_scale" for name in self.moments]
-        return [*self.moments, *scales, *(["step"] if self.has_step else [])]
+    def _op_of(self, group: dict[str, Any]) -> StepOp:
+        """The op that the group's options ask for."""
+        return self.op
 
+    def _state_keys(self, op: StepOp | None = None) -> list[str]:
+        """The entries of the states that an op takes."""
+        moments = (op or self.op).moments
+        scales = [f"{name}_scale" for name in moments]
+        return [*moments, *scales, *(["step"] if self.has_step else [])]
+
+    @torch.inference_mode(False)  # tensors that were made inside could not be written outside
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zero states; the keys of :meth:`_state_keys`, without scales where the state is fp32."""
+        """Zero states; the keys of :meth:`_state_keys`, without scales where the moments are floats."""
         state: dict[str, Tensor] = {}
         coded = takes_8bit_state(p, group)
-        for name, dtype in self.moments.items():
-            state[name] = torch.zeros_like(p, dtype=dtype if coded else torch.float32, requires_grad=False)
+        for name in self._op_of(group).moments:
+            dtype = self.moments[name] if coded else moment_dtype(p)
+            state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
         if coded:
-            shape = layout_of(p, group["block_size"]).scale_shape
+            shape = layout_of(dense_like(p), group["block_size"]).scale_shape
             for name in self.moments:
                 state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
         if self.has_step:
@@ -100,6 +122,7 @@ class BlockwiseOptimizer(Optimizer):
 
         The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
         """
+        self._follow_options(group)
         for p in group["params"]:
             if (g := p.grad) is not None:
                 params.append(p)
@@ -112,6 +135,32 @@ class BlockwiseOptimizer(Optimizer):
         coded = [state for state in states if scaled in state]
         for key, tensors in zip(self._state_keys(), lists, strict=True):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
+
+    def _follow_options(self, group: dict[str, Any]) -> None:
+        """Converts the group's states where its options ask for others than when they were stored."""
+        options = {key: group[key] for key in self.storage_options}
+        known, before = self._stored_with.get(id(group), (None, options))
+        if known is group and before == options:
+            return
+        if known is group:
+            self._check_group(group)
+            for p in group["params"]:
+                check_param(p, group)
+            for p in group["params"]:
+                self._restore(p, group, before)
+            self._apart = any(map(apart.is_needed, self.param_groups))
+        self._stored_with[id(group)] = group, options
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def _restore(self, p: Tensor, group: dict[str, Any], before: dict[str, Any]) -> bool:
+        """Converts a state that is stored otherwise than its parameter and its group ask for; whether it was."""
+        state = self.state.get(p)
+        new = restored(self._op_of(group), state, p, group, before) if state else None
+        if state and new:
+            state.clear()
+            state.update(new)
+        return new is not None
 
     # ---- step
 
@@ -130,7 +179,8 @@ class BlockwiseOptimizer(Optimizer):
             ]
         # Reused, so that a step allocates nothing.
         if len(getattr(self, "_lr_buffers", ())) != len(groups):
-            self._lr_buffers = [torch.zeros((), dtype=torch.float64) for _ in groups]
+            with torch.inference_mode(False):
+                self._lr_buffers = [torch.zeros((), dtype=torch.float64) for _ in groups]
         return [
             g["lr"] if isinstance(g["lr"], Tensor) else buffer.fill_(g["lr"])
             for g, buffer in zip(groups, self._lr_buffers, strict=True)
@@ -153,19 +203,41 @@ class BlockwiseOptimizer(Optimizer):
                 loss = closure()
 
         try:
-            steps = self._by_device(self._step_args())
-            norms = self._grad_norms(steps)
-            for device, args in steps.items():
-                _ops.step_(self.op, args._replace(grad_norm=norms.get(device)))
+            args = self._step_args()
+            if not args.params:
+                return loss
+            if not self._apart and len({p.device for p in args.params}) == 1:
+                args = self._scaled(args, args.params[0].device)
+                _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
+                return loss
         except Exception:
-            # The op checks everything before it changes anything. Looking at each gradient from here, at every step,
-            # would cost more than the step of a small tensor; it is only done for a better message.
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        check_gradient(p, p.grad)
-            raise
+            # The op checks everything before it changes anything. Looking at each gradient and each state from here,
+            # at every step, would cost more than the step of a small tensor.
+            if torch.compiler.is_compiling() or not self._repaired():
+                raise
+            args = self._step_args()
+        apart.step(self, args)
         return loss
+
+    def _repaired(self) -> bool:
+        """After an op has refused its arguments: whether states were converted, as after ``model.to(channels_last)``.
+
+        Raises what the checks of groups, parameters and gradients do, whose messages say more than the op's.
+        """
+        for group in self.param_groups:
+            self._check_group(group)
+            for p in group["params"]:
+                check_param(p, group)
+                if p.grad is not None:
+                    check_gradient(p, p.grad)
+        changed = False
+        for group in self.param_groups:
+            for p in group["params"]:
+                changed |= self._restore(p, group, group)
+        needed = any(map(apart.is_needed, self.param_groups))
+        changed |= needed and not self._apart
+        self._apart = needed
+        return changed
 
     def _step_args(self) -> StepArgs:
         """The arguments of the op for all parameters that have a gradient, as if they were on one device."""
@@ -191,39 +263,17 @@ class BlockwiseOptimizer(Optimizer):
             codec=[CODECS[g["codec"]] for g in groups],
             block_size=[g["block_size"] for g in groups],
             max_grad_norm=float(self.defaults["max_grad_norm"] or 0.0),
-            **self._state_args(states),
+            **self._state_args(states, self.op),
         )
 
-    def _state_args(self, states: dict[str, list[Tensor]]) -> dict[str, Any]:
+    def _state_args(self, states: dict[str, list[Tensor]], op: StepOp) -> dict[str, Any]:
         """The lists of states by key as the op's lists."""
-        names = self.op.moments
         return {
-            "moments": [x for name in names for x in states[name]],
-            "scales": [x for name in names for x in states[f"{name}_scale"]],
+            "moments": [x for name in op.moments for x in states[name]],
+            "scales": [x for name in op.moments for x in states[f"{name}_scale"]],
             "steps": states.get("step", []),
             "trust_ratios": states.get("trust_ratio", []),
         }
-
-    def _by_device(self, args: StepArgs) -> dict[torch.device, StepArgs]:
-        """The step of each device that has parameters, with what a GradScaler set for it."""
-        devices = dict.fromkeys(p.device for p in args.params)
-        if len(devices) == 1:
-            return {device: self._scaled(args, device) for device in devices}
-        steps = {}
-        for device in devices:
-            own = [i for i, p in enumerate(args.params) if p.device == device]
-            states = [self.state[args.params[i]] for i in own]
-            lists = {key: [s[key] for s in states if key in s] for key in self._state_keys()}
-            steps[device] = self._scaled(
-                args._replace(
-                    params=[args.params[i] for i in own],
-                    grads=[args.grads[i] for i in own],
-                    group=[args.group[i] for i in own],
-                    **self._state_args(lists),
-                ),
-                device,
-            )
-        return steps
 
     def _scaled(self, args: StepArgs, device: torch.device) -> StepArgs:
         """With the ``grad_scale`` and ``found_inf`` that a GradScaler set for this step."""
@@ -235,43 +285,38 @@ class BlockwiseOptimizer(Optimizer):
             found_inf=None if inf is None else inf.to(device),
         )
 
-    def _grad_norms(self, steps: dict[torch.device, StepArgs]) -> dict[torch.device, Tensor]:
-        """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
+    def _grad_norm(self, args: StepArgs) -> Tensor | None:
+        """max_grad_norm: the norm of all gradients, fp64; else nothing."""
         if self.defaults["max_grad_norm"] is None:
-            return {}
-        if torch.compiler.is_compiling() or {*getattr(self, "_norm_buffers", ())} != {*steps}:
-            self._norm_buffers = {d: torch.zeros((), dtype=torch.float64, device=d) for d in steps}
-        norms = self._norm_buffers  # reused, so that a step allocates nothing
-        for device, args in steps.items():
-            _ops.grad_norm_(norms[device], args.grads, args.grad_scale)
-        if len(norms) > 1:
-            first = next(iter(norms))
-            total = torch.stack([norm.to(first) for norm in norms.values()]).square().sum().sqrt()
-            return {device: total.to(device) for device in norms}
-        return norms
+            return None
+        norm, device = getattr(self, "_norm_buffer", None), args.params[0].device
+        if torch.compiler.is_compiling() or norm is None or norm.device != device:
+            with torch.inference_mode(False):
+                norm = torch.zeros((), dtype=torch.float64, device=device)
+            self._norm_buffer = norm  # reused, so that a step allocates nothing
+        _ops.grad_norm_(norm, args.grads, args.grad_scale)
+        return norm
 
-    # ---- loading
+    # ---- loading and saving
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim's, but every state tensor keeps its dtype, whatever the parameter's.
 
-        Options of the groups (``state_bits``, ``block_size``, ``codec``, ...) come with the state.
+        Options of the groups (``block_size``, ``codec``, lr, ...) come with the state, but for what this optimizer is:
+        its class, its ``state_bits``, ``max_grad_norm`` and ``capturable``. A state of other bits is converted, and one
+        warning lists what differed. Options that the state is older than get the default of its time.
 
         Raises:
             ValueError: the state is not memkern's, or does not fit the parameters; before anything is changed.
         """
+        changes: list[str] = []
 
         def hold(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own pre-hooks. torch would cast every tensor to the parameter's dtype, which
             # destroys codes, so it gets to see none.
-            self._check_state_dict(incoming)
-            held = {
-                index: {
-                    key: _Held(value) if isinstance(value, Tensor) else value for key, value in state.items()
-                }
-                for index, state in incoming["state"].items()
-            }
-            return {**incoming, "state": held}
+            incoming, found = loading.prepared(self, incoming)
+            changes.extend(found)
+            return incoming
 
         handle = self.register_load_state_dict_pre_hook(hold)
         try:
@@ -279,87 +324,37 @@ class BlockwiseOptimizer(Optimizer):
         finally:
             handle.remove()
         for group in self.param_groups:
-            group.update({key: self.defaults[key] for key in ("max_grad_norm", "capturable")})
             self._place_lr(group)
+        if changes:
+            warnings.warn(
+                f"the state_dict is of an optimizer with other options than this {type(self).__name__}, whose own win; "
+                f"the state was converted: {'; '.join(changes)}",
+                stacklevel=2,
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in (self.defaults, *self.param_groups):
+            for key, value in self.later_options.items():
+                group.setdefault(key, value)
         for p, values in self.state.items():
-            for key, value in values.items():
-                if isinstance(value, _Held):
-                    tensor = value.tensor.detach()
-                    like = p if tensor.shape == p.shape else tensor
-                    fresh = torch.empty_like(like, dtype=tensor.dtype, device=p.device)
-                    values[key] = fresh.requires_grad_(False).copy_(tensor)
+            if isinstance(values, dict):
+                for key, value in values.items():
+                    if isinstance(value, loading.Held):
+                        values[key] = value.for_parameter(p)
+        self._stored_with = {}
+        self._apart = any(map(apart.is_needed, self.param_groups))
 
-    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups, saved = self.param_groups, state_dict["param_groups"]
-        if len(groups) != len(saved) or any(
-            len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved, strict=True)
-        ):
-            return  # torch has a message for this
-        own = {*self.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
-        for k, s in enumerate(saved):
-            if missing := own - {*s}:
-                raise ValueError(
-                    f"the state_dict is not one of memkern's {type(self).__name__}: its group {k} has no "
-                    f"{', '.join(sorted(missing))}; for a torch.optim or bitsandbytes state see "
-                    "memkern.optim.from_torch_state_dict and from_bitsandbytes_state_dict"
-                )
-            self._check_group({**s, "params": groups[k]["params"]})
-        of_index = {
-            i: (p, s)
-            for g, s in zip(groups, saved, strict=True)
-            for p, i in zip(g["params"], s["params"], strict=True)
-        }
-        for i, state in state_dict["state"].items():
-            if i in of_index and state:
-                self._check_state(i, state, *of_index[i])
+    def __getstate__(self) -> dict[str, Any]:
+        for group in self.param_groups:
+            self._follow_options(group)
+        return super().__getstate__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: plain tensors, stored as the groups' options say."""
+        for group in self.param_groups:
+            self._follow_options(group)
+        return super().state_dict()
 
     def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-        def fail(what: str) -> None:
-            raise ValueError(f"the state of parameter {i} does not fit {type(self).__name__}: {what}")
-
-        first = state.get(next(iter(self.moments)))
-        coded = isinstance(first, Tensor) and first.dtype != torch.float32
-        keys = [k for k in self._state_keys() if coded or not k.endswith("_scale")]
-        if {*state} != {*keys}:
-            fail(f"keys {sorted(state)}, expected {sorted(keys)}")
-        shape = layout_of(p, group["block_size"]).scale_shape
-        for key in keys:
-            value = state[key]
-            if not isinstance(value, Tensor):
-                fail(f"{key} must be a tensor, got {type(value).__name__}")
-            if key == "step":
-                if value.numel() != 1 or value.dtype != torch.float32 or not 0 <= float(value) < math.inf:
-                    fail(f"step must be one finite float32, 0 or more, got {value}")
-            elif key.endswith("_scale"):
-                if value.dtype != torch.float32 or tuple(value.shape) != shape:
-                    fail(
-                        f"{key} must be float32 of shape {shape}, got {value.dtype} of shape {tuple(value.shape)}"
-                    )
-                if not bool(((value >= 0) & value.isfinite()).all()):
-                    fail(f"{key} has entries that are negative or not finite")
-            elif key in self.moments:
-                dtype = self.moments[key] if coded else torch.float32
-                if value.dtype != dtype or value.shape != p.shape:
-                    fail(
-                        f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape "
-                        f"{tuple(value.shape)}"
-                    )
-                if coded and not same_layout(value, p):
-                    # Another memory format cuts other blocks.
-                    fail(f"{key} must have strides {p.stride()} like its parameter, got {value.stride()}")
-
-
-class _Held:
-    """A tensor that torch's load_state_dict does not see."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter's moments are stored in 8 bits: the group asks for it and the tensor is large enough."""
-    least = group["min_8bit_size"] * (MIN_1D_FACTOR if p.dim() <= 1 else 1)
-    return group["state_bits"] == 8 and p.numel() >= least
+        loading.check_state(self, i, state, p, group)

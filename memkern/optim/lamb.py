@@ -26,7 +26,7 @@ class LAMB(LayerwiseOptimizer):
     0 or NaN, and where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a group without decay.
 
     Args:
-        params: tensors, named tensors or groups; float32, bfloat16 or float16, dense in memory.
+        params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
         lr: learning rate, a float or a 0-dim tensor; the share of a layer's norm that a step moves. Default 1e-3.
         bias_correction: divide by ``1 - beta^t``; without, by 1. Default True.
         betas: decay of the two moments. Default (0.9, 0.999).
@@ -50,7 +50,8 @@ class LAMB(LayerwiseOptimizer):
     Differs from timm.optim.Lamb: ``max_grad_norm`` is None by default (timm: 1.0), ``step`` is each tensor's own.
 
     Raises:
-        ValueError: an option out of range or not supported, a parameter that is not dense or not in ``layers``.
+        ValueError: an option out of range or not supported, a parameter whose elements overlap in memory or do
+            not divide into ``layers``.
         TypeError: a parameter of another dtype.
 
     Sources: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962),

@@ -32,7 +32,7 @@ class LARS(LayerwiseOptimizer):
     where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a group without decay.
 
     Args:
-        params: tensors, named tensors or groups; float32, bfloat16 or float16, dense in memory.
+        params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
         lr: learning rate, a float or a 0-dim tensor. Without ``trust_coeff`` the share of a layer's norm that a step
             moves. Default 1e-3.
         momentum: decay of the momentum, from 0 to below 1. Default 0.9.
@@ -58,7 +58,8 @@ class LARS(LayerwiseOptimizer):
     and weight_decay 1e-4 (0, which turns the trust ratio off).
 
     Raises:
-        ValueError: an option out of range or not supported, a parameter that is not dense or not in ``layers``.
+        ValueError: an option out of range or not supported, a parameter whose elements overlap in memory or do
+            not divide into ``layers``.
         TypeError: a parameter of another dtype.
 
     Sources: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962),

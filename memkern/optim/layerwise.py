@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from ..quant.layout import EVERY_ROW, layer_count
+from ..schemas import StepOp
 from .base import BlockwiseOptimizer
+from .loading import does_not_fit
+from .storage import dense_like, moment_dtype
 
 
 class LayerwiseOptimizer(BlockwiseOptimizer):
     """An optimizer whose steps are scaled by a trust ratio per layer; the last step's are in the state."""
+
+    storage_options = (*BlockwiseOptimizer.storage_options, "layers")
 
     def trust_ratios(self) -> dict[str, Tensor]:
         """The trust ratios of the last step, for logging: the state's own tensors, which the next step overwrites.
@@ -41,12 +46,20 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             if isinstance(p, Tensor) and p.layout == torch.strided:
                 _layer_count(p, group)
 
-    def _state_keys(self) -> list[str]:
-        return [*super()._state_keys(), "trust_ratio"]
+    def _state_keys(self, op: StepOp | None = None) -> list[str]:
+        return [*super()._state_keys(op), "trust_ratio"]
 
+    @torch.inference_mode(False)
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        ratios = torch.ones(_layer_count(p, group), dtype=torch.float32, device=p.device)
-        return {**super()._init_state(p, group), "trust_ratio": ratios}
+        return {**super()._init_state(p, group), "trust_ratio": _ones(p, group)}
+
+    @torch.inference_mode(False)
+    def _restore(self, p: Tensor, group: dict[str, Any], before: dict[str, Any]) -> bool:
+        changed = super()._restore(p, group, before)
+        if p in self.state and len(self.state[p]["trust_ratio"]) != _layer_count(p, group):
+            self.state[p]["trust_ratio"] = _ones(p, group)
+            return True
+        return changed
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return layers_number(group) if name == "layers" else super()._hyperparameter(group, name)
@@ -54,15 +67,20 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
     def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
         super()._check_state(i, state, p, group)
         ratios, count = state["trust_ratio"], _layer_count(p, group)
-        if ratios.dtype != torch.float32 or tuple(ratios.shape) != (count,):
-            raise ValueError(
-                f"the state of parameter {i} does not fit {type(self).__name__}: trust_ratio must be float32 of "
-                f"shape ({count},), got {ratios.dtype} of shape {tuple(ratios.shape)}"
+        if ratios.dtype not in (torch.float32, torch.float64) or tuple(ratios.shape) != (count,):
+            does_not_fit(
+                self,
+                i,
+                f"trust_ratio must be float32 of shape ({count},), got {ratios.dtype} of shape {tuple(ratios.shape)}",
             )
 
 
+def _ones(p: Tensor, group: dict[str, Any]) -> Tensor:
+    return torch.ones(_layer_count(p, group), dtype=moment_dtype(p), device=p.device)
+
+
 def _layer_count(p: Tensor, group: dict[str, Any]) -> int:
-    return layer_count(p, group["block_size"], layers_number(group))
+    return layer_count(dense_like(p), group["block_size"], layers_number(group))
 
 
 def layers_number(group: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ class Lion(BlockwiseOptimizer):
         m = beta2 * m + (1 - beta2) * g
 
     Args:
-        params: tensors, named tensors or groups; float32, bfloat16 or float16, dense in memory.
+        params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
         lr: learning rate, a float or a 0-dim tensor; a third to a tenth of AdamW's. Default 1e-4.
         betas: of the update and of the moment. Default (0.9, 0.99).
         weight_decay: three to ten times AdamW's. Default 0.
@@ -36,7 +36,7 @@ class Lion(BlockwiseOptimizer):
     and writes 14.06 bytes per fp32 parameter (8.06 in bf16).
 
     Raises:
-        ValueError: an option out of range or not supported, a parameter that is not dense.
+        ValueError: an option out of range or not supported, a parameter whose elements overlap in memory.
         TypeError: a parameter of another dtype.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..quant.blockwise import check_codec
-from ..quant.layout import FLOATS, check_block_size, is_dense
+from ..quant.layout import FLOATS, check_block_size, overlaps
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
@@ -73,20 +73,26 @@ def check_group(group: dict[str, Any]) -> None:
         raise ValueError(f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}")
 
 
-def check_param(p: Tensor) -> None:
+def check_param(p: Tensor, group: dict[str, Any]) -> None:
     if p.is_complex():
         raise TypeError(
-            f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}: a block's scale "
-            "and a trust ratio have no meaning for complex numbers; pass torch.view_as_real(p)"
+            f"params must be float32, bfloat16, float16 or float64, got {p.dtype} of shape {tuple(p.shape)}: a block's "
+            "scale and a trust ratio have no meaning for complex numbers; pass torch.view_as_real(p)"
         )
-    if p.dtype not in FLOATS:
+    if p.dtype not in (*FLOATS, torch.float64):
         raise TypeError(
-            f"params must be float32, bfloat16 or float16, got {p.dtype} of shape {tuple(p.shape)}"
+            f"params must be float32, bfloat16, float16 or float64, got {p.dtype} of shape {tuple(p.shape)}"
         )
-    if p.layout != torch.strided or not is_dense(p.shape, p.stride()):
+    if p.dtype == torch.float64 and group["state_bits"] == 8:
         raise ValueError(
-            f"params must be dense (their elements must fill one run of memory), got shape {tuple(p.shape)} with "
-            f"{p.layout}" + (f" and strides {p.stride()}" if p.layout == torch.strided else "")
+            f"state_bits must be 32 for float64 parameters, whose moments are float64, got 8 for shape {tuple(p.shape)}"
+        )
+    if p.layout != torch.strided:
+        raise ValueError(f"params must be dense tensors, got {p.layout} of shape {tuple(p.shape)}")
+    if overlaps(p.shape, p.stride()):
+        raise ValueError(
+            f"params must have each element at a place of its own in memory, got shape {tuple(p.shape)} with strides "
+            f"{p.stride()}; use tensor.contiguous() or clone()"
         )
 
 
@@ -95,8 +101,10 @@ def check_gradient(p: Tensor, g: Tensor) -> None:
         raise RuntimeError(
             f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam"
         )
-    if g.dtype not in FLOATS:
-        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {g.dtype}")
+    if g.dtype not in FLOATS and not g.dtype == p.dtype == torch.float64:
+        raise TypeError(
+            f"gradients must be float32, bfloat16 or float16, got {g.dtype} for a {p.dtype} parameter"
+        )
     if g.shape != p.shape or g.device != p.device:
         raise RuntimeError(
             f"a gradient must have its parameter's shape and device, {tuple(p.shape)} on {p.device}, "

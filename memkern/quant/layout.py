@@ -68,6 +68,18 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie at one place in memory: a stride does not pass the smaller ones' reach."""
+    reach = 0
+    for stride, size in sorted((st, sz) for sz, st in zip(shape, strides, strict=True) if sz != 1):
+        if size == 0:
+            return False
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 def row_count(shape: Sequence[int], strides: Sequence[int]) -> int:
     """The size of a dense tensor's outermost dimension in memory."""
     # A dimension of size 1 has no meaningful stride. As dim 0 it is a shard of one row.
@@ -161,7 +173,10 @@ def laid_out_alike(tensors: Sequence[torch.Tensor], params: Sequence[torch.Tenso
         return tensors
     return [
         torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)
-        if x.shape == p.shape and x.device == p.device and x.dtype in FLOATS and not same_layout(x, p)
+        if x.shape == p.shape
+        and x.device == p.device
+        and (x.dtype in FLOATS or x.dtype == p.dtype)
+        and not same_layout(x, p)
         else x
         for x, p in zip(tensors, params, strict=True)
     ]

@@ -4,7 +4,7 @@ fp32, IEEE round-to-nearest, one rounding an operation. Written to be read, not 
 """
 
 from .activation import few_bit_backward, few_bit_backward_from_output, few_bit_encode, few_bit_forward
-from .adam import adam_step_
+from .adam import adam_step_, amsgrad_step_
 from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
 from .lamb import lamb_step_
@@ -13,6 +13,7 @@ from .lion import lion_step_
 
 __all__ = [
     "adam_step_",
+    "amsgrad_step_",
     "dequantize_blockwise",
     "few_bit_backward",
     "few_bit_backward_from_output",

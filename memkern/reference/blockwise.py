@@ -15,15 +15,25 @@ POWER = C.CODECS["power"]
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded fp32 square root (torch.sqrt on CPU is one ulp off for a fifth of all inputs)."""
-    return x.double().sqrt().float()
+    """Correctly rounded square root, in the dtype of x (torch.sqrt on CPU is one ulp off for a fifth of fp32's)."""
+    return x.double().sqrt().to(x.dtype)
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """What values of a dtype are computed in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def number(value: float, x: Tensor) -> float:
+    """A number as it meets the values x: rounded to fp32 unless they are fp64."""
+    return value if x.dtype == torch.float64 else to_fp32(value)
 
 
 def to_blocks(x: Tensor, layout: BlockLayout) -> Tensor:
-    """A dense tensor as (blocks, block) in fp32, short blocks padded with zeros."""
+    """A dense tensor as (blocks, block) in fp32 (fp64 stays), short blocks padded with zeros."""
     if layout.numel == 0:
-        return torch.zeros(0, layout.block, device=x.device)
-    rows = memory_order(x).float().reshape(-1, layout.segment)
+        return torch.zeros(0, layout.block, dtype=arithmetic(x.dtype), device=x.device)
+    rows = memory_order(x).to(arithmetic(x.dtype)).reshape(-1, layout.segment)
     pad = layout.blocks_per_segment * layout.block - layout.segment
     return torch.nn.functional.pad(rows, (0, pad)).reshape(-1, layout.block)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ..quant.codec import to_fp32
 from ..schemas import LAMB_STEP, StepArgs
 from .adam import adam_corrections, adam_direction, adam_moments
-from .blockwise import from_blocks, to_blocks
+from .blockwise import from_blocks, number, to_blocks
 from .state import (
     check_step,
     gradient,
@@ -34,14 +33,14 @@ def lamb_step_(args: StepArgs) -> None:
         x = to_blocks(t.param, t.layout)
         g = gradient(t.grad, t.layout, h.maximize, factor)
         if h.decoupled_decay:
-            x = x * to_fp32(1.0 - t.lr * h.weight_decay)
+            x = x * number(1.0 - t.lr * h.weight_decay, x)
         m = load_moment(exp_avg, m_scale, t.layout, t.codec, h.beta1)
         v = load_moment(exp_avg_sq, v_scale, t.layout, t.codec, h.beta2)
         m, v = adam_moments(m, v, g, h.beta1, h.beta2)
         # m^ / (sqrt(v^) + eps), as Adam has it, but with its true scale, which the norm needs.
         root2, bias1 = adam_corrections(h.beta1, h.beta2, step) if h.bias_correction else (1.0, 1.0)
-        update = to_fp32(root2 / bias1) * adam_direction(m, v, h.eps * root2)
-        if not h.decoupled_decay and (decay := to_fp32(h.weight_decay)) != 0:
+        update = number(root2 / bias1, x) * adam_direction(m, v, h.eps * root2)
+        if not h.decoupled_decay and (decay := number(h.weight_decay, x)) != 0:
             update = update + decay * x
         ratio.fill_(1.0)
         if h.weight_decay != 0 or h.always_adapt:
@@ -49,7 +48,7 @@ def lamb_step_(args: StepArgs) -> None:
             ratio.copy_(both_or_one(x_norm, norm, x_norm / norm))
             if h.trust_clip:
                 ratio.clamp_(max=1.0)
-        x = x - of_blocks(t.lr * ratio.double(), t.layout) * update
+        x = x - of_blocks(t.lr * ratio.double(), t.layout, x) * update
         from_blocks(x, t.layout, t.param)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..quant.codec import to_fp32
 from ..schemas import LARS_STEP, StepArgs
-from .blockwise import from_blocks, to_blocks
+from .blockwise import from_blocks, number, to_blocks
 from .state import (
     check_step,
     gradient,
@@ -46,21 +45,21 @@ def lars_step_(args: StepArgs) -> None:
             found = h.trust_coeff * x_norm / (norm + x_norm * h.weight_decay + h.eps)
             found = both_or_one(x_norm, norm, found)
             ratio.copy_((found / t.lr).clamp(max=1.0) if h.trust_clip else found)
-        d = g if (decay := to_fp32(h.weight_decay)) == 0 else g + decay * x
+        d = g if (decay := number(h.weight_decay, x)) == 0 else g + decay * x
         if classic:
-            d = of_blocks(ratio, t.layout) * d
+            d = of_blocks(ratio, t.layout, x) * d
             # As in torch.optim.SGD, the first step's gradient is not dampened.
             weight = 1.0 if first else 1.0 - h.dampening
         else:
             weight = 1.0 - h.momentum
         m = load_moment(exp_avg, m_scale, t.layout, t.codec)
-        m = to_fp32(h.momentum) * m + to_fp32(weight) * d
+        m = number(h.momentum, x) * m + number(weight, x) * d
         if not classic and adapt:
             norm = norms(m, t.layout, len(ratio))
             ratio.copy_(both_or_one(x_norm, norm, x_norm / norm))
             if h.trust_clip:
                 ratio.clamp_(max=1.0)
-        update = d + to_fp32(h.momentum) * m if h.nesterov else m
-        rate = of_blocks(t.lr * (torch.ones_like(ratio) if classic else ratio).double(), t.layout)
+        update = d + number(h.momentum, x) * m if h.nesterov else m
+        rate = of_blocks(t.lr * (torch.ones_like(ratio) if classic else ratio).double(), t.layout, x)
         from_blocks(x - rate * update, t.layout, t.param)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..quant.codec import to_fp32
 from ..schemas import LION_STEP, StepArgs
-from .blockwise import from_blocks, to_blocks
+from .blockwise import from_blocks, number, to_blocks
 from .state import check_step, gradient, gradient_factor, load_moment, skipped, store_moment, tensors_of
 
 
@@ -24,10 +23,11 @@ def lion_step_(args: StepArgs) -> None:
         return
     for t in tensors_of(LION_STEP, args):
         h, (exp_avg,), (m_scale,) = t.h, t.moments, t.scales
-        x = to_blocks(t.param, t.layout) * to_fp32(1.0 - t.lr * h.weight_decay)
+        x = to_blocks(t.param, t.layout)
+        x = x * number(1.0 - t.lr * h.weight_decay, x)
         g = gradient(t.grad, t.layout, h.maximize, factor)
         m = load_moment(exp_avg, m_scale, t.layout, t.codec)
-        update = sign(to_fp32(h.beta1) * m + to_fp32(1 - h.beta1) * g)
-        from_blocks(x - to_fp32(t.lr) * update, t.layout, t.param)
-        m = to_fp32(h.beta2) * m + to_fp32(1 - h.beta2) * g
+        update = sign(number(h.beta1, x) * m + number(1 - h.beta1, x) * g)
+        from_blocks(x - number(t.lr, x) * update, t.layout, t.param)
+        m = number(h.beta2, x) * m + number(1 - h.beta2, x) * g
         store_moment(m, exp_avg, m_scale, t.layout, t.codec)

@@ -10,10 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..quant.codec import to_fp32
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
 from ..schemas import StepArgs, StepOp
-from .blockwise import POWER, check_codec, code_blocks, decode, dither, encode, from_blocks, sqrt, to_blocks
+from .blockwise import (
+    POWER,
+    arithmetic,
+    check_codec,
+    code_blocks,
+    decode,
+    dither,
+    encode,
+    from_blocks,
+    number,
+    sqrt,
+    to_blocks,
+)
 
 
 class StepTensor(NamedTuple):
@@ -40,10 +51,10 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
         moments = [args.moment(k)[i] for k, _ in ranges]
         yield StepTensor(
             param=p,
-            grad=g,
+            grad=g.double() if p.dtype == torch.float64 else g,
             moments=moments,
             scales=[
-                None if m.dtype == torch.float32 else next(of_moment)
+                None if m.is_floating_point() else next(of_moment)
                 for m, of_moment in zip(moments, scales, strict=True)
             ],
             step=args.steps[i] if op.has_steps else None,
@@ -64,7 +75,7 @@ def check_step(op: StepOp, args: StepArgs) -> None:
         if not 0 <= args.group[i] < len(args.lr):
             raise ValueError(f"group[{i}] must be from 0 to {len(args.lr) - 1}, got {args.group[i]}")
         for name, x in (("params", p), ("grads", g)):
-            if x.dtype not in FLOATS:
+            if x.dtype not in FLOATS and not x.dtype == p.dtype == torch.float64:
                 raise TypeError(f"{name}[{i}] must be float32, bfloat16 or float16, got {x.dtype}")
         used += _check_states(op, args, i, used)
     if len(args.scales) != used * len(op.moments):
@@ -114,7 +125,10 @@ def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
     """Checks tensor i's gradient, moments and scales; ``used``: tensors of codes before it. Whether it has codes."""
     p, moments = args.params[i], [args.moment(k)[i] for k in range(len(op.moments))]
     layout = layout_of(p, args.block_size[args.group[i]])
-    coded = moments[0].dtype != torch.float32
+    floats = arithmetic(p.dtype)
+    coded = moments[0].dtype != floats
+    if coded and p.dtype == torch.float64:
+        raise TypeError(f"params[{i}] is float64 and must have float64 states, got {moments[0].dtype}")
     for name, x in [("grads", args.grads[i]), *zip(op.moments, moments, strict=True)]:
         if not same_layout(x, p):
             raise ValueError(
@@ -123,9 +137,9 @@ def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
             )
     for k, (name, signed) in enumerate(op.moments.items()):
         codes = torch.int8 if signed else torch.uint8
-        if moments[k].dtype != (codes if coded else torch.float32):
+        if moments[k].dtype != (codes if coded else floats):
             raise TypeError(
-                f"{name}[{i}] must be {codes} codes or float32, like the parameter's other states, "
+                f"{name}[{i}] must be {codes} codes or {floats}, like the parameter's other states, "
                 f"got {moments[k].dtype}"
             )
         if coded:
@@ -180,8 +194,9 @@ def gradient_factor(
 
 
 def gradient(grad: Tensor, layout: BlockLayout, maximize: int, factor: float) -> Tensor:
-    """The gradient in fp32 blocks, times ``factor``, which is rounded to fp32; negated to maximize."""
-    return to_blocks(grad, layout) * to_fp32(-factor if maximize else factor)
+    """The gradient in blocks, times ``factor``, which is rounded to fp32 where they are; negated to maximize."""
+    g = to_blocks(grad, layout)
+    return g * number(-factor if maximize else factor, g)
 
 
 def load_moment(
@@ -192,7 +207,8 @@ def load_moment(
     Unsigned power codes hold w = sqrt(v), so decay * v = (sqrt(decay) * w)^2.
     """
     if scale is None:
-        return to_fp32(decay) * to_blocks(state, layout)
+        x = to_blocks(state, layout)
+        return number(decay, x) * x
     codes = code_blocks(state, layout)
     if codec == POWER and state.dtype == torch.uint8:
         w = decode(codes, scale.reshape(-1), codec, math.sqrt(decay))

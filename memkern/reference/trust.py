@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..quant.layout import BlockLayout, layer_count
 from ..schemas import StepArgs, StepOp
-from .blockwise import from_blocks
+from .blockwise import arithmetic, from_blocks
 
 
 def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
@@ -15,16 +15,17 @@ def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
     groups = op.of_groups(args)
     for i, (p, ratios, group) in enumerate(zip(args.params, args.trust_ratios, args.group, strict=True)):
         count = layer_count(p, args.block_size[group], int(groups[group].layers))
-        if ratios.dtype != torch.float32 or tuple(ratios.shape) != (count,) or not ratios.is_contiguous():
+        dtype = arithmetic(p.dtype)
+        if ratios.dtype != dtype or tuple(ratios.shape) != (count,) or not ratios.is_contiguous():
             raise ValueError(
-                f"trust_ratios[{i}] must be contiguous float32 of shape ({count},), got {ratios.dtype} of shape "
+                f"trust_ratios[{i}] must be contiguous {dtype} of shape ({count},), got {ratios.dtype} of shape "
                 f"{tuple(ratios.shape)}"
             )
 
 
 def norms(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
     """|x| of each of ``count`` layers, from blocks: fp64, summed in fp64. The order of the sum is free."""
-    elements = torch.empty(layout.numel, dtype=torch.float32, device=x.device)
+    elements = torch.empty(layout.numel, dtype=x.dtype, device=x.device)
     from_blocks(x, layout, elements)
     return elements.double().reshape(count, -1).square().sum(1).sqrt()
 
@@ -34,6 +35,6 @@ def both_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
     return torch.where((x_norm > 0) & (norm > 0), ratio, 1.0)
 
 
-def of_blocks(values: Tensor, layout: BlockLayout) -> Tensor:
-    """A number per layer as a column with one per block, in fp32. Layers are whole blocks."""
-    return values.float().repeat_interleave(layout.blocks // max(1, values.numel()))[:, None]
+def of_blocks(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:
+    """A number per layer as a column with one per block, in the dtype of x. Layers are whole blocks."""
+    return values.to(x.dtype).repeat_interleave(layout.blocks // max(1, values.numel()))[:, None]

@@ -36,7 +36,8 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
 
 
 def test_nothing_is_left_unlisted() -> None:
-    assert {*schemas.FAKES} == {*reference.__all__} == {*schemas.SCHEMAS}
+    only_by_reference = {schemas.AMSGRAD_STEP.name}
+    assert {*schemas.FAKES} == {*schemas.SCHEMAS} == {*reference.__all__} - only_by_reference
     registered = {
         name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("memkern::")
     }

@@ -157,11 +157,10 @@ def test_it_is_a_state_of_the_optimizer_not_of_a_checkpoint(dtype: torch.dtype) 
     assert optimizer.defaults["max_grad_norm"] == optimizer.param_groups[0]["max_grad_norm"] == 1.0
 
 
-@pytest.mark.parametrize("option", [{"max_grad_norm": 2.0}, {"capturable": True}])
-def test_a_group_cannot_have_its_own(option: dict[str, Any]) -> None:
+def test_a_group_cannot_have_its_own() -> None:
     optimizer = optim.AdamW8bit(make_params())
-    with pytest.raises(ValueError, match=f"{next(iter(option))} belongs to the whole optimizer"):
-        optimizer.add_param_group({"params": make_params(), **option})
+    with pytest.raises(ValueError, match="max_grad_norm belongs to the whole optimizer"):
+        optimizer.add_param_group({"params": make_params(), "max_grad_norm": 2.0})
     assert len(optimizer.param_groups) == 1
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memkern import optim, quantize_blockwise
-from memkern.optim.base import takes_8bit_state
+from memkern.optim.storage import takes_8bit_state
 from tests.support.convert_helpers import (
     DROP,
     HYPER,
@@ -212,6 +212,26 @@ def test_nothing_is_shared_or_changed() -> None:
                         tensor.fill_(77)
         assert_same_tree(ours.state_dict(), own)
     assert_same_tree(given, before)
+
+
+def test_amsgrad_comes_and_goes() -> None:
+    params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
+    theirs, copies = torch.optim.AdamW(params, amsgrad=True), twins(params)
+    train(theirs, params, 3)
+    for p, q in zip(copies, params, strict=True):
+        p.data.copy_(q.data)
+    ours = optim.AdamW(copies)
+    ours.load_state_dict(optim.from_torch_state_dict(ours, theirs.state_dict()))
+    assert ours.param_groups[0]["amsgrad"] is True
+    for p, q in zip(copies, params, strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            assert torch.equal(ours.state[p][name], theirs.state[q][name])
+    back = torch.optim.AdamW(twins(params))
+    back.load_state_dict(optim.to_torch_state_dict(ours))
+    assert back.param_groups[0]["amsgrad"] is True
+    assert_same_tree(back.state_dict()["state"], theirs.state_dict()["state"])
+    with pytest.raises(ValueError, match="group 0 has amsgrad=True, which bitsandbytes does not have"):
+        optim.to_bitsandbytes_state_dict(ours)
 
 
 # ---- errors

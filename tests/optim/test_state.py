@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -252,8 +253,8 @@ CORRUPT: dict[str, Callable[[dict[str, Any]], Any]] = {
     "step negative": put("step", lambda x: x - 10),
     "step NaN": put("step", lambda x: x * float("nan")),
     "step infinite": put("step", lambda x: x * float("inf")),
-    "step as an int": put("step", lambda x: 3),
-    "step as int64": put("step", lambda x: x.long()),
+    "step as a text": put("step", lambda x: "3"),
+    "step as many": put("step", lambda x: x.expand(2)),
     "codes as a list": put("exp_avg", lambda x: x.tolist()),
     "a key is missing": lambda s: s["state"][0].pop("exp_avg_scale"),
     "a key too many": lambda s: s["state"][0].update(max_exp_avg_sq=torch.ones(64, 128)),
@@ -323,13 +324,17 @@ def test_foreign_states_are_refused(build: type) -> None:
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 @pytest.mark.parametrize("other", OPTIMIZERS, ids=name_of)
 def test_states_of_each_other(build: type, other: type) -> None:
-    """Adam and AdamW share a state, of any width; the others' are their own."""
+    """Adam and AdamW share a state, of any width (test_loading.py); the others' are their own."""
     source, target = other(make_params()), build(make_params())
     train(source, 1)
     if build.__name__[:4] != other.__name__[:4]:
         assert_refused(target, source.state_dict())
-    else:
+        return
+    same = source.defaults["state_bits"] == target.defaults["state_bits"]
+    decoupled = build.__name__.startswith("AdamW") and not other.__name__.startswith("AdamW")
+    with nullcontext() if same and not decoupled else pytest.warns(UserWarning, match="whose own win"):
         target.load_state_dict(source.state_dict())
+    if same:
         assert_same(snapshot(target)["states"], snapshot(source)["states"])
-        give_gradients(target.param_groups[0]["params"], 1)
-        target.step()
+    give_gradients(target.param_groups[0]["params"], 1)
+    target.step()

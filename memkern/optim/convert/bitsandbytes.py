@@ -11,8 +11,9 @@ from ...quant.blockwise import quantize_blockwise
 from ...quant.codec import dynamic_map, dynamic_zero
 from ...quant.layout import layout_of
 from ..adam import Adam
-from ..base import BlockwiseOptimizer, takes_8bit_state
+from ..base import BlockwiseOptimizer
 from ..lion import Lion
+from ..storage import load_moment, store_moment, takes_8bit_state
 from .states import (
     BNB_ONLY,
     check_keys,
@@ -21,10 +22,8 @@ from .states import (
     entries_of,
     groups_from,
     groups_to,
-    load_moment,
     own_entries,
     step_number,
-    store_moment,
 )
 
 BNB_WRAPPED = "__bnb_optimizer_quant_state__"  # where newer versions put all tensors of a parameter's state
@@ -96,12 +95,13 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
 
     Raises:
         TypeError: ``optimizer`` is not memkern's.
-        ValueError: a group maximizes or has coupled weight decay; bitsandbytes can do neither.
+        ValueError: a group maximizes, has amsgrad or coupled weight decay; bitsandbytes can do none of them.
     """
     check_optimizer(optimizer, Adam, Lion)
     for n, group in enumerate(optimizer.param_groups):
-        if group["maximize"]:
-            raise ValueError(f"group {n} has maximize=True, which bitsandbytes does not have")
+        for option in ("maximize", "amsgrad"):
+            if group.get(option):
+                raise ValueError(f"group {n} has {option}=True, which bitsandbytes does not have")
         if group["weight_decay"] != 0 and not group.get("decoupled_weight_decay", True):
             raise ValueError(
                 f"group {n} has coupled weight_decay={group['weight_decay']}, and bitsandbytes' Adams decay "
@@ -113,8 +113,8 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
         state[i] = {"step": int(values["step"]) if optimizer.has_step else 0}
         for name, dtype in optimizer.moments.items():
             codes, k, signed = values[name], BNB_SUFFIX[name], dtype == torch.int8
-            if codes.dtype == torch.float32:
-                state[i][f"state{k}"] = codes.clone(memory_format=torch.contiguous_format)
+            if codes.is_floating_point():
+                state[i][f"state{k}"] = codes.float().clone(memory_format=torch.contiguous_format)
                 continue
             scale = values[f"{name}_scale"].clone()
             if not same_blocks(p, group):
@@ -130,7 +130,7 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     groups = groups_to(optimizer, {} if isinstance(optimizer, Lion) else BNB_ONLY)
     for saved in groups:
         saved |= {"lr": float(saved["lr"]), "eps": saved.get("eps", 0.0)}
-        for option in ("maximize", "decoupled_weight_decay"):
+        for option in ("maximize", "amsgrad", "decoupled_weight_decay"):
             saved.pop(option, None)
     return {"state": state, "param_groups": groups}
 

@@ -1,4 +1,4 @@
-"""What the converters share: a moment's way from and to 8 bits, groups, entries, checks."""
+"""What the converters share: groups, entries, checks."""
 
 from __future__ import annotations
 
@@ -8,47 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quant.blockwise import dequantize_blockwise, quantize_blockwise
-from ...reference.blockwise import sqrt
-from ..base import BlockwiseOptimizer, takes_8bit_state
+from ..base import BlockwiseOptimizer
 
 # memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
 OPTIONS = ("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable")
-TORCH_ONLY = {"amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
+TORCH_ONLY = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in every group
 
 Entry = tuple[Any, Tensor, dict[str, Any], dict[str, Any]]  # key, parameter, memkern's group, state
-
-
-# ---- one moment
-
-
-def store_moment(name: str, x: Tensor, p: Tensor, group: dict[str, Any], step: int) -> dict[str, Tensor]:
-    """A moment, given as floats of the parameter's shape, as the optimizer keeps it."""
-    x = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(x)
-    if name == "exp_avg_sq" and bool((x < 0).any()):
-        raise ValueError(f"the second moment of a parameter of shape {tuple(p.shape)} has negative entries")
-    if not takes_8bit_state(p, group):
-        return {name: x}
-    codec, signed = group["codec"], name == "exp_avg"
-    rooted = codec == "power" and not signed
-    codes, scale = quantize_blockwise(
-        sqrt(x) if rooted else x,
-        codec=codec,
-        signed=signed,
-        block_size=group["block_size"],
-        step=step if rooted else None,
-    )
-    return {name: codes, f"{name}_scale": scale}
-
-
-def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-    """A moment of memkern's as new float32 values with the parameter's shape and strides."""
-    codes, codec = state[name], group["codec"]
-    if codes.dtype == torch.float32:
-        return codes.clone()
-    x = dequantize_blockwise(codes, state[f"{name}_scale"], codec=codec, block_size=group["block_size"])
-    return x * x if codec == "power" and codes.dtype == torch.uint8 else x
 
 
 # ---- groups and entries

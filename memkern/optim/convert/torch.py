@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..adam import Adam
+from ..storage import load_moment, store_moment
 from .states import (
     TORCH_ONLY,
     check_keys,
@@ -15,10 +16,8 @@ from .states import (
     entries_of,
     groups_from,
     groups_to,
-    load_moment,
     own_entries,
     step_number,
-    store_moment,
 )
 
 
@@ -30,7 +29,8 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
         optimizer: memkern's Adam, AdamW, Adam8bit or AdamW8bit over the same parameters in the same order;
             not changed. Its groups say how states are stored (state_bits, block_size, codec, min_8bit_size).
         state_dict: of torch.optim.AdamW or Adam, foreach, fused and capturable too: ``exp_avg`` and
-            ``exp_avg_sq`` of the parameter's shape in any floating-point dtype, and ``step``.
+            ``exp_avg_sq`` (with amsgrad ``max_exp_avg_sq``) of the parameter's shape in any floating-point dtype, and
+            ``step``.
 
     Returns:
         A state dict of new tensors. ``step`` is float32 on the CPU. Moments that the group stores in 8 bits
@@ -43,24 +43,27 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     Raises:
         TypeError: ``optimizer`` is not memkern's Adam, or an entry of the state is not what torch.optim
             makes.
-        ValueError: the state does not fit the parameters, has amsgrad, or has negative second moments.
+        ValueError: the state does not fit the parameters, has negative second moments, or has amsgrad where the
+            optimizer stores 8 bits.
     """
     check_optimizer(optimizer, Adam)
     entries = entries_of(optimizer, state_dict)
-    for k, group in enumerate(state_dict["param_groups"]):
-        if group.get("amsgrad"):
-            raise ValueError(
-                f'state_dict["param_groups"][{k}] has amsgrad=True, which memkern.optim does not support; '
-                "only a state without it converts"
-            )
     groups = groups_from(optimizer, state_dict)
+    for k, converted in enumerate(groups):
+        if converted["amsgrad"] and converted["state_bits"] == 8:
+            raise ValueError(
+                f'state_dict["param_groups"][{k}] has amsgrad=True, which needs 32-bit states: '
+                "state_bits must be 32 in the optimizer's group, got 8"
+            )
+    of_parameter = {i: converted for converted in groups for i in converted["params"]}
     state = {}
     for i, p, group, values in entries:
         where = f'state_dict["state"][{i!r}]'
-        check_keys(where, values, [*optimizer.moments, "step"])
+        moments = optimizer._op_of(of_parameter[i]).moments
+        check_keys(where, values, [*moments, "step"])
         step = step_number(where, values["step"])
         state[i] = {"step": torch.tensor(step, dtype=torch.float32)}
-        for name in optimizer.moments:
+        for name in moments:
             x = values[name]
             check_moment(f"{where}[{name!r}]", x, p)
             state[i] |= store_moment(name, x, p, group, int(step))
@@ -88,7 +91,7 @@ def to_torch_state_dict(optimizer: Adam) -> dict[str, Any]:
     state = {
         i: {
             "step": values["step"].detach().to("cpu", copy=True),
-            **{name: load_moment(name, values, group) for name in optimizer.moments},
+            **{name: load_moment(name, values, group) for name in optimizer._op_of(group).moments},
         }
         for i, _, group, values in own_entries(optimizer)
     }

@@ -1,0 +1,101 @@
+"""How a parameter's moments are stored: as 8-bit codes or as floats, and from one way to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quant.blockwise import dequantize_blockwise, quantize_blockwise
+from ..quant.layout import is_dense, same_layout
+from ..reference.blockwise import sqrt
+from ..schemas import StepOp
+
+# 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
+# shards that data-parallel wrappers make are far larger.
+MIN_1D_FACTOR = 16
+
+
+def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
+    """Whether a parameter's moments are stored in 8 bits: the group asks for it and the tensor is large enough."""
+    least = group["min_8bit_size"] * (MIN_1D_FACTOR if p.dim() <= 1 else 1)
+    return group["state_bits"] == 8 and p.numel() >= least
+
+
+def moment_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of moments that are not codes."""
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
+
+
+def dense_like(p: Tensor) -> Tensor:
+    """A tensor with the strides that a parameter's state has: the parameter, or one on meta where it is not dense."""
+    return p if is_dense(p.shape, p.stride()) else torch.empty_like(p, device="meta")
+
+
+def store_moment(
+    name: str, x: Tensor, p: Tensor, group: dict[str, Any], step: int, coded: bool | None = None
+) -> dict[str, Tensor]:
+    """A moment, given as floats of the parameter's shape, as the optimizer keeps it.
+
+    ``coded``: in 8 bits; by default where the group stores such a parameter so.
+    """
+    coded = takes_8bit_state(p, group) if coded is None else coded
+    x = torch.empty_like(p, dtype=moment_dtype(p), requires_grad=False).copy_(x)
+    if name == "exp_avg_sq" and bool((x < 0).any()):
+        raise ValueError(f"the second moment of a parameter of shape {tuple(p.shape)} has negative entries")
+    if not coded:
+        return {name: x}
+    codec, signed = group["codec"], name == "exp_avg"
+    rooted = codec == "power" and not signed
+    codes, scale = quantize_blockwise(
+        sqrt(x) if rooted else x,
+        codec=codec,
+        signed=signed,
+        block_size=group["block_size"],
+        step=step if rooted else None,
+    )
+    return {name: codes, f"{name}_scale": scale}
+
+
+def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    """A moment of memkern's as new float values with its own strides."""
+    codes, codec = state[name], group["codec"]
+    if codes.is_floating_point():
+        return codes.clone()
+    x = dequantize_blockwise(codes, state[f"{name}_scale"], codec=codec, block_size=group["block_size"])
+    return x * x if codec == "power" and codes.dtype == torch.uint8 else x
+
+
+def restored(
+    op: StepOp, state: dict[str, Tensor], p: Tensor, group: dict[str, Any], before: dict[str, Any]
+) -> dict[str, Tensor] | None:
+    """The state as its parameter and its group now ask for it, or None where it is stored so already.
+
+    Codes are read with the ``block_size`` and ``codec`` of ``before`` and in their own memory format. A state that is
+    8-bit stays so while the group's ``state_bits`` are 8, whatever the parameter's size: shards are smaller than what
+    they were cut from.
+    """
+    was_coded = any(key.endswith("_scale") for key in state)
+    coded = group["state_bits"] == 8 and (was_coded or takes_8bit_state(p, group))
+    like = dense_like(p)
+    stored = [name for name in op.moments if name in state]  # amsgrad may have come or gone
+    if any(state[name].shape != p.shape for name in stored):
+        return None  # the op has a message for this
+    same_place = all(same_layout(state[name], like) for name in stored)
+    if coded:
+        same_form = was_coded and all(before[key] == group[key] for key in ("block_size", "codec"))
+    else:
+        same_form = all(state[name].dtype == moment_dtype(p) for name in stored)
+    others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments)}
+    if same_place and same_form and {*state} - others == {*op.moments}:
+        return None
+    step = int(state["step"]) if "step" in state else 0
+    new: dict[str, Tensor] = {}
+    for name in op.moments:
+        x = load_moment(name, state, before) if name in state else torch.zeros_like(p, dtype=moment_dtype(p))
+        new |= store_moment(name, x, p, group, step, coded)
+    rest = {key: x for key, x in state.items() if key in ("step", "trust_ratio")}
+    if "trust_ratio" in rest:
+        rest["trust_ratio"] = rest["trust_ratio"].to(moment_dtype(p))
+    return {**{key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}, **rest}

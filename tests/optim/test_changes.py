@@ -1,0 +1,410 @@
+"""What changes between two steps: memory formats, dtypes, options, modes, and which gradients there are."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import optim
+from memkern.optim.storage import load_moment
+from tests.support.helpers import (
+    assert_same,
+    give_gradients,
+    hard,
+    like,
+    make_params,
+    name_of,
+    on,
+    over_8bit,
+    over_cpu,
+    over_optimizers,
+    snapshot,
+    train,
+)
+
+FULL = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS]
+over_full = pytest.mark.parametrize("build", FULL, ids=name_of)
+
+
+def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    group = group or optimizer.param_groups[0]
+    return [
+        load_moment(name, optimizer.state[p], group)
+        for p in optimizer.param_groups[0]["params"]
+        for name in optimizer.moments
+    ]
+
+
+def assert_close_as_codes(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """As near as one more rounding to 8 bits leaves moments."""
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).abs().amax() <= 0.02 * y.abs().amax()
+
+
+# ---- gradients
+
+
+@over_optimizers
+@over_cpu
+def test_clipping_begins_without_gradients(backend: str, build: type) -> None:
+    params, alone = make_params(), make_params()
+    optimizer, other = build(params, max_grad_norm=1.0), build(alone, max_grad_norm=1.0)
+    with on(backend):
+        for _ in range(2):
+            optimizer.step()
+        assert not optimizer.state
+        assert_same(train(optimizer, 2), train(other, 2))
+        for p in params:
+            p.grad = None
+        before = snapshot(optimizer)
+        optimizer.step()
+        assert_same(snapshot(optimizer), before)
+
+
+@over_optimizers
+@pytest.mark.parametrize("order", [1, -1])
+def test_bad_gradients_of_a_second_device_raise_before_the_first_steps(build: type, order: int) -> None:
+    here, there = make_params()[0], torch.nn.Parameter(torch.empty(6, 4, device="meta"))
+    optimizer = build([here, there][::order])
+    for grad in (
+        torch.empty(6, 4, dtype=torch.int32, device="meta"),
+        torch.empty(6, 4, dtype=torch.complex64, device="meta"),
+    ):
+        here.grad = torch.ones_like(here)
+        there.grad_dtype = None
+        there.grad = grad
+        before, version = here.detach().clone(), here._version
+        with pytest.raises((TypeError, RuntimeError), match="gradients"):
+            optimizer.step()
+        assert_same(here, before)
+        assert here._version == version
+        assert all((optimizer.state[here][key] == 0).all() for key in ("exp_avg",))
+    there.grad = torch.empty(6, 4, device="meta")
+    optimizer.step()
+    assert here._version > version
+
+
+# ---- memory formats
+
+
+def images(seed: int = 0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(hard((8, 16, 8, 8), seed, scale=0.1))
+
+
+def to_channels_last(optimizer: torch.optim.Optimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.data = p.data.contiguous(memory_format=torch.channels_last)
+
+
+@over_full
+@over_cpu
+def test_channels_last_after_a_step_changes_nothing(backend: str, build: type) -> None:
+    changed, straight = build([images()]), build([images()])
+    with on(backend):
+        train(changed, 2), train(straight, 2)
+        to_channels_last(changed)
+        assert changed.param_groups[0]["params"][0].is_contiguous(memory_format=torch.channels_last)
+        for step in (2, 3):
+            for optimizer in (changed, straight):
+                (p,) = optimizer.param_groups[0]["params"]
+                p.grad = hard(p.shape, step)
+                optimizer.step()
+    (p,), (q,) = (o.param_groups[0]["params"] for o in (changed, straight))
+    assert changed.state[p]["exp_avg"].stride() == p.stride() != q.stride()
+    if build in (optim.LAMB, optim.LARS):  # norms are summed in another order
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
+    else:
+        assert torch.equal(p, q)
+        assert all(map(torch.equal, moments_of(changed), moments_of(straight)))
+
+
+@over_8bit
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_channels_last_after_a_step_converts_codes(build: type, max_grad_norm: float | None) -> None:
+    optimizer = build([images()], max_grad_norm=max_grad_norm, lr=0.0)
+    train(optimizer, 2)
+    before, steps = moments_of(optimizer), copy.deepcopy(snapshot(optimizer)["states"][0].get("step"))
+    to_channels_last(optimizer)
+    (p,) = optimizer.param_groups[0]["params"]
+    optimizer._restore(p, optimizer.param_groups[0], optimizer.param_groups[0])
+    assert_close_as_codes(moments_of(optimizer), before)
+    assert_same(optimizer.state[p].get("step"), steps)
+    train(optimizer, 2, first=2)
+    fresh = build([torch.nn.Parameter(p.detach().clone())], max_grad_norm=max_grad_norm, lr=0.0)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert_same(train(fresh, 1), train(optimizer, 1))
+
+
+# ---- options of a group
+
+
+@over_8bit
+@pytest.mark.parametrize(
+    "change",
+    [{"codec": "dynamic"}, {"block_size": 256}, {"state_bits": 32}, {"codec": "dynamic", "block_size": 64}],
+    ids=str,
+)
+def test_options_of_storage_convert_the_state_at_the_next_step(build: type, change: dict[str, Any]) -> None:
+    optimizer = build(make_params(), lr=0.0)
+    train(optimizer, 3)
+    group = optimizer.param_groups[0]
+    before, old = moments_of(optimizer), dict(group)
+    group.update(change)
+    # What is saved or copied before the step is stored as its options say, too.
+    for saved in (copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer).state_dict()):
+        other = build(make_params(), lr=0.0, **change)
+        other.load_state_dict(saved)
+        assert_close_as_codes(moments_of(other), before)
+    assert_close_as_codes(moments_of(optimizer), before)
+    train(optimizer, 1, first=3)
+    straight = build(make_params(), lr=0.0, **{key: old[key] for key in change})
+    train(straight, 4)
+    assert_close_as_codes(moments_of(optimizer), moments_of(straight))
+    coded = change.get("state_bits", 8) == 8
+    assert (optimizer.state[group["params"][0]]["exp_avg"].dtype == torch.int8) == coded
+    group.update({key: old[key] for key in change})
+    train(optimizer, 1, first=4)
+    assert optimizer.state[group["params"][0]]["exp_avg"].dtype == torch.int8
+
+
+def test_options_that_are_set_back_convert_nothing() -> None:
+    optimizer = optim.AdamW8bit(make_params())
+    train(optimizer)
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["codec"] = "dynamic"
+    optimizer.param_groups[0]["codec"] = "power"
+    optimizer.state_dict()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_groups_may_change_places() -> None:
+    a, b = make_params([(64, 128), (64, 128)])
+    optimizer = optim.AdamW8bit([{"params": [a]}, {"params": [b], "codec": "dynamic"}])
+    train(optimizer)
+    before = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in (a, b)]
+    optimizer.param_groups.reverse()
+    optimizer.state_dict()
+    assert_same([dict(optimizer.state[p]) for p in (a, b)], before)
+
+
+@pytest.mark.parametrize("change", [{"codec": "log"}, {"block_size": 12}, {"state_bits": 4}], ids=str)
+def test_options_out_of_range_raise_at_every_step(change: dict[str, Any]) -> None:
+    optimizer = optim.AdamW8bit(make_params())
+    train(optimizer)
+    optimizer.param_groups[0].update(change)
+    before = snapshot(optimizer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_layers_may_change() -> None:
+    optimizer = optim.LAMB8bit([torch.nn.Parameter(hard((64, 128), 0, scale=0.1))])
+    train(optimizer)
+    optimizer.param_groups[0]["layers"] = 4
+    train(optimizer, 1, first=3)
+    assert [len(r) for r in optimizer.trust_ratios().values()] == [4]
+
+
+def test_capturable_is_a_groups_own() -> None:
+    a, b, c = make_params()
+    optimizer = optim.AdamW8bit([{"params": [a, b]}, {"params": [c], "capturable": True, "lr": 1e-2}])
+    assert [type(g["lr"]) for g in optimizer.param_groups] == [float, torch.Tensor]
+    straight = optim.AdamW8bit([{"params": make_params()[:2]}, {"params": make_params()[2:], "lr": 1e-2}])
+    assert_same(train(optimizer), train(straight))
+
+
+# ---- modes
+
+
+@over_optimizers
+@over_cpu
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_step_under_inference_mode_and_one_outside(
+    backend: str, build: type, max_grad_norm: float | None
+) -> None:
+    optimizer, straight = (build(make_params(), max_grad_norm=max_grad_norm) for _ in range(2))
+    with on(backend):
+        for modes in ((True, False, True), (False, False, False)):
+            each = optimizer if modes[0] else straight
+            params = each.param_groups[0]["params"]
+            for step, inference in enumerate(modes):
+                give_gradients(params, step)
+                with torch.inference_mode(inference):
+                    each.step()
+    assert_same(snapshot(optimizer), snapshot(straight))
+    assert not any(v.is_inference() for s in optimizer.state.values() for v in s.values())
+
+
+# ---- float64
+
+
+@over_8bit
+def test_fp64_parameters_refuse_8_bit_states(build: type) -> None:
+    (p,) = make_params([(10, 10)])
+    with pytest.raises(ValueError, match="state_bits must be 32 for float64 parameters"):
+        build([p.detach().double().requires_grad_()])
+    optimizer = build([p])
+    train(optimizer, 1)
+    p.data = p.data.double()
+    p.grad = torch.ones_like(p)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="state_bits must be 32 for float64 parameters"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+@over_full
+def test_a_model_turns_to_fp64_and_back(build: type) -> None:
+    optimizer = build(make_params())
+    params = optimizer.param_groups[0]["params"]
+    train(optimizer, 2)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for p in params:
+            p.grad = None
+            p.data = p.data.to(dtype)
+        train(optimizer, 2)
+        floats = torch.float64 if dtype == torch.float64 else torch.float32
+        assert {optimizer.state[p]["exp_avg"].dtype for p in params} == {floats}
+        assert all(p.isfinite().all() for p in params)
+
+
+@over_full
+def test_fp64_under_a_grad_scaler(build: type) -> None:
+    """Scaled and clipped as fp32 parameters are, and skipped whole."""
+    params = [torch.nn.Parameter(p.detach().double()) for p in make_params()]
+    straight = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, other = build(params, max_grad_norm=0.5), build(straight, max_grad_norm=0.5)
+    optimizer.grad_scale = torch.tensor(1024.0)
+    for step in range(3):
+        for p, q in zip(params, straight, strict=True):
+            q.grad = like(q, step)
+            p.grad = q.grad * 1024
+        optimizer.found_inf = torch.tensor(float(step == 1))
+        before = snapshot(optimizer)
+        optimizer.step()
+        if step == 1:
+            assert_same(snapshot(optimizer), before)
+        else:
+            other.step()
+    for p, q in zip(params, straight, strict=True):
+        torch.testing.assert_close(p, q, atol=0, rtol=1e-12)
+
+
+# ---- gaps between elements
+
+
+def strided(p: torch.Tensor) -> torch.nn.Parameter:
+    """The same values with a gap after each element; the storage is what a test looks at for what lies between."""
+    room = torch.full((*p.shape, 2), -7.0, dtype=p.dtype)
+    room[..., 0] = p.detach()
+    return torch.nn.Parameter(room[..., 0])
+
+
+@over_optimizers
+@over_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_parameters_with_gaps_step_as_dense_ones(backend: str, build: type, dtype: torch.dtype) -> None:
+    dense = [
+        torch.nn.Parameter(p.detach().to(dtype)) for p in make_params([*[(64, 128)] * 2, (10, 10), (300,)])
+    ]
+    gaps = [strided(p) for p in dense[1:]]  # beside one that is dense
+    first = torch.nn.Parameter(dense[0].detach().clone())
+    optimizer, straight = (build(ps, min_8bit_size=0, weight_decay=0.1) for ps in ([first, *gaps], dense))
+    with on(backend):
+        for step in range(3):
+            give_gradients(dense, step)
+            for p, q in zip([first, *gaps], dense, strict=True):
+                p.grad = q.grad.clone()
+            optimizer.step()
+            straight.step()
+    for p, q in zip([first, *gaps], dense, strict=True):
+        assert torch.equal(p, q)
+        assert_same(dict(optimizer.state[p]), dict(straight.state[q]))
+    for p in gaps:
+        assert not p.is_contiguous()
+        between = p.detach().as_strided(p.shape, p.stride(), 1)
+        assert (between == -7).all()
+    assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}
+    other = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)])
+    other.load_state_dict(optimizer.state_dict())
+    assert_same(snapshot(other)["states"], snapshot(optimizer)["states"])
+
+
+def test_bad_gradients_of_a_parameter_with_gaps_raise_before_the_others_step() -> None:
+    p, q = make_params([(10, 10), (10, 10)])
+    optimizer = optim.AdamW([p, strided(q)])
+    q = optimizer.param_groups[0]["params"][1]
+    p.grad = torch.ones_like(p)
+    q.grad = torch.ones_like(q).to_sparse()
+    before = snapshot(optimizer)["params"]
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        optimizer.step()
+    assert_same(snapshot(optimizer)["params"], before)
+
+
+# ---- amsgrad
+
+
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.Adam8bit], ids=name_of)
+def test_amsgrad_needs_32_bits(build: type) -> None:
+    with pytest.raises(ValueError, match="amsgrad needs 32-bit states: state_bits must be 32, got 8"):
+        build(make_params(), amsgrad=True)
+    train(build(make_params(), amsgrad=True, state_bits=32), 1)
+
+
+def test_amsgrad_comes_and_goes() -> None:
+    optimizer, p = optim.AdamW(make_params(), lr=1e-2), make_params()[0]
+    (p, *_) = optimizer.param_groups[0]["params"]
+    train(optimizer, 2)
+    assert "max_exp_avg_sq" not in optimizer.state[p]
+    optimizer.param_groups[0]["amsgrad"] = True
+    train(optimizer, 1)
+    assert_same(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
+    for q in optimizer.param_groups[0]["params"]:
+        q.grad = torch.zeros_like(q)
+    optimizer.step()
+    assert (optimizer.state[p]["max_exp_avg_sq"] >= optimizer.state[p]["exp_avg_sq"]).all()
+    assert not torch.equal(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
+    optimizer.param_groups[0]["amsgrad"] = False
+    train(optimizer, 1)
+    assert "max_exp_avg_sq" not in optimizer.state[p]
+
+
+WAYS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "amsgrad": lambda: (make_params(), {"amsgrad": True}),
+    "fp64": lambda: ([p.detach().double().requires_grad_() for p in make_params()], {}),
+    "gaps": lambda: ([*map(strided, make_params())], {}),
+    "two devices": lambda: (make_params(), {}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["amsgrad", "fp64", "gaps"])
+def test_steps_apart_compile_without_a_break(way: str) -> None:
+    compiled, eager = (optim.AdamW(params, **options) for params, options in (WAYS[way]() for _ in range(2)))
+    step = torch.compile(compiled.step, fullgraph=True)
+    for i in range(3):
+        give_gradients(compiled.param_groups[0]["params"], i)
+        give_gradients(eager.param_groups[0]["params"], i)
+        step()
+        eager.step()
+    assert_same(snapshot(compiled), snapshot(eager))
+
+
+def test_parameters_that_were_made_on_meta() -> None:
+    """As where a model is built there, wrapped and then filled."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(64, 128)
+    optimizer = optim.AdamW8bit(model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), make_params([(128, 64), (128,)]), strict=True):
+            p.copy_(q)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    straight = optim.AdamW8bit(make_params([(128, 64), (128,)]))
+    assert_same(train(optimizer), train(straight))
+    assert not optimizer._apart

@@ -1,0 +1,233 @@
+"""A state dict of another optimizer: its options, its bits, its age, and what is refused."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import optim
+from memkern.optim.storage import load_moment
+from tests.support.helpers import (
+    EIGHT_BIT,
+    assert_same,
+    give_gradients,
+    make_params,
+    name_of,
+    over_8bit,
+    over_optimizers,
+    snapshot,
+    train,
+)
+
+FULL = {c: getattr(optim, c.__name__.removesuffix("8bit")) for c in EIGHT_BIT}  # 8-bit class -> 32-bit class
+OTHER_OPTIONS = "of an optimizer with other options than this"
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
+    """Every moment as floats, whatever its storage."""
+    group = optimizer.param_groups[0]
+    return [
+        {name: load_moment(name, optimizer.state[p], group) for name in optimizer.moments}
+        for p in group["params"]
+    ]
+
+
+# ---- the optimizer's own class and bits win
+
+
+def test_a_state_of_adam_leaves_adamw_decoupled() -> None:
+    source, target = optim.Adam(make_params(), lr=1e-2, weight_decay=0.5), optim.AdamW(make_params())
+    train(source)
+    with pytest.warns(
+        UserWarning, match=f"{OTHER_OPTIONS} AdamW.*group 0: decoupled_weight_decay False -> True$"
+    ):
+        target.load_state_dict(source.state_dict())
+    group = target.param_groups[0]
+    assert (group["decoupled_weight_decay"], group["weight_decay"], group["lr"]) == (True, 0.5, 1e-2)
+    assert_same(snapshot(target)["states"], snapshot(source)["states"])
+
+
+def test_a_state_of_adamw_comes_to_adam_as_in_torch() -> None:
+    source, target = optim.AdamW(make_params()), optim.Adam(make_params())
+    train(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@over_8bit
+@pytest.mark.parametrize("codec", ["power", "dynamic"])
+def test_a_32_bit_state_is_quantized_for_an_8_bit_optimizer(build: type, codec: str) -> None:
+    source = FULL[build](make_params(), codec=codec)
+    train(source, 3)
+    target = build(make_params())
+    with pytest.warns(UserWarning, match=f"{OTHER_OPTIONS} {build.__name__}.*group 0: state_bits 32 -> 8$"):
+        target.load_state_dict(source.state_dict())
+    group = target.param_groups[0]
+    assert (group["state_bits"], group["codec"]) == (8, codec)  # the codec comes with the state
+    for k, (found, exact) in enumerate(zip(moments_of(target), moments_of(source), strict=True)):
+        assert (target.state[group["params"][k]]["exp_avg"].dtype == torch.int8) == (k == 0)
+        for name in exact:
+            error = (found[name] - exact[name]).abs().amax() / exact[name].abs().amax()
+            assert error <= (0.02 if k == 0 else 0)
+    fresh = build(copy.deepcopy(group["params"]))
+    fresh.load_state_dict(target.state_dict())
+    assert_same(train(fresh, 2), train(target, 2))
+
+
+@over_8bit
+def test_an_8_bit_state_is_dequantized_for_a_32_bit_optimizer(build: type) -> None:
+    source, target = build(make_params()), FULL[build](make_params())
+    train(source, 3)
+    with pytest.warns(UserWarning, match="state_bits 8 -> 32"):
+        target.load_state_dict(source.state_dict())
+    assert_same(moments_of(target), moments_of(source))
+    assert all(value.dtype == torch.float32 for state in target.state.values() for value in state.values())
+    train(target, 1)
+
+
+def test_the_warning_is_one_and_names_groups() -> None:
+    def build(bits: int) -> optim.AdamW:
+        a, b, c = make_params()
+        return optim.AdamW(
+            [{"params": [a], "state_bits": bits}, {"params": [b]}, {"params": [c], "state_bits": bits}]
+        )
+
+    source, target = build(32), build(8)
+    train(source)
+    with pytest.warns(UserWarning, match=OTHER_OPTIONS) as seen:
+        target.load_state_dict(source.state_dict())
+    assert len(seen) == 1
+    assert str(seen[0].message).endswith("group 0: state_bits 32 -> 8; group 2: state_bits 32 -> 8")
+    assert seen[0].filename == __file__
+    assert [g["state_bits"] for g in target.param_groups] == [8, 32, 8]
+
+
+@over_optimizers
+def test_a_state_of_the_same_options_warns_of_nothing(build: type) -> None:
+    source, target = build(make_params(), lr=0.5, block_size=64), build(make_params())
+    train(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["block_size"] == 64
+
+
+def test_shards_keep_their_bits_whatever_their_size() -> None:
+    """A shard of an 8-bit state may be smaller than what is stored in 8 bits from the start."""
+    source = optim.AdamW8bit([torch.nn.Parameter(torch.ones(64, 128))])
+    train(source)
+    state_dict = source.state_dict()
+    first = {key: value[:8] if value.dim() else value for key, value in state_dict["state"][0].items()}
+    shard = optim.AdamW8bit([torch.nn.Parameter(torch.ones(8, 128))])
+    shard.load_state_dict({**state_dict, "state": {0: first}})
+    assert_same(snapshot(shard)["states"], [first])
+    train(shard, 1)
+    assert snapshot(shard)["states"][0]["exp_avg"].dtype == torch.int8
+
+
+def test_capturable_stays_the_optimizers_own() -> None:
+    a, b, _ = make_params()
+    source = optim.AdamW8bit([{"params": [a]}, {"params": [b]}])
+    train(source)
+    target = optim.AdamW8bit(
+        [{"params": [make_params()[0]], "capturable": True}, {"params": [make_params()[1]]}]
+    )
+    assert [isinstance(g["lr"], torch.Tensor) for g in target.param_groups] == [True, False]
+    target.load_state_dict(source.state_dict())
+    assert [g["capturable"] for g in target.param_groups] == [True, False]
+    assert [isinstance(g["lr"], torch.Tensor) for g in target.param_groups] == [True, False]
+    train(target, 1)
+
+
+# ---- dtypes
+
+
+@over_optimizers
+def test_a_state_moves_to_fp64_and_back(build: type) -> None:
+    options = {"state_bits": 32}
+    source = build(make_params(), **options)
+    train(source, 2)
+    double = build([torch.nn.Parameter(p.detach().double()) for p in make_params()], **options)
+    double.load_state_dict(source.state_dict())
+    back = build(make_params(), **options)
+    back.load_state_dict(double.state_dict())
+    for state in double.state.values():
+        assert all(
+            value.dtype == torch.float64
+            for key, value in state.items()
+            if key != "step" and "ratio" not in key
+        )
+    assert_same([*map(dict, snapshot(back)["states"])], snapshot(source)["states"])
+    train(double, 1)
+
+
+# ---- what is refused
+
+
+def spoiled(key: str, value: float) -> Callable[[dict[str, Any]], None]:
+    def corrupt(state: dict[str, Any]) -> None:
+        state[0][key] = state[0][key].clone()
+        state[0][key].view(-1)[3] = value
+
+    return corrupt
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "v negative": (
+        spoiled("exp_avg_sq", -1e-9),
+        "exp_avg_sq, a second moment, has entries that are negative or NaN",
+    ),
+    "v NaN": (
+        spoiled("exp_avg_sq", math.nan),
+        "exp_avg_sq, a second moment, has entries that are negative or NaN",
+    ),
+    "no state": (
+        lambda s: s.update({0: None}),
+        "does not fit AdamW: it must be a dict of tensors, got None",
+    ),
+    "no entry": (lambda s: s[0].update(exp_avg=None), "exp_avg must be a tensor, got NoneType"),
+    "no step": (lambda s: s[0].update(step=None), "step must be a tensor, got NoneType"),
+    "step negative": (lambda s: s[0].update(step=-1), "step must be one finite number, 0 or more"),
+    "step NaN": (lambda s: s[0].update(step=math.nan), "step must be one finite number, 0 or more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_step_could_have_left_is_refused(name: str) -> None:
+    corrupt, message = REFUSED[name]
+    source, target = optim.AdamW(make_params()), optim.AdamW(make_params())
+    train(source)
+    train(target, 1)
+    before, state_dict = snapshot(target), copy.deepcopy(source.state_dict())
+    corrupt(state_dict["state"])
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(state_dict)
+    assert_same(snapshot(target), before)
+
+
+def test_infinite_moments_load() -> None:
+    """A run that overflowed has them, in torch too."""
+    source, target = optim.AdamW(make_params()), optim.AdamW(make_params())
+    train(source)
+    spoiled("exp_avg_sq", math.inf)(state_dict := copy.deepcopy(source.state_dict())["state"])
+    target.load_state_dict({**source.state_dict(), "state": state_dict})
+    assert target.state[target.param_groups[0]["params"][0]]["exp_avg_sq"].isinf().sum() == 1
+
+
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit], ids=name_of)
+def test_a_bad_option_in_a_saved_group_is_refused(build: type) -> None:
+    source, target = build(make_params()), build(make_params())
+    train(source)
+    for option in ({"lr": "1e-3"}, {"weight_decay": math.inf}, {"state_bits": 4}):
+        state_dict = copy.deepcopy(source.state_dict())
+        state_dict["param_groups"][0].update(option)
+        with pytest.raises(ValueError, match=next(iter(option))):
+            target.load_state_dict(state_dict)
+    give_gradients(target.param_groups[0]["params"], 0)
+    target.step()

@@ -1,0 +1,109 @@
+"""Optimizers as data, for the tests that PyTorch runs over its own: classes, options, a small problem."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from tests.support.helpers import OPTIMIZERS
+
+Options = dict[str, Any]
+
+EIGHT = {"state_bits": 8, "min_8bit_size": 0}  # also for the small tensors of these tests
+COMMON: dict[str, Options] = {
+    "default": {},
+    "lr": {"lr": 1e-2, "foreach": True},  # accepted and ignored
+    "weight_decay": {"weight_decay": 0.1, "fused": True},
+    "maximize": {"weight_decay": 0.1, "maximize": True},
+    "tensor lr": {"lr": torch.tensor(1e-3)},
+    "capturable": {"capturable": True},
+    "max_grad_norm": {"max_grad_norm": 1.0},
+    "8 bits": EIGHT,
+    "dynamic": {**EIGHT, "codec": "dynamic", "block_size": 64, "maximize": True},
+}
+BETAS = {"tensor betas": {"betas": (torch.tensor(0.9), torch.tensor([[0.99]])), "lr": torch.tensor(1e-3)}}
+ADAM = {
+    **BETAS,
+    "amsgrad": {"weight_decay": 0.1, "amsgrad": True},
+    "amsgrad, all": {"amsgrad": True, "capturable": True, "maximize": True, "lr": torch.tensor(1e-3)},
+}
+OWN: dict[str, dict[str, Options]] = {
+    "Adam": {**ADAM, "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True}},
+    "AdamW": ADAM,
+    "Lion": BETAS,
+    "LAMB": {
+        **BETAS,
+        "no bias correction": {"bias_correction": False, "trust_clip": True},
+        "decoupled_decay": {"decoupled_decay": True, "always_adapt": True, "weight_decay": 0.0},
+    },
+    "LARS": {
+        "momentum": {"momentum": 0.5, "trust_clip": True, "always_adapt": True},
+        "classic": {"trust_coeff": 1e-2, "lr": 0.1},
+        "dampening": {"trust_coeff": 1e-2, "dampening": 0.5, "lr": 0.1},
+        "nesterov": {"trust_coeff": 1e-2, "nesterov": True, "weight_decay": 0.1, "lr": 0.1},
+    },
+}
+ADAMS = ("Adam", "AdamW", "Adam8bit", "AdamW8bit")
+# Options that came after Adam, torch.optim's not_og_supported_flags: a state may be older than they are.
+LATER = ("maximize", "capturable", "max_grad_norm", "min_8bit_size", "amsgrad")
+
+CASES = [
+    (build, name, options)
+    for build in OPTIMIZERS
+    for name, options in {**COMMON, **OWN.get(build.__name__, {})}.items()
+    if not build.__name__.endswith("8bit") or name in ("default", "8 bits", "dynamic")
+]
+
+
+def linear(dtype: torch.dtype = torch.float32, strided: bool = False) -> tuple[Parameter, Parameter, Tensor]:
+    """A weight, a bias and an input; strided: every second element of a larger tensor."""
+    if strided:
+        weight, bias = torch.randn(10, 5, 2, dtype=dtype)[..., 0], torch.randn(10, 2, dtype=dtype)[..., 0]
+    else:
+        weight, bias = torch.randn(10, 5, dtype=dtype), torch.randn(10, dtype=dtype)
+    return Parameter(weight), Parameter(bias), torch.randn(5, dtype=dtype)
+
+
+def closure_of(optimizer: torch.optim.Optimizer, w: Tensor, b: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (w.mv(x) + b).pow(2).sum()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def assert_right_direction(
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], Tensor],
+    schedulers: list[Any] = (),
+    up: bool = False,
+) -> None:
+    first = closure().item()
+    for _ in range(20):
+        loss = optimizer.step(closure)
+        for scheduler in schedulers:
+            scheduler.step(loss.detach()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    assert closure().item() > first if up else closure().item() < first
+
+
+def clones(*params: Tensor) -> list[Parameter]:
+    return [Parameter(p.detach().clone()) for p in params]
+
+
+def named(params: list[Parameter], names: bool) -> Any:
+    return [(f"name{i}", p) for i, p in enumerate(params)] if names else params
+
+
+def saved(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
