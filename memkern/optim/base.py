@@ -70,14 +70,9 @@ class BlockwiseOptimizer(Optimizer):
         """The state's moments, and the dtype of their 8-bit codes."""
         return {name: torch.int8 if signed else torch.uint8 for name, signed in self.op.moments.items()}
 
-    @property
-    def has_step(self) -> bool:
-        """Whether the state counts steps."""
-        return self.op.has_steps
-
     def _state_keys(self) -> list[str]:
         scales = [f"{name}_scale" for name in self.moments]
-        return [*self.moments, *scales, *(["step"] if self.has_step else [])]
+        return [*self.moments, *scales, "step"]
 
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Zero states; the keys of :meth:`_state_keys`, without scales where the state is fp32."""
@@ -89,8 +84,7 @@ class BlockwiseOptimizer(Optimizer):
             shape = layout_of(p, group["block_size"]).scale_shape
             for name in self.moments:
                 state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
-        if self.has_step:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state
 
     def _init_group(
@@ -200,7 +194,7 @@ class BlockwiseOptimizer(Optimizer):
         return {
             "moments": [x for name in names for x in states[name]],
             "scales": [x for name in names for x in states[f"{name}_scale"]],
-            "steps": states.get("step", []),
+            "steps": states["step"],
             "trust_ratios": states.get("trust_ratio", []),
         }
 
@@ -264,6 +258,8 @@ class BlockwiseOptimizer(Optimizer):
         def hold(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             # Runs after the user's own pre-hooks. torch would cast every tensor to the parameter's dtype, which
             # destroys codes, so it gets to see none.
+            state = {index: self._completed_state(state) for index, state in incoming["state"].items()}
+            incoming = {**incoming, "state": state}
             self._check_state_dict(incoming)
             held = {
                 index: {
@@ -285,12 +281,17 @@ class BlockwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for p, values in self.state.items():
+            values.update(self._completed_state(values))
             for key, value in values.items():
                 if isinstance(value, _Held):
                     tensor = value.tensor.detach()
                     like = p if tensor.shape == p.shape else tensor
                     fresh = torch.empty_like(like, dtype=tensor.dtype, device=p.device)
                     values[key] = fresh.requires_grad_(False).copy_(tensor)
+
+    def _completed_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state of an earlier version with what it did not have yet."""
+        return state
 
     def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups, saved = self.param_groups, state_dict["param_groups"]

@@ -59,5 +59,5 @@ def adam_step_(args: StepArgs) -> None:
         root2, bias1 = adam_corrections(h.beta1, h.beta2, step)
         x = x - to_fp32(t.lr * root2 / bias1) * adam_direction(m, v, h.eps * root2)
         from_blocks(x, t.layout, t.param)
-        store_moment(m, exp_avg, m_scale, t.layout, t.codec)
+        store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

@@ -8,7 +8,16 @@ from torch import Tensor
 from ..quant.codec import to_fp32
 from ..schemas import LION_STEP, StepArgs
 from .blockwise import from_blocks, to_blocks
-from .state import check_step, gradient, gradient_factor, load_moment, skipped, store_moment, tensors_of
+from .state import (
+    check_step,
+    gradient,
+    gradient_factor,
+    load_moment,
+    next_step,
+    skipped,
+    store_moment,
+    tensors_of,
+)
 
 
 def sign(x: Tensor) -> Tensor:
@@ -24,10 +33,11 @@ def lion_step_(args: StepArgs) -> None:
         return
     for t in tensors_of(LION_STEP, args):
         h, (exp_avg,), (m_scale,) = t.h, t.moments, t.scales
+        step = next_step(t)
         x = to_blocks(t.param, t.layout) * to_fp32(1.0 - t.lr * h.weight_decay)
         g = gradient(t.grad, t.layout, h.maximize, factor)
         m = load_moment(exp_avg, m_scale, t.layout, t.codec)
         update = sign(to_fp32(h.beta1) * m + to_fp32(1 - h.beta1) * g)
         from_blocks(x - to_fp32(t.lr) * update, t.layout, t.param)
         m = to_fp32(h.beta2) * m + to_fp32(1 - h.beta2) * g
-        store_moment(m, exp_avg, m_scale, t.layout, t.codec)
+        store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
