@@ -75,6 +75,7 @@ def make(name: str, steps: int, seed: int = 0) -> Iterator[Tensor]:
 class ClosedLoop(NamedTuple):
     mean_error: float  # |update - exact update| / |exact update|, over all elements, averaged over all steps
     last_error: float  # the same at the last step
+    total_error: float  # the same of the sum of all updates
     sqrt_v_ratio: float  # stored sqrt(v) over its exact value, averaged over elements, after the last step
 
 
@@ -112,6 +113,7 @@ def closed_loop(
     m = torch.zeros(ROWS, COLS, dtype=torch.float64)
     v = torch.zeros_like(m)
     errors = []
+    total, exact_total = torch.zeros_like(m), torch.zeros_like(m)
     for step, gradient in enumerate(stream, 1):
         with torch.no_grad():
             param.zero_()
@@ -122,9 +124,15 @@ def closed_loop(
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         exact = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+        update = -param.detach().double()
+        total += update
+        exact_total += exact
         size = exact.norm()
         if size > 0:  # a sparse stream may not have begun
-            errors.append((-param.detach().double() - exact).norm() / size)
+            errors.append((update - exact).norm() / size)
     touched = v > 0
     ratio = sqrt_v(optimizer, param).double()[touched] / v.sqrt()[touched]
-    return ClosedLoop(torch.stack(errors).mean().item(), errors[-1].item(), ratio.mean().item())
+    total_error = (total - exact_total).norm() / exact_total.norm()
+    return ClosedLoop(
+        torch.stack(errors).mean().item(), errors[-1].item(), total_error.item(), ratio.mean().item()
+    )

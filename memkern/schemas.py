@@ -33,7 +33,7 @@ class StepArgs(NamedTuple):
     grads: Sequence[Tensor]  # n: of the parameters' shapes
     moments: Sequence[Tensor] = ()  # n of each moment, one moment after the other: codes, or float32
     scales: Sequence[Tensor] = ()  # of those moments that are codes, in their order: float32, one per block
-    steps: Sequence[Tensor] = ()  # n: float32 of one element; none where the optimizer counts no steps
+    steps: Sequence[Tensor] = ()  # n: float32 of one element
     trust_ratios: Sequence[Tensor] = ()  # n: float32, one per layer; none where the optimizer has none
     group: Sequence[int] = ()  # n: the number of each tensor's group
     lr: Sequence[Tensor] = ()  # a float32 or float64 tensor of one element per group
@@ -61,7 +61,6 @@ class StepOp(NamedTuple):
     name: str
     moments: dict[str, bool]  # name in the state -> whether it has a sign
     hyperparameters: tuple[str, ...]  # beside lr; flags and whole numbers are passed as floats
-    has_steps: bool = True
     has_trust_ratios: bool = False
 
     def of_groups(self, args: StepArgs) -> list[SimpleNamespace]:
@@ -102,7 +101,6 @@ LION_STEP = StepOp(
     "lion_step_",
     {"exp_avg": True},
     ("beta1", "beta2", "weight_decay", "maximize"),
-    has_steps=False,
 )
 STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP)}
 
@@ -214,8 +212,7 @@ def schemas_header() -> str:
 
     def entry(op: StepOp) -> str:
         moments = ", ".join(f'{{"{name}", {c(signed)}}}' for name, signed in op.moments.items())
-        flags = f"{c(op.has_steps)}, {c(op.has_trust_ratios)}"
-        return f"constexpr StepOp k{_title(op)}Step{{{len(op.moments)}, {{{moments}}}, {flags}}};"
+        return f"constexpr StepOp k{_title(op)}Step{{{len(op.moments)}, {{{moments}}}, {c(op.has_trust_ratios)}}};"
 
     return "\n".join(
         [
@@ -238,7 +235,7 @@ def schemas_header() -> str:
             "  };",
             "  int moments;",
             "  Moment moment[kMaxMoments];",
-            "  bool has_steps, has_trust_ratios;",
+            "  bool has_trust_ratios;",
             "};",
             *map(entry, STEP_OPS.values()),
             "",

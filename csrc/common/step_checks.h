@@ -23,7 +23,7 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
   check_count("grads", args.grads.size(), 1, n);
   check_count("group", args.group.size(), 1, n);
   check_count("moments", args.moments.size(), op.moments, n);
-  check_count("steps", args.steps.size(), op.has_steps, n);
+  check_count("steps", args.steps.size(), 1, n);
   check_count("trust_ratios", args.trust_ratios.size(), op.has_trust_ratios, n);
   STD_TORCH_CHECK(args.codec.size() == groups && args.block_size.size() == groups,
                   "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),

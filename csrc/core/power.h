@@ -22,8 +22,18 @@ template <bool Signed, class F> MEMKERN_FN F power_decode(F q, F unit) {
   return unit * (q * (Signed ? abs(q) : q));
 }
 
+// The nearest code.
 template <class F> MEMKERN_FN F power_encode_signed(F x, F factor) {
   return select(is_finite(x), copysign(rint(sqrt(abs(x) * factor)), x), F(0.0f));
+}
+
+// One of the two codes around x, without bias in the value. rest: signed_rest() of the dither. The difference
+// is exact. A root that is off by up to 3 units of 2^-23 gives the same code, as rest is clamped: q is then one
+// too small or too large beside a square only, and either way the comparison ends where it should.
+template <class F> MEMKERN_FN F power_encode_signed(F x, F factor, F rest) {
+  const F a = abs(x) * factor, q = floor(sqrt(a));
+  const F code = select(greater(rest * (q + q + F(1.0f)), a - q * q), q, q + F(1.0f));
+  return select(is_finite(x), copysign(code, x), F(0.0f));
 }
 
 // u: 1/2 for the nearest code, or the dither.
@@ -41,5 +51,8 @@ MEMKERN_FN uint32_t dither_bits(uint32_t j, uint32_t step) {
 MEMKERN_FN float dither(uint32_t j, uint32_t step) {
   return static_cast<float>(dither_bits(j, step)) * 0x1p-24f;
 }
+
+// 1 - u, with u kept from 0 and 1.
+MEMKERN_FN float signed_rest(float u) { return min(max(1.0f - u, kDitherClamp), 1.0f - kDitherClamp); }
 
 }  // namespace memkern

@@ -16,7 +16,7 @@ void adam_step_cpu(const StepArgs& args) {
 
   // Tensors of one group and step share their scalars.
   std::map<std::pair<int64_t, uint64_t>, AdamScalars> scalars;
-  Rounding rounding;
+  Dithers dithers;
   for (size_t i = 0; i < jobs.size(); ++i) {
     AdamJob& job = jobs[i];
     const int64_t k = args.group[i];
@@ -24,7 +24,7 @@ void adam_step_cpu(const StepArgs& args) {
     auto [s, is_new] = scalars.try_emplace({k, step});
     if (is_new) s->second = adam_scalars(lr[k], groups[k], grad_factor, step);
     job.scalars = &s->second;
-    if (job.kind == StateKind::kPower) job.rounding = rounding.at(job.layout.block, step);
+    if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
     job.run = MEMKERN_PICK(adam_kernel, job.kind, job.param_type, job.grad_type);
   }
   run_jobs(jobs);

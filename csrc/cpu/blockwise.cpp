@@ -1,9 +1,7 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on the CPU.
-#include <memory>
-
 #include "common/ops.h"
-#include "core/power.h"
 #include "cpu/parallel.h"
+#include "cpu/step_numbers.h"
 
 namespace memkern {
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
@@ -15,13 +13,11 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool 
   job.layout = layout_of(x, block_size, "x");
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(x, scale_shape(job.layout), ScalarType::Float);
-  std::unique_ptr<float[]> rounding(new float[job.layout.block + 16]());
-  for (int64_t j = 0; j < job.layout.block; ++j)
-    rounding[j] = step ? dither(static_cast<uint32_t>(j), static_cast<uint32_t>(*step)) : 0.5f;
+  Dithers dithers;
+  if (step) job.dither = dithers.at(job.layout.block, static_cast<uint64_t>(*step));
   job.values = x.data_ptr();
   job.codes = codes.data_ptr();
   job.scale = static_cast<float*>(scale.data_ptr());
-  job.rounding = rounding.get();
   job.run = MEMKERN_PICK(codec_kernel, code_kind(codec), float_type(x), is_signed, true);
   run_jobs(std::vector<CodecJob>{job});
   return {codes, scale};

@@ -14,7 +14,7 @@ void lamb_step_cpu(const StepArgs& args) {
   const std::vector<double> lr = read_rates(args);
   if (skipped(args)) return;
 
-  Rounding rounding;
+  Dithers dithers;
   std::vector<Layer<LambScalars>> all;
   for (size_t i = 0; i < jobs.size(); ++i) {
     Layer<LambScalars> job = jobs[i];
@@ -22,7 +22,7 @@ void lamb_step_cpu(const StepArgs& args) {
     const uint64_t step = next_step(args.steps[i]);
     job.own = lamb_scalars(lr[k], groups[k], grad_factor, step);
     job.trust = trust_rule(lr[k], groups[k]);
-    if (job.kind == StateKind::kPower) job.rounding = rounding.at(job.layout.block, step);
+    if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
     job.run = MEMKERN_PICK(lamb_kernel, job.kind, job.param_type, job.grad_type);
     job.norms = MEMKERN_PICK(lamb_norms, job.kind, job.param_type, job.grad_type);
     add_layers(all, job, args.trust_ratios[i]);

@@ -14,12 +14,15 @@ void lars_step_cpu(const StepArgs& args) {
   const std::vector<double> lr = read_rates(args);
   if (skipped(args)) return;
 
+  Dithers dithers;
   std::vector<Layer<LarsScalars>> all;
   for (size_t i = 0; i < jobs.size(); ++i) {
     Layer<LarsScalars> job = jobs[i];
     const int64_t k = args.group[i];
-    job.own = lars_scalars(lr[k], groups[k], grad_factor, next_step(args.steps[i]));
+    const uint64_t step = next_step(args.steps[i]);
+    job.own = lars_scalars(lr[k], groups[k], grad_factor, step);
     job.trust = trust_rule(lr[k], groups[k]);
+    if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
     job.run = MEMKERN_PICK(lars_kernel, job.kind, job.param_type, job.grad_type);
     job.norms = MEMKERN_PICK(lars_norms, job.kind, job.param_type, job.grad_type);
     add_layers(all, job, args.trust_ratios[i]);

@@ -6,6 +6,7 @@
 #include "common/step_checks.h"
 #include "core/corrections.h"
 #include "core/power.h"
+#include "cpu/kernels/jobs.h"
 
 namespace memkern {
 
@@ -36,16 +37,19 @@ inline uint64_t next_step(const Tensor& step) {
 }
 
 // The dither by block size and step, which tensors share.
-class Rounding {
+class Dithers {
  public:
-  const float* at(int64_t block, uint64_t step) {
+  Dither at(int64_t block, uint64_t step) {
+    const int64_t row = block + 16;  // a vector may end behind the block
     auto& u = found_[{block, step}];
     if (!u) {
-      u.reset(new float[block + 16]());
-      for (int64_t j = 0; j < block; ++j)
+      u.reset(new float[2 * row]());
+      for (int64_t j = 0; j < block; ++j) {
         u[j] = dither(static_cast<uint32_t>(j), static_cast<uint32_t>(step));
+        u[row + j] = signed_rest(u[j]);
+      }
     }
-    return u.get();
+    return {u.get(), u.get() + row};
   }
 
  private:

@@ -9,11 +9,7 @@ namespace memkern {
 
 using AdamGroup = StepGroup<AdamHyperparameters>;
 
-// What the prologue computes for a tensor. step: what the dither of its codes depends on.
-struct AdamTensor {
-  AdamScalars scalars;
-  uint32_t step;
-};
+using AdamTensor = Stepped<AdamScalars>;
 
 using AdamTable = StepTable<AdamGroup, AdamTensor>;
 

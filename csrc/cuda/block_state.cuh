@@ -80,17 +80,22 @@ template <bool Signed> MEMKERN_DEVICE float finite_absmax(const float (&x)[kVect
   return largest;
 }
 
-// How the unsigned power code of element j of a block is rounded: down, after u is added.
+// How the power code of element j of a block is rounded: to the nearest, or with the dither of a step.
 struct Rounding {
   bool nearest;
   uint32_t step;
-  MEMKERN_DEVICE float operator()(int j) const {
-    return nearest ? 0.5f : dither(static_cast<uint32_t>(j), step);
+  // u times 2^24
+  MEMKERN_DEVICE float bits(int j) const {
+    return static_cast<float>(dither_bits(static_cast<uint32_t>(j), step));
+  }
+  MEMKERN_DEVICE float u(int j) const { return nearest ? 0.5f : bits(j) * 0x1p-24f; }
+  // signed_rest(u)
+  MEMKERN_DEVICE float rest(int j) const {
+    return fminf(fmaxf(__fmaf_rn(bits(j), -0x1p-24f, 1.0f), kDitherClamp), 1.0f - kDitherClamp);
   }
   // c + u: the product is exact, so that one rounding is left.
   MEMKERN_DEVICE float add(float c, int j) const {
-    return nearest ? c + 0.5f
-                   : __fmaf_rn(static_cast<float>(dither_bits(static_cast<uint32_t>(j), step)), 0x1p-24f, c);
+    return nearest ? c + 0.5f : __fmaf_rn(bits(j), 0x1p-24f, c);
   }
 };
 
@@ -109,6 +114,19 @@ struct Encoded {
   bool certain;
 };
 
+constexpr float kDown = 8388608.0f;    // 2^23. Added with rounding down it leaves the floor in the low bits.
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
+
+// power_encode_signed(x, factor, rest) of a finite x, in the low byte, from an approximate square root: the
+// comparison makes up for its error.
+MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float rest) {
+  const float a = fabsf(x) * factor;
+  const float q = __fadd_rd(approximate_sqrt(a), kDown) - kDown;
+  // rest * (2 q + 1) is rounded once, as in the formula; the difference is exact.
+  const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(rest + rest, q, rest);
+  return bits_of(copysignf(up ? q + 1.0f : q, x) + kRound);
+}
+
 // Power codes of finite values, from approximate square roots. Adding 2^23 leaves the integer part in the low
 // bits, so no conversion instruction is needed.
 template <bool Signed>
@@ -122,16 +140,19 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
+    if (Signed && !rounding.nearest) {
+      code[i] = signed_code(x[i], factor, rounding.rest(j + i));
+      continue;
+    }
     const float root = approximate_sqrt((Signed ? fabsf(x[i]) : x[i]) * factor);
     if constexpr (Signed) {
-      constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
       const float c = copysignf(root, x[i]), rounded = c + kRound;
       farthest = fmaxf(farthest, fabsf(c - (rounded - kRound)));
       code[i] = bits_of(rounded);
     } else {
       // Clamped to the middle of the first and of the last code's interval: the same codes, and always
       // certain.
-      constexpr float kDown = 8388608.0f, kLast = kPowerLevelsUnsigned + 0.5f;  // kDown: 2^23
+      constexpr float kLast = kPowerLevelsUnsigned + 0.5f;
       const float c = fminf(fmaxf(rounding.add(root, j + i), x[i] > 0.0f ? 1.5f : 0.0f), kLast);
       const float down = __fadd_rd(c, kDown);
       farthest = fmaxf(farthest, fabsf(c - (down - (kDown - 0.5f))));
@@ -149,12 +170,16 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode_exactly(const
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    if constexpr (Kind == StateKind::kDynamic)
+    if constexpr (Kind == StateKind::kDynamic) {
       code[i] = dynamic_encode<Signed>(x[i], factor);
-    else if constexpr (Signed)
-      code[i] = static_cast<uint32_t>(static_cast<int>(power_encode_signed(x[i], factor)));
-    else
-      code[i] = static_cast<uint32_t>(power_encode_unsigned(x[i], factor, rounding(j + i)));
+      if (!Signed && !rounding.nearest && code[i] == 0 && x[i] > 0.0f) code[i] = 1;
+    } else if constexpr (Signed) {
+      const float q = rounding.nearest ? power_encode_signed(x[i], factor)
+                                       : power_encode_signed(x[i], factor, rounding.rest(j + i));
+      code[i] = static_cast<uint32_t>(static_cast<int>(q));
+    } else {
+      code[i] = static_cast<uint32_t>(power_encode_unsigned(x[i], factor, rounding.u(j + i)));
+    }
   }
   if (factor == 0.0f) return {0, 0};
   return pack(code);

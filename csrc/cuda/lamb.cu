@@ -10,10 +10,7 @@ namespace memkern {
 
 using LambGroup = StepGroup<LambHyperparameters>;
 
-struct LambTensor {
-  LambScalars scalars;
-  uint32_t step;
-};
+using LambTensor = Stepped<LambScalars>;
 
 struct LambRule {
   using Tensor = LambTensor;
@@ -24,8 +21,6 @@ struct LambRule {
 };
 
 using LambTable = StepTable<LambGroup, LambTensor>;
-
-MEMKERN_DEVICE LambScalars& scalars_of(LambTensor& t) { return t.scalars; }
 
 // One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
 // share.

@@ -10,16 +10,17 @@ namespace memkern {
 
 using LarsGroup = StepGroup<LarsHyperparameters>;
 
+using LarsTensor = Stepped<LarsScalars>;
+
 struct LarsRule {
+  using Tensor = LarsTensor;
   using Scalars = LarsScalars;
   static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
     lars_update(p, g, m, s);
   }
 };
 
-using LarsTable = StepTable<LarsGroup, LarsScalars>;
-
-MEMKERN_DEVICE LarsScalars& scalars_of(LarsScalars& s) { return s; }
+using LarsTable = StepTable<LarsGroup, LarsTensor>;
 
 // One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
 // share.
@@ -28,8 +29,9 @@ static __global__ void lars_prologue(LarsTable table) {
   if (i >= table.count || skipped(*table.header)) return;
   const TensorRecord& t = table.tensors[i];
   const LarsGroup& k = table.groups[t.group];
-  table.scalars[i] =
-      lars_scalars(read(k.lr), k.h, gradient_factor(*table.header), static_cast<uint64_t>(*t.step + 1.0f));
+  const uint64_t step = static_cast<uint64_t>(*t.step + 1.0f);
+  table.scalars[i] = {lars_scalars(read(k.lr), k.h, gradient_factor(*table.header), step),
+                      static_cast<uint32_t>(step)};
 }
 
 // Adds the squares of a vector's parameters, and of its gradients (classic) or else of its updated moments.
@@ -47,10 +49,10 @@ MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsSc
 }
 
 template <StateKind Kind, class P, class G>
-MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsScalars>& work, P param_type, G grad_type,
+MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsTensor>& work, P param_type, G grad_type,
                                        LaneGroup group) {
   const TensorRecord& t = work.tensor;
-  const LarsScalars& s = work.scalars;
+  const LarsScalars& s = work.scalars.scalars;
   const bool aligned = t.aligned && on_16_bytes(work.grad);
   Squares sum{0.0, 0.0};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
@@ -64,9 +66,9 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsScalars>& work, P para
   return sum;
 }
 
-MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
+MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTensor>& work) {
   const TensorRecord& t = work.tensor;
-  const LarsScalars s = work.scalars;
+  const LarsScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
   for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
@@ -82,7 +84,7 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsScalars>& work) {
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
-  __shared__ TileWork<LarsScalars> work;
+  __shared__ TileWork<LarsTensor> work;
   if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_state_types(
@@ -94,7 +96,7 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 // Second pass, one thread block per tile.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lars_tiles(LarsTable table, bool fp32) {
-  __shared__ TileWork<LarsScalars> work;
+  __shared__ TileWork<LarsTensor> work;
   if (!work.find(table, Kind, fp32)) return;
   with_state_types(
       work.tensor, [&](auto... types) { lion_update_8bit<Kind, LarsRule>(work, types...); },
@@ -102,7 +104,7 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
 }
 
 void lars_step_cuda(const StepArgs& args) {
-  step_in_two_passes<LarsHyperparameters, LarsScalars>(
+  step_in_two_passes<LarsHyperparameters, LarsTensor>(
       "lars_step_", kLarsStep, args, lars_prologue,
       {lars_norm_tiles<StateKind::kPower>, lars_norm_tiles<StateKind::kDynamic>},
       {lars_tiles<StateKind::kPower>, lars_tiles<StateKind::kDynamic>});

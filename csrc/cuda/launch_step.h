@@ -50,7 +50,7 @@ std::vector<StepGroup<Hyperparameters>> group_records(const StepArgs& args,
   return records;
 }
 
-inline TensorRecord tensor_record(const StepTensor& job, const Tensor* step, int64_t group) {
+inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int64_t group) {
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
@@ -58,7 +58,7 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor* step, int
   r.exp_avg_sq = job.exp_avg_sq;
   r.exp_avg_scale = job.exp_avg_scale;
   r.exp_avg_sq_scale = job.exp_avg_sq_scale;
-  r.step = step ? static_cast<float*>(step->data_ptr()) : nullptr;
+  r.step = static_cast<float*>(step.data_ptr());
   r.numel = job.layout.numel;
   r.blocks = blocks_of(job.layout);
   r.kind = job.kind;
@@ -79,7 +79,7 @@ inline int64_t tiles_of(const TensorRecord& r) {
 // The tensors of a step, or their layers, as entries of its table.
 struct StepEntries {
   std::vector<StepTensor> tensors;
-  std::vector<Tensor> steps;  // empty where the optimizer counts none
+  std::vector<Tensor> steps;
   Ints group;
 };
 
@@ -123,8 +123,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
   *image.at<StepHeader>(header_at) = header;
   std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
   for (size_t i = 0; i < n; ++i) {
-    const Tensor* count = entries.steps.empty() ? nullptr : &entries.steps[i];
-    const TensorRecord r = tensor_record(entries.tensors[i], count, entries.group[i]);
+    const TensorRecord r = tensor_record(entries.tensors[i], entries.steps[i], entries.group[i]);
     image.at<const void*>(grads_at)[i] = entries.tensors[i].grad;
     image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
     image.at<TensorRecord>(tensors_at)[i] = r;

@@ -8,18 +8,22 @@
 namespace memkern {
 
 using LionGroup = StepGroup<LionHyperparameters>;
+using LionTensor = Stepped<LionScalars>;
 
-using LionTable = StepTable<LionGroup, LionScalars>;
+using LionTable = StepTable<LionGroup, LionTensor>;
 
-// One thread per tensor: computes its scalars.
+// One thread per tensor: increments its step and computes its scalars.
 static __global__ void lion_prologue(LionTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= table.count || skipped(*table.header)) return;
-  const LionGroup& k = table.groups[table.tensors[i].group];
-  table.scalars[i] = lion_scalars(read(k.lr), k.h, gradient_factor(*table.header));
+  const TensorRecord& t = table.tensors[i];
+  const LionGroup& k = table.groups[t.group];
+  table.scalars[i] = {lion_scalars(read(k.lr), k.h, gradient_factor(*table.header)),
+                      static_cast<uint32_t>(*t.step += 1.0f)};
 }
 
 struct LionRule {
+  using Tensor = LionTensor;
   using Scalars = LionScalars;
   static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
     lion_update(p, g, m, s);
@@ -29,7 +33,7 @@ struct LionRule {
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lion_tiles(LionTable table, bool fp32) {
-  __shared__ TileWork<LionScalars> work;
+  __shared__ TileWork<LionTensor> work;
   if (!work.find(table, Kind, fp32)) return;
   with_state_types(
       work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
@@ -37,7 +41,7 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
 }
 
 void lion_step_cuda(const StepArgs& args) {
-  step_in_one_pass<LionHyperparameters, LionScalars>(
+  step_in_one_pass<LionHyperparameters, LionTensor>(
       "lion_step_", kLionStep, args, lion_prologue,
       {lion_tiles<StateKind::kPower>, lion_tiles<StateKind::kDynamic>});
 }

@@ -12,8 +12,8 @@ struct LionVector {
 };
 
 // Loads a vector. unit: decode_unit of its block. with_m = false: m is not needed, and is 0.
-template <StateKind Kind, class Scalars, class P, class G>
-MEMKERN_DEVICE LionVector lion_load(const TileWork<Scalars>& work, P param_type, G grad_type, const Span& at,
+template <StateKind Kind, class Tensor, class P, class G>
+MEMKERN_DEVICE LionVector lion_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
                                     float unit, bool with_m = true) {
   const TensorRecord& t = work.tensor;
   Raw p, g;
@@ -45,10 +45,11 @@ template <class Rule> MEMKERN_DEVICE void lion_update_vector(LionVector& x, cons
 }
 
 template <StateKind Kind, class Rule, class P, class G>
-MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Scalars>& work, P param_type, G grad_type,
+MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                      LaneGroup group) {
   const TensorRecord& t = work.tensor;
-  const typename Rule::Scalars& s = work.scalars;
+  const typename Rule::Scalars& s = work.scalars.scalars;
+  const Rounding rounding{false, work.scalars.step};
   const bool aligned = t.aligned && on_16_bytes(work.grad);
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     const float unit = decode_unit<Kind>(__ldcs(t.exp_avg_scale + block.index), 1.0f, kPowerLevelsSigned);
@@ -78,7 +79,7 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Scalars>& wor
         if (group.lane() == 0 && block.n > 0) __stcs(t.exp_avg_scale + block.index, absmax);
       }
       if (store_pass) {
-        const Codes codes = encode<Kind, true>(x.m, factor, finite, j, Rounding{true, 0});
+        const Codes codes = encode<Kind, true>(x.m, factor, finite, j, rounding);
         const Raw p = to_raw(x.p, param_type);
         with_constant_span(at, [&](const Span& span) {
           store_raw(t.param, param_type, span, p);
@@ -89,9 +90,9 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Scalars>& wor
   });
 }
 
-template <class Rule> MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Scalars>& work) {
+template <class Rule> MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work) {
   const TensorRecord& t = work.tensor;
-  const typename Rule::Scalars s = work.scalars;
+  const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
   for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {

@@ -64,6 +64,16 @@ template <class Group, class Scalars> struct StepTable {
   int count;         // of tensors
 };
 
+// What a prologue computes for a tensor. step: what the dither of its codes depends on.
+template <class Formula> struct Stepped {
+  Formula scalars;
+  uint32_t step;
+};
+
+template <class Formula> MEMKERN_DEVICE Formula& scalars_of(Stepped<Formula>& tensor) {
+  return tensor.scalars;
+}
+
 // The tile of a thread block. In shared memory, as it is the same for all threads: registers are scarce.
 template <class Scalars> struct TileWork {
   TensorRecord tensor;

@@ -84,11 +84,6 @@ class BlockwiseOptimizer(Optimizer):
         """The state's moments, and the dtype of their 8-bit codes."""
         return {name: torch.int8 if signed else torch.uint8 for name, signed in self.op.moments.items()}
 
-    @property
-    def has_step(self) -> bool:
-        """Whether the state counts steps."""
-        return self.op.has_steps
-
     def _op_of(self, group: dict[str, Any]) -> StepOp:
         """The op that the group's options ask for."""
         return self.op
@@ -97,7 +92,7 @@ class BlockwiseOptimizer(Optimizer):
         """The entries of the states that an op takes."""
         moments = (op or self.op).moments
         scales = [f"{name}_scale" for name in moments]
-        return [*moments, *scales, *(["step"] if self.has_step else [])]
+        return [*moments, *scales, "step"]
 
     @torch.inference_mode(False)  # tensors that were made inside could not be written outside
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -111,8 +106,7 @@ class BlockwiseOptimizer(Optimizer):
             shape = layout_of(dense_like(p), group["block_size"]).scale_shape
             for name in self.moments:
                 state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
-        if self.has_step:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state
 
     def _init_group(
@@ -271,7 +265,7 @@ class BlockwiseOptimizer(Optimizer):
         return {
             "moments": [x for name in op.moments for x in states[name]],
             "scales": [x for name in op.moments for x in states[f"{name}_scale"]],
-            "steps": states.get("step", []),
+            "steps": states["step"],
             "trust_ratios": states.get("trust_ratio", []),
         }
 
@@ -339,6 +333,7 @@ class BlockwiseOptimizer(Optimizer):
                 group.setdefault(key, value)
         for p, values in self.state.items():
             if isinstance(values, dict):
+                values.update(self._completed_state(values))
                 for key, value in values.items():
                     if isinstance(value, loading.Held):
                         values[key] = value.for_parameter(p)
@@ -355,6 +350,10 @@ class BlockwiseOptimizer(Optimizer):
         for group in self.param_groups:
             self._follow_options(group)
         return super().state_dict()
+
+    def _completed_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state of an earlier version with what it did not have yet."""
+        return state
 
     def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
         loading.check_state(self, i, state, p, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..schemas import LION_STEP
@@ -32,8 +33,9 @@ class Lion(BlockwiseOptimizer):
         differentiable: not supported, must be False.
         state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
 
-    The state is ``exp_avg``, in 8 bits with ``exp_avg_scale``: 1 + 4 / block_size bytes per parameter. A step reads
-    and writes 14.06 bytes per fp32 parameter (8.06 in bf16).
+    The state is ``exp_avg``, in 8 bits with ``exp_avg_scale``: 1 + 4 / block_size bytes per parameter; and ``step``,
+    which the rounding of 8-bit codes depends on. A state saved before there was one loads with 0. A step reads and
+    writes 14.06 bytes per fp32 parameter (8.06 in bf16).
 
     Raises:
         ValueError: an option out of range or not supported, a parameter whose elements overlap in memory.
@@ -76,6 +78,11 @@ class Lion(BlockwiseOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
+
+    def _completed_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(m := state.get("exp_avg"), Tensor) or "step" in state:
+            return state
+        return {**state, "step": torch.zeros((), dtype=torch.float32, device=m.device)}
 
 
 class Lion8bit(Lion):

@@ -87,6 +87,7 @@ def _state(
     """A parameter's state, checked, and stored as the optimizer's group asks for."""
     if not isinstance(state, dict):
         does_not_fit(optimizer, i, f"it must be a dict of tensors, got {state!r}")
+    state = optimizer._completed_state(state)
     if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32)}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quant.blockwise import dequantize_blockwise, quantize_blockwise
+from .. import _ops
+from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
 from ..reference.blockwise import sqrt
 from ..schemas import StepOp
@@ -48,13 +49,7 @@ def store_moment(
         return {name: x}
     codec, signed = group["codec"], name == "exp_avg"
     rooted = codec == "power" and not signed
-    codes, scale = quantize_blockwise(
-        sqrt(x) if rooted else x,
-        codec=codec,
-        signed=signed,
-        block_size=group["block_size"],
-        step=step if rooted else None,
-    )
+    codes, scale = _ops.quantize_blockwise(sqrt(x) if rooted else x, codec, signed, group["block_size"], step)
     return {name: codes, f"{name}_scale": scale}
 
 

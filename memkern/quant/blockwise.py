@@ -26,17 +26,18 @@ def quantize_blockwise(
 ) -> tuple[Tensor, Tensor]:
     """Quantizes a tensor to 8-bit codes and one fp32 scale per block, the block's largest finite magnitude ``s``.
 
-    With ``t = |x| / s``: ``power`` takes ``sign(x) * rint(127 * sqrt(t))`` where signed and
-    ``min(255, max(1, floor(255 * sqrt(t) + u)))`` where not (0 only for 0); ``dynamic`` takes the nearest entry of the
-    dynamic tree map of Dettmers et al. (arXiv 2110.02861). Formulas in full: :mod:`memkern.quant.codec`; how a
-    tensor is cut into blocks: :mod:`memkern.quant.layout`.
+    ``power`` is a square-root law: codes of ``127 * sqrt(|x| / s)`` with x's sign where signed, of
+    ``255 * sqrt(x / s)`` where not, and 0 only for 0 there. ``dynamic`` takes the nearest entry of the dynamic tree map
+    of Dettmers et al. (arXiv 2110.02861). Formulas in full: :mod:`memkern.quant.codec`; how a tensor is cut into
+    blocks: :mod:`memkern.quant.layout`.
 
     Args:
         x: float32, bfloat16 or float16, any shape, dense in memory (channels_last is).
         codec: ``"power"`` or ``"dynamic"``.
         signed: False for values that are not negative (a negative one is stored as 0).
         block_size: elements per block, a multiple of 8 from 8 to 4096.
-        step: the step whose dither ``u`` rounds the unsigned power codes; None rounds to the nearest (``u = 1/2``).
+        step: None rounds to the nearest code; a number rounds power codes with the dither of that step, as the
+            optimizers do: what is stored is x on the average over the steps where signed, ``sqrt(x)`` where not.
 
     Returns:
         codes: int8 where signed, else uint8 (0 stands for 0 in both codecs); shape and strides of x.
@@ -53,8 +54,8 @@ def quantize_blockwise(
     check_block_size(block_size)
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
-    if step is not None and (signed or codec != "power"):
-        raise ValueError(f"step belongs to unsigned power codes, got codec={codec!r}, signed={signed}")
+    if step is not None and codec != "power":
+        raise ValueError(f"step belongs to power codes, got codec={codec!r}")
     if x.layout != torch.strided:
         raise ValueError(f"x must be a dense tensor, got layout {x.layout}")
     layout_of(x, block_size)

@@ -6,13 +6,19 @@ A block of up to ``block_size`` values is stored as 8-bit codes and one fp32 sca
 magnitude ``s``.
 
 ``power``
-    A square-root law. Signed (N = 127): ``q = sign(x) * rint(c)`` with ``c = sqrt(|x| * (N^2 / s))``. Unsigned
-    (N = 255): ``q = min(255, max(1, floor(c + u)))`` for ``x > 0``, else 0, where ``u`` is 1/2 or the dither below.
-    Decoded: ``x = (s / N^2) * (q * |q|)``. The second moment is stored as ``w = sqrt(v)``.
+    A square-root law, with ``a = |x| * (N^2 / s)``. Decoded: ``x = (s / N^2) * (q * |q|)``. The second moment is stored
+    as ``w = sqrt(v)``. The nearest code is ``q = sign(x) * rint(sqrt(a))`` where signed (N = 127), and where not
+    (N = 255) ``q = min(255, max(1, floor(sqrt(a) + u)))`` for ``x > 0``, else 0, with ``u = 1/2``.
+
+    The optimizers round both moments with the dither ``u`` below. w, unsigned, by the formula above: without bias in
+    w. m, signed, without bias in its value: ``q = floor(sqrt(a))``, one more where
+    ``a - q * q >= (1 - u) * (2 * q + 1)``, with u clamped to [2^-14, 1 - 2^-14], and then m's sign. To the nearest code
+    both would freeze: v loses 0.1 % a step and never crosses half a code, nor does m below a tenth of the codes.
 ``dynamic``
     The dynamic tree map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861):
     the nearest of 256 fixed values, entry for entry those of bitsandbytes. A code is the entry's index less that of 0,
-    modulo 256, so that code 0 is 0 here too. The second moment is stored as ``v``.
+    modulo 256, so that code 0 is 0 here too. The second moment is stored as ``v``; in the optimizers a ``v`` above 0
+    takes at least the smallest code above 0, as ``m / (sqrt(0) + eps)`` would be a step of any size.
 """
 
 from __future__ import annotations
@@ -60,11 +66,13 @@ def plane_bytes(numel: int) -> int:
 POWER_LEVELS_SIGNED = 127
 POWER_LEVELS_UNSIGNED = 255
 
-# The dither that rounds the second moment: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> DITHER_SHIFT) * 2^-24,
+# The dither: u = ((j * DITHER_J + step * DITHER_STEP) mod 2^32 >> DITHER_SHIFT) * 2^-24,
 # j the position inside the block. DITHER_J is 2^32 over the golden ratio, so that u is evenly spread along a block.
 DITHER_J = 2654435769
 DITHER_STEP = 1640531527
 DITHER_SHIFT = 8
+DITHER_CLAMP = 2.0**-14
+"""Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
 DYNAMIC_EXPONENTS = 7
 """Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
@@ -172,6 +180,7 @@ def c_header() -> str:
             "namespace memkern {",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
             f"constexpr uint32_t kDitherJ = {DITHER_J}u, kDitherStep = {DITHER_STEP}u;",
+            f"constexpr float kDitherClamp = {float.hex(DITHER_CLAMP)}f;",
             "",
             *(_c_array(name, values) for name, values in tables.items()),
             "}  // namespace memkern",

@@ -69,8 +69,8 @@ def _step(op: StepOp, args: StepArgs) -> None:
         above = v
         for max_exp_avg_sq in largest:  # amsgrad's, none otherwise
             above = torch.maximum(load_moment(max_exp_avg_sq, None, t.layout, t.codec), v)
-            store_moment(above, max_exp_avg_sq, None, t.layout, t.codec)
+            store_moment(above, max_exp_avg_sq, None, t.layout, t.codec, step)
         x = x - number(t.lr * root2 / bias1, x) * adam_direction(m, above, h.eps * root2)
         from_blocks(x, t.layout, t.param)
-        store_moment(m, exp_avg, m_scale, t.layout, t.codec)
+        store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

@@ -46,7 +46,7 @@ def from_blocks(blocks: Tensor, layout: BlockLayout, out: Tensor) -> None:
 
 
 def dither(block: int, step: int, device: torch.device) -> Tensor:
-    """The rounding offset u in [0, 1) of each position of a block, fp32."""
+    """The dither u in [0, 1) of each position of a block, fp32."""
     j = torch.arange(block, device=device, dtype=torch.int64)
     h = (j * C.DITHER_J + step * C.DITHER_STEP) % 2**32
     return (h >> C.DITHER_SHIFT).float() * 2.0**-24
@@ -60,12 +60,33 @@ def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]
     )
 
 
-def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+def round_signed(a: Tensor, u: Tensor | None) -> Tensor:
+    """The magnitude of a signed power code, from ``a = |x| * (N^2 / s)``.
+
+    Without ``u`` the nearest root. With it ``q = floor(sqrt(a))`` or one more: the larger for a share of all u
+    that makes the mean of ``q^2`` be ``a``, so that what is stored is x on the average.
+    """
+    if u is None:
+        return sqrt(a).round()
+    q = sqrt(a).floor()
+    # a - q * q is exact. With u clamped, a value beside a square ends in the same code whether q is the root of
+    # that square or one less, so that a fast root may take the place of this one.
+    u = u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
+    return q + (a - q * q >= (1 - u) * (2 * q + 1)).float()
+
+
+def encode(
+    x: Tensor, codec: int, signed: bool, u: Tensor | None = None, keep_positive: bool = False
+) -> tuple[Tensor, Tensor]:
     """Codes (int8 where signed, else uint8) and scale (blocks,) of x (blocks, block).
 
     The scale is the largest finite magnitude; where there is none, or its reciprocal overflows, all codes stand for
     zero. A non-finite x is stored as zero where signed, as the largest code where not. Unsigned: a negative x is zero.
-    ``u`` is what the unsigned power codec adds before it rounds down.
+
+    Args:
+        u: the dither that the power codec rounds with; None rounds to the nearest code.
+        keep_positive: whether an unsigned x above zero takes at least the smallest code above zero where the nearest
+            would be zero's. (Power codes always do.)
     """
     finite = x.isfinite() if signed else x.isfinite() | (x < 0)
     magnitude = torch.where(finite, x.abs() if signed else torch.where(x > 0, x, 0), 0)
@@ -77,16 +98,17 @@ def encode(x: Tensor, codec: int, signed: bool, u: Tensor | float = 0.5) -> tupl
     t = magnitude * torch.where(usable, factor[:, None], 0)
     if codec == POWER:
         if signed:
-            q = torch.copysign(sqrt(t).round(), x)
-            q = torch.where(finite & usable, q, 0)
+            q = torch.where(finite & usable, torch.copysign(round_signed(t, u), x), 0)
             return q.to(torch.int8), scale
-        q = (sqrt(t) + u).floor().clamp(1, levels)
+        q = (sqrt(t) + (0.5 if u is None else u)).floor().clamp(1, levels)
         q = torch.where(magnitude > 0, q, 0)
         q = torch.where(finite, q, levels)
         return torch.where(usable, q, 0).to(torch.uint8), scale
     _, midpoints = _dynamic_tables(signed, x.device)
     index = torch.bucketize(torch.copysign(t, x) if signed else t, midpoints)
     q = (index - C.dynamic_zero(signed)) % 256
+    if keep_positive and not signed:
+        q = torch.where(magnitude > 0, q.clamp(min=1), q)
     q = torch.where(finite, q, 0 if signed else 255)
     q = torch.where(usable, q, 0).to(torch.uint8)
     return (q.view(torch.int8) if signed else q), scale
@@ -117,14 +139,14 @@ def check_codec(codec: int) -> None:
 def quantize_blockwise(
     x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The op behind :func:`memkern.quantize_blockwise`."""
+    """The op behind :func:`memkern.quantize_blockwise`. With a ``step`` it rounds as the optimizers do at that step."""
     check_codec(codec)
     check_block_size(block_size)
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
     layout = layout_of(x, block_size)
-    u = 0.5 if step is None else dither(layout.block, step, x.device)
-    q, scale = encode(to_blocks(x, layout), codec, signed, u)
+    u = None if step is None else dither(layout.block, step, x.device)
+    q, scale = encode(to_blocks(x, layout), codec, signed, u, keep_positive=step is not None)
     codes = torch.empty_like(x, dtype=q.dtype)
     from_blocks(q, layout, codes)
     return codes, scale.reshape(layout.scale_shape)

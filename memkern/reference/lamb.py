@@ -50,5 +50,5 @@ def lamb_step_(args: StepArgs) -> None:
                 ratio.clamp_(max=1.0)
         x = x - of_blocks(t.lr * ratio.double(), t.layout, x) * update
         from_blocks(x, t.layout, t.param)
-        store_moment(m, exp_avg, m_scale, t.layout, t.codec)
+        store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

@@ -33,7 +33,7 @@ def lars_step_(args: StepArgs) -> None:
         h, (exp_avg,), (m_scale,) = t.h, t.moments, t.scales
         ratio = t.trust_ratios
         assert ratio is not None
-        first = next_step(t) == 1
+        step = next_step(t)
         classic = h.trust_coeff != 0
         adapt = h.weight_decay != 0 or h.always_adapt != 0
         x = to_blocks(t.param, t.layout)
@@ -49,7 +49,7 @@ def lars_step_(args: StepArgs) -> None:
         if classic:
             d = of_blocks(ratio, t.layout, x) * d
             # As in torch.optim.SGD, the first step's gradient is not dampened.
-            weight = 1.0 if first else 1.0 - h.dampening
+            weight = 1.0 if step == 1 else 1.0 - h.dampening
         else:
             weight = 1.0 - h.momentum
         m = load_moment(exp_avg, m_scale, t.layout, t.codec)
@@ -62,4 +62,4 @@ def lars_step_(args: StepArgs) -> None:
         update = d + number(h.momentum, x) * m if h.nesterov else m
         rate = of_blocks(t.lr * (torch.ones_like(ratio) if classic else ratio).double(), t.layout, x)
         from_blocks(x - rate * update, t.layout, t.param)
-        store_moment(m, exp_avg, m_scale, t.layout, t.codec)
+        store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from ..schemas import LION_STEP, StepArgs
 from .blockwise import from_blocks, number, to_blocks
-from .state import check_step, gradient, gradient_factor, load_moment, skipped, store_moment, tensors_of
+from .state import (
+    check_step,
+    gradient,
+    gradient_factor,
+    load_moment,
+    next_step,
+    skipped,
+    store_moment,
+    tensors_of,
+)
 
 
 def sign(x: Tensor) -> Tensor:
@@ -23,6 +32,7 @@ def lion_step_(args: StepArgs) -> None:
         return
     for t in tensors_of(LION_STEP, args):
         h, (exp_avg,), (m_scale,) = t.h, t.moments, t.scales
+        step = next_step(t)
         x = to_blocks(t.param, t.layout)
         x = x * number(1.0 - t.lr * h.weight_decay, x)
         g = gradient(t.grad, t.layout, h.maximize, factor)
@@ -30,4 +40,4 @@ def lion_step_(args: StepArgs) -> None:
         update = sign(number(h.beta1, x) * m + number(1 - h.beta1, x) * g)
         from_blocks(x - number(t.lr, x) * update, t.layout, t.param)
         m = number(h.beta2, x) * m + number(1 - h.beta2, x) * g
-        store_moment(m, exp_avg, m_scale, t.layout, t.codec)
+        store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)

@@ -34,7 +34,7 @@ class StepTensor(NamedTuple):
     grad: Tensor
     moments: list[Tensor]
     scales: list[Tensor | None]  # None where the moments are float32
-    step: Tensor | None
+    step: Tensor
     trust_ratios: Tensor | None
     layout: BlockLayout
     codec: int
@@ -57,7 +57,7 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
                 None if m.is_floating_point() else next(of_moment)
                 for m, of_moment in zip(moments, scales, strict=True)
             ],
-            step=args.steps[i] if op.has_steps else None,
+            step=args.steps[i],
             trust_ratios=args.trust_ratios[i] if op.has_trust_ratios else None,
             layout=layout_of(p, args.block_size[group]),
             codec=args.codec[group],
@@ -114,7 +114,7 @@ def _check_lists(op: StepOp, args: StepArgs) -> None:
         ("grads", args.grads, 1),
         ("group", args.group, 1),
         ("moments", args.moments, len(op.moments)),
-        ("steps", args.steps, int(op.has_steps)),
+        ("steps", args.steps, 1),
         ("trust_ratios", args.trust_ratios, int(op.has_trust_ratios)),
     ):
         if len(values) != n * each:
@@ -166,7 +166,6 @@ def power_of(beta: float, step: int) -> float:
 
 def next_step(t: StepTensor) -> int:
     """Counts a tensor's step; the number of the step that begins."""
-    assert t.step is not None
     t.step.add_(1)
     return int(t.step)
 
@@ -217,16 +216,17 @@ def load_moment(
 
 
 def store_moment(
-    x: Tensor, state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, step: int = 0
+    x: Tensor, state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, step: int
 ) -> None:
-    """Stores a moment in place; the inverse of :func:`load_moment`. v is rounded with the dither of ``step``."""
+    """Stores a moment in place; the inverse of :func:`load_moment`. Power codes take the dither of ``step``."""
     if scale is None:
         from_blocks(x, layout, state)
         return
     signed = state.dtype == torch.int8
-    if codec == POWER and not signed:
-        q, s = encode(sqrt(x), codec, signed, dither(layout.block, step, x.device))
+    if codec == POWER:
+        u = dither(layout.block, step, x.device)
+        q, s = encode(x if signed else sqrt(x), codec, signed, u)
     else:
-        q, s = encode(x, codec, signed)
+        q, s = encode(x, codec, signed, keep_positive=True)
     from_blocks(q, layout, state)
     scale.copy_(s.reshape(scale.shape))

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..schemas import ADAM_STEP, StepArgs
 from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_moment
-from .codec import POWER, dither
+from .codec import POWER
 from .launch_step import step_in_one_pass
 from .tile import load_floats, store_floats, tile_of
 
@@ -24,7 +24,6 @@ ROOT_BETA2 = tl.constexpr(5)
 EPS = tl.constexpr(6)
 STEP_SIZE = tl.constexpr(7)
 COUPLED_DECAY = tl.constexpr(9)
-STEP_OFFSET = tl.constexpr(10)  # step * DITHER_STEP modulo 2^32, for the dither: the bits of a uint32
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def adam_scalars(out, mask, lr, beta1, beta2, eps, grad_factor, n, corrected):
     tl.store(out + ROOT_BETA2, tl.sqrt(beta2).to(tl.float32), mask=mask)
     tl.store(out + EPS, (eps * root2).to(tl.float32), mask=mask)
     tl.store(out + STEP_SIZE, (lr * root2 / bias1).to(tl.float32), mask=mask)
-    tl.store(out + STEP_OFFSET, (n * st.DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
+    st.store_step_offset(out, n, mask)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
@@ -69,19 +68,13 @@ def adam_prologue(table, scalars, groups, tensors):
     maximize = st.read_fp64(at + _MAXIMIZE, mask) != 0.0
     factor = st.gradient_factor(table)
     run = st.skipped(table) == 0
-
-    step_at = tl.load(columns + st.STEP * tensors + t, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(step_at, mask=mask, other=0.0)
-    step = tl.where(run, step + 1.0, step)
-    tl.store(step_at, step, mask=mask)
+    step = st.increment_steps(table, columns, tensors, t, mask)
 
     out = scalars + t * st.SCALARS
     tl.store(out + st.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + COUPLED_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
-    adam_scalars(
-        out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step.to(tl.int64), mask | True
-    )
+    adam_scalars(out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step, mask | True)
 
 
 @triton.jit
@@ -103,7 +96,7 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
         decay2,
         tl.load(s + st.ONE_MINUS_BETA2),
     )
-    u = dither(tl.arange(0, BLOCK_SIZE), tl.load(s + STEP_OFFSET).to(tl.uint32, bitcast=True))[None, :]
+    u = st.dither_of(s, BLOCK_SIZE)
     param_scalars = tl.load(s + EPS), tl.load(s + STEP_SIZE), tl.load(s + st.DECAY)
     return addresses, grad_scalars, moment_scalars, param_scalars, u
 

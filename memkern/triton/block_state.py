@@ -52,12 +52,12 @@ def load_scale(scale, tile, KIND: tl.constexpr):
 def store_moment(
     x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Quantizes a tile of a moment and stores codes and scales, or stores fp32. ``u``: the dither of unsigned codes."""
+    """Quantizes a tile of a moment and stores codes and scales, or stores fp32. ``u``: the dither."""
     start, offset, mask, row, row_mask = tile
     at = moment_pointer(address, start, KIND, SIGNED, VECTOR)
     if KIND == FP32:
         tl.store(at + offset, x, mask=mask)
     else:
-        codes, s = encode(x, u, tables, KIND, SIGNED)
+        codes, s = encode(x, u, tables, KIND, SIGNED, True)
         tl.store(at + offset, codes, mask=mask)
         tl.store(scale + row, s, mask=row_mask)

@@ -37,7 +37,7 @@ def quantize_tiles(
     if not SIGNED:
         x = tl.where(x < 0, 0.0, x)
     u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :] if DITHERED else 0.5
-    q, scale = encode(x, u, tables, KIND, SIGNED)
+    q, scale = encode(x, u, tables, KIND, SIGNED, DITHERED)
     tl.store(codes + offset, q, mask=mask)
     tl.store(scales + row, scale, mask=row_mask)
 

@@ -29,6 +29,7 @@ _SIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_SIGNED**2))
 _UNSIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_UNSIGNED**2))
 _DITHER_J = tl.constexpr(C.DITHER_J)
 _DITHER_SHIFT = tl.constexpr(C.DITHER_SHIFT)
+_DITHER_CLAMP = tl.constexpr(C.DITHER_CLAMP)
 _DYNAMIC_ZERO = tl.constexpr(C.dynamic_zero(True))
 _INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(2.0**-100)
@@ -102,7 +103,7 @@ def _decode_dynamic(index, unit, tables, SIGNED: tl.constexpr):
 
 @triton.jit
 def dither(j, step_offset):
-    """The rounding offset u in [0, 1) of position j of a block; ``step_offset``: step * DITHER_STEP, uint32."""
+    """The dither u in [0, 1) of position j of a block; ``step_offset``: step * DITHER_STEP, uint32."""
     h = j.to(tl.uint32) * _DITHER_J + step_offset
     return (h >> _DITHER_SHIFT).to(tl.float32) * 5.9604644775390625e-08
 
@@ -123,8 +124,18 @@ def code_root(t):
 
 
 @triton.jit
-def encode_power_signed(x, factor):
-    c = code_root(tl.abs(x) * factor[:, None])
+def encode_power_signed(x, factor, u, DITHERED: tl.constexpr):
+    """``u``: the dither, (1, block); not DITHERED, the nearest code."""
+    a = tl.abs(x) * factor[:, None]
+    if DITHERED:
+        # Of an approximate root the next lower whole number: off by one where a is next to a square at most, and there
+        # the comparison ends in the same code. a - q q is exact, rest (2 q + 1) rounded once. NaN for 0 and infinity.
+        rest = tl.minimum(tl.maximum(1.0 - u, _DITHER_CLAMP), 1.0 - _DITHER_CLAMP)
+        q = (tl.math.fma(a, tl.math.rsqrt(a), -0.5) + _TO_INT) - _TO_INT
+        up = tl.math.fma(-q, q, a) >= tl.math.fma(rest + rest, q, rest)
+        c = tl.where(up, q + 1.0, q)
+    else:
+        c = code_root(a)
     c = tl.maximum(c, 0.0)  # code 0 for NaN
     signed = c.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN_BIT)
     return (signed.to(tl.float32, bitcast=True) + _TO_INT).to(tl.int32, bitcast=True).to(tl.int8)
@@ -145,7 +156,7 @@ def encode_power_unsigned(x, factor, u):
 
 
 @triton.jit
-def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr):
+def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr, DITHERED: tl.constexpr):
     """The entry nearest to x / scale (a tie takes the lower one): computed, then corrected by two comparisons."""
     finite = tl.abs(x) < _INF
     t = tl.where(finite, x, 0.0) * factor[:, None]
@@ -173,6 +184,8 @@ def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr):
     q = tl.where(lower, q - 1, q)
     q = tl.where(t > tl.load(midpoints + q), q + 1, q)
     usable = (factor > 0)[:, None]
+    if DITHERED and not SIGNED:
+        q = tl.maximum(q, tl.where(x > 0, 1, 0))
     if SIGNED:
         return tl.where(finite & usable, q - _DYNAMIC_ZERO, 0).to(tl.int8)
     else:
@@ -180,17 +193,18 @@ def encode_dynamic(x, factor, tables, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
+def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.constexpr):
     """Codes and scales of x (blocks, block), x >= 0 or NaN where not signed.
 
+    DITHERED: rounded as the optimizers do, with the dither ``u``; else to the nearest, and ``u`` is 1/2.
     A non-finite x is stored as zero where signed, as the largest code where not, and never reaches the scale.
     """
     scale = block_scale(x)
     factor = encode_factor(scale, KIND, SIGNED)
     if KIND == DYNAMIC:
-        codes = encode_dynamic(x, factor, tables, SIGNED)
+        codes = encode_dynamic(x, factor, tables, SIGNED, DITHERED)
     elif SIGNED:
-        codes = encode_power_signed(x, factor)
+        codes = encode_power_signed(x, factor, u, DITHERED)
     else:
         codes = encode_power_unsigned(x, factor, u)
     return codes, scale

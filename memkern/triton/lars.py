@@ -41,7 +41,8 @@ def lars_prologue(table, scalars, groups, tensors):
     factor = st.gradient_factor(table)
     factor = tl.where(st.read_fp64(at + tr.MAXIMIZE, mask) != 0.0, -factor, factor)
     # As in torch.optim.SGD, the first step's gradient is not dampened.
-    dampening = tl.where(tr.next_step(columns, tensors, t, mask) == 1, 0.0, dampening)
+    step = tr.next_step(columns, tensors, t, mask)
+    dampening = tl.where(step == 1, 0.0, dampening)
 
     out = scalars + t * st.SCALARS
     tl.store(out + st.GRAD_FACTOR, factor.to(tl.float32), mask=mask)
@@ -50,6 +51,7 @@ def lars_prologue(table, scalars, groups, tensors):
     tl.store(out + _COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
     tl.store(out + _CLASSIC, tl.where(classic, 1.0, 0.0), mask=mask)
     tl.store(out + _NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
+    st.store_step_offset(out, step, mask)
     tl.store(out + _GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
     tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay)
 
@@ -132,11 +134,12 @@ def lars_tiles(
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
     momentum, rate, nesterov = tl.load(s + _MOMENTUM), tl.load(s + tr.RATE), tl.load(s + _NESTEROV) != 0.0
+    u = st.dither_of(s, BLOCK_SIZE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         p = p - rate * tl.where(nesterov, d + momentum * m, m)
-        lion_store(p, m, addresses, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        lion_store(p, m, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lars_step_(args: StepArgs) -> None:

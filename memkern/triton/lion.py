@@ -28,7 +28,7 @@ def sign(x):
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
 def lion_prologue(table, scalars, groups, tensors):
-    """Computes each tensor's scalars."""
+    """Increments the tensors' steps and computes their scalars."""
     columns, t, mask = st.tensors_of_program(table, groups, tensors)
     at = st.group_of(table, columns, tensors, t, mask)
     lr = st.read_scalar(at, mask)
@@ -37,6 +37,7 @@ def lion_prologue(table, scalars, groups, tensors):
     weight_decay = st.read_fp64(at + _WEIGHT_DECAY, mask)
     maximize = st.read_fp64(at + _MAXIMIZE, mask) != 0.0
     factor = st.gradient_factor(table)
+    step = st.increment_steps(table, columns, tensors, t, mask)
 
     out = scalars + t * st.SCALARS
     tl.store(out + st.GRAD_FACTOR, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
@@ -45,6 +46,7 @@ def lion_prologue(table, scalars, groups, tensors):
     tl.store(out + st.BETA2, beta2.to(tl.float32), mask=mask)
     tl.store(out + st.ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32), mask=mask)
     tl.store(out + _LR, lr.to(tl.float32), mask=mask)
+    st.store_step_offset(out, step, mask)
     tl.store(out + st.DECAY, (1.0 - lr * weight_decay).to(tl.float32), mask=mask)
     tl.store(out + st.RUN, tl.where(st.skipped(table), 0.0, 1.0), mask=mask)
 
@@ -81,11 +83,11 @@ def lion_load(
 
 @triton.jit
 def lion_store(
-    p, m, addresses, tile, tables, KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr
+    p, m, addresses, u, tile, tables, KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr
 ):
     param, _, exp_avg, scales = addresses
     store_floats(p, param, tile, PARAM_DTYPE, VECTOR)
-    store_moment(m, exp_avg, scales, 0.5, tile, tables, KIND, True, VECTOR)
+    store_moment(m, exp_avg, scales, u, tile, tables, KIND, True, VECTOR)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -100,13 +102,14 @@ def lion_tiles(
     beta1, one_minus_beta1 = tl.load(s + st.BETA1), tl.load(s + st.ONE_MINUS_BETA1)
     beta2, one_minus_beta2 = tl.load(s + st.BETA2), tl.load(s + st.ONE_MINUS_BETA2)
     lr, decay = tl.load(s + _LR), tl.load(s + st.DECAY)
+    u = st.dither_of(s, BLOCK_SIZE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         m = dequantize(m, scale, 1.0, tables, KIND, True)
         p = p * decay - lr * sign(beta1 * m + one_minus_beta1 * g)
         m = beta2 * m + one_minus_beta2 * g
-        lion_store(p, m, addresses, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        lion_store(p, m, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lion_step_(args: StepArgs) -> None:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..quant import codec as C
 from ..schemas import StepOp
+from .codec import dither
 
 # Header: three scalar arguments (two words each: value or address, then the kind), and max_grad_norm.
 GRAD_SCALE = tl.constexpr(0)
@@ -61,6 +62,7 @@ ONE_MINUS_BETA1 = tl.constexpr(2)
 BETA2 = tl.constexpr(3)
 ONE_MINUS_BETA2 = tl.constexpr(4)
 DECAY = tl.constexpr(8)  # 1 - lr * weight_decay where that is decoupled, else 1
+STEP_OFFSET = tl.constexpr(10)  # step * DITHER_STEP modulo 2^32, for the dither: the bits of a uint32
 RUN = tl.constexpr(11)  # 0 where the step is skipped
 SCALARS = tl.constexpr(16)
 PROLOGUE_TENSORS = tl.constexpr(128)  # per program of the prologue
@@ -186,3 +188,24 @@ def gradient_factor(table):
 def skipped(table):
     """Whether a GradScaler found a non-finite gradient: the step is then skipped whole."""
     return read_scalar(table + FOUND_INF, tl.program_id(0) >= 0) != 0.0
+
+
+@triton.jit
+def increment_steps(table, columns, tensors, t, mask):
+    """Increments the tensors' steps, unless the step is skipped. Returns them, int64."""
+    at = tl.load(columns + STEP * tensors + t, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(at, mask=mask, other=0.0)
+    step = tl.where(skipped(table), step, step + 1.0)
+    tl.store(at, step, mask=mask)
+    return step.to(tl.int64)
+
+
+@triton.jit
+def store_step_offset(out, step, mask):
+    tl.store(out + STEP_OFFSET, (step * DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def dither_of(s, BLOCK_SIZE: tl.constexpr):
+    """The dither u of a tensor's step for each position of a block, (1, BLOCK_SIZE); ``s``: its scalars."""
+    return dither(tl.arange(0, BLOCK_SIZE), tl.load(s + STEP_OFFSET).to(tl.uint32, bitcast=True))[None, :]

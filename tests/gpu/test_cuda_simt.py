@@ -255,6 +255,7 @@ def many(n: int) -> StepArgs:
         params,
         grads=[like(p, 1) for p in params],
         moments=[torch.zeros(40) for _ in params],
+        steps=[torch.zeros(()) for _ in params],
         group=[0] * n,
         lr=[torch.tensor(1e-2)],
         hyperparameters=[0.9, 0.99, 0.1, 0],

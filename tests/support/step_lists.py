@@ -13,7 +13,7 @@ def names_of(name: str) -> set[str]:
     op = STEP_OPS[name]
     states = {f"{moment}{suffix}" for moment in op.moments for suffix in ("s", "_scales")}
     options = {*StepArgs._fields} - {"moments", "scales", "hyperparameters"}
-    options -= {*(() if op.has_steps else ["steps"]), *(() if op.has_trust_ratios else ["trust_ratios"])}
+    options -= {*(() if op.has_trust_ratios else ["trust_ratios"])}
     return states | options | {*op.hyperparameters}
 
 
@@ -24,7 +24,6 @@ def pack(name: str, lists: dict[str, Any]) -> StepArgs:
     made = {
         "moments": [x for moment in op.moments for x in lists[f"{moment}s"]],
         "scales": [x for moment in op.moments for x in lists[f"{moment}_scales"]],
-        "steps": lists["steps"] if op.has_steps else [],
         "trust_ratios": lists["trust_ratios"] if op.has_trust_ratios else [],
         "hyperparameters": [float(x) for group in by_group for x in group if x is not None],
     }

@@ -64,18 +64,17 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     const float *m = m_values + b.place, *w = w_values + b.place;
     if constexpr (kPower) {
       if (b.m_factor != 0.0f && b.w_factor != 0.0f) {
-        SignedWriter m_writer(m_codes, m, b.m_factor);
-        UnsignedWriter w_writer(w_codes, w, b.w_factor, job.rounding);
+        SignedWriter<SignedEstimator> m_writer(m_codes, m, b.m_factor, job.dither.rest);
+        UnsignedWriter w_writer(w_codes, w, b.w_factor, job.dither.u);
         for_vectors(b.n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
           m_writer.write(i, store_to);
           w_writer.write(i, store_to);
         });
-        m_writer.finish(b.n);
         return;
       }
     }
-    encode<Kind>(m_codes, m, b.n, b.m_factor, nullptr);
-    encode<Kind>(w_codes, w, b.n, b.w_factor, job.rounding);
+    encode<Kind>(m_codes, m, b.n, b.m_factor, job.dither);
+    encode<Kind>(w_codes, w, b.n, b.w_factor, job.dither);
   };
   for_batches(job.layout, begin, end, update, encode_block);
 }

@@ -25,12 +25,6 @@ MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
 
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
 
-__attribute__((noinline)) void encode_exactly(int8_t* codes, const float* values, int n, float factor) {
-  SignedEncoder encoder(factor);
-  for_vectors(n, [&](int i, auto, auto store_to)
-                     MEMKERN_LAMBDA { store_to(codes + i, encoder.encode(load(values + i))); });
-}
-
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float found = 0.0f;
   for (int i = 0; i < n; ++i)
@@ -120,48 +114,59 @@ template <class Code, StateKind Kind> struct Moment {
   }
 };
 
-// Power codes of a block, vector by vector; finish() encodes the block exactly where an estimate was in
-// doubt.
-struct SignedWriter {
+// Encodes the values of a block into power codes with a dither, vector by vector.
+template <class Encoder> struct SignedWriter {
   int8_t* codes;
   const float* values;
-  float factor;
-  SignedEstimator encoder;
-  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor_)
-      : codes(codes_), values(values_), factor(factor_), encoder(factor_) {}
+  const float* rest;  // of the dither, for each place of the block
+  Encoder encoder;
+  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor, const float* rest_)
+      : codes(codes_), values(values_), rest(rest_), encoder(factor) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
-    store_to(codes + i, encoder.encode(load(values + i)));
-  }
-  MEMKERN_FN void finish(int n) const {
-    if (!encoder.sure()) encode_exactly(codes, values, n, factor);
+    store_to(codes + i, encoder.encode(load(values + i), load(rest + i)));
   }
 };
 
 struct UnsignedWriter {
   uint8_t* codes;
   const float* values;
-  const float* rounding;  // the dither, which is added before rounding down
+  const float* u;
   UnsignedEncoder encoder;
-  MEMKERN_FN UnsignedWriter(uint8_t* codes_, const float* values_, float factor, const float* rounding_)
-      : codes(codes_), values(values_), rounding(rounding_), encoder(factor) {}
+  MEMKERN_FN UnsignedWriter(uint8_t* codes_, const float* values_, float factor, const float* u_)
+      : codes(codes_), values(values_), u(u_), encoder(factor) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
-    store_to(codes + i, encoder.encode(load(values + i), load(rounding + i)));
+    store_to(codes + i, encoder.encode(load(values + i), load(u + i)));
   }
 };
 
-// Encodes a whole block of any kind.
+// Encodes a whole block of any kind. With a dither, a positive v takes no code of zero.
 template <StateKind Kind, class Code>
-MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, const float* rounding) {
+MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, const Dither& dither) {
+  constexpr bool kSigned = kIsSigned<Code>;
+  const auto write_with = [&](auto& writer) MEMKERN_LAMBDA {
+    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
+  };
   if (factor == 0.0f) {
     for (int i = 0; i < n; ++i) codes[i] = 0;
   } else if constexpr (Kind == StateKind::kDynamic) {
-    for (int i = 0; i < n; ++i)
-      codes[i] = static_cast<Code>(dynamic_encode<kIsSigned<Code>>(values[i], factor));
-  } else if constexpr (kIsSigned<Code>) {
-    encode_exactly(codes, values, n, factor);
+    for (int i = 0; i < n; ++i) {
+      const uint8_t code = dynamic_encode<kSigned>(values[i], factor);
+      const bool too_small = !kSigned && dither.u && code == 0 && values[i] > 0.0f;
+      codes[i] = static_cast<Code>(too_small ? 1 : code);
+    }
+  } else if (!dither.u) {
+    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
+      if constexpr (kSigned)
+        store_to(codes + i, nearest_signed(load(values + i), F(factor)));
+      else
+        store_to(codes + i, UnsignedEncoder(factor).encode(load(values + i), F(0.5f)));
+    });
+  } else if constexpr (kSigned) {
+    SignedWriter<SignedEncoder> writer(codes, values, factor, dither.rest);
+    write_with(writer);
   } else {
-    UnsignedWriter writer(codes, values, factor, rounding);
-    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
+    UnsignedWriter writer(codes, values, factor, dither.u);
+    write_with(writer);
   }
 }
 

@@ -19,7 +19,7 @@ void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
     b.m_factor = moment.set_scale(b.n);
   };
   for_batches(job.layout, begin, end, gather, [&](const PendingBlock& b) MEMKERN_LAMBDA {
-    encode<Kind>(static_cast<Code*>(job.codes) + b.offset, values + b.place, b.n, b.m_factor, job.rounding);
+    encode<Kind>(static_cast<Code*>(job.codes) + b.offset, values + b.place, b.n, b.m_factor, job.dither);
   });
 }
 

@@ -11,10 +11,16 @@
 
 namespace memkern {
 
+// What codes are rounded with at each place in a block: u, and signed_rest(u). None: to the nearest code.
+struct Dither {
+  const float* u = nullptr;
+  const float* rest = nullptr;
+};
+
 // `run` updates the blocks [begin, end).
 template <class Scalars> struct Job : StepTensor {
   const Scalars* scalars;
-  const float* rounding;  // the dither of exp_avg_sq's codes, for each position in a block
+  Dither dither;
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 using AdamJob = Job<AdamScalars>;
@@ -37,7 +43,7 @@ struct CodecJob {
   void* values;
   void* codes;
   float* scale;
-  const float* rounding;
+  Dither dither;
   BlockLayout layout;
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
 };

@@ -32,7 +32,7 @@ void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     b.m_factor = first.set_scale(b.n);
   };
   for_batches(job.layout, begin, end, update, [&](const PendingBlock& b) MEMKERN_LAMBDA {
-    encode<Kind>(static_cast<int8_t*>(job.exp_avg) + b.offset, values + b.place, b.n, b.m_factor, nullptr);
+    encode<Kind>(static_cast<int8_t*>(job.exp_avg) + b.offset, values + b.place, b.n, b.m_factor, job.dither);
   });
 }
 

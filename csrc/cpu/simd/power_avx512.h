@@ -15,33 +15,37 @@ MEMKERN_FN __m128i signed_code(F c, F x) {
   return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(copysign(c, x).v));
 }
 
+MEMKERN_FN __m128i nearest_signed(F x, F factor) { return signed_code(sqrt(abs(x) * factor), x); }
+
+// power_encode_signed(x, factor, rest) from a = |x| * factor and a root of it, which may be 6 units of 2^-24 off.
+// rest * (2 q + 1) is rounded once, as in the formula. A root that is NaN gives code 0.
+MEMKERN_FN __m128i dithered_code(F a, F root, F rest, F x) {
+  const __m512 q = floor(root).v, bound = _mm512_fmadd_ps((rest + rest).v, q, rest.v);
+  const __mmask16 up = _mm512_cmp_ps_mask(_mm512_fnmadd_ps(q, q, a.v), bound, _CMP_GE_OQ);
+  return signed_code(F(_mm512_mask_add_ps(q, up, q, _mm512_set1_ps(1.0f))), x);
+}
+
 struct SignedEncoder {
   F factor;
   MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
-  MEMKERN_FN __m128i encode(F x) { return signed_code(sqrt(abs(x) * factor), x); }
+  MEMKERN_FN __m128i encode(F x, F rest) {
+    const F a = abs(x) * factor;
+    return dithered_code(a, sqrt(a), rest, x);
+  }
 };
 
 // The same codes without the divider, for use beside an UnsignedEncoder.
 struct SignedEstimator {
-  F quarter;                              // N^2 / scale / 4
-  __m512 farthest = _mm512_setzero_ps();  // the largest distance of a root from a whole number
+  F factor, quarter;  // N^2 / scale, and a quarter of it
+  MEMKERN_FN explicit SignedEstimator(float factor_) : factor(factor_), quarter(factor_ * 0.25f) {}
 
-  MEMKERN_FN explicit SignedEstimator(float factor) : quarter(factor * 0.25f) {}
-
-  // sqrt(|x| * factor) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter under the
-  // root needs no halving. Within 3 units of 2^-24 of the true root, the formula within 1: the two are within
-  // 2^-14, as N = 127. The conversion rounds to nearest even. Zero and what is not finite become NaN, and
-  // that converts to 0x80000000, whose lowest byte is code 0.
-  MEMKERN_FN __m128i encode(F x) {
-    const __m512 t = (abs(x) * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);
-    const __m512 c = _mm512_mul_ps(y, _mm512_fnmadd_ps(y, r, _mm512_set1_ps(3.0f)));
-    farthest = _mm512_range_ps(farthest, _mm512_reduce_ps(c, _MM_FROUND_TO_NEAREST_INT), 0b1011);
-    return signed_code(F(c), x);
-  }
-
-  // Whether every code is certainly the formula's: no root was too near the boundary between two codes.
-  MEMKERN_FN bool sure() const {
-    return _mm512_cmp_ps_mask(farthest, _mm512_set1_ps(0.5f - 0x1p-14f), _CMP_NLT_UQ) == 0;
+  // sqrt(a) by a 14-bit estimate and one Newton step, y (3 - y r), which with a quarter of a under the root
+  // needs no halving: within 3 units of 2^-24. Zero and what is not finite become NaN.
+  MEMKERN_FN __m128i encode(F x, F rest) {
+    const F magnitude = abs(x);
+    const __m512 t = (magnitude * quarter).v, r = _mm512_rsqrt14_ps(t), y = _mm512_mul_ps(t, r);
+    const __m512 root = _mm512_mul_ps(y, _mm512_fnmadd_ps(y, r, _mm512_set1_ps(3.0f)));
+    return dithered_code(magnitude * factor, root, rest, x);
   }
 };
 

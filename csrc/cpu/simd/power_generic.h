@@ -6,16 +6,15 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
+MEMKERN_FN F nearest_signed(F x, F factor) { return power_encode_signed(x, factor); }
+
 struct SignedEncoder {
   F factor;
   MEMKERN_FN explicit SignedEncoder(float factor_) : factor(factor_) {}
-  MEMKERN_FN F encode(F x) { return power_encode_signed(x, factor); }
+  MEMKERN_FN F encode(F x, F rest) { return power_encode_signed(x, factor, rest); }
 };
 
-struct SignedEstimator : SignedEncoder {
-  MEMKERN_FN explicit SignedEstimator(float factor_) : SignedEncoder(factor_) {}
-  MEMKERN_FN bool sure() const { return true; }
-};
+using SignedEstimator = SignedEncoder;
 
 struct UnsignedEncoder {
   F factor;

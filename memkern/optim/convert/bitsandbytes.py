@@ -68,11 +68,10 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
         if "state2" in values and "exp_avg_sq" not in optimizer.moments:
             kind = type(optimizer).__name__
             raise ValueError(f"{where} has state2, a second moment, which {kind} does not have")
-        step, state[i] = 0.0, {}
-        if optimizer.has_step:
+        if not isinstance(optimizer, Lion):
             check_keys(where, values, ["step"])
-            step = step_number(where, values["step"])
-            state[i]["step"] = torch.tensor(step, dtype=torch.float32)
+        step = step_number(where, values.get("step", 0))
+        state[i] = {"step": torch.tensor(step, dtype=torch.float32)}
         for name in optimizer.moments:
             state[i] |= _from_bnb(where, name, values, p, group, int(step))
     return {"state": state, "param_groups": groups}
@@ -87,7 +86,7 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
             them the same thing), or Lion8bit, over the same parameters in the same order.
 
     Returns:
-        A state dict of new tensors: ``step`` (int; 0 for Lion, which does not read it), ``state1`` (m) and
+        A state dict of new tensors: ``step`` (int), ``state1`` (m) and
         ``state2`` (v; not for Lion) of the parameter's shape, contiguous. 8-bit states are uint8 with
         ``qmap1``, ``qmap2`` (256 float32), ``absmax1`` and ``absmax2`` (float32, one per 256 elements), moved
         as they are or coded anew as for :func:`from_bitsandbytes_state_dict`. 32-bit states stay float32, in
@@ -110,7 +109,7 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     maps: dict[tuple[bool, torch.device], Tensor] = {}
     state: dict[Any, dict[str, Any]] = {}
     for i, p, group, values in own_entries(optimizer):
-        state[i] = {"step": int(values["step"]) if optimizer.has_step else 0}
+        state[i] = {"step": int(values["step"])}
         for name, dtype in optimizer.moments.items():
             codes, k, signed = values[name], BNB_SUFFIX[name], dtype == torch.int8
             if codes.is_floating_point():

@@ -1,0 +1,169 @@
+"""Elements that fall quiet beside live ones of their block: 8-bit states treat them as fp32 states do."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import memkern
+from benchmarks import quiet
+from memkern import optim
+from memkern.reference import blockwise, state
+from tests.support.helpers import on
+
+ADAMW = functools.partial(optim.AdamW, weight_decay=0.0)
+POWER = functools.partial(optim.AdamW8bit, weight_decay=0.0)
+DYNAMIC = functools.partial(optim.AdamW8bit, weight_decay=0.0, codec="dynamic")
+full, long = pytest.mark.full, pytest.mark.long
+
+
+@functools.cache
+def moved(codec: str, neighbours: float, noisy: bool, every: int | None = None) -> float:
+    factory = {"fp32": ADAMW, "power": POWER, "dynamic": DYNAMIC}[codec]
+    return quiet.one_gradient(factory, neighbours, noisy=noisy, every=every)
+
+
+@pytest.fixture
+def nearest(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """m rounded to the nearest code, as it once was: that the tests below can fail."""
+    encode = blockwise.encode
+
+    def to_nearest(x: Any, codec: int, signed: bool, u: Any = None, keep_positive: bool = False) -> Any:
+        return encode(x, codec, signed, None if signed else u, keep_positive)
+
+    monkeypatch.setattr(state, "encode", to_nearest)
+    with on("reference"):
+        yield
+
+
+@pytest.mark.parametrize("noisy", [True, False], ids=["noisy", "constant"])
+@pytest.mark.parametrize(
+    "neighbours",
+    [pytest.param(x, marks=full if x != 100 else ()) for x in (1, 10, 100, 1000)],
+)
+def test_one_gradient_and_then_zeros(neighbours: float, noisy: bool) -> None:
+    fp32, power = moved("fp32", 1, True), moved("power", neighbours, noisy)
+    assert fp32 == pytest.approx(0.006, rel=0.02)
+    assert 0.6 * fp32 <= power <= 1.1 * fp32
+
+
+@pytest.mark.parametrize("every", [pytest.param(50, marks=full), pytest.param(500, marks=full)])
+@pytest.mark.parametrize("neighbours", [1, 100, 1000])
+def test_a_gradient_now_and_then(neighbours: float, every: int) -> None:
+    fp32, power = (moved(codec, neighbours, True, every) for codec in ("fp32", "power"))
+    assert abs(power - fp32) <= 0.006
+
+
+@full
+def test_nearest_rounding_would_drift(nearest: None) -> None:
+    assert quiet.one_gradient(POWER, 100, noisy=True, steps=400) > 10 * moved("fp32", 1, True)
+
+
+@full
+@pytest.mark.parametrize("neighbours", [1, 10])
+@pytest.mark.parametrize("every", [50, 500])
+def test_rare_features(every: int, neighbours: float) -> None:
+    fp32, power = (quiet.rare_features(factory, every, neighbours) for factory in (ADAMW, POWER))
+    assert power == pytest.approx(fp32, rel=0.02)
+
+
+@long
+def test_a_bag_of_words_keeps_its_loss_and_its_weights() -> None:
+    fp32, power = quiet.bag_of_words(ADAMW), quiet.bag_of_words(POWER)
+    assert power.loss == pytest.approx(fp32.loss, rel=0.05)
+    assert power.max_weight == pytest.approx(fp32.max_weight, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("build", "beta"), [pytest.param(optim.Lion8bit, 0.99), pytest.param(optim.LARS8bit, 0.9, marks=full)]
+)
+def test_the_momentum_of_quiet_elements_is_the_true_one(build: Any, beta: float) -> None:
+    assert quiet.quiet_momentum(build, beta) == pytest.approx(1.0, abs=0.05)
+
+
+@full
+def test_nearest_rounding_would_keep_lions_momentum(nearest: None) -> None:
+    assert quiet.quiet_momentum(optim.Lion8bit, 0.99, steps=1500) > 2
+
+
+# ---- the dynamic map
+
+
+def one_beside_a_constant(build: Any, steps: int = 30) -> float:
+    """One gradient of 2e-4 beside constant ones of 1.0: how far it moves its element."""
+    p = torch.nn.Parameter(torch.zeros(64, 128))
+    optimizer = build([p], lr=1e-3)
+    for step in range(steps):
+        p.grad = torch.ones(64, 128)
+        p.grad[:, 0] = 2e-4 if step == 0 else 0.0
+        optimizer.step()
+    return p.detach()[:, 0].abs().max().item()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_positive_second_moment_becomes_zero_in_the_dynamic_map(backend: str) -> None:
+    with on(backend):
+        assert one_beside_a_constant(DYNAMIC) < 0.01
+        p = torch.nn.Parameter(torch.zeros(64, 128))
+        optimizer = DYNAMIC([p], lr=1e-3)
+        p.grad = torch.ones(64, 128)
+        p.grad[:, ::2] = 2e-4
+        p.grad[:, 1] = 0.0
+        optimizer.step()
+    codes = optimizer.state[p]["exp_avg_sq"]
+    assert (codes[:, ::2] == 1).all()
+    assert (codes[:, 1] == 0).all()
+
+
+def test_the_smallest_code_is_what_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = blockwise.encode
+    monkeypatch.setattr(state, "encode", lambda *args, keep_positive=False: encode(*args))
+    with on("reference"):
+        assert one_beside_a_constant(DYNAMIC) > 10
+
+
+@full
+@pytest.mark.parametrize("neighbours", [1, 1000])
+def test_the_dynamic_map_moves_quiet_elements_little_too(neighbours: float) -> None:
+    assert moved("dynamic", neighbours, True) < 0.01
+
+
+def test_a_state_of_lion_without_a_step_loads_with_0() -> None:
+    p = torch.nn.Parameter(torch.randn(64, 128))
+    optimizer = optim.Lion8bit([p])
+    p.grad = torch.randn(64, 128)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    older = {**saved, "state": {0: {k: v for k, v in saved["state"][0].items() if k != "step"}}}
+    optimizer.load_state_dict(older)
+    assert optimizer.state[p]["step"] == 0
+    assert optimizer.state[p]["step"].dtype == torch.float32
+    assert "step" not in older["state"][0]
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+    adam = optim.AdamW8bit([p])
+    adam.step()
+    adam_state = adam.state_dict()
+    del adam_state["state"][0]["step"]
+    with pytest.raises(ValueError, match="step"):
+        adam.load_state_dict(adam_state)
+
+
+def test_lions_codes_depend_on_its_step() -> None:
+    p = torch.nn.Parameter(torch.randn(64, 128))
+    p.grad = torch.randn(64, 128)
+    found = []
+    for step in (0, 5):
+        optimizer = optim.Lion8bit([torch.nn.Parameter(p.detach().clone())])
+        (q,) = optimizer.param_groups[0]["params"]
+        q.grad = p.grad
+        optimizer.state[q] = optimizer._init_state(q, optimizer.param_groups[0])
+        optimizer.state[q]["step"].fill_(step)
+        optimizer.step()
+        assert optimizer.state[q]["step"] == step + 1
+        found.append(
+            memkern.dequantize_blockwise(*(optimizer.state[q][k] for k in ("exp_avg", "exp_avg_scale")))
+        )
+    assert not torch.equal(*found)
+    assert (found[0] - found[1]).abs().max() <= 0.02 * found[0].abs().max()

@@ -1,0 +1,220 @@
+"""Signed power codes with a dither: beside every square, without bias, the same from any approximate root."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import memkern
+from memkern.quant import codec as C
+from memkern.reference.blockwise import dither, round_signed
+from tests.support.helpers import (
+    assert_same,
+    at,
+    hard,
+    on,
+    over_all,
+    over_codecs,
+    over_cpu,
+    over_dtypes,
+    over_fast,
+)
+
+CPU = torch.device("cpu")
+N = C.POWER_LEVELS_SIGNED
+ROOT_ERROR = 6  # units of 2^-24 that a backend's root may be off, relatively
+
+
+def around_square(k: int) -> torch.Tensor:
+    """Every float that a root with such an error may put on the wrong side of k^2."""
+    a = (torch.tensor(float(k * k)).view(torch.int32) + torch.arange(-32, 33)).int().view(torch.float32)
+    return a[(a.double() / k**2 - 1).abs() <= 2 * ROOT_ERROR * 2.0**-24]
+
+
+# u near 0, near 1 and anywhere: 24 bits.
+ENDS = torch.cat([torch.arange(2048), torch.arange(2**24 - 2048, 2**24), torch.arange(0, 2**24, 8191)])
+ENDS = ENDS.float() * 2.0**-24
+
+
+def codes_from(a: torch.Tensor, q: torch.Tensor | float, u: torch.Tensor) -> torch.Tensor:
+    """The formula of round_signed with another q."""
+    rest = 1 - u.clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
+    q = torch.as_tensor(q, dtype=torch.float32)
+    return q + (a - q * q >= rest * (2 * q + 1)).float()
+
+
+@pytest.mark.parametrize("k", range(1, N + 1))
+def test_a_root_that_is_off_beside_a_square_ends_in_the_same_code(k: int) -> None:
+    a = around_square(k)[:, None]
+    assert len(a) >= 12
+    assert (a < k * k).any()
+    assert (a > k * k).any()
+    wanted = round_signed(a, ENDS[None])
+    for q in (k - 1, k):
+        assert torch.equal(codes_from(a, q, ENDS[None]), wanted)
+    assert (wanted == k).all()  # with u clamped no dither moves what is next to a square
+    assert wanted.max() <= N
+
+
+def test_without_the_clamp_it_would_not() -> None:
+    # That the test above can fail.
+    a = around_square(100)[:, None]
+    off = [100.0 - 1 + (a - 99.0**2 >= (1 - ENDS) * 199), 100.0 + (a - 100.0**2 >= (1 - ENDS) * 201)]
+    assert not torch.equal(*off)
+
+
+@pytest.mark.parametrize("q", [1, 7, 64, 126])
+def test_the_difference_is_exact_and_the_comparison_is_the_formulas(q: int) -> None:
+    rng = torch.Generator().manual_seed(q)
+    a = q * q + torch.rand(400, generator=rng) * (2 * q + 1)
+    u = torch.randint(0, 2**24, (400,), generator=rng).float() * 2.0**-24
+    for x, y, code in zip(a.tolist(), u.tolist(), round_signed(a, u).tolist(), strict=True):
+        low = math.isqrt(math.floor(Fraction(x)))
+        bound = (1 - Fraction(min(max(y, C.DITHER_CLAMP), 1 - C.DITHER_CLAMP))) * (2 * low + 1)
+        left = Fraction(x) - low * low
+        if abs(left - bound) > bound * Fraction(1, 2**24):  # the product is rounded
+            assert code == low + (left >= bound)
+
+
+def boundaries(u: torch.Tensor, ulps: int = 3) -> torch.Tensor:
+    """|x| / s, (ulps, codes, len(u)): where a code ends at this dither, and every square, with their neighbours."""
+    q = torch.arange(0, N + 1, dtype=torch.float64)[:, None]
+    rest = 1 - u.double().clamp(C.DITHER_CLAMP, 1 - C.DITHER_CLAMP)
+    bound = torch.cat([q * q + rest * (2 * q + 1), (q * q).expand(-1, len(u))]) / N**2
+    steps = torch.arange(-ulps, ulps + 1, dtype=torch.int32)[:, None, None]
+    return (bound.float().view(torch.int32) + steps).view(torch.float32).clamp(0, 1)
+
+
+@over_fast
+@pytest.mark.parametrize("step", [1, 41, 2**24])
+@pytest.mark.parametrize("scale", [1.0, 3e-3, 0.7e-20, 1e30, 2.0**-112, torch.finfo(torch.float32).max])
+def test_backends_agree_beside_every_boundary(backend: str, step: int, scale: float) -> None:
+    x = boundaries(dither(128, step, CPU)[1:])
+    x = torch.nn.functional.pad(x, (1, 0), value=1.0).flatten(0, 1) * scale
+    x[:, 2::2] *= -1
+    with on("reference"):
+        wanted = memkern.quantize_blockwise(x, step=step)
+    with on(backend):
+        assert_same(memkern.quantize_blockwise(at(x, backend), step=step), wanted)
+
+
+@over_fast
+def test_backends_agree_beside_squares_where_the_dither_is_at_its_ends(backend: str) -> None:
+    # A block of 4096 has a u within 2^-12 of either end at every step; these steps have one within 2^-18.
+    steps = [s for s in range(1, 3000) if (e := dither(4096, s, CPU)).min() < 2**-18 or e.max() > 1 - 2**-18]
+    assert len(steps) > 10
+    squares = torch.arange(1, N + 1).float().square() / N**2
+    x = (squares.view(torch.int32)[:, None] + torch.arange(-8, 9, dtype=torch.int32)).view(torch.float32)
+    x = x.clamp(max=1.0).reshape(-1, 1).expand(-1, 4096).clone()
+    x[:, ::9] = 1.0
+    for step in steps[:3]:
+        with on("reference"):
+            wanted = memkern.quantize_blockwise(x, step=step, block_size=4096)
+        with on(backend):
+            assert_same(memkern.quantize_blockwise(at(x, backend), step=step, block_size=4096), wanted)
+
+
+@over_cpu
+@over_dtypes
+@pytest.mark.parametrize("step", [0, 1, 12345])
+def test_signed_codes_with_a_step_are_one_of_the_two_around(
+    backend: str, dtype: torch.dtype, step: int
+) -> None:
+    x = hard((16, 1024), 0).to(dtype)
+    with on(backend):
+        codes, scale = memkern.quantize_blockwise(x, step=step)
+    s = scale.double().repeat_interleave(128, 1)
+    a = (x.double().abs() * (N**2 / s.clamp_min(2.0**-149))).clamp(max=float(N**2))
+    q = codes.double()
+    assert ((q == 0) | (q.sign() == x.double().sign())).all()
+    slack = 1e-3 * 2.0**-9  # of a root of a, which is rounded
+    assert (q.abs() >= (a.sqrt() - slack).floor()).all()
+    assert (q.abs() <= (a.sqrt() + slack).ceil()).all()
+
+
+@over_cpu
+def test_values_stored_over_many_steps_are_unbiased(backend: str) -> None:
+    x = hard((4, 128), 3).clamp(-1, 1)
+    steps = 4000
+    total = torch.zeros(4, 128, dtype=torch.float64)
+    with on(backend):
+        for step in range(1, steps + 1):
+            codes, scale = memkern.quantize_blockwise(x, step=step)
+            total += memkern.dequantize_blockwise(codes, scale).double()
+    error = (total / steps - x.double()).abs()
+    # Evenly spread offsets miss a share of the steps by about log(steps) / steps; what u decides is one code's width.
+    unit = scale.double() / N**2
+    width = 2 * (x.double().abs() / unit).sqrt() + 1
+    usable = scale.double() > 1e-30
+    assert ((error <= 0.005 * width * unit + 1e-6 * x.double().abs()) | ~usable).all()
+    with on(backend):
+        nearest = memkern.dequantize_blockwise(*memkern.quantize_blockwise(x)).double()
+    assert ((nearest - x.double()).abs() > 0.1 * width * unit).any()  # that the line above can fail
+
+
+INF, NAN = math.inf, math.nan
+
+
+@over_all
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize(
+    "values",
+    [[0.0, -0.0], [NAN, 1.0, -0.25], [INF, 1.0, -INF, 0.25], [NAN, INF], [1e-40, -1e-41], [1e30, 2.0**-149]],
+    ids=str,
+)
+def test_zeros_and_what_is_not_finite(backend: str, step: int, values: list[float]) -> None:
+    x = torch.tensor([values + [0.0] * 14])
+    with on(backend):
+        codes, scale = memkern.quantize_blockwise(at(x, backend), step=step)
+    with on("reference"):
+        assert_same((codes, scale), memkern.quantize_blockwise(x, step=step))
+    usable = max((abs(v) for v in values if math.isfinite(v)), default=0) > 1e-34
+    for v, q in zip(values, codes[0].tolist(), strict=False):
+        if not math.isfinite(v) or v == 0 or not usable:
+            assert q == 0
+    assert (codes[0, len(values) :] == 0).all()
+    assert codes.max() <= N
+    assert codes.min() >= -N
+
+
+@over_fast
+@over_dtypes
+def test_code_128_never_arises(backend: str, dtype: torch.dtype) -> None:
+    # The largest value of a block times N^2 / s may pass N^2 by some ulps.
+    x = torch.rand(2048, 8, generator=torch.Generator().manual_seed(0)).add(0.5).to(dtype)
+    x[:] = x[:, :1]
+    for step in range(1, 40):
+        with on(backend):
+            codes, _ = memkern.quantize_blockwise(at(x, backend), block_size=8, step=step)
+        assert (codes == N).all()
+
+
+@over_all
+def test_a_positive_second_moment_keeps_a_code_above_zero_in_the_dynamic_map(backend: str) -> None:
+    # With a step the op rounds as the optimizers do; the public function rounds to the nearest.
+    from memkern import _ops
+
+    x = torch.tensor([[1.0, 1e-9, 0.0, 3e-8, 2.0**-149, 1e-3, NAN, 0.5]])
+    with on(backend):
+        kept, scale = _ops.quantize_blockwise(at(x, backend), "dynamic", False, 8, 1)
+        nearest, _ = memkern.quantize_blockwise(at(x, backend), codec="dynamic", signed=False, block_size=8)
+        signed, _ = _ops.quantize_blockwise(at(x, backend), "dynamic", True, 8, 1)
+        public, _ = memkern.quantize_blockwise(at(x, backend), codec="dynamic", block_size=8)
+    assert scale.item() == 1
+    assert kept[0].tolist() == [255, 1, 0, 1, 1, nearest[0, 5].item(), 255, nearest[0, 7].item()]
+    assert nearest[0, :5].tolist() == [255, 0, 0, 0, 0]
+    assert_same(signed, public)
+    with on(backend):
+        zeros, _ = _ops.quantize_blockwise(at(torch.full((1, 8), 1e-40), backend), "dynamic", False, 8, 1)
+    assert (zeros == 0).all()  # its factor overflows
+
+
+@over_cpu
+@over_codecs
+def test_no_step_is_the_nearest_code(backend: str, codec: str) -> None:
+    x = hard((4, 256), 1)
+    with on(backend):
+        codes, _ = memkern.quantize_blockwise(x, codec=codec)
+        again, _ = memkern.quantize_blockwise(x, codec=codec, step=None)
+    assert torch.equal(codes, again)
