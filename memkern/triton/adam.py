@@ -74,9 +74,7 @@ def adam_prologue(table, scalars, groups, tensors):
     tl.store(out + st.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + COUPLED_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
-    adam_scalars(
-        out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step, mask | True
-    )
+    adam_scalars(out, mask, lr, beta1, beta2, eps, tl.where(maximize, -factor, factor), step, mask | True)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkern import _ops, optim, quantize_blockwise
+from memkern import _ops, optim
 from memkern.optim.base import takes_8bit_state
 from memkern.quant.codec import dynamic_map, dynamic_zero
 from tests.support.convert_helpers import (

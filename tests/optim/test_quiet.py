@@ -162,6 +162,8 @@ def test_lions_codes_depend_on_its_step() -> None:
         optimizer.state[q]["step"].fill_(step)
         optimizer.step()
         assert optimizer.state[q]["step"] == step + 1
-        found.append(memkern.dequantize_blockwise(*(optimizer.state[q][k] for k in ("exp_avg", "exp_avg_scale"))))
+        found.append(
+            memkern.dequantize_blockwise(*(optimizer.state[q][k] for k in ("exp_avg", "exp_avg_scale")))
+        )
     assert not torch.equal(*found)
     assert (found[0] - found[1]).abs().max() <= 0.02 * found[0].abs().max()
