@@ -95,14 +95,8 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(build: str, backend: str) ->
     saved = torch.load(make_checkpoints.FOLDER / f"{build}.pt", weights_only=True)
     assert [*saved] == [*make_checkpoints.cases(build)]
     for name, case in saved.items():
-        params = [torch.nn.Parameter(p.clone()) for p in case["params"]]
-        first = case["state_dict"]["param_groups"][0]
-        shape_of_state = {key: first[key] for key in ("layers", "block_size") if key in first}
-        optimizer = getattr(optim, build)(params, **shape_of_state)  # the other options come with the state
         with on(backend):
-            optimizer.load_state_dict(case["state_dict"])
-            make_checkpoints.give_gradients(params, case["gradient_seed"])
-            optimizer.step()
+            optimizer, params = make_checkpoints.continued(build, case)
         for i, (p, expected) in enumerate(zip(params, case["params_after"], strict=True)):
             assert torch.equal(p, expected), f"{name}: parameter {i}"
         found = make_hashes.hashes_of(optimizer)
