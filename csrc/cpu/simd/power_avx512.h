@@ -17,8 +17,8 @@ MEMKERN_FN __m128i signed_code(F c, F x) {
 
 MEMKERN_FN __m128i nearest_signed(F x, F factor) { return signed_code(sqrt(abs(x) * factor), x); }
 
-// power_encode_signed(x, factor, rest) from a = |x| * factor and a root of it, which may be 6 units of 2^-24 off.
-// rest * (2 q + 1) is rounded once, as in the formula. A root that is NaN gives code 0.
+// power_encode_signed(x, factor, rest) from a = |x| * factor and a root of it, which may be 6 units of 2^-24
+// off. rest * (2 q + 1) is rounded once, as in the formula. A root that is NaN gives code 0.
 MEMKERN_FN __m128i dithered_code(F a, F root, F rest, F x) {
   const __m512 q = floor(root).v, bound = _mm512_fmadd_ps((rest + rest).v, q, rest.v);
   const __mmask16 up = _mm512_cmp_ps_mask(_mm512_fnmadd_ps(q, q, a.v), bound, _CMP_GE_OQ);
