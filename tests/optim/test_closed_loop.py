@@ -25,7 +25,9 @@ SHORT = [
     ("base", 0.999, 0.055),
     ("base", 0.95, 0.034),
     ("heterogeneous", 0.999, 0.60),
-    ("drop", 0.999, 0.050),
+    # .050 with both moments to the nearest. The first moment's rounding without bias, which keeps quiet elements from
+    # drifting, costs 2 % on this stream alone (the prototype's .051 -> .052; here .0580 -> .0591).
+    ("drop", 0.999, 0.051),
     ("sparse", 0.999, 0.017),
     ("tiny", 0.999, 0.048),
 ]
