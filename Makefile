@@ -33,11 +33,11 @@ test-long: $(VENV)/.installed
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(filter csrc/%,$(filter-out $(GENERATED),$(SOURCES)))
+	$(BIN)/clang-format --dry-run --Werror $(filter-out %.py $(GENERATED),$(filter csrc/%,$(SOURCES)))
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
-	$(BIN)/clang-format -i $(filter csrc/%,$(filter-out $(GENERATED),$(SOURCES)))
+	$(BIN)/clang-format -i $(filter-out %.py $(GENERATED),$(filter csrc/%,$(SOURCES)))
 
 # Peers are optional: the table names one that cannot be installed as absent.
 bench: $(VENV)/.installed
