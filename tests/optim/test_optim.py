@@ -85,7 +85,7 @@ def test_state_bytes(shape: tuple[int, ...]) -> None:
     assert 2 < memory.optimizer_bytes(optimizer) / p.numel() < 2.0715
     lion = optim.Lion8bit(params)
     train(lion, 1)
-    assert 1 < memory.optimizer_bytes(lion) / p.numel() < 1.036
+    assert 1 < memory.optimizer_bytes(lion) / p.numel() < 1.0365  # 1 + (4 * 8 + 4) / 1025, with the step
 
 
 # ---- groups
