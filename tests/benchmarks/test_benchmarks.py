@@ -1,6 +1,7 @@
 """The benchmarks run, name who is absent, take turns, and their results make the README's tables."""
 
 import csv
+import functools
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import activation_parity, closed_loop, harness, large_batch, report, streams
+from benchmarks import activation_parity, closed_loop, harness, large_batch, quiet, report, streams
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
 
@@ -209,6 +210,9 @@ def test_large_batches(tmp_path):
 def test_closed_loop_table(tmp_path, monkeypatch):
     setting = closed_loop.Setting("base", 0.999, 20, 1, {"power": 0.03, "dynamic": 0.05})
     monkeypatch.setattr(closed_loop, "SETTINGS", (setting,))
+    one = functools.partial(quiet.one_gradient, neighbours=10, noisy=True, steps=20)
+    monkeypatch.setattr(closed_loop, "QUIET", (("one gradient", "mean movement", one),))
+    monkeypatch.setattr(closed_loop, "MOMENTA", ())
     threads = torch.get_num_threads()
     try:
         closed_loop.main(["--out", str(tmp_path)])
@@ -221,6 +225,11 @@ def test_closed_loop_table(tmp_path, monkeypatch):
         assert tuple(row) == closed_loop.COLUMNS
         assert 0 < float(row["error"]) < 0.1
         assert 0.97 < float(row["sqrt_v_ratio"]) < 1.05
+        assert 0 < float(row["total_error"]) < 0.1
+    with (tmp_path / "quiet-elements.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert tuple(row) == closed_loop.QUIET_COLUMNS
+    assert float(row["power"]) == pytest.approx(float(row["fp32"]), rel=0.05)
 
 
 def test_activation_parity(tmp_path):

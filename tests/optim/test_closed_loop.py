@@ -20,26 +20,32 @@ def run(stream: str, beta2: float, steps: int, seed: int) -> streams.ClosedLoop:
     return streams.closed_loop(optim.Adam8bit, streams.make(stream, steps, seed), (0.9, beta2))
 
 
-# stream, beta2, error of the row "square root on m, fourth root on v, nearest" after 1,000 steps
+# stream, beta2, the prototype's error after 1,000 steps with both moments rounded to the nearest code
 SHORT = [
     ("base", 0.999, 0.055),
     ("base", 0.95, 0.034),
     ("heterogeneous", 0.999, 0.60),
-    # .050 with both moments to the nearest. The first moment's rounding without bias, which keeps quiet elements from
-    # drifting, costs 2 % on this stream alone (the prototype's .051 -> .052; here .0580 -> .0591).
-    ("drop", 0.999, 0.051),
+    ("drop", 0.999, 0.050),
     ("sparse", 0.999, 0.017),
     ("tiny", 0.999, 0.048),
 ]
 
 
 @pytest.mark.parametrize(("stream", "beta2", "nearest"), SHORT)
-def test_short_runs_are_within_15_percent_of_nearest_rounding(
+def test_short_runs_are_within_17_percent_of_nearest_rounding(
     stream: str, beta2: float, nearest: float
 ) -> None:
-    # The dither's price: where nothing freezes yet, rounding to the nearest is the best that a code can do.
+    # The dither's price: where nothing freezes yet, rounding to the nearest is the best that a code can do. v's is up
+    # to 15 %, m's 2 % on top of it (measured).
     errors = [run(stream, beta2, 1000, seed).mean_error for seed in SEEDS]
-    assert sum(errors) / len(errors) <= 1.15 * MEAN_MARGIN * nearest
+    assert sum(errors) / len(errors) <= 1.17 * MEAN_MARGIN * nearest
+
+
+def test_scales_that_differ_in_a_block_gain_by_m_without_bias() -> None:
+    # To the nearest code the prototype had 0.603, and 0.658 in the sum of all updates; without bias 0.413 and 0.236.
+    runs = [run("heterogeneous", 0.999, 1000, seed) for seed in SEEDS]
+    assert sum(r.mean_error for r in runs) / len(runs) <= 1.05 * 0.413
+    assert sum(r.total_error for r in runs) / len(runs) <= 1.1 * 0.236
 
 
 # stream, error of the column "golden-ratio dither" after 6,000 steps
