@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 CUDA = ["-std=c++20", "-O3", "-fmad=false", "-arch=compute_90", "-DUSE_CUDA"]
 SHARED = ["-shared", "-cudart", "none", "-Xcompiler=-fPIC", "-Xlinker=-rpath=$ORIGIN"]
 REGISTER = """
-#include "ops.h"
+#include "common/ops.h"
 STABLE_TORCH_LIBRARY_IMPL(memkern_nvcc, CUDA, m) {
   MEMKERN_REGISTER_OPS(m, cuda);
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
