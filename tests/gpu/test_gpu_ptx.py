@@ -138,7 +138,7 @@ def test_zeros_take_the_fast_path(compiled: Compiled, program: ptx.Program, name
 def test_quantizers(compiled: Compiled, codec: str) -> None:
     for i, layout in enumerate(SOME_LAYOUTS):
         for signed in (True, False):
-            x, step = drive.spoiled(tensor(layout, FLOATS[i % 3])), None if signed else 7
+            x, step = drive.spoiled(tensor(layout, FLOATS[i % 3])), None if signed and i % 2 else 7
             args = x, NUMBERS[codec], signed, 128, step
             expected = reference.quantize_blockwise(*args)
             assert_same([*compiled.ops.quantize_blockwise(*args)], [*expected], layout)

@@ -19,7 +19,11 @@ INTERPRETED = {  # of these files what has the mark
     "activations": ["tests/gpu/triton_activation.py", "tests/fewbit/test_activation.py"],
     "steps": ["tests/gpu/triton_steps.py"],
     "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
-    "quantizers": ["tests/quant/test_blockwise.py", "tests/quant/test_layout.py"],
+    "quantizers": [
+        "tests/quant/test_blockwise.py",
+        "tests/quant/test_dither.py",
+        "tests/quant/test_layout.py",
+    ],
     "optimizers": ["tests/optim/test_numerics.py", "tests/optim/test_clip.py"],
 }
 

@@ -20,6 +20,7 @@ from tests.support.helpers import (
     over_dtypes,
     over_fast,
 )
+from tests.support.interpreted import interpreted
 
 CPU = torch.device("cpu")
 N = C.POWER_LEVELS_SIGNED
@@ -86,6 +87,7 @@ def boundaries(u: torch.Tensor, ulps: int = 3) -> torch.Tensor:
     return (bound.float().view(torch.int32) + steps).view(torch.float32).clamp(0, 1)
 
 
+@interpreted(scale=(1.0,), step=(41,))
 @over_fast
 @pytest.mark.parametrize("step", [1, 41, 2**24])
 @pytest.mark.parametrize("scale", [1.0, 3e-3, 0.7e-20, 1e30, 2.0**-112, torch.finfo(torch.float32).max])
@@ -99,6 +101,7 @@ def test_backends_agree_beside_every_boundary(backend: str, step: int, scale: fl
         assert_same(memkern.quantize_blockwise(at(x, backend), step=step), wanted)
 
 
+@interpreted()
 @over_fast
 def test_backends_agree_beside_squares_where_the_dither_is_at_its_ends(backend: str) -> None:
     # A block of 4096 has a u within 2^-12 of either end at every step; these steps have one within 2^-18.
@@ -156,6 +159,7 @@ def test_values_stored_over_many_steps_are_unbiased(backend: str) -> None:
 INF, NAN = math.inf, math.nan
 
 
+@interpreted(step=(1,))
 @over_all
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -190,6 +194,7 @@ def test_code_128_never_arises(backend: str, dtype: torch.dtype) -> None:
         assert (codes == N).all()
 
 
+@interpreted()
 @over_all
 def test_a_positive_second_moment_keeps_a_code_above_zero_in_the_dynamic_map(backend: str) -> None:
     # With a step the op rounds as the optimizers do; the public function rounds to the nearest.
