@@ -126,7 +126,7 @@ def quiet_results() -> Iterator[dict[str, str]]:
     from memkern import optim
 
     provenance = machine.provenance("cpu")
-    adams = {
+    adams: dict[str, quiet.Factory] = {
         "fp32": functools.partial(torch.optim.AdamW, weight_decay=0.0),
         **{codec: functools.partial(optim.AdamW8bit, weight_decay=0.0, codec=codec) for codec in CODECS},
     }
@@ -134,9 +134,9 @@ def quiet_results() -> Iterator[dict[str, str]]:
         values = {name: f"{measure_one(factory):.4g}" for name, factory in adams.items()}
         yield provenance | {"case": case, "figure": figure} | values
     for name, beta in MOMENTA:
-        factories = {"fp32": getattr(optim, name)} | {
-            codec: functools.partial(getattr(optim, f"{name}8bit"), codec=codec) for codec in CODECS
-        }
+        factories: dict[str, quiet.Factory] = {"fp32": getattr(optim, name)}
+        for codec in CODECS:
+            factories[codec] = functools.partial(getattr(optim, f"{name}8bit"), codec=codec)
         values = {key: f"{quiet.quiet_momentum(factory, beta):.4g}" for key, factory in factories.items()}
         case = f"{name}, gradients fall to a hundredth"
         yield provenance | {"case": case, "figure": "|m| / true"} | values
