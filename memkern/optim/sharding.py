@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _ops, reference
 from ..quant.codec import CODECS
@@ -36,6 +37,20 @@ if TYPE_CHECKING:
 
 Ranks = tuple["DeviceMesh", tuple[int, ...]]
 """A mesh, and those of its dimensions along which ranks have different elements of a tensor."""
+
+_cut: Any = WeakIdKeyDictionary()  # parameters with blocks on several ranks, for the report
+
+
+def report() -> dict[str, Any]:
+    """What memkern.report() says of several processes."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    return {
+        "process_group": None if alone else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
+        "shards_end_inside_blocks": [
+            f"{str(tuple(p.shape)).replace(' ', '')}: replicated scales, stepped on the reference" for p in _cut
+        ],
+    }
+
 
 # ---- what is on which rank
 
@@ -338,7 +353,12 @@ def step(op: StepOp, args: StepArgs, max_grad_norm: float | None) -> None:
 
 def needs_numbers(p: Tensor, group: dict[str, Any], coded: bool) -> bool:
     """Whether a step of p needs numbers of other ranks: norms of its layers, or largest values of its blocks."""
-    return ranks_of(p) is not None and ("layers" in group or (coded and cuts_blocks(p, group["block_size"])))
+    if ranks_of(p) is None:
+        return False
+    cut = coded and cuts_blocks(p, group["block_size"])
+    if cut:
+        _cut[p] = True
+    return cut or "layers" in group
 
 
 def step_with_numbers(op: StepOp, parts: Sequence[StepArgs]) -> None:
