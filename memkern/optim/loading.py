@@ -96,7 +96,8 @@ def _state(
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
     state = {
-        key: placed(key, x, p, older["block_size"]) if isinstance(x, Tensor) else x for key, x in state.items()
+        key: placed(key, x, p, older["block_size"]) if isinstance(x, Tensor) else x
+        for key, x in state.items()
     }
     optimizer._check_state(i, state, p, older)
     op = optimizer._op_of(older)
@@ -146,6 +147,15 @@ def _check_scale(optimizer: BlockwiseOptimizer, i: Any, key: str, scale: Tensor,
         does_not_fit(optimizer, i, f"{key} has entries that are negative or not finite")
 
 
+def _are_codes(x: Tensor, signed: bool) -> bool:
+    """Whether floats are whole numbers up to the largest code, which each block has whose scale is not zero."""
+    return (
+        x.numel() > 1
+        and bool((x == x.trunc()).all())
+        and float(x.abs().max()) in ((127, 128) if signed else (255,))
+    )
+
+
 def _check_moment(
     optimizer: BlockwiseOptimizer, i: Any, key: str, value: Tensor, p: Tensor, coded: bool, signed: bool
 ) -> None:
@@ -165,6 +175,14 @@ def _check_moment(
             i,
             f"{key} must have strides {like.stride()} like its parameter, got {value.stride()}; load the state while "
             "the model has the memory format that it was saved in, and change that after: the next step converts it",
+        )
+    if not coded and _are_codes(local(value), signed):
+        # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
+        does_not_fit(
+            optimizer,
+            i,
+            f"{key} has the codes of an 8-bit state as floats; a checkpoint is loaded into a state of the state_bits that "
+            "it was saved with: give the optimizer state_bits=8, load, and change state_bits of its groups after that",
         )
     if not coded and not signed and bool((~(local(value) >= 0)).any()):
         does_not_fit(optimizer, i, f"{key}, a second moment, has entries that are negative or NaN")

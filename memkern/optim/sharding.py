@@ -45,9 +45,12 @@ def report() -> dict[str, Any]:
     """What memkern.report() says of several processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return {
-        "process_group": None if alone else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
+        "process_group": None
+        if alone
+        else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
         "shards_end_inside_blocks": [
-            f"{str(tuple(p.shape)).replace(' ', '')}: replicated scales, stepped on the reference" for p in _cut
+            f"{str(tuple(p.shape)).replace(' ', '')}: replicated scales, stepped on the reference"
+            for p in _cut
         ],
     }
 
@@ -149,9 +152,7 @@ def _scale(p: Tensor, own: Tensor, block_size: int) -> Tensor:
     shape = layout_of(p, block_size).scale_shape
     stride = torch.empty(shape, device="meta").stride()
     at = _placements_of_scales(p, block_size)
-    return DTensor.from_local(
-        own, p.device_mesh, at, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(own, p.device_mesh, at, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _shape_of_scales(p: Tensor, block_size: int) -> tuple[int, ...]:
@@ -193,11 +194,12 @@ def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:
     return distribute_tensor(whole.detach(), p.device_mesh, at, src_data_rank=None)
 
 
-def quantize(
-    x: Tensor, codec: str, signed: bool, block_size: int, step: int
-) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, codec: str, signed: bool, block_size: int, step: int) -> tuple[Tensor, Tensor]:
     """``_ops.quantize_blockwise`` of a DTensor, in the blocks of the whole tensor."""
-    codes, scale = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8), new_scale(x, x, block_size)
+    codes, scale = (
+        torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8),
+        new_scale(x, x, block_size),
+    )
     own, s = local(x), local(scale)
     if not cuts_blocks(x, block_size):
         if own.numel():

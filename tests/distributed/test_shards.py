@@ -68,8 +68,12 @@ def test_replicas_and_shards(ranks: Ranks, new: Any, codec: str) -> None:
         assert_same(rank, expected)
 
 
-def run_placed(sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, options: Any) -> Any:
-    p = torch.nn.Parameter(distribute_tensor(sharded.gradient(torch.zeros(shape), 7, 0), mesh(*sizes), placements))
+def run_placed(
+    sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, options: Any
+) -> Any:
+    p = torch.nn.Parameter(
+        distribute_tensor(sharded.gradient(torch.zeros(shape), 7, 0), mesh(*sizes), placements)
+    )
     holder = nn.ParameterDict({"p": p})
     optimizer = new(holder.parameters(), **options)
     steps(holder, optimizer, 0, 4)
@@ -130,8 +134,10 @@ def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
     options = {"min_8bit_size": 0, "max_grad_norm": 0.05, "lr": 1e-2}
     expected = alone(Odd, new, options, 1)
     unclipped = alone(Odd, new, {**options, "max_grad_norm": None}, 1)
-    assert not torch.equal(expected["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"], 
-                           unclipped["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"])
+    assert not torch.equal(
+        expected["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"],
+        unclipped["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"],
+    )
     for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, Odd, new, options, 1):
         for name, state in rank.items():
             for key in ("param", *(key for key in state if key.endswith("_scale"))):

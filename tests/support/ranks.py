@@ -36,7 +36,11 @@ def _serve(calls: Connection) -> None:
         try:
             torch.manual_seed(0)
             dist.init_process_group(
-                "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+                "gloo",
+                init_method=f"file://{path}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=60),
             )
             result = run(*args)
             dist.barrier()
@@ -54,7 +58,13 @@ class Ranks:
     def __init__(self) -> None:
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "memkern.optim", "memkern._ops"]
+            [
+                "torch",
+                "torch.distributed.fsdp",
+                "torch.distributed.checkpoint",
+                "memkern.optim",
+                "memkern._ops",
+            ]
         )
         self._started: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="memkern-ranks-")
