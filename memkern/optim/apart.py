@@ -54,7 +54,7 @@ def step(optimizer: BlockwiseOptimizer, args: StepArgs) -> None:
             strided.append((i, p, op, by_reference))
     for (device, _, by_reference), (op, own) in calls.items():
         part = _part(optimizer, args, op, own)._replace(grad_norm=norms.get(device))
-        _ops.step_(op, sharding.local_args(part), by_reference)
+        _ops.step_(op, sharding.local_args(part) if optimizer._sharded else part, by_reference)
     if with_numbers:
         parts = [_part(optimizer, args, op, [i]) for i, op in with_numbers]
         norm = [norms.get(part.params[0].device) for part in parts]
@@ -98,6 +98,13 @@ def _grad_norms(optimizer: BlockwiseOptimizer, args: StepArgs) -> dict[torch.dev
     """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
     if optimizer.defaults["max_grad_norm"] is None:
         return {}
-    grads = sharding.local_args(args).grads
-    total = sharding.grad_norm(optimizer._scaled(args, grads[0].device), grads)
-    return {device: total.to(device) for device in {g.device for g in args.grads}}
+    grads = args.grads
+    first = grads[0].device
+    if optimizer._sharded:
+        total = sharding.grad_norm(optimizer._scaled(args, first), sharding.local_args(args).grads)
+    else:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(first) for g in grads]
+        total = torch.linalg.vector_norm(torch.stack(norms))
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            total = total / scale.to(first).double().reshape(())
+    return {device: total.to(device) for device in {g.device for g in grads}}

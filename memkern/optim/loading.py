@@ -181,8 +181,8 @@ def _check_moment(
         does_not_fit(
             optimizer,
             i,
-            f"{key} has the codes of an 8-bit state as floats; a checkpoint is loaded into a state of the state_bits that "
-            "it was saved with: give the optimizer state_bits=8, load, and change state_bits of its groups after that",
+            f"{key} has the codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a state of the "
+            "state_bits that were saved: give the optimizer state_bits=8, load, and change that of its groups then",
         )
     if not coded and not signed and bool((~(local(value) >= 0)).any()):
         does_not_fit(optimizer, i, f"{key}, a second moment, has entries that are negative or NaN")

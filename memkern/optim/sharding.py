@@ -59,6 +59,8 @@ def report() -> dict[str, Any]:
 
 
 def is_dtensor(x: Any) -> bool:
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # where nobody has imported it there is no DTensor
     return module is not None and isinstance(x, module.DTensor)
 
@@ -324,7 +326,7 @@ def grad_norm(args: StepArgs, local_grads: Sequence[Tensor]) -> Tensor:
 
 def _matching(g: Tensor, p: Tensor) -> Tensor:
     """A gradient with its parameter's placements."""
-    if is_dtensor(g) is not is_dtensor(p) or is_dtensor(g) and g.device_mesh != p.device_mesh:
+    if is_dtensor(g) is not is_dtensor(p) or (is_dtensor(g) and g.device_mesh != p.device_mesh):
         raise RuntimeError(
             f"a gradient must be a DTensor of its parameter's mesh where that is one, got {type(g).__name__} for a "
             f"{type(p).__name__} of shape {tuple(p.shape)}"

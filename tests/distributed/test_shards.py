@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from memkern import optim
+from memkern import optim, report
 from tests.support import sharded
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
@@ -305,36 +305,51 @@ def test_options_change_between_steps(ranks: Ranks) -> None:
             assert_same(rank, expected)
 
 
-def refused() -> list[str]:
-    from torch.distributed.tensor import Partial
-
-    messages = []
+def refused() -> None:
     partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh(), [Partial()]))
-    transposed = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh(), [Shard(0)]).t())
-    for p in (partial, transposed):
-        try:
-            optim.AdamW8bit([p])
-        except ValueError as error:
-            messages.append(str(error))
-    p = nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh(), [Shard(0)]))
-    optimizer = optim.AdamW8bit([p])
-    before = sharded.whole(p.detach()).clone()
-    local = nn.Parameter(p.to_local().detach())
-    local.grad = torch.ones_like(local)
-    try:
-        mixed = optim.AdamW8bit([p, local])
-        p.grad = distribute_tensor(torch.randn(8, 4), mesh(), [Shard(0)])
-        mixed.step()  # a DTensor and a tensor in one optimizer is no error
-        messages.append("stepped")
-    except RuntimeError as error:
-        messages.append(str(error))
-    assert not torch.equal(sharded.whole(p.detach()), before) and optimizer.state == {}
-    return messages
+    with pytest.raises(ValueError, match="sharded or replicated"):
+        optim.AdamW8bit([partial])
+    with pytest.raises(ValueError, match="contiguous"):
+        optim.AdamW8bit([nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh(), [Shard(0)]).t())])
 
 
 @pytest.mark.full
 def test_refused(ranks: Ranks) -> None:
-    for partial, transposed, mixed in ranks(2, refused):
-        assert "sharded or replicated" in partial
-        assert "contiguous" in transposed
-        assert mixed == "stepped"
+    ranks(2, refused)
+
+
+def mixed() -> Any:
+    """A DTensor, and a tensor that every rank has, in one optimizer."""
+    sharded_one = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh(), [Shard(0)]))
+    holder = nn.ParameterList([sharded_one, nn.Parameter(torch.ones(6))])
+    optimizer = optim.AdamW(holder.parameters(), max_grad_norm=1e-3)
+    steps(holder, optimizer, 0, 2)
+    return everything(holder, optimizer)
+
+
+@pytest.mark.full
+def test_tensors_and_shards(ranks: Ranks) -> None:
+    (expected,) = ranks(1, mixed)
+    for rank in ranks(2, mixed):
+        torch.testing.assert_close(rank, expected, rtol=1e-6, atol=1e-9)
+
+
+def other_placements() -> Any:
+    """Gradients that are not placed as their parameters, as tensor parallelism may leave them."""
+    p = nn.Parameter(distribute_tensor(torch.ones(9, 40), mesh(), [Shard(0)]))
+    optimizer = optim.AdamW8bit([p], min_8bit_size=0)
+    p.grad = distribute_tensor(sharded.gradient(p, 0, 0), mesh(), [Replicate()])
+    optimizer.step()
+    return sharded.whole(p.detach()), optimizer.state[p]["exp_avg"].placements, report()["distributed"]
+
+
+@pytest.mark.full
+def test_gradients_of_other_placements(ranks: Ranks) -> None:
+    ((expected, _, alone_report),) = ranks(1, other_placements)
+    assert alone_report["process_group"] == "gloo, rank 0 of 1"
+    assert alone_report["shards_end_inside_blocks"] == []
+    for rank, (found, placements, said) in enumerate(ranks(2, other_placements)):
+        assert_same(found, expected)
+        assert placements == (Shard(0),)
+        assert said["process_group"] == f"gloo, rank {rank} of 2"
+        assert said["shards_end_inside_blocks"] == ["(9,40): replicated scales, stepped on the reference"]

@@ -5,6 +5,7 @@ They are forked from a server that has imported torch once, so that a process co
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import tempfile
@@ -102,10 +103,8 @@ class Ranks:
 
     def close(self) -> None:
         for process, pipe in self._started:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
             process.join(2)
             if process.is_alive():
                 process.kill()
