@@ -14,7 +14,7 @@ from ..quant.layout import FLOATS, check_block_size, overlaps
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
-    """Raises ValueError for options of torch.optim's that are not supported and were asked for."""
+    """Raises ValueError for options of torch.optim's that are set but not supported."""
     for name, value in options.items():
         if value:
             raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")
