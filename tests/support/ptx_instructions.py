@@ -154,7 +154,7 @@ class Instructions:
             raise PtxError(f"unknown instruction: {i.text}")
 
     def do_fma(self, i: Instruction, kind: str, at: Array) -> None:
-        if kind == "bf16x2":  # rounded twice, which shows only where the product of two bf16 numbers is not added to zero
+        if kind == "bf16x2":  # rounded twice, which cannot show where zero is added to a product
             return self.of_halves(i, at, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
         if kind != "f32":
             raise PtxError(f"unknown instruction: {i.text}")
