@@ -1,7 +1,8 @@
 """Every CUDA kernel compiled for every architecture: no spills, no local memory, and no surprise in its registers.
 
 tests/support/cuda_kernels.json holds the registers, and the instructions per parameter or element of the main paths.
-What changes by more than a tenth is to be looked at; ``python -m tests.support.cuda_kernels`` then writes the new numbers.
+What changes by more than a tenth is to be looked at; then ``python -m tests.support.cuda_kernels`` writes the new
+numbers.
 """
 
 from __future__ import annotations
