@@ -75,7 +75,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, linear_weight, linear_bias, weight, *given, lse = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
             target, nll, smooth = _Rows(*given)
-            rows = _Rows(target, nll * grad, None if smooth is None else smooth * grad)
+            # Where all rows are ignored the mean's gradient is infinite.
+            nll, smooth = (f if f is None else torch.where(f == 0, 0, f * grad) for f in (nll, smooth))
+            rows = _Rows(target, nll, smooth)
             grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, lse)
         reason = "linear_cross_entropy computes its gradient in chunks"
         return *(g if g is None else no_second_derivative(g, reason) for g in grads), *[None] * 5
@@ -257,7 +259,7 @@ def linear_cross_entropy(
     valid = flat != ignore_index
     _check_target(flat, valid, classes)
     flat = torch.where(valid, flat, 0)
-    x = input.reshape(rows, -1).to(dtype)
+    x = input.reshape(rows, input.shape[-1]).to(dtype)
     scale = valid.to(_loss_dtype(x))
     if weight is not None:
         weight = weight.detach().to(scale.dtype)

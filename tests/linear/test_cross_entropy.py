@@ -30,14 +30,13 @@ def problem(dtype: torch.dtype = torch.float64, bias: bool = True, shape: Any = 
     return leaves[0], leaves[1], leaves[2] if bias else None, target
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
+def plain(x: Tensor, linear_weight: Tensor, bias: Tensor | None, target: Tensor, **options: Any) -> Tensor:
     """torch's two functions, with the logits in fp32 at least."""
-    logits = F.linear(x, weight, bias)
+    logits = F.linear(x, linear_weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     options["weight"] = None if (w := options.pop("weight", None)) is None else w.to(logits.dtype)
-    if options.get("reduction") == "none":
-        return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options).view(target.shape)
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+    loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1), **options)
+    return loss.view(target.shape) if options.get("reduction") == "none" else loss
 
 
 def with_gradients(loss: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
