@@ -105,7 +105,10 @@ class Weight:
         if state := inner.state.pop(old, {}):
             inner.state[self.home] = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in state.items()}
         if self.gradient is not None:
-            self.gradient = self.gradient.cpu()
+            self.buffer = transfers.empty_like(self.p.detach(), self.gradient.dtype)
+            self.arrived = transfers.to_host(self.buffer, self.gradient)
+            transfers.host_waits(self.arrived)
+            self.gradient = self.buffer
 
 
 def offloaded(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Transfers) -> Weight:
