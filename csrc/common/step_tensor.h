@@ -29,7 +29,7 @@ struct StepTensor {
 
 // Bytes per element of the weight state.
 MEMKERN_FN int weight_state_bytes(WeightStorage storage) {
-  return storage == WeightStorage::kFp32     ? 4
+  return storage == WeightStorage::kFp32      ? 4
          : storage == WeightStorage::kError16 ? 2
          : storage == WeightStorage::kError8  ? 1
                                               : 0;

@@ -1,5 +1,5 @@
-// How a step rounds and stores bf16 parameters (formulas: WEIGHTS of memkern/quant/codec.py). I is uint32_t or
-// a vector of such: the bits of fp32.
+// How a step rounds and stores bf16 parameters (formulas: WEIGHTS of memkern/quant/codec.py). I is uint32_t
+// or a vector of such: the bits of fp32.
 #pragma once
 #include "core/scalar.h"
 #include "core/tables.h"

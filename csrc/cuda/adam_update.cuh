@@ -189,8 +189,8 @@ template <class Rule> MEMKERN_DEVICE void adam_update_fp32(const TileWork<typena
       float w[kVector];
       adam_update_params<Rule, float>(x, w, s);
       const Raw weight_state = split_weights(
-          t, param_type, work.scalars.step,
-          [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
+          t, param_type, work.scalars.step, [&](int i) { return position_in_block(t.blocks, at.offset + i); },
+          x.p);
       store_floats(t.param, param_type, at, x.p);
       store_weight_state(t, param_type, at, weight_state);
       store_floats(t.exp_avg, FloatType::kFp32, at, x.m);

@@ -112,8 +112,8 @@ template <class Rule> MEMKERN_DEVICE void lion_update_fp32(const TileWork<typena
       to_floats(g, t.grad_type, x.g);
       lion_update_vector<Rule>(x, s);
       const Raw after = split_weights(
-          t, param_type, work.scalars.step,
-          [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
+          t, param_type, work.scalars.step, [&](int i) { return position_in_block(t.blocks, at.offset + i); },
+          x.p);
       store_floats(t.param, param_type, at, x.p);
       store_weight_state(t, param_type, at, after);
       store_floats(t.exp_avg, FloatType::kFp32, at, x.m);

@@ -7,8 +7,7 @@
 namespace memkern {
 
 // What the weight state has of a vector: fp32 in 8 words, 16-bit errors in the first 4, 8-bit ones in 2.
-template <class Type>
-MEMKERN_DEVICE Raw load_weight_state(const TensorRecord& t, Type type, const Span& at) {
+template <class Type> MEMKERN_DEVICE Raw load_weight_state(const TensorRecord& t, Type type, const Span& at) {
   Raw raw{};
   if constexpr (std::is_same_v<Type, KeptWeights>) {
     if (t.weight_storage == WeightStorage::kFp32) return load_raw(t.weight_state, FloatType::kFp32, at);
@@ -23,8 +22,8 @@ MEMKERN_DEVICE Raw load_weight_state(const TensorRecord& t, Type type, const Spa
 }
 
 // From the bf16 values of a vector to its weights.
-template <class Type> MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type, const Raw& state,
-                                                       float (&p)[kVector]) {
+template <class Type>
+MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type, const Raw& state, float (&p)[kVector]) {
   if constexpr (std::is_same_v<Type, KeptWeights>) {
     const WeightStorage storage = t.weight_storage;
 #pragma unroll
@@ -50,9 +49,9 @@ MEMKERN_FN int dropped_bits(WeightStorage storage) {
 
 // From the weights of a vector to its bf16 values; returns what is stored beside them. position(i): element
 // i's place in its block.
-template <class Type, class Position>
-MEMKERN_DEVICE Raw split_weights(const TensorRecord& t, Type type, uint32_t step, Position position,
-                                 float (&p)[kVector]) {
+template <class Type, class Position> MEMKERN_DEVICE Raw split_weights(const TensorRecord& t, Type type,
+                                                                       uint32_t step, Position position,
+                                                                       float (&p)[kVector]) {
   Raw raw{};
   if constexpr (std::is_same_v<Type, KeptWeights>) {
     if (t.weight_storage == WeightStorage::kFp32) return to_raw(p, FloatType::kFp32);

@@ -45,7 +45,11 @@ class Accumulation:
         count = 0
 
         def before(_: Any) -> None:
-            if p.grad is not None and p.grad.dtype == torch.bfloat16 and is_dense(p.grad.shape, p.grad.stride()):
+            if (
+                p.grad is not None
+                and p.grad.dtype == torch.bfloat16
+                and is_dense(p.grad.shape, p.grad.stride())
+            ):
                 earlier[:] = [p.grad]
                 p.grad = None
 
@@ -102,5 +106,7 @@ def accumulate(model: nn.Module) -> Accumulation:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if not params:
-        raise ValueError("model has no bfloat16 parameter that requires a gradient; others need no such rounding")
+        raise ValueError(
+            "model has no bfloat16 parameter that requires a gradient; others need no such rounding"
+        )
     return Accumulation(params)

@@ -44,9 +44,9 @@ class BlockwiseOptimizer(Optimizer):
     # By a group's identity, as groups may be moved about in the list: the group, and what its states are stored with.
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
-    # memkern/optim/weights.py: version counters after the last step, whether they are out of date, and a warning's flag.
+    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, and a warning's flag.
     _versions: dict[Tensor, int]
-    _versions_unknown = False
+    _is_compiled = False
     _said_changed = False
 
     # ---- groups
@@ -257,9 +257,7 @@ class BlockwiseOptimizer(Optimizer):
         for number, group in enumerate(groups):
             of_group: list[list[Tensor]] = [[] for _ in range(3 + len(keys))]
             self._init_group(group, *of_group)
-            for tensors, more in zip(
-                (params, grads, *states.values(), weight_states), of_group, strict=True
-            ):
+            for tensors, more in zip((params, grads, *states.values(), weight_states), of_group, strict=True):
                 tensors += more
             numbers += [number] * len(of_group[0])
         return StepArgs(

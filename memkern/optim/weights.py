@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from ..quant.codec import WEIGHT_DROPPED_BITS, WEIGHTS
 from ..reference.weights import bits_of, join_weight, split_weight
@@ -118,9 +119,7 @@ def restored(p: Tensor, state: dict[str, Tensor], group: Group) -> dict[str, Ten
 def remember(optimizer: BlockwiseOptimizer) -> None:
     """After a step: the version counters of the parameters that have stepped and whose states keep their weights."""
     if torch.compiler.is_compiling():
-        optimizer._versions_unknown = True  # a compiled step counts versions in its own way
         return
-    optimizer._versions_unknown = False
     for group in optimizer.param_groups:
         if group["master_weights"] is not None:
             optimizer._versions.update((p, p._version) for p in group["params"] if p.grad is not None)
@@ -129,11 +128,15 @@ def remember(optimizer: BlockwiseOptimizer) -> None:
 def renew_changed(optimizer: BlockwiseOptimizer, group: Group, params: Sequence[Tensor]) -> None:
     """Before a step: what is kept of weights that were changed since their last step belongs to other weights.
 
-    It becomes what it is for new parameters, and one warning per optimizer says so.
+    It becomes what it is for new parameters, and one warning per optimizer says so. Not seen: changes through ``p.data``,
+    between the replays of a CUDA graph, and any once a step of the optimizer was compiled.
     """
     versions = optimizer._versions
-    if optimizer._versions_unknown:
+    if TracingContext.try_get() is not None:  # TorchDynamo runs this once, and the compiled steps never
+        optimizer._is_compiled = True
+    if optimizer._is_compiled:
         versions.clear()
+        return
     changed = [p for p in params if optimizer.state.get(p) and versions.get(p, p._version) != p._version]
     for p in changed:
         for key, x in initial_state(p, group).items():

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
 from ..quant.codec import WEIGHTS
+from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .blockwise import (
     POWER,

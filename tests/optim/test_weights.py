@@ -1,6 +1,7 @@
 """bf16 weights with their rounding errors, with fp32 copies, and stochastically rounded."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
+from tests.optim.test_numerics import STATES, VARIANTS, spoilt, trained
 from tests.support.generic_optimizers import saved
 from tests.support.helpers import (
     FLOATS,
@@ -28,7 +30,6 @@ from tests.support.helpers import (
     snapshot,
     tensor,
 )
-from tests.optim.test_numerics import STATES, VARIANTS, spoilt, trained
 
 BF16 = torch.bfloat16
 KEPT: dict[str, dict[str, Any]] = {
@@ -96,7 +97,9 @@ def test_rounding_is_without_bias() -> None:
         for step in range(1, steps + 1):
             r = weight_random(4096, step, dropped, x.device)
             p, error = split_weight(x, r, dropped)
-            total += join_weight(p.to(BF16), error if dropped == 16 else error.to(torch.int8), dropped).double()
+            total += join_weight(
+                p.to(BF16), error if dropped == 16 else error.to(torch.int8), dropped
+            ).double()
         unit = (2.0 ** (torch.frexp(x).exponent.clamp(min=-125) - 24.0 + dropped)).double()
         bias = (total / steps - x) / unit
         # Random numbers would give a standard deviation of up to 0.5 / sqrt(512) = 0.022.
@@ -107,7 +110,10 @@ def test_rounding_is_without_bias() -> None:
 def test_random_bits_are_independent_of_the_dither() -> None:
     block = 128
     pairs = [
-        (dither(block, step, torch.device("cpu")).double(), weight_random(block, step, 16, torch.device("cpu")) / 2**16)
+        (
+            dither(block, step, torch.device("cpu")).double(),
+            weight_random(block, step, 16, torch.device("cpu")) / 2**16,
+        )
         for step in range(1, 401)
     ]
     u, r = (torch.stack(x) for x in zip(*pairs, strict=True))
@@ -146,23 +152,38 @@ def test_16_bits_are_fp32_weights(variant: str, states: str) -> None:
         assert (off == 0).float().mean() > 0.99 or x.numel() < 200  # ties alone
 
 
+CASES = [
+    pytest.param(
+        variant, dtype, marks=[] if variant in ("AdamW", "Lion") and dtype == BF16 else [pytest.mark.full]
+    )
+    for variant in VARIANTS
+    for dtype in (FLOATS if variant in ("AdamW", "Lion") else [BF16])
+]
+
+
 @over_fast
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "g_dtype"), CASES, ids=name_of)
 @pytest.mark.parametrize("states", STATES)
 @over_options
-@pytest.mark.parametrize("g_dtype", FLOATS, ids=name_of)
 def test_backends_give_the_same_bits(
     backend: str, variant: str, states: str, option: str, g_dtype: torch.dtype
 ) -> None:
     build, options = VARIANTS[variant]
     params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
     runs = [
-        trained(b, build, options | STATES[states] | OPTIONS[option], params, lambda p, seed: like(p, seed, g_dtype))
+        trained(
+            b,
+            build,
+            options | STATES[states] | OPTIONS[option],
+            params,
+            lambda p, seed: like(p, seed, g_dtype),
+        )
         for b in (backend, "reference")
     ]
     assert_same(*runs)
 
 
+@pytest.mark.full
 @over_fast
 @pytest.mark.parametrize("states", STATES)
 @over_options
@@ -171,7 +192,10 @@ def test_blocks_and_spoilt_gradients_give_the_same_bits(
     backend: str, states: str, option: str, block_size: int
 ) -> None:
     options = {"lr": 1e-2, "block_size": block_size} | STATES[states] | OPTIONS[option]
-    params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))]
+    params = [
+        tensor(layout, BF16, seed=i, scale=0.1)
+        for i, layout in enumerate(("odd", "long rows", "channels_last"))
+    ]
     for build in (optim.AdamW, optim.Lion):
         runs = [
             trained(b, build, options, params, lambda p, seed: spoilt(like(p, seed), seed), 4)
@@ -235,7 +259,10 @@ def test_grad_scaler(option: str, skip: bool) -> None:
 @over_optimizers
 def test_bad_options(build: type) -> None:
     for options, message in (
-        ({"master_weights": "fp16"}, "master_weights must be one of None, 'fp32', 'bf16\\+16', 'bf16\\+8', got 'fp16'"),
+        (
+            {"master_weights": "fp16"},
+            "master_weights must be one of None, 'fp32', 'bf16\\+16', 'bf16\\+8', got 'fp16'",
+        ),
         ({"stochastic_rounding": 1}, "stochastic_rounding must be True or False, got 1"),
         ({"stochastic_rounding": True, "master_weights": "bf16+8"}, "leave one of them out"),
     ):
@@ -265,11 +292,14 @@ def test_the_option_may_change_between_steps(kept: str) -> None:
     params = bf16_params()
     optimizer = optim.AdamW8bit(params, lr=1e-2, **KEPT[kept])
     train(optimizer, 2)
-    weights, moments = fp32_weights(optimizer), copy.deepcopy([s["exp_avg"] for s in optimizer.state.values()])
+    weights, moments = (
+        fp32_weights(optimizer),
+        copy.deepcopy([s["exp_avg"] for s in optimizer.state.values()]),
+    )
     for other in ("fp32", "bf16+16", "bf16+8"):
         optimizer.param_groups[0]["master_weights"] = other
         optimizer.state_dict()  # converts
-        dropped = 2**-16 if "bf16+8" in (other, kept) else 0
+        dropped = 2**-15 if "bf16+8" in (other, kept) else 0
         for x, y in zip(fp32_weights(optimizer), weights, strict=True):
             assert ((x - y).abs() <= dropped * y.abs() + 1e-38).all()
         assert_same([s["exp_avg"] for s in optimizer.state.values()], moments)
@@ -288,7 +318,9 @@ def test_memory() -> None:
         p.grad = torch.zeros_like(p)
         optimizer.step()
         own = {key: size for key, size in memory.state_bytes(optimizer).items() if "weight" in key}
-        assert own == ({} if kept is None else {"master_weight" if kept == "fp32" else "weight_error": each * p.numel()})
+        assert own == (
+            {} if kept is None else {"master_weight" if kept == "fp32" else "weight_error": each * p.numel()}
+        )
         assert sum(memory.state_bytes(optimizer).values()) == memory.optimizer_bytes(optimizer)
         assert memory.optimizer_bytes(optimizer) == p.numel() * (2 + 8 / 128 + each) + 4
 
@@ -303,7 +335,9 @@ def edits() -> dict[str, Callable[[torch.nn.Linear], None]]:
 
     def average(model: torch.nn.Linear) -> None:
         with torch.no_grad():
-            torch._foreach_lerp_([*model.parameters()], [torch.zeros_like(p) for p in model.parameters()], 0.25)
+            torch._foreach_lerp_(
+                [*model.parameters()], [torch.zeros_like(p) for p in model.parameters()], 0.25
+            )
 
     def clamp(model: torch.nn.Linear) -> None:
         with torch.no_grad():
@@ -330,7 +364,9 @@ def test_weights_changed_from_outside_begin_anew(kept: str, edit: str) -> None:
         optimizer.step()
     # As if the same moments met the new weights without errors.
     other = optim.AdamW8bit(fresh.parameters(), lr=1e-2, **KEPT[kept])
-    twin = optim.AdamW8bit([torch.nn.Parameter(p.detach().clone()) for p in fresh.parameters()], lr=1e-2, **KEPT[kept])
+    twin = optim.AdamW8bit(
+        [torch.nn.Parameter(p.detach().clone()) for p in fresh.parameters()], lr=1e-2, **KEPT[kept]
+    )
     train(twin, 3)
     edited = [*fresh.parameters()]
     for p, q in zip(edited, twin.param_groups[0]["params"], strict=True):
@@ -346,7 +382,10 @@ def test_weights_changed_from_outside_begin_anew(kept: str, edit: str) -> None:
 
 
 def test_parameters_that_did_not_step_are_seen_later() -> None:
-    a, b = torch.nn.Parameter(torch.ones(64, 128, dtype=BF16)), torch.nn.Parameter(torch.ones(64, 128, dtype=BF16))
+    a, b = (
+        torch.nn.Parameter(torch.ones(64, 128, dtype=BF16)),
+        torch.nn.Parameter(torch.ones(64, 128, dtype=BF16)),
+    )
     optimizer = optim.AdamW8bit([a, b], lr=1e-3, master_weights="bf16+8")
     train(optimizer, 1)
     with torch.no_grad():
@@ -390,12 +429,12 @@ def test_the_optimizers_own_option_wins_over_a_states() -> None:
             if own == given:
                 target.load_state_dict(source.state_dict())
             else:
-                with pytest.warns(UserWarning, match=f"master_weights {given} -> {own}"):
+                with pytest.warns(UserWarning, match=re.escape(f"master_weights {given} -> {own}")):
                     target.load_state_dict(source.state_dict())
             assert target.param_groups[0]["master_weights"] == own
             if None not in (own, given):
                 for x, y in zip(fp32_weights(target), fp32_weights(source), strict=True):
-                    assert ((x - y).abs() <= 2**-16 * y.abs() + 1e-38).all()
+                    assert ((x - y).abs() <= 2**-15 * y.abs() + 1e-38).all()
             train(target, 1)
 
 
@@ -469,19 +508,20 @@ def test_gaps_and_channels_last(kept: str) -> None:
     assert fp32_weights(optimizer)[0].stride() == dense.stride()
 
 
-def test_compile_counts_no_changes() -> None:
+def test_a_compiled_step_is_no_change_from_outside() -> None:
     runs = []
     for compiled in (False, True):
         params = bf16_params()
         optimizer = optim.AdamW8bit(params, lr=1e-2, master_weights="bf16+8")
         train(optimizer, 1)
-        step = torch.compile(optimizer.step, fullgraph=True, backend="eager") if compiled else optimizer.step
+        step = (
+            torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiled else optimizer.step
+        )
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.filterwarnings("error", message=".*were changed since the last step")
             for seed in range(1, 4):
                 for i, p in enumerate(params):
                     p.grad = like(p, 1000 * seed + i)
                 step()
-            optimizer.zero_grad()
             runs.append(train(optimizer, 2, first=4))
     assert_same(*runs)

@@ -72,12 +72,12 @@ struct ActivationJob {
 
 #define MEMKERN_DECLARE_KERNELS(ISA)                                                                \
   namespace ISA {                                                                                   \
-  decltype(AdamJob::run) adam_kernel(const StepTensor&);                   \
-  decltype(LionJob::run) lion_kernel(const StepTensor&);                   \
-  decltype(LambJob::run) lamb_kernel(const StepTensor&);                   \
-  Norms<LambJob> lamb_norms(const StepTensor&);                            \
-  decltype(LarsJob::run) lars_kernel(const StepTensor&);                   \
-  Norms<LarsJob> lars_norms(const StepTensor&);                            \
+  decltype(AdamJob::run) adam_kernel(const StepTensor&);                                            \
+  decltype(LionJob::run) lion_kernel(const StepTensor&);                                            \
+  decltype(LambJob::run) lamb_kernel(const StepTensor&);                                            \
+  Norms<LambJob> lamb_norms(const StepTensor&);                                                     \
+  decltype(LarsJob::run) lars_kernel(const StepTensor&);                                            \
+  Norms<LarsJob> lars_norms(const StepTensor&);                                                     \
   decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
   decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
   decltype(ActivationJob::run) encode_kernel(FloatType x, int bits);                                \
