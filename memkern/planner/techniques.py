@@ -41,7 +41,7 @@ class Techniques:
         bits (2) or in 8 (1), or None (0).
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
-    loss_chunk: tokens for which logits are in memory at a time; None, all.
+    loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
     offload: the optimizer's states, errors and gradients are on the host, where the step is computed.
     micro_batch: sequences in a forward pass. accumulation: forward passes in an optimizer step.
 
@@ -77,14 +77,18 @@ class Techniques:
         }
         for name, allowed in choices.items():
             given = getattr(self, name)
-            if not any(given is value or (type(given) is type(value) and given == value) for value in allowed):
+            if not any(
+                given is value or (type(given) is type(value) and given == value) for value in allowed
+            ):
                 raise TechniqueError(name, given, ", ".join(map(repr, allowed)))
         for name in ("loss_chunk", "micro_batch", "accumulation"):
             given = getattr(self, name)
             if not (_is_count(given) or (given is None and name == "loss_chunk")):
                 raise TechniqueError(name, given, "a whole number, 1 or more")
         if not isinstance(self.randomized_linear, (bool, float, int)) or not 0 <= self.randomized_linear <= 1:
-            raise TechniqueError("randomized_linear", self.randomized_linear, "False, True or a share above 0")
+            raise TechniqueError(
+                "randomized_linear", self.randomized_linear, "False, True or a share above 0"
+            )
         self._check_pairs()
 
     def _check_pairs(self) -> None:
@@ -94,10 +98,14 @@ class Techniques:
             raise TechniqueError("state_bits", 8, f"32 with {self.optimizer}; memkern.optim's have 8 too")
         if self.step_in_backward and self.accumulation > 1:
             raise TechniqueError(
-                "step_in_backward", True, f"False with accumulation={self.accumulation}, which needs all gradients"
+                "step_in_backward",
+                True,
+                f"False with accumulation={self.accumulation}, which needs all gradients",
             )
         if self.step_in_backward and self.offload:
-            raise TechniqueError("step_in_backward", True, "False with offload, which frees the gradients already")
+            raise TechniqueError(
+                "step_in_backward", True, "False with offload, which frees the gradients already"
+            )
 
     @property
     def linear_share(self) -> float | None:
@@ -110,12 +118,19 @@ class Techniques:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        return ", ".join(self._words()) + f", micro-batch {self.micro_batch}" + (
-            f" x {self.accumulation}" if self.accumulation > 1 else ""
+        return (
+            ", ".join(self._words())
+            + f", micro-batch {self.micro_batch}"
+            + (f" x {self.accumulation}" if self.accumulation > 1 else "")
         )
 
     def _words(self) -> Iterator[str]:
-        weights = {None: "", "fp32": " with an fp32 copy", "bf16+16": " with 16-bit errors", "bf16+8": " with 8-bit errors"}
+        weights = {
+            None: "",
+            "fp32": " with an fp32 copy",
+            "bf16+16": " with 16-bit errors",
+            "bf16+8": " with 8-bit errors",
+        }
         names = {"fp32": "fp32", "amp": "bf16 autocast", "bf16": "bf16 weights"}
         yield names[self.precision] + weights[self.master_weights]
         yield f"{self.optimizer}, {self.state_bits}-bit states"
@@ -126,11 +141,15 @@ class Techniques:
         if (share := self.linear_share) is not None:
             yield f"linear gradients from {100 * share:g} % of the tokens"
         if self.checkpointing != "none":
-            yield "checkpoint every block" if self.checkpointing == "blocks" else "checkpoint every sqrt(L) blocks"
+            yield (
+                "checkpoint every block"
+                if self.checkpointing == "blocks"
+                else "checkpoint every sqrt(L) blocks"
+            )
         if self.step_in_backward:
             yield "step in backward"
         if self.loss_chunk:
-            yield f"loss in chunks of {self.loss_chunk}"
+            yield f"loss in chunks of {self.loss_chunk} classes"
         if self.offload:
             yield "optimizer on the host"
 
