@@ -11,9 +11,7 @@ Published: the figures of fewbit's authors (Novikov et al., arXiv 2202.00441; Be
 
 from __future__ import annotations
 
-from memkern.planner import fake_cuda
-
-fake_cuda.install()  # before torch
+from . import fakecuda  # noqa: F401  (before torch)
 
 # isort: split
 import argparse

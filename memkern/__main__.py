@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed, ``plan`` says what fits into memory, ``train`` trains a GPT."""
+"""``python -m memkern``: ``info`` shows what is installed, ``plan`` says what fits, ``train`` trains a GPT."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .techniques import TechniqueError, Techniques
 
 DESCRIPTION = """\
 Says what a training step of a model needs with each technique, and which to use so that it fits. Techniques that are
-given are used; the others are chosen. Exit status: 0, something fits; 1, nothing does; 2, an argument cannot be used."""
+given are used, the others chosen. Exit status: 0, something fits; 1, nothing does; 2, an argument cannot be used."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,15 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _value(text: str) -> Any:
     """None, True, False or a number where the text is one."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
 
 
 def main(args: argparse.Namespace) -> int:
