@@ -46,11 +46,12 @@ def seconds(
 
     6 N D operations for N parameters and D tokens: a third each for the forward pass, the gradients of the activations
     and those of the weights. Checkpoints repeat the forward pass, randomized linear layers compute their share of the
-    weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads and writes what is saved once more in each pass. The step reads and writes
-    weights, errors and states and reads gradients; with offload gradients and weights go over the link.
+    weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads and writes what is saved
+    once more in each pass. The step reads and writes weights, errors and states and reads gradients; with offload
+    gradients and weights go over the link.
 
-    head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any technique. state_bytes: of the optimizer
-    and of the errors.
+    head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any
+    technique. state_bytes: of the optimizer and of the errors.
     """
     passes = 3.0
     if techniques.checkpointing != "none":

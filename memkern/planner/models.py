@@ -265,7 +265,8 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
         name, config = model.model_type, model
     else:
         raise TypeError(
-            f"model must be a name, a folder, a transformers configuration or a torch.nn.Module, got {type(model).__name__}"
+            "model must be a name, a folder, a transformers configuration or a torch.nn.Module, got "
+            f"{type(model).__name__}"
         )
     if dropout is not None:
         config = _set_dropout(config, dropout)

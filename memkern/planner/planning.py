@@ -349,7 +349,7 @@ def plan(
 
     Args:
         model: a built-in name (``memkern.planner.models.MODELS``: gpt2-xl, bert-base, llama-2-7b, vit-base, ...), a
-            folder with a transformers model, a transformers configuration, or a torch.nn.Module, which is left as it is.
+            folder with a transformers model, a transformers configuration, or a torch.nn.Module, which is left as is.
         memory: bytes, or a text such as "12GiB": all that a process may use on the device, context included.
         seq_len: tokens of a sequence; for configurations, but not for images.
         inputs: for a module, a batch: a tensor, a tuple of arguments or a dict of keyword arguments, whose tensors

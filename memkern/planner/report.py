@@ -45,7 +45,8 @@ def text(plan: Plan) -> str:
 def verdict(plan: Plan) -> Iterator[str]:
     p = plan.recommended
     if p is None:
-        yield f"Does not fit: the least that could is {plan.together.peak / GIB:.2f} GiB, with {plan.together.techniques}."
+        least = plan.together
+        yield f"Does not fit: the least that could is {least.peak / GIB:.2f} GiB, with {least.techniques}."
         return
     yield f"Fits: {p.techniques}."
     yield f"Largest micro-batch with these: {plan.largest_micro_batch}."
