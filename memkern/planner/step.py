@@ -34,6 +34,24 @@ def prepare(model: nn.Module, techniques: Techniques) -> None:
         checkpoint_blocks(model, techniques.checkpointing)
 
 
+def make_optimizer(
+    params: Iterable[nn.Parameter], techniques: Techniques, **options: Any
+) -> torch.optim.Optimizer:
+    """The optimizer of the techniques; ``options`` beside theirs."""
+    if techniques.optimizer.startswith("torch."):
+        name = techniques.optimizer.removeprefix("torch.")
+        return getattr(torch.optim, name)(params, foreach=False, **options)
+    cls = getattr(optim, techniques.optimizer)
+    options["state_bits"] = techniques.state_bits
+    if techniques.master_weights:
+        options["master_weights"] = techniques.master_weights
+    if techniques.step_in_backward:
+        return optim.StepInBackward(cls, params, **options)
+    if techniques.offload:
+        return optim.HostOffload(cls, params, **options)
+    return cls(params, **options)
+
+
 def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
     """The loss of a causal language model with at most ``chunk`` classes' logits in memory."""
     from ..nn import LinearCrossEntropy
@@ -57,7 +75,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":
-            batch = _floats_to(batch, torch.bfloat16)
+            batch = floats_to(batch, torch.bfloat16)
 
         def forward() -> Tensor:
             amp = techniques.precision == "amp"
@@ -70,7 +88,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
         return record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
 
 
-def _floats_to(batch: Any, dtype: torch.dtype) -> Any:
+def floats_to(batch: Any, dtype: torch.dtype) -> Any:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
@@ -125,12 +143,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int]:
     """Bytes of the states, and the most that a step allocates beside them."""
-    name, from_torch = techniques.optimizer.removeprefix("torch."), techniques.optimizer.startswith("torch.")
-    optimizer: torch.optim.Optimizer
-    if from_torch:
-        optimizer = getattr(torch.optim, name)(params, lr=1e-3, foreach=False)
-    else:
-        optimizer = getattr(optim, name)(params, lr=1e-3, state_bits=techniques.state_bits)
+    plain = techniques.replace(master_weights=None, step_in_backward=False, offload=False)
+    optimizer = make_optimizer(params, plain)
     for p in params:
         p.grad = torch.empty_like(p)
     optimizer.step()
@@ -144,7 +158,7 @@ def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tupl
         level += change
         peak = max(peak, level)
     state = _bytes(_states(optimizer))
-    if from_torch and params[0].device.type == "cuda":
+    if techniques.optimizer.startswith("torch.") and params[0].device.type == "cuda":
         peak = max(
             peak, sum(p.numel() * p.element_size() for p in params)
         )  # foreach: a root of every second moment
