@@ -77,6 +77,7 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     techniques = Techniques(micro_batch=1000, **changes)
     model = Stack()
     peak = planner_of(model, torch.zeros(2, WIDTH)).trace(techniques).peaks(free_gradients=False, unit=1)
+    model.to(planner_step.weight_dtype(techniques))
     planner_step.prepare(model, techniques)
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
     real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes(
