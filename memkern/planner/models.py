@@ -112,7 +112,9 @@ class Configured:
         torch.set_default_dtype(dtype)
         try:
             with no_init_weights() if empty else contextlib.nullcontext():
-                return getattr(transformers, _architecture(self.config))(self.config).train()
+                model = getattr(transformers, _architecture(self.config))(self.config).train()
+            model.tie_weights()
+            return model
         finally:
             torch.set_default_dtype(before)
 
