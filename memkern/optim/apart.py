@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _ops
 from ..quant.layout import is_dense
 from ..schemas import StepArgs, StepOp
-from . import sharding
+from . import sharding, weights
 from .options import check_gradient, check_param
 from .storage import takes_8bit_state
 
@@ -76,6 +76,7 @@ def _part(optimizer: BlockwiseOptimizer, args: StepArgs, op: StepOp, own: list[i
         params=params,
         grads=[args.grads[i] for i in own],
         group=[args.group[i] for i in own],
+        weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
         **optimizer._state_args(lists, op),
     )
     return optimizer._scaled(part, params[0].device)

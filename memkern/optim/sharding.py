@@ -343,6 +343,7 @@ def local_args(args: StepArgs) -> StepArgs:
         grads=grads,
         moments=[local(x) for x in args.moments],
         scales=[s if s.numel() else s.reshape(0) for s in scales],
+        weight_states=[local(x) for x in args.weight_states],
     )
 
 
@@ -400,7 +401,7 @@ def _reduce(kind: str, shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -
 
 
 def _copies(args: StepArgs) -> StepArgs:
-    changed = ("params", "moments", "scales", "steps", "trust_ratios")
+    changed = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
     return args._replace(**{name: [x.clone() for x in getattr(args, name)] for name in changed})
 
 
