@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -58,8 +59,9 @@ def test_200_steps(ranks: Ranks, build: Any, least: int, new: Any, world: int) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("codec", ["power", "dynamic"])
-@pytest.mark.parametrize("new", [optim.Adam8bit, optim.AdamW, optim.Lion8bit])
+@pytest.mark.parametrize(
+    ("new", "codec"), [(optim.Adam8bit, "power"), (optim.AdamW, "power"), (optim.Lion8bit, "dynamic")]
+)
 def test_replicas_and_shards(ranks: Ranks, new: Any, codec: str) -> None:
     """HSDP: two replicas of two shards."""
     options = {"min_8bit_size": 0, "codec": codec, "block_size": 64}
@@ -98,9 +100,8 @@ def run_placed(
         ((1, 2), (41, 500), [Shard(1), Shard(0)], [Shard(1), Shard(0)]),
     ],
 )
-@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
-def test_placements(ranks: Ranks, new: Any, sizes: Any, shape: Any, placements: Any, scales: Any) -> None:
-    options = {"min_8bit_size": 0}
+def test_placements(ranks: Ranks, sizes: Any, shape: Any, placements: Any, scales: Any) -> None:
+    new, options = optim.AdamW8bit, {"min_8bit_size": 0}
     world = torch.Size(sizes).numel()
     expected = ranks(1, run_placed, (1,), shape, [Replicate()], new, options)[0][0]
     for state, at in ranks(world, run_placed, sizes, shape, placements, new, options):
@@ -109,10 +110,9 @@ def test_placements(ranks: Ranks, new: Any, sizes: Any, shape: Any, placements: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    ("build", "case"),
-    [(gpt, case) for case in LAYERWISE] + [(Odd, case) for case in LAYERWISE if "row" not in case],
+    ("build", "case", "world"),
+    [(gpt, case, 3) for case in LAYERWISE] + [(Odd, case, 2) for case in LAYERWISE if "row" not in case],
 )
 def test_trust_ratios(ranks: Ranks, build: Any, case: str, world: int) -> None:
     new, options = LAYERWISE[case]
@@ -353,3 +353,41 @@ def test_gradients_of_other_placements(ranks: Ranks) -> None:
         assert placements == (Shard(0),)
         assert said["process_group"] == f"gloo, rank {rank} of 2"
         assert said["shards_end_inside_blocks"] == ["(9,40): replicated scales, stepped on the reference"]
+
+
+class OddBF16(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("master_weights", [None, "bf16+16", "bf16+8", "fp32"])
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
+def test_bf16_weights(ranks: Ranks, new: Any, master_weights: str | None) -> None:
+    options = {"min_8bit_size": 0, "master_weights": master_weights}
+    expected = alone(OddBF16, new, options, 5)
+    for rank in ranks(2, run, OddBF16, new, options, 5):
+        assert_same(rank, expected)
+
+
+def trained_in_bf16() -> Any:
+    """fully_shard's own writes to a parameter must not look like changes from outside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", module="torch")
+        model = in_shards(gpt().bfloat16())
+        optimizer = optim.AdamW8bit(model.parameters(), master_weights="bf16+8")
+        for step in range(4):
+            tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
+            model(tokens[:, :-1]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    errors = [sharded.whole(optimizer.state[p]["weight_error"]) for p in model.parameters()]
+    return sum(int(x.count_nonzero()) for x in errors) / sum(x.numel() for x in errors)
+
+
+@pytest.mark.full
+def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
+    for share in ranks(2, trained_in_bf16):
+        assert share > 0.5
