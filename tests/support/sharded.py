@@ -43,7 +43,7 @@ def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor:
 
 def gradient(p: Tensor, number: int, step: int) -> Tensor:
     """The whole gradient of the parameter of a number at a step; they come again after ten steps."""
-    return _gradient(tuple(p.shape), number, step % 10).to(p.dtype)
+    return _gradient(tuple(p.shape), number, step % 10).to(p.dtype, copy=True)
 
 
 def mesh(*sizes: int) -> DeviceMesh:
