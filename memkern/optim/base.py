@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import _ops
 from ..quant.codec import CODECS
 from ..schemas import StepArgs, StepOp
-from . import apart, loading, sharding, weights
+from . import apart, loading, sharded_step, sharding, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -221,11 +221,11 @@ class BlockwiseOptimizer(Optimizer):
             if not args.params:
                 return loss
             if self._sharded:
-                sharding.reduced_found_inf(self, args.params)
+                sharded_step.reduced_found_inf(self, args.params)
             if not self._apart and len({p.device for p in args.params}) == 1:
                 args = self._scaled(args, args.params[0].device)
                 if self._sharded:
-                    sharding.step(self.op, args, self.defaults["max_grad_norm"])
+                    sharded_step.step(self.op, args, self.defaults["max_grad_norm"])
                 else:
                     _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
                 weights.remember(self)

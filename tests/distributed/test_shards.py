@@ -347,12 +347,13 @@ def other_placements() -> Any:
 def test_gradients_of_other_placements(ranks: Ranks) -> None:
     ((expected, _, alone_report),) = ranks(1, other_placements)
     assert alone_report["process_group"] == "gloo, rank 0 of 1"
-    assert alone_report["shards_end_inside_blocks"] == []
+    line = "(9,40): replicated scales, stepped on the reference"
+    assert line not in alone_report["shards_end_inside_blocks"]
     for rank, (found, placements, said) in enumerate(ranks(2, other_placements)):
         assert_same(found, expected)
         assert placements == (Shard(0),)
         assert said["process_group"] == f"gloo, rank {rank} of 2"
-        assert said["shards_end_inside_blocks"] == ["(9,40): replicated scales, stepped on the reference"]
+        assert line in said["shards_end_inside_blocks"]
 
 
 class OddBF16(Odd):
