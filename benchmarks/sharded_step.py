@@ -47,7 +47,7 @@ def shards(size: int) -> list[Tensor]:
 def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Tensor]) -> Callable[[], Any]:
     params = [torch.nn.Parameter(x) for x in tensors]
     for p in params:
-        p.grad = torch.randn_like(p)
+        p.grad = p.detach() * 1e-2
     return make(params).step
 
 
@@ -68,7 +68,8 @@ def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
         calls = {"plain": stepper(make, [x.clone() for x in local]), "sharded": stepper(make, sharded)}
         for call in calls.values():
             call()
-        times = take_turns(calls, timed, rounds, dict.fromkeys(calls, 1))
+        few = max(3, rounds // 10) if "LAMB" in name else rounds  # LAMB's shards are stepped on the reference
+        times = take_turns(calls, timed, few, dict.fromkeys(calls, 1))
         plain, ours = (1e3 * statistics.median(times[key]) for key in ("plain", "sharded"))
         values = (name, str(count), f"{plain:.3f}", f"{ours:.3f}", f"{ours / plain:.3f}")
         yield machine.provenance("cpu") | dict(zip(COLUMNS[-len(values) :], values, strict=True))
