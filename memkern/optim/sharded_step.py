@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -92,12 +92,14 @@ def grad_norm(args: StepArgs, local_grads: Sequence[Tensor]) -> Tensor:
 
 def _matching(g: Tensor, p: Tensor) -> Tensor:
     """A gradient with its parameter's placements."""
-    if is_dtensor(g) is not is_dtensor(p) or (is_dtensor(g) and g.device_mesh != p.device_mesh):
+    if is_dtensor(g) and is_dtensor(p) and g.device_mesh == p.device_mesh:
+        return g if g.placements == p.placements else g.redistribute(placements=p.placements)
+    if is_dtensor(g) or is_dtensor(p):
         raise RuntimeError(
             f"a gradient must be a DTensor of its parameter's mesh where that is one, got {type(g).__name__} for a "
             f"{type(p).__name__} of shape {tuple(p.shape)}"
         )
-    return g.redistribute(placements=p.placements) if is_dtensor(g) and g.placements != p.placements else g
+    return g
 
 
 def local_args(args: StepArgs) -> StepArgs:
@@ -158,7 +160,8 @@ def _reduce(kind: str, shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -
 
 def _copies(args: StepArgs) -> StepArgs:
     changed = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
-    return args._replace(**{name: [x.clone() for x in getattr(args, name)] for name in changed})
+    copies: dict[str, Any] = {name: [x.clone() for x in getattr(args, name)] for name in changed}
+    return args._replace(**copies)
 
 
 def _layout(p: Tensor, block_size: int, layers: int, coded: bool = True) -> ShardLayout:
@@ -171,7 +174,7 @@ def _layout(p: Tensor, block_size: int, layers: int, coded: bool = True) -> Shar
     return ShardLayout.of_elements(whole, _index(p), shard, cut)
 
 
-def _index(p: Tensor) -> Tensor:
+def _index(p: Any) -> Tensor:
     """The place of each local element in the whole tensor, both in the order of memory."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

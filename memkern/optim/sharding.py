@@ -25,6 +25,7 @@ from ..quant.layout import layout_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
+    from typing_extensions import TypeIs
 
     from .base import BlockwiseOptimizer
 
@@ -51,7 +52,7 @@ def report() -> dict[str, Any]:
 # ---- what is on which rank
 
 
-def is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> TypeIs[DTensor]:
     if type(x) in (Tensor, torch.nn.Parameter):
         return False
     module = sys.modules.get("torch.distributed.tensor")  # where nobody has imported it there is no DTensor
@@ -77,20 +78,21 @@ def ranks_of(p: Tensor) -> Ranks | None:
 
 def cuts_blocks(p: Tensor, block_size: int) -> bool:
     """Whether a shard of p may end inside a block of the whole tensor. The same on every rank."""
-    if (ranks := ranks_of(p)) is None or p.numel() == 0:
+    if not is_dtensor(p) or p.numel() == 0 or (ranks := ranks_of(p)) is None:
         return False
     layout, (mesh, dims) = layout_of(p, block_size), ranks
+    placements: Any = p.placements
     short_rows = len(layout.scale_shape) == 1
     count: dict[int, int] = {}  # of shards, by dimension
     for k in dims:
-        at = p.placements[k]
+        at = placements[k]
         count[at.dim] = count.get(at.dim, 1) * mesh.size(k)
         plain = type(at).__name__ == "Shard"
         if at.dim and not (plain and at.dim == 1 and not short_rows):
             return True
     inner = p.numel() // p.shape[0] if p.dim() else 1  # elements of a row
     if short_rows:
-        nested = sum(1 for k in dims if p.placements[k].dim == 0) > 1
+        nested = [placements[k].dim for k in dims].count(0) > 1
         return nested or -(-p.shape[0] // count[0]) * inner % layout.block != 0
     columns = count.get(1, 1)
     return columns > 1 and (p.shape[1] % columns != 0 or inner // columns % layout.block != 0)
@@ -146,7 +148,8 @@ def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
     if cuts_blocks(p, block_size):
         return [Replicate()] * len(p.placements)
     columns = Shard(1) if len(layout_of(p, block_size).scale_shape) == 2 else Replicate()
-    return [at if at.is_replicate() or at.dim == 0 else columns for at in p.placements]
+    placements: Any = p.placements
+    return [at if at.is_replicate() or at.dim == 0 else columns for at in placements]
 
 
 def _scale(p: Tensor, own: Tensor, block_size: int) -> Tensor:
