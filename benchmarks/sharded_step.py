@@ -85,11 +85,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
-    rows = list(results(args.size, args.rounds))
-    for row in rows:
-        print(
-            f"{row['optimizer']:<12} {row['plain_ms']:>9} ms, sharded {row['sharded_ms']:>9} ms: {row['ratio']}"
-        )
+    rows = []
+    for row in results(args.size, args.rounds):
+        line = f"{row['optimizer']:<12} {row['plain_ms']:>9} ms, sharded {row['sharded_ms']:>9} ms: {row['ratio']}"
+        print(line, flush=True)
+        rows.append(row)
     path = args.out / "sharded-step.csv"
     report.append(path, rows, COLUMNS)
     print(path)
