@@ -182,7 +182,8 @@ class HostOffload(Optimizer):
     def _make_buckets(self) -> None:
         """Neighbours of one place together, and all together where a step needs the norm of all gradients."""
         at_once = self.defaults.get("max_grad_norm") is not None
-        self._buckets, elements = [[]], 0
+        self._buckets: list[list[Weight]] = [[]]
+        elements = 0
         for w in self._weights.values():
             last = self._buckets[-1]
             full = elements >= BUCKET_ELEMENTS or w.p.numel() >= BUCKET_ELEMENTS
@@ -310,7 +311,7 @@ class HostOffload(Optimizer):
             g = w.gradient
             assert g is not None
             if g.dtype != w.home.dtype and takes_any:
-                w.home.grad_dtype = g.dtype  # type: ignore[attr-defined]
+                w.home.grad_dtype = g.dtype
             w.home.grad = g if g.dtype == w.home.dtype or takes_any else g.to(w.home.dtype)
         try:
             without_hooks(self.inner.step)()
@@ -396,6 +397,10 @@ class HostOffload(Optimizer):
                     w.version = w.p._version
         copy_options(self.inner, self)
         self.state.clear()
+        homes = {w.home for w in weights}
+        self.state.update(
+            (key, x) for key, x in self.inner.state.items() if key not in homes
+        )  # of no parameter
         self._share_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
