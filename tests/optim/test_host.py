@@ -152,6 +152,22 @@ def test_host_dtype_none_keeps_the_parameter_s_own() -> None:
     assert_same(found, expected)
 
 
+@over_modes
+@over_transfers
+def test_bf16_weights_that_keep_their_rounding(mode: str, transfers: Any) -> None:
+    options = {"master_weights": "bf16+8", "min_8bit_size": 0}
+    expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
+    own = {"host_dtype": None, "transfers": transfers, **MODES[mode]}
+    found, _, _ = run(
+        lambda params: HostOffload(optim.AdamW8bit, params, **own, **options), dtype=torch.bfloat16
+    )
+    assert_same(found, expected)
+    with pytest.raises(
+        TypeError, match=r"master_weights='bf16\+8' is for bfloat16 parameters, got torch.float32"
+    ):
+        HostOffload(optim.AdamW8bit, [nn.Parameter(torch.ones(3).bfloat16())], **options)
+
+
 @over_transfers
 @pytest.mark.parametrize("mode", ["default", "offload_gradients"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
