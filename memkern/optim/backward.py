@@ -255,4 +255,4 @@ def _class_for(optimizer_class: Any) -> type[StepInBackward]:
 
 def _new(optimizer_class: type[Optimizer]) -> StepInBackward:
     """An empty object, for pickle and copy."""
-    return object.__new__(_class_for(optimizer_class))
+    return object.__new__(_class_for(optimizer_class))  # type: ignore[arg-type]
