@@ -2,8 +2,8 @@
 
 Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, a bf16 model with
 fp32 weights beside it in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
-itself here. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, each in processes of its own in
-turn; bytes are the peak of the resident set above what was there.
+itself here. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, each in processes of its own
+in turn; bytes are the peak of the resident set above what was there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memkern.optim.transfers import Transfers, transfers_of
 
 from . import machine, report
 
-COLUMNS = (*report.PROVENANCE, "threads", "what", "dtype", "way", "ms", "ratio", "peak_mb")
+COLUMNS = (*report.PROVENANCE, "what", "dtype", "way", "ms", "ratio", "peak_mb")
 ROWS, WIDTH, CLASSES = 512, 384, 50257
 
 
@@ -48,9 +48,9 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
         (768,),
         *4 * [(768,)],
     ]
-    made = [nn.Parameter(torch.randn(shape).to(dtype) * 0.02) for shape in [(10_000, 768), *4 * block]]
+    made = [nn.Parameter(torch.full(shape, 0.02, dtype=dtype)) for shape in [(10_000, 768), *4 * block]]
     for p in made:
-        p.grad = torch.randn_like(p) * 1e-3
+        p.grad = torch.full_like(p, 1e-3)
     return made
 
 
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.loss:
         one_loss(args.loss[0], getattr(torch, args.loss[1]))
         return
-    provenance = machine.provenance("cpu") | {"threads": str(torch.get_num_threads())}
+    provenance = machine.provenance("cpu")
     for source in (steps(args.runs), losses(args.rounds)):
         for row in source:
             print(*(row[key] for key in COLUMNS[-6:]), flush=True)
