@@ -242,7 +242,7 @@ def linear_cross_entropy(
     gradients of the weight and the bias are written as they are computed, once, without a buffer to accumulate them.
     That is why the chunks are of classes and the logits are computed twice: chunks of rows, with the gradients made in
     the forward pass, take three matrix products in place of four, but hold the weight's gradient in fp32 beside the
-    one that is returned. See docs/what-does-not-fit.md for both in figures.
+    one that is returned. See docs/what-does-not-fit.md.
 
     The second derivative raises RuntimeError. Functions of torch.func are not supported.
 
