@@ -75,6 +75,11 @@ DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
 """Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
+AFFINE_FARTHEST = 2**20
+"""No affine zero point is further from zero than about so many steps: beyond, fp32 could not tell codes apart."""
+AFFINE_RUN = 1024
+"""Kernels cut a run of memory that shares an affine scale into pieces of so many elements."""
+
 DYNAMIC_EXPONENTS = 7
 """Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
 
@@ -151,6 +156,8 @@ def c_header() -> str:
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,
         "kDitherShift": DITHER_SHIFT,
+        "kAffineFarthest": AFFINE_FARTHEST,
+        "kAffineRun": AFFINE_RUN,
         "kPlain": PLAIN,
         "kEven": EVEN,
         "kOdd": ODD,
