@@ -66,6 +66,7 @@ inline AffineLayout check_quantize_affine(const Tensor& x, const std::optional<T
                                           std::optional<int64_t> block_size, Ints* shape) {
   check_affine_bits(bits);
   STD_TORCH_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
+  STD_TORCH_CHECK(bits == 8 || x.is_contiguous(), "x must be contiguous for bits=4");
   STD_TORCH_CHECK(low.has_value() == high.has_value(), "low and high must be given together");
   const AffineLayout layout = affine_layout(x, "x", block_size, low ? &*low : nullptr);
   *shape = affine_scale_shape(layout, block_size, low ? &*low : nullptr);
@@ -86,7 +87,7 @@ inline AffineLayout check_dequantize_affine(const Tensor& values, const Tensor& 
   return layout;
 }
 
-// Codes of 8 bits are laid out as x is; those of 4 are in the order of memory, two in a byte.
+// Codes of 8 bits are laid out as x is; those of 4 are two in a byte, and x is contiguous.
 inline Tensor empty_affine_codes(const Tensor& x, int64_t bits) {
   return bits == 8 ? empty_like(x, ScalarType::Char)
                    : torch::stable::new_empty(x, {(x.numel() + 1) / 2}, ScalarType::Byte);

@@ -17,9 +17,11 @@
                                                          int64_t block_size, std::optional<int64_t> step);  \
   Tensor dequantize_blockwise_##DEVICE(Tensor codes, Tensor scale, int64_t codec, int64_t block_size,       \
                                        ScalarType dtype);                                                   \
-  std::tuple<Tensor, Tensor, Tensor> quantize_affine_##DEVICE(                                              \
-      Tensor x, const std::optional<Tensor>& low, const std::optional<Tensor>& high, int64_t bits,          \
-      std::optional<int64_t> block_size, std::optional<int64_t> seed);                                      \
+  std::tuple<Tensor, Tensor, Tensor> quantize_affine_##DEVICE(Tensor x, const std::optional<Tensor>& low,   \
+                                                              const std::optional<Tensor>& high,            \
+                                                              int64_t bits,                                 \
+                                                              std::optional<int64_t> block_size,            \
+                                                              std::optional<int64_t> seed);                 \
   Tensor dequantize_affine_##DEVICE(Tensor codes, Tensor scale, Tensor zero_point, int64_t bits,            \
                                     std::optional<int64_t> block_size, Ints shape, ScalarType dtype);       \
   MEMKERN_FOR_STEPS(MEMKERN_DECLARE_STEP, DEVICE)                                                           \

@@ -28,16 +28,13 @@ MEMKERN_FN AffineParameters affine_parameters(float low, float high, int bits) {
   return {scale, rint(least - low / scale)};
 }
 
-// What is rounded to the nearest whole number, or (with u in [0, 1)) down: x / scale + zero_point, clipped.
-// The code of 0 for NaN.
-template <class F> MEMKERN_FN F affine_clip(F t, F x, F zero_point, F least, F most) {
-  return min(max(select(is_nan(x), zero_point, t), least), most);
+// What is rounded to the nearest whole number or, with u in [0, 1), down, once it is clipped to the codes'
+// range. The code of 0 for NaN.
+template <class F> MEMKERN_FN F affine_place(F x, F scale, F zero_point) {
+  return select(is_nan(x), zero_point, x / scale + zero_point);
 }
-template <class F> MEMKERN_FN F affine_place(F x, F scale, F zero_point, F least, F most) {
-  return affine_clip(x / scale + zero_point, x, zero_point, least, most);
-}
-template <class F> MEMKERN_FN F affine_place(F x, F scale, F zero_point, F least, F most, F u) {
-  return affine_clip(x / scale + zero_point + u, x, zero_point, least, most);
+template <class F> MEMKERN_FN F affine_place(F x, F scale, F zero_point, F u) {
+  return select(is_nan(x), zero_point, x / scale + zero_point + u);
 }
 
 template <class F> MEMKERN_FN F affine_decode(F q, F scale, F zero_point) { return scale * (q - zero_point); }
@@ -49,6 +46,22 @@ MEMKERN_FN uint8_t affine_pair(int first, int second) {
 // The code of element i.
 MEMKERN_FN int affine_half(const uint8_t* halves, int64_t i) {
   return ((halves[i / 2] >> (i % 2 * 4) & 15) ^ 8) - 8;
+}
+
+// The same for 8 codes of a byte each.
+MEMKERN_FN uint32_t affine_pairs(uint64_t codes) {
+  codes &= 0x0F0F0F0F0F0F0F0Full;
+  codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFull;
+  codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFull;
+  return static_cast<uint32_t>(codes | codes >> 16);
+}
+MEMKERN_FN uint64_t affine_halves(uint32_t pairs) {
+  uint64_t codes = pairs;
+  codes = (codes | codes << 16) & 0x0000FFFF0000FFFFull;
+  codes = (codes | codes << 8) & 0x00FF00FF00FF00FFull;
+  codes = ((codes | codes << 4) & 0x0F0F0F0F0F0F0F0Full) ^ 0x0808080808080808ull;
+  // Less 8 in each byte; the bit above keeps them apart.
+  return ((codes | 0x8080808080808080ull) - 0x0808080808080808ull) ^ 0x8080808080808080ull;
 }
 
 }  // namespace memkern

@@ -8,7 +8,7 @@ namespace memkern {
 namespace {
 
 AffineJob affine_job(const AffineLayout& layout, const Tensor& values, const Tensor& codes,
-                     const Tensor& scale, const Tensor& zero_point, int64_t bits, bool quantize) {
+                     const Tensor& scale, const Tensor& zero_point, int64_t bits) {
   AffineJob job{};
   job.values = values.data_ptr();
   job.codes = codes.data_ptr();
@@ -17,7 +17,6 @@ AffineJob affine_job(const AffineLayout& layout, const Tensor& values, const Ten
   job.blocks_per_scale = layout.blocks_per_scale;
   job.bits = static_cast<int>(bits);
   job.layout = layout.blocks;
-  job.run = MEMKERN_PICK(affine_kernel, float_type(values), quantize);
   return job;
 }
 
@@ -42,13 +41,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize_affine_cpu(Tensor x, const std::opti
   Tensor zero_point = torch::stable::new_empty(x, shape, ScalarType::Int);
   const bool packed = bits == 4 && layout.has_whole_bytes();
   const Tensor target = bits == 8 || packed ? codes : empty_like(x, ScalarType::Char);
-  AffineJob job = affine_job(layout, x, target, scale, zero_point, bits, true);
+  AffineJob job = affine_job(layout, x, target, scale, zero_point, bits);
   job.packed = packed;
   if (low) {
     job.low = static_cast<const float*>(low->data_ptr());
     job.high = static_cast<const float*>(high->data_ptr());
   }
-  job.stochastic = seed.has_value();
+  job.run = MEMKERN_PICK(affine_kernel, float_type(x), true, seed.has_value());
   job.seed = static_cast<uint32_t>(seed.value_or(0));
   run_jobs(std::vector<AffineJob>{job});
   if (bits == 4 && !packed)
@@ -61,8 +60,9 @@ Tensor dequantize_affine_cpu(Tensor codes, Tensor scale, Tensor zero_point, int6
                              std::optional<int64_t> block_size, Ints shape, ScalarType dtype) {
   Tensor values = empty_affine_values(codes, bits, shape, dtype);
   const AffineLayout layout = check_dequantize_affine(values, scale, zero_point, block_size);
-  AffineJob job = affine_job(layout, values, codes, scale, zero_point, bits, false);
+  AffineJob job = affine_job(layout, values, codes, scale, zero_point, bits);
   job.packed = bits == 4;
+  job.run = MEMKERN_PICK(affine_kernel, float_type(values), false, false);
   run_jobs(std::vector<AffineJob>{job});
   return values;
 }

@@ -47,21 +47,22 @@ MEMKERN_DEVICE AffineParameters group_parameters(float low, float high, const La
   return affine_parameters(low, high, bits);
 }
 
-// The codes of a vector, each in a byte. place: of the first element in the tensor's memory. Adding 1.5 * 2^23
-// rounds to a whole number, in the low bits.
+// The codes of a vector, each in a byte. place: of the first element in the tensor's memory. Adding 1.5 *
+// 2^23 rounds to a whole number, in the low bits.
 MEMKERN_DEVICE Codes affine_codes(const float (&x)[kVector], const AffineParameters& p, int bits,
                                   int64_t place, const Rounding& rounding) {
   const float least = static_cast<float>(affine_least(bits)), most = static_cast<float>(affine_most(bits));
+  const auto clipped = [&](float t) { return fminf(fmaxf(t, least), most); };
   uint32_t code[kVector];
   if (rounding.nearest) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
-      code[i] = bits_of(affine_place(x[i], p.scale, p.zero_point, least, most) + kRound);
+      code[i] = bits_of(clipped(affine_place(x[i], p.scale, p.zero_point)) + kRound);
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const float u = rounding.u(static_cast<int>(static_cast<uint32_t>(place) + i));
-      code[i] = bits_of(__fadd_rd(affine_place(x[i], p.scale, p.zero_point, least, most, u), kRound));
+      code[i] = bits_of(__fadd_rd(clipped(affine_place(x[i], p.scale, p.zero_point, u)), kRound));
     }
   }
   return pack(code);
@@ -121,7 +122,8 @@ template <bool Given, bool Halves> __global__ void __launch_bounds__(kThreads)
     AffineParameters p{1.0f, 0.0f};
     const int64_t k = scale_of<Given>(t, block.index);
     if constexpr (Given) p = affine_parameters(t.low[k], t.high[k], t.bits);
-    // A block of one vector per lane is read once; a larger one once for its range, and again to be quantized.
+    // A block of one vector per lane is read once; a larger one once for its range, and again to be
+    // quantized.
     const int iterations = Given || group.vectors == 1 ? group.vectors : 2 * group.vectors;
     for (int iteration = 0; iteration < iterations; ++iteration) {
       const bool range_pass = !Given && iteration < group.vectors;
@@ -173,8 +175,7 @@ template <bool Runs, bool Halves> __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const uint32_t word = i < 4 ? codes.x : codes.y;
-        const float q =
-            Halves ? code_value<false>(word, i % 4) - 8.0f : code_value<true>(word, i % 4);
+        const float q = Halves ? code_value<false>(word, i % 4) - 8.0f : code_value<true>(word, i % 4);
         x[i] = affine_decode(q, scale, zero_point);
       }
       store_floats(t.values, t.type, at, x);

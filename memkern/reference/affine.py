@@ -99,6 +99,8 @@ def check_quantize(
     check_bits(bits)
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+    if bits == 4 and not x.is_contiguous():
+        raise ValueError(f"x must be contiguous for bits=4, got strides {x.stride()}")
     if (low is None) != (high is None):
         raise ValueError("low and high must be given together")
     layout = _layout(x, block_size, low)

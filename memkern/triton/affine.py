@@ -66,7 +66,7 @@ def encode(x, scale, zero_point, u, LEAST: tl.constexpr, MOST: tl.constexpr, STO
 def quantize_affine_tiles(
     values, codes, scales, zero_points, lows, highs, seed_offset,
     numel, segment, block, per_segment, blocks,
-    BITS: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BITS: tl.constexpr, GIVEN: tl.constexpr, RUNS: tl.constexpr, PACKED: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     LEAST: tl.constexpr = -1.0 * (1 << (BITS - 1))
@@ -76,13 +76,13 @@ def quantize_affine_tiles(
     )
     x = tl.load(pointer(values, start, values.dtype.element_ty, VECTOR) + offset, mask=mask, other=0.0)
     x = x.to(tl.float32)
-    if GIVEN:
+    if RUNS:
         # Blocks of a run have a scale in common, and its first one stores it.
-        run = row // per_segment
-        low = tl.load(lows + run, mask=row_mask, other=0.0)
-        high = tl.load(highs + run, mask=row_mask, other=0.0)
-        row_mask = row_mask & (run * per_segment == row)
-        row = run
+        first_row = row // per_segment * per_segment == row
+        row = row // per_segment
+    if GIVEN:
+        low = tl.load(lows + row, mask=row_mask, other=0.0)
+        high = tl.load(highs + row, mask=row_mask, other=0.0)
     else:
         low, high = finite_range(x, mask)
     scale, zero_point = parameters(low, high, LEAST, MOST)
@@ -96,6 +96,8 @@ def quantize_affine_tiles(
         tl.store(codes + start // 2 + place // 2, pair, mask=wanted != 0)
     else:
         tl.store(pointer(codes, start, tl.int8, VECTOR) + offset, q.to(tl.int8), mask=mask)
+    if RUNS:
+        row_mask = row_mask & first_row
     tl.store(scales + row, scale, mask=row_mask)
     tl.store(zero_points + row, zero_point.to(tl.int32), mask=row_mask)
 
@@ -165,7 +167,8 @@ def quantize_affine(
             quantize_affine_tiles[(cdiv(layout.blocks, tile["ROWS"]),)](
                 x, codes, scale, zero_point, *ranges, (seed or 0) * C.DITHER_STEP % 2**32,
                 *layout_args(layout),
-                BITS=bits, GIVEN=low is not None, PACKED=packed, STOCHASTIC=seed is not None,
+                BITS=bits, GIVEN=low is not None, RUNS=block_size is None,
+                PACKED=packed, STOCHASTIC=seed is not None,
                 **tile, **options_of(tile["BLOCK"]),
             )  # fmt: skip
     return codes if bits == 8 or packed else to_halves(codes), scale, zero_point

@@ -125,6 +125,7 @@ BAD_CALLS |= {
     "affine quantize, runs": ("quantize_affine", (X, p(3), p(3), 8, None)),
     "affine quantize, empty": ("quantize_affine", (X[:0], ENDS, ENDS, 8, None)),
     "affine quantize, fp64": ("quantize_affine", (X.double(), None, None, 8, 128)),
+    "affine quantize, 4 bits of other strides": ("quantize_affine", (X.t(), None, None, 4, 128)),
     "affine quantize, gaps": ("quantize_affine", (X[:, ::2], None, None, 8, 128)),
     "affine dequantize, bits": ("dequantize_affine", (CODES, p(4, 2), POINTS, 5, 128, SHAPE, torch.float32)),
     "affine dequantize, codes": ("dequantize_affine", (X, p(4, 2), POINTS, 8, 128, SHAPE, torch.float32)),

@@ -155,6 +155,7 @@ def test_affine_codes(compiled: Compiled) -> None:
         low = torch.full((x.shape[0],), -0.7)
         for bits, ranges, seed in ((8, None, None), (8, low, 7), (4, None, 7), (4, low, None)):
             ends = (None, None, 128) if ranges is None else (ranges, -2 * ranges, None)
+            x = x if bits == 8 else x.contiguous()
             args = x, *ends[:2], bits, ends[2], seed
             expected = reference.quantize_affine(*args)
             assert_same([*compiled.ops.quantize_affine(*args)], [*expected], f"{layout}, {bits} bits")

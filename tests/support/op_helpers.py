@@ -118,7 +118,7 @@ def affine_codes(layout: str, bits: int, runs: int | None, dtype: torch.dtype) -
 
 AFFINE = [  # (layout, bits, runs)
     *((layout, 8, None) for layout in ("odd", "channels_last", "0-dim", "empty", "unaligned", "short rows")),
-    *((layout, 4, None) for layout in ("odd", "channels_last", "empty", "short rows", "whole blocks")),
+    *((layout, 4, None) for layout in ("odd", "0-dim", "empty", "short rows", "whole blocks")),
     ("odd", 8, 37),
     ("one long row", 4, 1),
 ]

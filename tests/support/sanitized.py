@@ -83,6 +83,7 @@ def affine_results() -> Iterator[Tensor]:
         LAYOUTS, DTYPES, (8, 4), (*BLOCK_SIZES, None), (None, 7)
     ):
         x = values(layout, 3, dtype)
+        x = x if bits == 8 else x.contiguous()
         if block_size is None and x.numel() == 0:
             continue
         ends = (None, None) if block_size else (torch.full((1,), -0.5), torch.full((1,), 0.25))

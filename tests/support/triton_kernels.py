@@ -113,6 +113,7 @@ def _affine(kernel: Any, bits: int, runs: bool, dtype: str, vector: int, everywh
     block = 1024 if runs else 128
     constants: dict[str, Any] = {
         "PACKED": bits == 4,
+        "RUNS": runs,
         "ROWS": rows_of(block),
         "BLOCK": block,
         "VECTOR": vector,
@@ -120,8 +121,6 @@ def _affine(kernel: Any, bits: int, runs: bool, dtype: str, vector: int, everywh
     }
     if kernel is affine.quantize_affine_tiles:
         constants |= {"BITS": bits, "GIVEN": runs, "STOCHASTIC": runs}
-    else:
-        constants |= {"RUNS": runs}
     types = {"values": f"*{dtype}", "codes": "*u8" if bits == 4 else "*i8"}
     return Variant(kernel, constants, types, 1024, everywhere)
 

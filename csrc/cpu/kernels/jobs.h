@@ -58,9 +58,8 @@ struct AffineJob {
   const float *low, *high;  // the ranges; null where the values give them
   int64_t blocks_per_scale;
   int bits;
-  bool packed;  // two codes in a byte
-  bool stochastic;
-  uint32_t seed;
+  bool packed;    // two codes in a byte
+  uint32_t seed;  // of stochastic rounding
   BlockLayout layout;
   void (*run)(const AffineJob&, int64_t begin, int64_t end);
 };
@@ -95,7 +94,7 @@ struct ActivationJob {
   decltype(LarsJob::run) lars_kernel(StateKind, FloatType param, FloatType grad);                   \
   Norms<LarsJob> lars_norms(StateKind, FloatType param, FloatType grad);                            \
   decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
-  decltype(AffineJob::run) affine_kernel(FloatType values, bool quantize);                          \
+  decltype(AffineJob::run) affine_kernel(FloatType values, bool quantize, bool stochastic);         \
   decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
   decltype(ActivationJob::run) encode_kernel(FloatType x, int bits);                                \
   decltype(ActivationJob::run) levels_kernel(FloatType grad, int bits);                             \

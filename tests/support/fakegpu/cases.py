@@ -96,6 +96,7 @@ def affine_codes(machine: Machine) -> None:
         x = spoiled(tensor(layout, FLOATS[i % 3], scale=1.0))
         ends = (torch.tensor(-0.5), torch.tensor(1.5)) if x.numel() else None
         for bits, ranges, seed in ((8, None, None), (4, None, 7), (4, ends, None)):
+            x = x if bits == 8 else x.contiguous()
             cut = (None, None, 128) if ranges is None else (*ranges, None)
             expected = reference.quantize_affine(x, *cut[:2], bits, cut[2], seed)
             args = machine.to_device([x, *cut[:2]] if ranges else [x])

@@ -146,11 +146,12 @@ def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]
 
 def compare_affine(ops: Any, layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
     """quantize_affine and dequantize_affine of some ops and of the reference, equal in every bit."""
-    x = spoiled(tensor(layout, dtype, scale=1.0))
-    runs = [n for n in (1, 3, x.shape[0] if x.dim() else 1) if x.numel() and x.numel() % n == 0]
+    whole = spoiled(tensor(layout, dtype, scale=1.0))
+    runs = [n for n in (1, 3, *whole.shape[:1]) if whole.numel() and whole.numel() % n == 0]
     cuts: list[tuple[Any, ...]] = [(None, None, size) for size in block_sizes]
     cuts += [(torch.linspace(-1, 100, n), torch.linspace(0.5, 100, n), None) for n in runs]
     for (low, high, block_size), bits, seed in itertools.product(cuts, (8, 4), (None, 7)):
+        x = whole if bits == 8 else whole.contiguous()
         expected = reference.quantize_affine(x, low, high, bits, block_size, seed)
         what = f"{layout}, {block_size=}, {bits=}, {seed=}"
         assert_same([*ops.quantize_affine(x, low, high, bits, block_size, seed)], [*expected], what)
