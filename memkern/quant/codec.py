@@ -79,6 +79,7 @@ AFFINE_FARTHEST = 2**20
 """No affine zero point is further from zero than about so many steps: beyond, fp32 could not tell codes apart."""
 AFFINE_RUN = 1024
 """Kernels cut a run of memory that shares an affine scale into pieces of so many elements."""
+
 WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
 dtype, or, bf16 alone, stochastically, with its rounding error in 8 or 16 bits, or with a copy in fp32.

@@ -45,6 +45,12 @@ PATHS |= {
     "GELU 3-bit backward bf16": ("multiply_by_levels<1, 3>", {"LDG.128": 1, "STG.128": 1, "LDG": 4, "LDS.64": 4}),
     "GELU 3-bit backward fp32": ("multiply_by_levels<0, 3>", {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4}),
 }
+PATHS |= {
+    "affine codes fp32": ("quantize_affine_tiles<0, 0>", {"LDG.128": 2, "STG.64": 1, "SHFL": 10}),
+    "affine codes bf16": ("quantize_affine_tiles<0, 0>", {"LDG.128": 1, "STG.64": 1, "SHFL": 10}),
+    "affine values fp32": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 2}),
+    "affine values bf16": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
+}
 PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
 
 

@@ -97,7 +97,8 @@ MEMKERN_FN MeasuredBlock<T> measure(const AffineJob& job, int64_t offset, int n,
 // Vectors are stored as the nearest whole numbers (simd/); generic code cuts the fraction off.
 MEMKERN_FN F nearest(F x) { return kLanes == 1 ? rint(x) : x; }
 
-template <bool Stochastic, class T> MEMKERN_FN void encode(const AffineJob& job, const MeasuredBlock<T>& b) {
+template <bool Stochastic, class T>
+MEMKERN_FN void encode_block(const AffineJob& job, const MeasuredBlock<T>& b) {
   alignas(64) int8_t buffer[kMaxBlockSize + kLanes];
   const F least(affine_least(job.bits)), most(affine_most(job.bits)), scale(b.scale), zero(b.zero_point);
   const bool packed = job.packed;
@@ -124,13 +125,13 @@ void quantize_affine_run(const AffineJob& job, int64_t begin, int64_t end) {
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     const MeasuredBlock<T> next = measure<T>(job, offset, n, block);
     if (waiting) {
-      encode<Stochastic>(job, first);
-      encode<Stochastic>(job, next);
+      encode_block<Stochastic>(job, first);
+      encode_block<Stochastic>(job, next);
     }
     first = next;
     waiting = !waiting;
   });
-  if (waiting) encode<Stochastic>(job, first);
+  if (waiting) encode_block<Stochastic>(job, first);
 }
 
 template <class T> void dequantize_affine_run(const AffineJob& job, int64_t begin, int64_t end) {
