@@ -48,9 +48,9 @@ def _finite_range(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     runs = memory_order(x).view(math.prod(shape), -1)
     low, high = runs.amin(1), runs.amax(1)
     # On the CPU an answer costs nothing; elsewhere it would wait for the device.
-    if type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        if low.isfinite().all() and high.isfinite().all():
-            return low.float().view(shape), high.float().view(shape)
+    ask = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if ask and low.isfinite().all() and high.isfinite().all():
+        return low.float().view(shape), high.float().view(shape)
     low = runs.nan_to_num(torch.inf, torch.inf, torch.inf).amin(1)
     high = runs.nan_to_num(-torch.inf, -torch.inf, -torch.inf).amax(1)
     none = low == torch.inf

@@ -156,10 +156,8 @@ def quantize_affine(
     zero_point = torch.empty_like(scale, dtype=torch.int32)
     layout = _pieces(layout, block_size is None)
     packed = bits == 4 and layout.blocks > 0 and _has_whole_bytes(layout)
-    if packed:
-        codes = x.new_empty(((x.numel() + 1) // 2,), dtype=torch.uint8)
-    else:
-        codes = torch.empty_like(x, dtype=torch.int8)
+    halves = ((x.numel() + 1) // 2,)
+    codes = x.new_empty(halves, dtype=torch.uint8) if packed else torch.empty_like(x, dtype=torch.int8)
     if layout.numel:
         tile = _tile(layout, block_size, x, codes)
         ranges = (scale, scale) if low is None or high is None else (low.contiguous(), high.contiguous())

@@ -59,7 +59,13 @@ def _param(backend: str, *values: Any, slow: bool = False) -> Any:
 # ---- results
 
 HASHES = json.loads(make_hashes.FILE.read_text())
-QUICK = ("AdamW8bit", "activations", "blockwise", "affine", "linear")  # the reference takes 40 s for all of them
+QUICK = (
+    "AdamW8bit",
+    "activations",
+    "blockwise",
+    "affine",
+    "linear",
+)  # the reference takes 40 s for all of them
 
 
 @pytest.mark.parametrize(

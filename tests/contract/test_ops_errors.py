@@ -131,7 +131,10 @@ BAD_CALLS |= {
     "affine dequantize, codes": ("dequantize_affine", (X, p(4, 2), POINTS, 8, 128, SHAPE, torch.float32)),
     "affine dequantize, halves": ("dequantize_affine", (HALVES, p(4, 2), POINTS, 8, 128, SHAPE, torch.half)),
     "affine dequantize, shape": ("dequantize_affine", (CODES, p(4, 2), POINTS, 8, 128, [1024], torch.half)),
-    "affine dequantize, bytes": ("dequantize_affine", (HALVES[1:], p(4, 2), POINTS, 4, 128, SHAPE, torch.half)),
+    "affine dequantize, bytes": (
+        "dequantize_affine",
+        (HALVES[1:], p(4, 2), POINTS, 4, 128, SHAPE, torch.half),
+    ),
     "affine dequantize, scales": ("dequantize_affine", (CODES, p(8), POINTS, 8, 128, SHAPE, torch.float32)),
     "affine dequantize, points": (
         "dequantize_affine",

@@ -277,7 +277,14 @@ def on_the_device() -> Iterator[Case]:
 
 
 def cases(device: str) -> list[Case]:
-    makers = [quantizers, affine, activations, optimizers, norms, *([on_the_device] if device == "cuda" else [])]
+    makers = [
+        quantizers,
+        affine,
+        activations,
+        optimizers,
+        norms,
+        *([on_the_device] if device == "cuda" else []),
+    ]
     return [case for maker in makers for case in maker()]
 
 

@@ -160,9 +160,7 @@ def test_affine_codes(compiled: Compiled) -> None:
             expected = reference.quantize_affine(*args)
             assert_same([*compiled.ops.quantize_affine(*args)], [*expected], f"{layout}, {bits} bits")
             args = *expected, bits, ends[2], [*x.shape], FLOATS[i % 3]
-            assert_same(
-                compiled.ops.dequantize_affine(*args), reference.dequantize_affine(*args), layout
-            )
+            assert_same(compiled.ops.dequantize_affine(*args), reference.dequantize_affine(*args), layout)
 
 
 @over_compiled

@@ -121,7 +121,9 @@ def test_layout_in_memory_stays() -> None:
     assert torch.equal(there_and_back(x), there_and_back(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize("x", [torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last), torch.randn(40, 131).t()])
+@pytest.mark.parametrize(
+    "x", [torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last), torch.randn(40, 131).t()]
+)
 def test_four_bits_of_any_strides(x: Tensor) -> None:
     assert torch.equal(there_and_back(x, bits=4), there_and_back(x.contiguous(), bits=4))
     assert (there_and_back(x, bits=4) - x).abs().max() < 0.5
