@@ -14,7 +14,7 @@ from torch import nn
 from ..fewbit.levels import check_bits
 from ..nn.embedding import MARK
 from . import hooks, match
-from .choices import AUTO, FUSED, MARKED, OUTPUT, Compression, Predicate
+from .choices import AUTO, MARKED, OUTPUT, RECOMPUTE, Compression, Predicate
 from .class_swap import ORIGINAL, revert
 from .hooks import SavedBits
 from .measure import measure
@@ -48,14 +48,15 @@ def compress(
     Args:
         model: any module. Parameters, buffers, state_dict keys, hooks and flags stay as they are.
         activations: what activation functions save. 1 to 4 bits per element; ``"output"``: GELU and SiLU save their
-            output and one bit, see :func:`memkern.functional.gelu`; ``"fused"``: composites become torch's one
-            operation, which is exact; None leaves them alone. Default ``"auto"``: 3 bits, and ``"fused"`` in modules
-            that ``saved_bits`` covers, where an output computed anew saves more than bits and rounds less. Swapped are
-            torch.nn's GELU, SiLU, Mish, Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if they
-            compute what the name says, transformers' (gelu_new and the other composites, GELUActivation,
-            QuickGELUActivation, SiLUActivation, MishActivation, BloomGelu), minGPT's NewGELU, CLIP's QuickGELU and
-            timm's. A composite's forward changes in the last bits: it becomes torch's fused one. Outside of
-            ``saved_bits``, gated units whose gate and up come out of one layer (Phi-3's MLP, Mixtral's experts) become
+            output and one bit, see :func:`memkern.functional.gelu`; ``"recompute"``: composites of several operations
+            save their input and are run again in the backward pass, which gives the bits of torch; None leaves them
+            alone. Default ``"auto"``: 3 bits, and ``"recompute"`` in modules that ``saved_bits`` covers, where an
+            output computed anew saves more than bits and rounds less. Swapped are torch.nn's GELU, SiLU, Mish,
+            Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if they compute what the name says,
+            transformers' (gelu_new and the other composites, GELUActivation, QuickGELUActivation, SiLUActivation,
+            MishActivation, BloomGelu), minGPT's NewGELU, CLIP's QuickGELU and timm's. With bits or ``"output"`` a
+            composite's forward changes in the last bits: it becomes torch's fused one. Outside of ``saved_bits``,
+            gated units whose gate and up come out of one layer (Phi-3's MLP, Mixtral's experts) become
             :func:`memkern.functional.swiglu` or ``geglu``, exactly.
         linear: share of the tokens that linear layers save (see :class:`memkern.nn.RandomizedLinear`), or a dict of
             its options; None leaves them alone. Default None. Swapped are torch.nn.Linear and GPT-2's Conv1D.
@@ -86,9 +87,9 @@ def compress(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check_removed(removed)
-    if isinstance(activations, str) and activations not in (AUTO, OUTPUT, FUSED):
+    if isinstance(activations, str) and activations not in (AUTO, OUTPUT, RECOMPUTE):
         raise ValueError(
-            f"activations must be 1 to 4 bits, 'auto', 'output', 'fused' or None, got {activations!r}"
+            f"activations must be 1 to 4 bits, 'auto', 'output', 'recompute' or None, got {activations!r}"
         )
     if activations is not None and not isinstance(activations, str):
         check_bits(activations)
