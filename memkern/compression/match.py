@@ -97,7 +97,9 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
 
 def is_composite(cls: type[nn.Module], module: nn.Module) -> bool:
     """Whether it is one of BY_NAME and computes what its name says, so that its forward may be run a second time."""
-    return cls.__name__ in BY_NAME and isinstance(activation(cls, module, 3, "codes"), nn.Module)
+    if cls.__name__ not in BY_NAME or getattr(module, "inplace", False):  # a second run would change it again
+        return False
+    return isinstance(activation(cls, module, 3, "codes"), nn.Module)
 
 
 def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:

@@ -127,7 +127,7 @@ def test_beside_codes_products_and_softmax_are_not_computed_anew(name: str) -> N
             return _run(CASES[name], leaf * 1.5)
 
     y = CASES[name](leaf * 1.5)
-    assert memory.saved_bytes(forward, leaf) >= N * W + y.numel() * (1 if name in rules.CODED else 4)
+    assert memory.saved_bytes(forward, leaf) >= y.numel() * (1 if name in rules.CODED else 4)
 
 
 def test_sums_over_many_and_small_products_are_saved() -> None:
@@ -140,8 +140,8 @@ def test_sums_over_many_and_small_products_are_saved() -> None:
 
         return memory.saved_bytes(forward, leaf)
 
-    assert saved(lambda x: x.sum(-1)) == leaf.nbytes + 64 * 4
-    assert saved(lambda x: torch.bmm(x, x)) == 2 * leaf.nbytes
+    assert saved(lambda x: x.sum(-1)) == 64 * 4
+    assert saved(lambda x: torch.bmm(x, x)) == leaf.nbytes
 
 
 def test_frozen_affine_parameters_count() -> None:
