@@ -1,7 +1,8 @@
 """python -m benchmarks.saved_time: time of a step by what is saved, beside checkpointing every block.
 
-Models of benchmarks/zoo.py, one sequence, forward and backward pass without the optimizer, one thread, all modes in one
-process and interleaved; the ratio is the median over rounds of a mode's time over torch's in the same round.
+Models of benchmarks/zoo.py, one sequence, forward and backward pass without the optimizer, all modes in one process and
+interleaved; the ratio is the median over rounds of a mode's time over torch's in the same round. Time is the processor
+time of the one thread, so that what else runs on a shared machine counts as little as possible.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ COLUMNS = (*report.PROVENANCE, "transformers", "model", "precision", "tokens", "
 
 
 def step(model: nn.Module, batch: dict[str, Any], precision: str) -> float:
-    """Seconds of one forward and backward pass."""
+    """Seconds of processor time of one forward and backward pass."""
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")
     model.zero_grad()
-    start = time.perf_counter()
+    start = time.process_time()
     with autocast if precision != "bf16" else contextlib.nullcontext():
         loss = model(**batch).loss
     loss.backward()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def times(name: str, precision: str, tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16 autocast"])
-    parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=[2048])
+    parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
