@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16 autocast"])
-    parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=[2048])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -208,9 +208,9 @@ class quantize_saved:
     1.5 %.
 
     In-place changes: what is stored in codes keeps the value that was saved; anything else that was changed between
-    forward and backward, also a parameter by an optimizer's step, raises as in torch. A change that torch cannot see
-    (through ``.data``, or under ``no_grad`` in a value that is not saved yet and then only cast) is not seen here
-    either. NaN and inf survive.
+    forward and backward, also a parameter by an optimizer's step, raises as in torch. Not seen are changes through
+    ``.data``, as in torch, and under ``no_grad`` those of a value that no operation has saved: what is made of it later
+    may be computed anew from the value before. NaN and inf survive.
 
     Around a block whose loss subtracts what is nearly equal, such as ``mse_loss(model(x), y)`` of a model that fits
     well, the prediction is coded too and its difference is not: compute such a loss after the block.
