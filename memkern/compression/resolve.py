@@ -156,7 +156,7 @@ def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
             break
         try:
             y = back(edge, source, x)
-        except RuntimeError:  # not to be viewed so
+        except (RuntimeError, ValueError):  # not to be viewed so; fake tensors raise the second
             break
         if y is None or y.shape != source.shape:
             break
