@@ -70,7 +70,9 @@ def rows(steps: int) -> Iterator[dict[str, str]]:
     model = llama(0)
     train(model, corpus.train, SETTING, steps, SETTING.lr, 0)
     sizes = {"accumulate": 1, "batch_size": SETTING.batch_size, "seq_len": SETTING.seq_len}
-    batches = [step_batches(corpus.validation, seed=1000, step=i, **sizes)[0] for i in range(BATCHES)]
+    batches = [
+        batch for i in range(BATCHES) for batch in step_batches(corpus.validation, seed=1000, step=i, **sizes)
+    ]
     exact = [gradient(model, batch, "exact") for batch in batches]
     for name, belongs in CLASSES.items():
         coded = Coded(belongs)
