@@ -65,12 +65,14 @@ def compress(
         predicate: ``predicate(name, module)`` chooses among those; by default all but ReLU, Tanh and Sigmoid (torch
             saves their output, which the next layer usually saves too) and linear layers that share their weight with
             another module, such as a head tied to the embedding.
-        saved_bits: puts the context of :class:`memkern.quantize_saved`, whose docstring has errors and bytes, around
-            the forward pass: ``8``, ``"exact"``, or None, which changes nothing. Or by module: a mapping from names or
-            patterns (``{"model.layers.*": 8, "model.layers.0": None}``, the last that fits counts, submodules
-            inherit), or ``saved_bits(name, module)``, called for every module, which returns 8, "exact" or None (as
-            torch saves). Where few-bit activations are asked for too, they win. The context is not opened inside of
-            torch.compile: there, use ``with memkern.quantize_saved()`` around the compiled model.
+        saved_bits: puts the context of :class:`memkern.quantize_saved` around the forward pass: ``8`` (1.03 bytes per
+            element of what is left; errors of the gradient by class: queries and keys 1.4 %, log-probabilities .8 %,
+            values and attention's output .4 %, inputs of norms, gate and up .3 %), ``"exact"``, or None, which changes
+            nothing. Or by module: a mapping from names or patterns
+            (``{"model.layers.*": 8, "model.layers.0": None}``, the last that fits counts, submodules inherit), or
+            ``saved_bits(name, module)``, called for every module, which returns 8, "exact" or None (as torch saves).
+            Where few-bit activations are asked for too, they win. The context is not opened inside of
+            torch.compile, where the compiler decides what is saved.
         example: a batch (one tensor, a tuple of arguments, or a dict of keyword arguments) on which the model is run
             before and after, with the graph alive: the report then says what was really saved, by module, and swaps
             that save nothing on it are taken back. Without it the report says what is possible at most.
