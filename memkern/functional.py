@@ -6,7 +6,8 @@ element and less than 64 bytes more, where torch saves the input. Gradient: ``gr
 once. The levels and their errors: :mod:`memkern.fewbit.tables`, from :func:`memkern.nn.fit_levels`.
 
 fp32, bf16 and fp16, any shape and strides. Nothing is saved under ``no_grad`` or ``inference_mode``, or where the input
-needs no gradient. Double backward raises. A NaN input gives NaN in the output; its gradient is multiplied by one of
+needs no gradient. torch.func.grad and vmap go through them; double backward, forward-mode AD and ONNX export raise,
+and name the way out. A NaN input gives NaN in the output; its gradient is multiplied by one of
 the levels.
 
 torch saves the output of tanh, sigmoid, ReLU, leaky ReLU in place and hardtanh in place, or their input. Often the
@@ -20,6 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .autograd import apply, needs_gradient
 from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .fewbit.autograd import Codes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
@@ -49,21 +51,19 @@ __all__ = [
 ]
 
 
-def _needs_gradient(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
 def _apply(
     x: Tensor, name: str, table: Levels, a: float = 0.0, b: float = 0.0, inplace: bool = False
 ) -> Tensor:
     fn = ACTIVATIONS[name]
-    if not _needs_gradient(x):
+    if not needs_gradient(x):
         return activate(x, fn, a, b, inplace)
+    if inplace and torch._C._are_functorch_transforms_active():
+        return x.copy_(apply(Codes, x, fn, a, b, table, False))  # vmap's examples are copies
     if inplace and x.is_leaf:
         raise RuntimeError(
             "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
         )
-    return Codes.apply(x, fn, a, b, table, inplace)
+    return apply(Codes, x, fn, a, b, table, inplace)
 
 
 def _levels(name: str, bits: int) -> Levels:
@@ -73,7 +73,7 @@ def _levels(name: str, bits: int) -> Levels:
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
     """``fn(x)`` of any elementwise ``fn``, its derivative saved as codes; :func:`memkern.nn.few_bit` makes a module."""
-    return Wrapped.apply(x, fn, levels) if _needs_gradient(x) else fn(x)
+    return apply(Wrapped, x, fn, levels) if needs_gradient(x) else fn(x)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
@@ -102,8 +102,8 @@ def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes"
 def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> Tensor:
     table = _levels(name, bits)
     check_keep(keep, inplace)
-    if keep == "output" and _needs_gradient(x):
-        return Output.apply(x, ACTIVATIONS[name], VALLEYS[name])
+    if keep == "output" and needs_gradient(x):
+        return apply(Output, x, ACTIVATIONS[name], VALLEYS[name])
     return _apply(x, name, table, inplace=inplace)
 
 

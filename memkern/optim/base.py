@@ -15,7 +15,7 @@ from .. import _ops
 from ..quant.codec import CODECS
 from ..quant.layout import layout_of
 from ..schemas import StepArgs, StepOp
-from . import apart, loading
+from . import apart, foreign, loading
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -43,6 +43,10 @@ class BlockwiseOptimizer(Optimizer):
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
 
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        foreign.check_arguments(cls, options)  # before Python says no more than that it knows none of that name
+        return super().__new__(cls)
+
     # ---- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -51,6 +55,7 @@ class BlockwiseOptimizer(Optimizer):
         if params is not None and not isinstance(params, set):  # torch has messages for these
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
+            foreign.check_arguments(type(self), param_group)
             self._check_group({**self.defaults, **param_group})
             norm = self.defaults["max_grad_norm"]
             if param_group.get("max_grad_norm", norm) != norm:
@@ -58,8 +63,9 @@ class BlockwiseOptimizer(Optimizer):
                     f"max_grad_norm belongs to the whole optimizer, which has {norm}; a group cannot have "
                     f"{param_group['max_grad_norm']}"
                 )
-            for item in params:
-                p = item[1] if isinstance(item, tuple) else item
+            tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+            foreign.check_overrides(tensors)
+            for p in tensors:
                 if isinstance(p, Tensor):
                     check_param(p, {**self.defaults, **param_group})
         super().add_param_group(param_group)
