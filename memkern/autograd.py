@@ -49,13 +49,18 @@ def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:
     raise RuntimeError(f"{reason} for the backward pass, so forward-mode AD is not possible; {_WAY_OUT}")
 
 
+@torch.compiler.assume_constant_result  # TorchDynamo, which one of ONNX' ways of export runs, would not look
+def _exports_to_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
 def apply(function: type[SavesLess], *args: Any) -> Tensor:
     """The first result of a function.
 
     Raises:
         RuntimeError: under torch.onnx.export, whose format has none of memkern's operations.
     """
-    if torch.onnx.is_in_onnx_export():
+    if _exports_to_onnx():
         raise RuntimeError(
             f"ONNX has no operation for memkern's functions ({function.__name__}): call memkern.restore(model) before "
             "torch.onnx.export, or export under torch.no_grad(), where they are torch's own"
@@ -78,6 +83,15 @@ def needs_gradient(x: Tensor | None) -> bool:
         while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
             x = torch._C._functorch.get_unwrapped(x)
     return x.requires_grad
+
+
+def constant(x: float) -> float:
+    """A number that with dynamic=True TorchDynamo is not to make a variable of, as it does of a module's attributes."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(x)
+    return x
 
 
 class _NoSecondDerivative(SavesLess):

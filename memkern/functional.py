@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .autograd import apply, needs_gradient
+from .autograd import apply, constant, needs_gradient
 from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .fewbit.autograd import Codes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
@@ -52,8 +52,9 @@ __all__ = [
 
 
 def _apply(
-    x: Tensor, name: str, table: Levels, a: float = 0.0, b: float = 0.0, inplace: bool = False
+    x: Tensor, name: str, table: Levels, a: float, b: float, inplace: bool = False
 ) -> Tensor:
+    # a and b without defaults: with dynamic=True, TorchDynamo would make variables of them.
     fn = ACTIVATIONS[name]
     if not needs_gradient(x):
         return activate(x, fn, a, b, inplace)
@@ -68,7 +69,17 @@ def _apply(
 
 def _levels(name: str, bits: int) -> Levels:
     check_bits(bits)
+    return _table(name, bits)
+
+
+@torch.compiler.assume_constant_result  # as for constant()
+def _table(name: str, bits: int) -> Levels:
     return LEVELS[name, bits]
+
+
+@torch.compiler.assume_constant_result
+def _scaled(name: str, bits: int, factor: float) -> Levels:
+    return LEVELS[name, bits].scaled(factor)
 
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
@@ -104,7 +115,7 @@ def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool =
     check_keep(keep, inplace)
     if keep == "output" and needs_gradient(x):
         return apply(Output, x, ACTIVATIONS[name], VALLEYS[name])
-    return _apply(x, name, table, inplace=inplace)
+    return _apply(x, name, table, 0.0, 0.0, inplace)
 
 
 def check_keep(keep: str, inplace: bool = False) -> None:
@@ -122,18 +133,20 @@ def check_keep(keep: str, inplace: bool = False) -> None:
 
 def tanh(x: Tensor, *, bits: int = 3) -> Tensor:
     """Hyperbolic tangent."""
-    return _apply(x, "tanh", _levels("tanh", bits))
+    return _apply(x, "tanh", _levels("tanh", bits), 0.0, 0.0)
 
 
 def sigmoid(x: Tensor, *, bits: int = 3) -> Tensor:
     """``1 / (1 + exp(-x))``."""
-    return _apply(x, "sigmoid", _levels("sigmoid", bits))
+    return _apply(x, "sigmoid", _levels("sigmoid", bits), 0.0, 0.0)
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> Tensor:
     """``log(1 + exp(beta x)) / beta``, and x where ``beta x > threshold``."""
     check_beta(beta)
-    return _apply(x, "softplus", _levels("softplus", bits).scaled(beta), beta, threshold)
+    check_bits(bits)
+    beta, threshold = constant(beta), constant(threshold)
+    return _apply(x, "softplus", _scaled("softplus", bits, beta), beta, threshold)
 
 
 def check_beta(beta: float) -> None:
@@ -144,33 +157,35 @@ def check_beta(beta: float) -> None:
 
 def mish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
     """``x tanh(softplus(x))``."""
-    return _apply(x, "mish", _levels("mish", bits), inplace=inplace)
+    return _apply(x, "mish", _levels("mish", bits), 0.0, 0.0, inplace)
 
 
 def hardswish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
     """``x min(max(x + 3, 0), 6) / 6``."""
-    return _apply(x, "hardswish", _levels("hardswish", bits), inplace=inplace)
+    return _apply(x, "hardswish", _levels("hardswish", bits), 0.0, 0.0, inplace)
 
 
 def quick_gelu(x: Tensor, *, bits: int = 3) -> Tensor:
     """``x sigmoid(1.702 x)``, CLIP's."""
-    return _apply(x, "quick_gelu", _levels("quick_gelu", bits))
+    return _apply(x, "quick_gelu", _levels("quick_gelu", bits), 0.0, 0.0)
 
 
 def relu(x: Tensor, inplace: bool = False) -> Tensor:
     """``max(x, 0)``; its derivative is exact in one bit."""
-    return _apply(x, "relu", relu_levels(), inplace=inplace)
+    return _apply(x, "relu", relu_levels(), 0.0, 0.0, inplace)
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """``x`` where positive, else ``negative_slope x``; its derivative is exact in one bit."""
-    return _apply(x, "leaky_relu", relu_levels(negative_slope), negative_slope, inplace=inplace)
+    negative_slope = constant(negative_slope)
+    return _apply(x, "leaky_relu", relu_levels(negative_slope), negative_slope, 0.0, inplace)
 
 
 def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """``min(max(x, min_val), max_val)``; its derivative is exact in one bit."""
     if not min_val < max_val:
         raise ValueError(f"max_val must be larger than min_val, got {max_val!r} and {min_val!r}")
+    min_val, max_val = constant(min_val), constant(max_val)
     return _apply(x, "hardtanh", hardtanh_levels(min_val, max_val), min_val, max_val, inplace)
 
 

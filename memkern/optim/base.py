@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.optim import Optimizer
 
 from .. import _ops
@@ -128,6 +129,9 @@ class BlockwiseOptimizer(Optimizer):
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
+        if TracingContext.try_get() is not None:  # the compiled step cannot ask for it, as step() does
+            for p in params:
+                self._restore(p, group, group)
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(self._init_state(p, group))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import SavesLess, apply, needs_gradient, no_second_derivative
+from ..autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = (
@@ -24,13 +24,20 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
     return contextlib.nullcontext()
 
 
+def kept(keep: float, tokens: int) -> int:
+    """How many of the tokens' projections are saved."""
+    return max(1, round(keep * tokens))
+
+
 class _RandomizedLinear(SavesLess):
     reason = "randomized_linear saves a random projection of its input"
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, k: int, projection: str
+        x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, keep: float, projection: str
     ) -> tuple[Tensor, ...]:
+        tokens = x.shape[:-1].numel()
+        k = kept(keep, tokens)  # here, as TorchDynamo takes no symbolic result for an argument of a function
         if torch.compiler.is_compiling():
             # torch 2.13's partitioner recomputes a random number in the backward graph, where it is another one, unless
             # the forward graph's result depends on it. The seed's words are below 2^32, so this adds 0.
@@ -39,7 +46,7 @@ class _RandomizedLinear(SavesLess):
         else:
             y = F.linear(x, weight, bias)
         with _without_autocast(x.device):
-            projected = project(x.reshape(x.shape[:-1].numel(), -1), k, projection, seed, y.dtype)
+            projected = project(x.reshape(tokens, -1), k, projection, seed, y.dtype)
         return y, projected, x.new_empty(0)
 
     @staticmethod
@@ -128,7 +135,7 @@ def randomized_linear(
     """
     check_options(keep, projection, min_tokens)
     tokens = x.shape[:-1].numel()
-    k = max(1, round(keep * tokens))
-    if not needs_gradient(weight) or tokens < min_tokens or k >= tokens:
+    keep = constant(keep)
+    if not needs_gradient(weight) or tokens < min_tokens or kept(keep, tokens) >= tokens:
         return F.linear(x, weight, bias)
-    return apply(_RandomizedLinear, x, weight, bias, draw_seed(x.device, generator), k, projection)
+    return apply(_RandomizedLinear, x, weight, bias, draw_seed(x.device, generator), keep, projection)
