@@ -23,7 +23,7 @@ COLUMNS = (
     *report.PROVENANCE,
     *("transformers", "accelerate", "way", "step", "loss", "loss_over_torch", "state_bytes", "saved_bytes"),
 )
-TOKENS, BATCH = 32, 2
+TOKENS, BATCH = 16, 2
 
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:

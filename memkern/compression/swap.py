@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..fewbit.levels import check_bits
@@ -19,6 +20,7 @@ from .class_swap import ORIGINAL, revert
 from .hooks import SavedBits
 from .measure import measure
 from .report import Report
+from .saved import EXACT
 from .worth import leave_what_saves_nothing
 
 
@@ -30,6 +32,14 @@ def _check_removed(arguments: Mapping[str, Any]) -> None:
                 "tokens of randomized linear layers, linear={'keep': 0.2})"
             )
         raise TypeError(f"compress() got an unexpected keyword argument {name!r}")
+
+
+def _check_float64(dtype: torch.dtype, activations: int | str | None, saved_bits: SavedBits) -> None:
+    exact = activations in (None, FUSED) or (activations == AUTO and saved_bits == EXACT)
+    if dtype == torch.float64 and not exact:
+        raise ValueError(
+            f"activations must be 'fused' or None for a float64 model, whose derivatives have no codes, got {activations!r}"
+        )
 
 
 def compress(
@@ -101,6 +111,7 @@ def compress(
     before = None if example is None else measure(model, example)
     covered = hooks.covered(model) if wanted is None else {module: bits for _, module, bits, _ in wanted}
     compression = Compression(model, predicate, covered)
+    _check_float64(compression.dtype, activations, saved_bits)
     if activations is not None:
         compression.activations(activations)
     if options is not None:
