@@ -21,7 +21,7 @@ NEEDS = {
     "memkern.nn.conv1d": "transformers",
     "memkern.integrations.transformers": "transformers",
     "memkern.integrations.lightning": "lightning",
-    "memkern.integrations.timm": "timm",
+    "memkern.integrations.timm": "torchvision",  # which timm asks for
 }
 
 

@@ -14,6 +14,7 @@ from tests.integrations.models import gpt2, parameters_of, tokens
 from tests.support.helpers import assert_same
 
 accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.full
 
 
 def batches(first: int, last: int) -> list[torch.Tensor]:

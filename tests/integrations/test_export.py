@@ -33,7 +33,7 @@ def texts(error: BaseException | None) -> str:
 
 @pytest.mark.feature("torch", "ONNX export of a compressed model names `restore`")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_onnx_export_names_restore(way: str, dynamo: bool) -> None:
     if dynamo:
         pytest.importorskip("onnxscript")

@@ -17,7 +17,10 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 from memkern.integrations.lightning import CompressCallback  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice about workers and loggers
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice about workers and loggers
+]
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
@@ -103,7 +106,6 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("lightning", "`precision=\"bf16-mixed\"` and accumulation")
-@pytest.mark.full
 def test_autocast_and_accumulation(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path, 4, CompressCallback(), precision="bf16-mixed", accumulate_grad_batches=2)

@@ -15,6 +15,7 @@ from tests.integrations.models import gpt2, tokens
 from tests.support.helpers import assert_same
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.full
 
 
 def adapted(model: Any, r: int = 8) -> Any:

@@ -11,6 +11,9 @@ import torch
 from memkern import optim
 from tests.support.helpers import assert_same
 
+from tests.support import timm_factory
+
+timm_factory.load()
 timm = pytest.importorskip("timm.optim")
 
 from memkern.integrations import names  # noqa: E402

@@ -81,6 +81,7 @@ def test_arguments_become_options(tmp_path: Path) -> None:
     assert optimizer_cls_and_kwargs(plain, "adamw", lr=5.0)[1]["lr"] == 5.0
 
 
+@pytest.mark.full
 def test_with_a_model_marked_embeddings_keep_32_bits(tmp_path: Path) -> None:
     model = gpt2()
     memkern.compress(model, activations=None, embeddings=True)
@@ -138,6 +139,7 @@ def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.Captu
     assert memkern.restore(run.model) == 2
 
 
+@pytest.mark.full
 def test_the_callback_follows_model_init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path, max_steps=1)
     callback = CompressCallback()

@@ -45,7 +45,7 @@ def batch(seed: int, rows: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.feature("torch", "`torch.compile`: forward, backward and step, 20 steps of a schedule without a recompile")
-@pytest.mark.parametrize("lr", ["tensor", "float"])
+@pytest.mark.parametrize("lr", ["tensor", pytest.param("float", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "build", [optim.AdamW8bit, pytest.param(optim.LAMB8bit, marks=pytest.mark.full)], ids=name_of
 )
@@ -112,7 +112,11 @@ def test_projections_of_changing_shapes_are_unbiased(way: str) -> None:
 
 
 @pytest.mark.feature("torch", "`torch.compile`: `model.to(memory_format=channels_last)` between two steps")
-@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.AdamW, optim.Lion8bit], ids=name_of)
+@pytest.mark.parametrize(
+    "build",
+    [optim.AdamW8bit, *(pytest.param(b, marks=pytest.mark.full) for b in (optim.AdamW, optim.Lion8bit))],
+    ids=name_of,
+)
 def test_channels_last_after_a_step(build: type) -> None:
     def train(compiles: bool) -> Any:
         layer = torch.nn.Conv2d(16, 32, 3)
