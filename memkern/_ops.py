@@ -91,7 +91,9 @@ def _register() -> None:
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         for name in ("few_bit_backward", "few_bit_backward_from_output"):
             op = getattr(getattr(torch.ops, namespace), name).default
-            torch.library.register_vmap(f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library)
+            torch.library.register_vmap(
+                f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library
+            )
         if defined:
             library.impl("few_bit_forward", _few_bit_forward_on_cpu, "CPU")
 

@@ -27,7 +27,9 @@ class SavesLess(torch.autograd.Function):
         super().__init_subclass__(**options)
         cls.vmap = staticmethod(functools.partial(_one_by_one, cls))
         if "jvp" not in vars(cls):
-            cls.eager = type(cls.__name__, (cls,), {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))})
+            cls.eager = type(
+                cls.__name__, (cls,), {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
+            )
 
 
 def _one_by_one(function: type[SavesLess], info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, int]:

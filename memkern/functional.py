@@ -51,9 +51,7 @@ __all__ = [
 ]
 
 
-def _apply(
-    x: Tensor, name: str, table: Levels, a: float, b: float, inplace: bool = False
-) -> Tensor:
+def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: bool = False) -> Tensor:
     # a and b without defaults: with dynamic=True, TorchDynamo would make variables of them.
     fn = ACTIVATIONS[name]
     if not needs_gradient(x):

@@ -44,6 +44,8 @@ class CompressCallback(Callback):
         if stage == "fit":
             self._compressing.compress(pl_module, trainer.is_global_zero)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
         for optimizer in trainer.optimizers:
             self._compressing.after_step(optimizer, trainer.is_global_zero)

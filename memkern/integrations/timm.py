@@ -51,7 +51,9 @@ def register() -> list[str]:
     present = {*default_registry.list_optimizers()} & {*wanted}
     for name in sorted(present):
         if default_registry.get_optimizer_info(name).opt_class is not wanted[name]:
-            raise ValueError(f"timm has an optimizer {name} of its own; take memkern.optim.{wanted[name].__name__} itself")
+            raise ValueError(
+                f"timm has an optimizer {name} of its own; take memkern.optim.{wanted[name].__name__} itself"
+            )
     for name in wanted.keys() - present:
         default_registry.register(_info(name, wanted[name]))
     return sorted(wanted)

@@ -29,7 +29,11 @@ from .summary import Compressing
 
 
 def optimizer_cls_and_kwargs(
-    args: TrainingArguments, optimizer: str = "adamw8bit", *, model: torch.nn.Module | None = None, **options: Any
+    args: TrainingArguments,
+    optimizer: str = "adamw8bit",
+    *,
+    model: torch.nn.Module | None = None,
+    **options: Any,
 ) -> tuple[type[BlockwiseOptimizer], dict[str, Any]]:
     """The Trainer's argument of that name: an optimizer's class, and its options.
 
@@ -59,7 +63,9 @@ def optimizer_cls_and_kwargs(
         if "eps" in own and args.adam_epsilon != defaults["adam_epsilon"]:
             kwargs["eps"] = args.adam_epsilon
     kwargs |= options
-    cls([torch.nn.Parameter(torch.zeros(1))], **kwargs)  # checks the options here rather than inside of the Trainer
+    cls(
+        [torch.nn.Parameter(torch.zeros(1))], **kwargs
+    )  # checks the options here rather than inside of the Trainer
     if model is not None:
         from ..optim import param_groups
 

@@ -45,7 +45,9 @@ class BlockwiseOptimizer(Optimizer):
     _apart = False  # whether a step needs more than one call of the op
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        foreign.check_arguments(cls, options)  # before Python says no more than that it knows none of that name
+        foreign.check_arguments(
+            cls, options
+        )  # before Python says no more than that it knows none of that name
         return super().__new__(cls)
 
     # ---- groups

@@ -15,10 +15,19 @@ _GROUPS = (
 CURES: dict[str, tuple[str, str]] = {
     "optim_bits": (_BNB, "write state_bits={value}"),
     "is_paged": (_BNB, "states are not paged; leave it out"),
-    "percentile_clipping": (_BNB, "write max_grad_norm=..., which clips all gradients together inside the step"),
-    "block_wise": (_BNB, "8-bit states are always block-wise; leave it out (block_size is the size of a block)"),
+    "percentile_clipping": (
+        _BNB,
+        "write max_grad_norm=..., which clips all gradients together inside the step",
+    ),
+    "block_wise": (
+        _BNB,
+        "8-bit states are always block-wise; leave it out (block_size is the size of a block)",
+    ),
     "args": (_BNB, "write its entries as arguments"),
-    "max_unorm": (_BNB, "the trust ratio of LAMB and LARS bounds the update; write trust_clip=True for at most 1"),
+    "max_unorm": (
+        _BNB,
+        "the trust ratio of LAMB and LARS bounds the update; write trust_clip=True for at most 1",
+    ),
     "adam_w_mode": (_APEX, "take memkern.optim.AdamW for True, memkern.optim.Adam for False"),
     "bias_correction": (_APEX, "Adam and AdamW always have it; leave it out (LAMB has the argument)"),
     "set_grad_none": (_APEX, "leave it out; optimizer.zero_grad(set_to_none=...) has it"),

@@ -43,7 +43,15 @@ class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fit(module: Module, folder: Path, steps: int, *callbacks: Any, resume: str | None = None, rows: int = 32, **options: Any) -> Any:
+def fit(
+    module: Module,
+    folder: Path,
+    steps: int,
+    *callbacks: Any,
+    resume: str | None = None,
+    rows: int = 32,
+    **options: Any,
+) -> Any:
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -60,7 +68,9 @@ def fit(module: Module, folder: Path, steps: int, *callbacks: Any, resume: str |
     return trainer
 
 
-@pytest.mark.feature("lightning", "`configure_optimizers`: bits of the plain loop, with a schedule and clipping")
+@pytest.mark.feature(
+    "lightning", "`configure_optimizers`: bits of the plain loop, with a schedule and clipping"
+)
 def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path, 4, gradient_clip_val=1.0)
@@ -93,7 +103,9 @@ def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.feature("lightning", "checkpoint: resumes bit for bit")
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = Module()
-    fit(straight, tmp_path, -1, rows=12, max_epochs=2)  # of three steps: Lightning resumes data at an epoch's end
+    fit(
+        straight, tmp_path, -1, rows=12, max_epochs=2
+    )  # of three steps: Lightning resumes data at an epoch's end
     first = Module()
     trainer = fit(first, tmp_path, -1, CompressCallback(activations=None), rows=12, max_epochs=1)
     path = str(tmp_path / "step-3.ckpt")
@@ -105,7 +117,7 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same(parameters_of(resumed), parameters_of(straight))
 
 
-@pytest.mark.feature("lightning", "`precision=\"bf16-mixed\"` and accumulation")
+@pytest.mark.feature("lightning", '`precision="bf16-mixed"` and accumulation')
 def test_autocast_and_accumulation(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path, 4, CompressCallback(), precision="bf16-mixed", accumulate_grad_batches=2)

@@ -54,7 +54,9 @@ def test_compressed_linear_layers_take_adapters() -> None:
     assert memkern.restore(merged) > 0
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_a_compressed_gpt2_is_transformers_conv1d_still(way: Any) -> None:
     from transformers.pytorch_utils import Conv1D
 

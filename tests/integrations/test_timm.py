@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from memkern import optim
-from tests.support.helpers import assert_same
-
 from tests.support import timm_factory
+from tests.support.helpers import assert_same
 
 timm_factory.load()
 timm = pytest.importorskip("timm.optim")
@@ -55,8 +54,10 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[to
 EIGHT = [name for name in names.optimizers() if name.endswith("8bit")]
 
 
-@pytest.mark.feature("timm", "`create_optimizer_v2(model, \"memkern_adamw8bit\")` and the others, with groups")
-@pytest.mark.parametrize("name", [*(f"memkern_{n}" for n in EIGHT), *(f"memkern{n}" for n in names.optimizers())])
+@pytest.mark.feature("timm", '`create_optimizer_v2(model, "memkern_adamw8bit")` and the others, with groups')
+@pytest.mark.parametrize(
+    "name", [*(f"memkern_{n}" for n in EIGHT), *(f"memkern{n}" for n in names.optimizers())]
+)
 def test_the_factory_makes_them_with_groups(name: str) -> None:
     model = Net()
     optimizer = timm.create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05)
@@ -73,7 +74,13 @@ def test_the_factory_makes_them_with_groups(name: str) -> None:
 def test_layer_decay() -> None:
     model, other = Net(), Net()
     optimizer = timm.create_optimizer_v2(
-        model, "memkern_adamw8bit", lr=1e-3, weight_decay=0.05, layer_decay=0.5, betas=(0.9, 0.95), block_size=64
+        model,
+        "memkern_adamw8bit",
+        lr=1e-3,
+        weight_decay=0.05,
+        layer_decay=0.5,
+        betas=(0.9, 0.95),
+        block_size=64,
     )
     scales = {group["lr_scale"] for group in optimizer.param_groups}
     assert len(scales) > 2

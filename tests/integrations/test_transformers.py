@@ -49,7 +49,9 @@ NAMES = ["adamw8bit", "adam8bit", "lion8bit", "lamb8bit", "lars8bit", "adamw"]
 
 
 @pytest.mark.feature("transformers", "Trainer, `optimizer_cls_and_kwargs`: every optimizer")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "adamw8bit" else pytest.mark.full) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "adamw8bit" else pytest.mark.full) for n in NAMES]
+)
 def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> None:
     args = arguments(tmp_path)
     by_pair = trainer(args, gpt2(), optimizer_cls_and_kwargs(args, name))
@@ -60,7 +62,10 @@ def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> No
     model = gpt2()
     decayed = by_pair.get_decay_parameter_names(model)
     groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decays], "weight_decay": decay}
+        {
+            "params": [p for n, p in model.named_parameters() if (n in decayed) == decays],
+            "weight_decay": decay,
+        }
         for decays, decay in ((True, 0.1), (False, 0.0))
     ]
     by_hand = trainer(args, model, optimizers=(cls(groups, lr=1e-3), None))

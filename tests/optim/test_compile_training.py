@@ -34,7 +34,11 @@ def _fresh_compiler() -> Iterator[None]:
 def model(way: str = "3 bits") -> torch.nn.Module:
     torch.manual_seed(0)
     net = torch.nn.Sequential(
-        torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64)
+        torch.nn.Linear(64, 128),
+        torch.nn.GELU(),
+        torch.nn.Linear(128, 64),
+        torch.nn.SiLU(),
+        torch.nn.Linear(64, 64),
     )
     memkern.compress(net, **WAYS[way])
     return net
@@ -44,7 +48,9 @@ def batch(seed: int, rows: int = 32) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.feature("torch", "`torch.compile`: forward, backward and step, 20 steps of a schedule without a recompile")
+@pytest.mark.feature(
+    "torch", "`torch.compile`: forward, backward and step, 20 steps of a schedule without a recompile"
+)
 @pytest.mark.parametrize("lr", ["tensor", pytest.param("float", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "build", [optim.AdamW8bit, pytest.param(optim.LAMB8bit, marks=pytest.mark.full)], ids=name_of
@@ -53,7 +59,9 @@ def test_20_steps_of_a_schedule_compile_once(build: type, lr: str) -> None:
     def train(compiles: bool) -> Any:
         net = model()
         optimizer = build(net.parameters(), lr=torch.tensor(1e-2) if lr == "tensor" else 1e-2)
-        compiled = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if compiles else (lambda f: f)
+        compiled = (
+            (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if compiles else (lambda f: f)
+        )
         forward, step = compiled(net), compiled(optimizer.step)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         found = []
@@ -107,7 +115,9 @@ def test_projections_of_changing_shapes_are_unbiased(way: str) -> None:
         for _ in range(300):
             (compiled(x) * r).sum().backward()
         error = (layer.weight.grad / 300 - exact.weight.grad).norm() / exact.weight.grad.norm()
-        assert error < 0.2  # an estimate from half of the tokens is off by about its size: 1 / sqrt(300), three times
+        assert (
+            error < 0.2
+        )  # an estimate from half of the tokens is off by about its size: 1 / sqrt(300), three times
         layer.zero_grad(), exact.zero_grad()
 
 
@@ -123,7 +133,9 @@ def test_channels_last_after_a_step(build: type) -> None:
         with torch.no_grad():
             layer.weight.copy_(hard((32, 16, 3, 3), 0))
         optimizer = build([layer.weight])
-        step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiles else optimizer.step
+        step = (
+            torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiles else optimizer.step
+        )
         for seed in range(4):
             if seed == 2:
                 layer.to(memory_format=torch.channels_last)

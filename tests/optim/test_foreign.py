@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from memkern import optim
-from tests.support.helpers import OPTIMIZERS, assert_same, make_params, name_of, over_optimizers, snapshot, train
+from tests.support.helpers import (
+    OPTIMIZERS,
+    assert_same,
+    make_params,
+    name_of,
+    over_optimizers,
+    snapshot,
+    train,
+)
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optim_bits": 8}, r"optim_bits \(bitsandbytes's\): write state_bits=8"),
@@ -68,7 +76,9 @@ def test_global_optim_manager_of_ours() -> None:
     from memkern.optim import GlobalOptimManager
 
     for use in (GlobalOptimManager, GlobalOptimManager.get_instance):
-        with pytest.raises(TypeError, match=r"no GlobalOptimManager: .*'state_bits': 32.*memkern\.optim\.param_groups"):
+        with pytest.raises(
+            TypeError, match=r"no GlobalOptimManager: .*'state_bits': 32.*memkern\.optim\.param_groups"
+        ):
             use()
 
 
@@ -79,7 +89,9 @@ def test_global_optim_manager_of_bitsandbytes() -> None:
     embedding, layer = torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64)
     manager.register_module_override(embedding, "weight", {"optim_bits": 32})
     try:
-        with pytest.raises(ValueError, match=r"options \{'optim_bits': 32\} for the weight of Embedding\(100, 64\)"):
+        with pytest.raises(
+            ValueError, match=r"options \{'optim_bits': 32\} for the weight of Embedding\(100, 64\)"
+        ):
             optim.AdamW8bit([*layer.parameters(), *embedding.parameters()])
         train(optim.AdamW8bit(layer.parameters()), 1)
     finally:

@@ -16,7 +16,9 @@ _outcomes: dict[tuple[str, str], dict[str, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--features", type=Path, metavar="FILE", help="append the outcome of each feature as CSV")
+    parser.addoption(
+        "--features", type=Path, metavar="FILE", help="append the outcome of each feature as CSV"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
