@@ -44,7 +44,9 @@ def _one_by_one(function: type[SavesLess], info: Any, in_dims: Sequence[Any], *a
         results.append(function.apply(*example))
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
-    return tuple(torch.stack(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*results)), 0
+    return tuple(
+        torch.stack(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*results, strict=True)
+    ), 0
 
 
 def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .autograd import apply, constant, needs_gradient
 from .compression.glu import GELU, GELU_TANH, SILU, glu
+from .cross_entropy import linear_cross_entropy
 from .fewbit.autograd import Codes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
@@ -38,6 +39,7 @@ __all__ = [
     "hardswish",
     "hardtanh",
     "leaky_relu",
+    "linear_cross_entropy",
     "mish",
     "mlp",
     "quick_gelu",

@@ -38,7 +38,7 @@ def _check_float64(dtype: torch.dtype, activations: int | str | None, saved_bits
     exact = activations in (None, FUSED) or (activations == AUTO and saved_bits == EXACT)
     if dtype == torch.float64 and not exact:
         raise ValueError(
-            f"activations must be 'fused' or None for a float64 model, whose derivatives have no codes, got {activations!r}"
+            f"activations must be 'fused' or None for a float64 model (there are no codes for it), got {activations!r}"
         )
 
 

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.optim import Optimizer
 
 from .. import _ops
 from ..quant.codec import CODECS
 from ..quant.layout import layout_of
 from ..schemas import StepArgs, StepOp
-from . import apart, foreign, loading
+from . import apart, foreign, loading, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -30,11 +29,13 @@ class BlockwiseOptimizer(Optimizer):
         "min_8bit_size": 4096,
         "max_grad_norm": None,
         "capturable": False,
+        "master_weights": None,
+        "stochastic_rounding": False,
     }
     """Options that a saved group may be older than, with what was done before there was one."""
     fixed_options: ClassVar[dict[str, Any]] = {}
     """Options that make the class what it is: a loaded state does not change them."""
-    storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec")
+    storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec", "master_weights")
     """Options that say how a group's states are stored."""
     _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to step()
 
@@ -43,11 +44,13 @@ class BlockwiseOptimizer(Optimizer):
     # By a group's identity, as groups may be moved about in the list: the group, and what its states are stored with.
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
+    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, and a warning's flag.
+    _versions: dict[Tensor, int]
+    _is_compiled = False
+    _said_changed = False
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        foreign.check_arguments(
-            cls, options
-        )  # before Python says no more than that it knows none of that name
+        foreign.check_arguments(cls, options)  # Python would say no more than that there is none of that name
         return super().__new__(cls)
 
     # ---- groups
@@ -74,6 +77,7 @@ class BlockwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
         self._stored_with = getattr(self, "_stored_with", {})
+        self._versions = getattr(self, "_versions", {})
         self._apart = self._apart or apart.is_needed(self.param_groups[-1])
 
     def _place_lr(self, group: dict[str, Any]) -> None:
@@ -116,7 +120,7 @@ class BlockwiseOptimizer(Optimizer):
             for name in self.moments:
                 state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        return state
+        return state | weights.initial_state(p, group)
 
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
@@ -131,16 +135,17 @@ class BlockwiseOptimizer(Optimizer):
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
-        if TracingContext.try_get() is not None:  # the compiled step cannot ask for it, as step() does
-            for p in params:
-                self._restore(p, group, group)
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(self._init_state(p, group))
         scaled = f"{next(iter(self.moments))}_scale"
         coded = [state for state in states if scaled in state]
-        for key, tensors in zip(self._state_keys(), lists, strict=True):
+        *lists_by_key, weight_states = lists
+        for key, tensors in zip(self._state_keys(), lists_by_key, strict=True):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
+        for key in weights.keys_of(group):
+            weights.renew_changed(self, group, params)
+            weight_states += map(itemgetter(key), states)
 
     def _follow_options(self, group: dict[str, Any]) -> None:
         """Converts the group's states where its options ask for others than when they were stored."""
@@ -215,6 +220,7 @@ class BlockwiseOptimizer(Optimizer):
             if not self._apart and len({p.device for p in args.params}) == 1:
                 args = self._scaled(args, args.params[0].device)
                 _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
+                weights.remember(self)
                 return loss
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient and each state from here,
@@ -223,6 +229,7 @@ class BlockwiseOptimizer(Optimizer):
                 raise
             args = self._step_args()
         apart.step(self, args)
+        weights.remember(self)
         return loss
 
     def _repaired(self) -> bool:
@@ -252,10 +259,11 @@ class BlockwiseOptimizer(Optimizer):
         grads: list[Tensor] = []
         numbers: list[int] = []
         states: dict[str, list[Tensor]] = {key: [] for key in keys}
+        weight_states: list[Tensor] = []
         for number, group in enumerate(groups):
-            of_group: list[list[Tensor]] = [[] for _ in range(2 + len(keys))]
+            of_group: list[list[Tensor]] = [[] for _ in range(3 + len(keys))]
             self._init_group(group, *of_group)
-            for tensors, more in zip((params, grads, *states.values()), of_group, strict=True):
+            for tensors, more in zip((params, grads, *states.values(), weight_states), of_group, strict=True):
                 tensors += more
             numbers += [number] * len(of_group[0])
         return StepArgs(
@@ -268,6 +276,8 @@ class BlockwiseOptimizer(Optimizer):
             ],
             codec=[CODECS[g["codec"]] for g in groups],
             block_size=[g["block_size"] for g in groups],
+            weight_states=weight_states,
+            weight_storage=[weights.storage_of(g) for g in groups],
             max_grad_norm=float(self.defaults["max_grad_norm"] or 0.0),
             **self._state_args(states, self.op),
         )
@@ -349,7 +359,7 @@ class BlockwiseOptimizer(Optimizer):
                 for key, value in values.items():
                     if isinstance(value, loading.Held):
                         values[key] = value.for_parameter(p)
-        self._stored_with = {}
+        self._stored_with, self._versions = {}, {}
         self._apart = any(map(apart.is_needed, self.param_groups))
 
     def __getstate__(self) -> dict[str, Any]:

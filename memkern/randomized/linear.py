@@ -17,7 +17,7 @@ MIN_TOKENS = (
 )
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast off, on devices that have it (meta has not)."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -45,7 +45,7 @@ class _RandomizedLinear(SavesLess):
             y = F.linear(x, weight, zero.expand(len(weight)) if bias is None else bias + zero)
         else:
             y = F.linear(x, weight, bias)
-        with _without_autocast(x.device):
+        with without_autocast(x.device):
             projected = project(x.reshape(tokens, -1), k, projection, seed, y.dtype)
         return y, projected, x.new_empty(0)
 
@@ -66,7 +66,7 @@ class _RandomizedLinear(SavesLess):
             return (None,) * 6
         weight, projected, seed, tag = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        with torch.no_grad(), _without_autocast(grad.device):
+        with torch.no_grad(), without_autocast(grad.device):
             rows = grad.reshape(ctx.tokens, -1)
             if ctx.needs_input_grad[0]:
                 grad_x = rows.mm(weight.to(grad.dtype)).view(ctx.shape)

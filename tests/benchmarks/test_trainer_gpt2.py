@@ -13,7 +13,10 @@ pytest.importorskip("accelerate")
 
 from benchmarks import trainer_gpt2
 
-SMALL: dict[str, Any] = {"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+}
 
 
 def check(rows: list[dict[str, str]], steps: int) -> None:

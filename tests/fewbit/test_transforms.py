@@ -47,7 +47,7 @@ def gradient(loss: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def compare(name: str, found: Tensor, expected: Tensor) -> None:
-    """The same bits, but for matrix products and outputs of other strides, and GLUs, whose derivative is composite here."""
+    """The same bits, but for matrix products and outputs of other strides, and GLUs, here by composite derivatives."""
     if any(word in name for word in ("glu", "mlp", "output")):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     else:

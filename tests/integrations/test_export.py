@@ -48,7 +48,7 @@ def test_onnx_export_names_restore(way: str, dynamo: bool) -> None:
             program.save(file)
         return file
 
-    with pytest.raises(Exception, match="") as raised:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  (the exporters' own, around ours)
         export()
     assert "memkern.restore(model)" in texts(raised.value)
     with torch.no_grad():

@@ -100,7 +100,7 @@ def test_with_a_model_marked_embeddings_keep_32_bits(tmp_path: Path) -> None:
 
 def test_bad_names_and_options(tmp_path: Path) -> None:
     args = arguments(tmp_path)
-    with pytest.raises(ValueError, match="optimizer must be one of adam, adam8bit, .*, got 'adamw_8bit'"):
+    with pytest.raises(ValueError, match=r"optimizer must be one of adam, adam8bit, .*, got 'adamw_8bit'"):
         optimizer_cls_and_kwargs(args, "adamw_8bit")
     with pytest.raises(TypeError, match="write state_bits=8"):
         optimizer_cls_and_kwargs(args, "adamw", optim_bits=8)

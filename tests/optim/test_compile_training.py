@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import memkern
 from memkern import optim
-from tests.support.helpers import assert_same, hard, name_of, snapshot
+from tests.support.helpers import assert_same, name_of, snapshot
 
 WAYS: dict[str, dict[str, Any]] = {
     "3 bits": {},
@@ -119,31 +119,3 @@ def test_projections_of_changing_shapes_are_unbiased(way: str) -> None:
             error < 0.2
         )  # an estimate from half of the tokens is off by about its size: 1 / sqrt(300), three times
         layer.zero_grad(), exact.zero_grad()
-
-
-@pytest.mark.feature("torch", "`torch.compile`: `model.to(memory_format=channels_last)` between two steps")
-@pytest.mark.parametrize(
-    "build",
-    [optim.AdamW8bit, *(pytest.param(b, marks=pytest.mark.full) for b in (optim.AdamW, optim.Lion8bit))],
-    ids=name_of,
-)
-def test_channels_last_after_a_step(build: type) -> None:
-    def train(compiles: bool) -> Any:
-        layer = torch.nn.Conv2d(16, 32, 3)
-        with torch.no_grad():
-            layer.weight.copy_(hard((32, 16, 3, 3), 0))
-        optimizer = build([layer.weight])
-        step = (
-            torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiles else optimizer.step
-        )
-        for seed in range(4):
-            if seed == 2:
-                layer.to(memory_format=torch.channels_last)
-            layer.weight.grad = hard((32, 16, 3, 3), seed).contiguous(
-                memory_format=torch.channels_last if seed > 1 else torch.contiguous_format
-            )
-            step()
-        assert optimizer.state[layer.weight]["exp_avg"].stride() == layer.weight.stride()
-        return snapshot(optimizer)
-
-    assert_same(train(True), train(False))

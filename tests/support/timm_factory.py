@@ -1,6 +1,6 @@
 """timm's factory of optimizers where timm itself cannot be imported, as it asks for a torchvision.
 
-Its own code: the packages around it are made without running their __init__, and get the two names that it takes of them.
+Its own code: the packages around it are made without running their __init__, and get the two names it takes of them.
 """
 
 from __future__ import annotations
