@@ -31,7 +31,6 @@ CURES: dict[str, tuple[str, str]] = {
     "adam_w_mode": (_APEX, "take memkern.optim.AdamW for True, memkern.optim.Adam for False"),
     "bias_correction": (_APEX, "Adam and AdamW always have it; leave it out (LAMB has the argument)"),
     "set_grad_none": (_APEX, "leave it out; optimizer.zero_grad(set_to_none=...) has it"),
-    "master_weights": (_APEX, "leave it out; keep fp32 parameters under torch.autocast"),
     "use_nvlamb": (_APEX, "write always_adapt=True"),
     "eps_inside_sqrt": (_APEX, "leave it out; eps is added to the root"),
 }

@@ -13,6 +13,9 @@ pytest.importorskip("accelerate")
 
 from benchmarks import trainer_gpt2
 
+over_20_steps = pytest.mark.feature(
+    "transformers", "Trainer: 20 steps, each loss within 1 % of adamw_torch's"
+)
 SMALL: dict[str, Any] = {
     **{"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2},
     **{"bos_token_id": 0, "eos_token_id": 0},
@@ -29,12 +32,13 @@ def check(rows: list[dict[str, str]], steps: int) -> None:
     assert int(ours[0]["state_bytes"]) < 0.3 * int(theirs[0]["state_bytes"])
 
 
-@pytest.mark.feature("transformers", "Trainer: GPT-2, 20 steps, each loss within 1 % of adamw_torch's")
+@over_20_steps
 @pytest.mark.long
 def test_124_million_parameters() -> None:
     check(trainer_gpt2.results(20), 20)
 
 
+@over_20_steps
 @pytest.mark.full
 def test_a_small_one() -> None:
     check(trainer_gpt2.results(20, **SMALL), 20)

@@ -33,6 +33,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mlp, input": lambda x: functional.mlp(x, W1, None, W2, B2, keep="input"),
     "in place": lambda x: functional.leaky_relu(x * 2, inplace=True),
 }
+EXACT = ("swiglu", "geglu, one argument twice")
+WAY_OUT = r"memkern\.restore\(model\)"
 over_functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -119,6 +121,18 @@ def test_randomized_linear(batched: str) -> None:
         vmap(grad(loss, argnums=1), in_dims=dims)(*args)
 
 
+def test_linear_cross_entropy() -> None:
+    x, weight, target = torch.randn(20, 12), torch.randn(30, 12), torch.randint(30, (20,))
+
+    def loss(x: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(x, weight, target, chunk_size=8)
+
+    expected = grad(lambda t: F.cross_entropy(F.linear(t, weight), target))(x)
+    torch.testing.assert_close(grad(loss)(x), expected)
+    with pytest.raises(RuntimeError, match=f"no second derivative.*{WAY_OUT}"):
+        grad(lambda t: grad(loss)(t).sum())(x)
+
+
 def test_gradients_of_examples_of_a_compressed_model() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.GELU(), torch.nn.Linear(24, 4))
     memkern.compress(model)
@@ -136,12 +150,6 @@ def test_gradients_of_examples_of_a_compressed_model() -> None:
         torch.testing.assert_close(losses[i], one.detach())
         for name, p in model.named_parameters():
             torch.testing.assert_close(grads[name][i], p.grad)
-
-
-# ---- what raises
-
-EXACT = ("swiglu", "geglu, one argument twice")
-WAY_OUT = r"memkern\.restore\(model\)"
 
 
 @pytest.mark.feature("torch", "second derivatives and forward-mode AD raise with the way out")

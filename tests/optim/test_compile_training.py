@@ -23,6 +23,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+DENSE = ("gaussian", "rademacher")
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
@@ -85,7 +88,13 @@ def test_20_steps_of_a_schedule_compile_once(build: type, lr: str) -> None:
 
 @pytest.mark.feature("torch", "`torch.compile(dynamic=True)`, every way to compress")
 @pytest.mark.parametrize(
-    "way", [way if way in ("3 bits", "rows") else pytest.param(way, marks=pytest.mark.full) for way in WAYS]
+    "way",
+    [
+        way
+        if way == "3 bits"
+        else pytest.param(way, marks=pytest.mark.long if way in DENSE else pytest.mark.full)
+        for way in WAYS
+    ],
 )
 def test_shapes_that_change(way: str) -> None:
     net = model(way)
@@ -93,7 +102,7 @@ def test_shapes_that_change(way: str) -> None:
     for i, rows in enumerate((32, 48, 33, 7, 64)):
         x = batch(i, rows)
         # The dense projections are there for comparison, and are cut into chunks.
-        with torch._dynamo.config.patch(error_on_recompile=i > 1 and way not in ("gaussian", "rademacher")):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1 and way not in DENSE):
             y = compiled(x)
             y.square().mean().backward()
         assert_same(y.detach(), net(x).detach())

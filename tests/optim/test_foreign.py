@@ -32,7 +32,6 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"max_unorm": 1.0}, "trust_clip=True"),
     ({"adam_w_mode": True}, r"adam_w_mode \(apex's\): take memkern.optim.AdamW for True"),
     ({"set_grad_none": True}, "zero_grad"),
-    ({"master_weights": True}, "fp32 parameters under torch.autocast"),
     ({"use_nvlamb": True}, "always_adapt=True"),
     ({"eps_inside_sqrt": False}, "eps is added to the root"),
 ]
