@@ -60,7 +60,7 @@ def losses(memkern: bool, steps: int, config: dict[str, Any]) -> tuple[list[floa
         options: dict[str, Any] = {}
         if memkern:
             options = {"optimizer_cls_and_kwargs": optimizer_cls_and_kwargs(args), "callbacks": [callback]}
-        trainer = Trainer(model, args, train_dataset=data, **options)  # type: ignore[arg-type]
+        trainer = Trainer(model, args, train_dataset=data, **options)
         trainer.train()
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return found, optimizer_bytes(trainer.optimizer), callback.report

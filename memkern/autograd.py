@@ -25,7 +25,7 @@ class SavesLess(torch.autograd.Function):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.vmap = staticmethod(functools.partial(_one_by_one, cls))
+        cls.vmap = staticmethod(functools.partial(_one_by_one, cls))  # type: ignore[method-assign]
         if "jvp" not in vars(cls):
             cls.eager = type(
                 cls.__name__, (cls,), {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
@@ -74,7 +74,7 @@ def apply(function: type[SavesLess], *args: Any) -> Tensor:
     elif torch._C._are_functorch_transforms_active():
         results = function.eager.apply(*args)
     else:  # Function.apply but for inspect.signature, to find defaults that there are not: 60 us
-        results = super(torch.autograd.Function, function.eager).apply(*args)
+        results = super(torch.autograd.Function, function.eager).apply(*args)  # type: ignore[misc]
     return results if isinstance(results, Tensor) else results[0]
 
 

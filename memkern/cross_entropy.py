@@ -85,8 +85,8 @@ class _LinearCrossEntropy(SavesLess):
         with torch.no_grad(), without_autocast(x.device):
             target, nll, smooth = _Rows(*given)
             # Where all rows are ignored the mean's gradient is infinite.
-            nll, smooth = (f if f is None else torch.where(f == 0, 0, f * grad) for f in (nll, smooth))
-            rows = _Rows(target, nll, smooth)
+            factors = (f if f is None else torch.where(f == 0, 0, f * grad) for f in (nll, smooth))
+            rows = _Rows(target, *factors)
             grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, lse)
         reason = _LinearCrossEntropy.reason
         return *(g if g is None else no_second_derivative(g, tag, reason) for g in grads), *[None] * 5

@@ -151,6 +151,6 @@ def mlp(
     name = "gelu" if approximate == "none" else "gelu_tanh"
     needs = tuple(map(needs_gradient, tensors))
     if not any(needs):
-        x, weight1, bias1, weight2, bias2 = tensors
-        return F.linear(_gelu(F.linear(x, weight1, bias1), name), weight2, bias2)
+        hidden = F.linear(tensors[0], tensors[1], tensors[2])  # type: ignore[arg-type]
+        return F.linear(_gelu(hidden, name), tensors[3], tensors[4])  # type: ignore[arg-type]
     return apply(_MLP, *tensors, name, bits, keep, needs[:4])

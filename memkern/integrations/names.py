@@ -9,7 +9,11 @@ from ..optim.base import BlockwiseOptimizer
 def optimizers() -> dict[str, type[BlockwiseOptimizer]]:
     """The optimizers' classes by name: ``adamw8bit`` is ``memkern.optim.AdamW8bit``."""
     classes = (getattr(optim, name) for name in optim.__all__)
-    return {cls.__name__.lower(): cls for cls in classes if isinstance(cls, type)}
+    return {
+        cls.__name__.lower(): cls
+        for cls in classes
+        if isinstance(cls, type) and issubclass(cls, BlockwiseOptimizer)  # not what goes around one
+    }
 
 
 def optimizer(name: str) -> type[BlockwiseOptimizer]:

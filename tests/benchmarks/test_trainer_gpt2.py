@@ -22,12 +22,12 @@ SMALL: dict[str, Any] = {
 }
 
 
-def check(rows: list[dict[str, str]], steps: int) -> None:
+def check(rows: list[dict[str, str]], steps: int, falls_to: float) -> None:
     assert [int(row["step"]) for row in rows] == [*range(1, steps + 1)] * 2
     theirs, ours = rows[:steps], rows[steps:]
     for row in rows:
         assert abs(float(row["loss_over_torch"]) - 1) <= 0.01, row
-    assert float(theirs[-1]["loss"]) < 0.9 * float(theirs[0]["loss"])
+    assert float(theirs[-1]["loss"]) < falls_to * float(theirs[0]["loss"])
     assert int(ours[0]["saved_bytes"]) < int(theirs[0]["saved_bytes"])
     assert int(ours[0]["state_bytes"]) < 0.3 * int(theirs[0]["state_bytes"])
 
@@ -35,13 +35,13 @@ def check(rows: list[dict[str, str]], steps: int) -> None:
 @over_20_steps
 @pytest.mark.long
 def test_124_million_parameters() -> None:
-    check(trainer_gpt2.results(20), 20)
+    check(trainer_gpt2.results(20), 20, falls_to=0.7)
 
 
 @over_20_steps
 @pytest.mark.full
 def test_a_small_one() -> None:
-    check(trainer_gpt2.results(20, **SMALL), 20)
+    check(trainer_gpt2.results(20, **SMALL), 20, falls_to=0.98)
 
 
 def test_the_committed_results() -> None:
@@ -49,4 +49,4 @@ def test_the_committed_results() -> None:
         rows = list(csv.DictReader(file))
     last = [row for row in rows if row["date"] == rows[-1]["date"]]
     assert int(last[0]["state_bytes"]) > 8 * 124e6  # of the whole model
-    check(last, 20)
+    check(last, 20, falls_to=0.7)
