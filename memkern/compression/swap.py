@@ -91,7 +91,7 @@ def compress(
 
     Raises:
         TypeError: model is no module, or an argument that there is none of.
-        ValueError: an option out of range; before anything is changed.
+        ValueError: an option out of range, or few-bit activations of a float64 model; before anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
