@@ -1,4 +1,4 @@
-"""For Lightning: a callback that compresses the module. ``configure_optimizers`` takes memkern's optimizers as they are.
+"""For Lightning: a callback that compresses the module; ``configure_optimizers`` takes the optimizers as they are.
 
 ::
 

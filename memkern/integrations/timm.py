@@ -8,8 +8,8 @@
     optimizer = timm.optim.create_optimizer_v2(model, "memkern_adamw8bit", lr=1e-3, weight_decay=0.05, layer_decay=0.7)
 
 ``register`` adds, for each optimizer, the name ``memkernNAME`` (``memkernadamw8bit``, ``memkernlamb``), as timm writes
-``bnbadamw8bit``. The factory cuts a name at its last underscore (``lookahead_adamw``): ``memkern_adamw8bit`` is found as
-``adamw8bit``, which is registered too for the 8-bit ones; ``memkern_adamw`` would be torch's, so there write
+``bnbadamw8bit``. The factory cuts a name at its last underscore (``lookahead_adamw``): ``memkern_adamw8bit`` is found
+as ``adamw8bit``, so the 8-bit ones are registered under that too. ``memkern_adamw`` would be torch's: write
 ``memkernadamw``. Parameter groups, decay and layer decay are timm's; ``opt_args`` reach the optimizer.
 """
 
