@@ -84,12 +84,15 @@ class _LinearCrossEntropy(SavesLess):
         x, linear_weight, linear_bias, weight, *given, lse, tag = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
             target, nll, smooth = _Rows(*given)
-            # Where all rows are ignored the mean's gradient is infinite.
-            factors = (f if f is None else torch.where(f == 0, 0, f * grad) for f in (nll, smooth))
-            rows = _Rows(target, *factors)
+            rows = _Rows(target, _times(nll, grad), None if smooth is None else _times(smooth, grad))
             grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, lse)
         reason = _LinearCrossEntropy.reason
         return *(g if g is None else no_second_derivative(g, tag, reason) for g in grads), *[None] * 5
+
+
+def _times(factor: Tensor, grad: Tensor) -> Tensor:
+    """0 where the factor is: where all rows are ignored the mean's gradient is infinite."""
+    return torch.where(factor == 0, 0, factor * grad)
 
 
 def _chunks(linear_weight: Tensor, chunk_size: int) -> Iterator[slice]:
@@ -248,7 +251,7 @@ def linear_cross_entropy(
     gradients of the weight and the bias are written as they are computed, once, without a buffer to accumulate them.
     That is why the chunks are of classes and the logits are computed twice: chunks of rows, with the gradients made in
     the forward pass, take three matrix products in place of four, but hold the weight's gradient in fp32 beside the
-    one that is returned. See docs/what-does-not-fit.md for both in figures.
+    one that is returned. See docs/what-does-not-fit.md.
 
     torch.func.grad goes through it. The second derivative, forward-mode AD and ONNX export raise RuntimeError.
 
