@@ -35,10 +35,10 @@ def _check_removed(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_float64(dtype: torch.dtype, activations: int | str | None, saved_bits: SavedBits) -> None:
-    exact = activations in (None, FUSED) or (activations == AUTO and saved_bits == EXACT)
+    exact = activations in (None, RECOMPUTE) or (activations == AUTO and saved_bits == EXACT)
     if dtype == torch.float64 and not exact:
         raise ValueError(
-            f"activations must be 'fused' or None for a float64 model (there are no codes for it), got {activations!r}"
+            f"activations must be 'recompute' or None for a float64 model (there are no codes for it), got {activations!r}"
         )
 
 

@@ -19,14 +19,14 @@ def model() -> torch.nn.Sequential:
 def test_float64_models_are_refused_before_anything_changes(activations: Any) -> None:
     net = model()
     with pytest.raises(
-        ValueError, match=f"activations must be 'fused' or None for a float64 model.*got {activations!r}"
+        ValueError, match=f"activations must be 'recompute' or None for a float64 model.*got {activations!r}"
     ):
         memkern.compress(net, activations=activations, linear=0.5, embeddings=True)
     assert [type(m) for m in net] == [torch.nn.Linear, torch.nn.GELU, torch.nn.Linear]
 
 
 @pytest.mark.parametrize(
-    "options", [{"activations": None}, {"activations": "fused"}, {"saved_bits": "exact"}], ids=str
+    "options", [{"activations": None}, {"activations": "recompute"}, {"saved_bits": "exact"}], ids=str
 )
 def test_what_float64_models_can_have(options: dict[str, Any]) -> None:
     net, x = model(), torch.randn(200, 8, dtype=torch.float64)
