@@ -38,7 +38,8 @@ def _check_float64(dtype: torch.dtype, activations: int | str | None, saved_bits
     exact = activations in (None, RECOMPUTE) or (activations == AUTO and saved_bits == EXACT)
     if dtype == torch.float64 and not exact:
         raise ValueError(
-            f"activations must be 'recompute' or None for a float64 model (there are no codes for it), got {activations!r}"
+            "activations must be 'recompute' or None for a float64 model (there are no codes for it), got "
+            f"{activations!r}"
         )
 
 
