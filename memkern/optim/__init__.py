@@ -1,5 +1,6 @@
 """Drop-in optimizers with block-wise 8-bit or 32-bit states, and converters of other libraries' states."""
 
+from .accumulation import accumulate
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
 from .backward import StepInBackward
 from .convert import (
@@ -9,9 +10,11 @@ from .convert import (
     to_torch_state_dict,
 )
 from .groups import param_groups
+from .host import HostOffload
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
+from .weights import load_fp32_state_dict, to_fp32_state_dict
 
 __all__ = [
     "LAMB",
@@ -20,14 +23,18 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "HostOffload",
     "LAMB8bit",
     "LARS8bit",
     "Lion",
     "Lion8bit",
     "StepInBackward",
+    "accumulate",
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
+    "load_fp32_state_dict",
     "param_groups",
     "to_bitsandbytes_state_dict",
+    "to_fp32_state_dict",
     "to_torch_state_dict",
 ]
