@@ -1,7 +1,7 @@
 """python -m benchmarks.plan_truth: what memkern.plan predicts beside what a training step needs, on the CPU.
 
-Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once everything
-is loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
+Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once all is
+loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
 Memory that is freed goes back to the system (MALLOC_MMAP_THRESHOLD_=65536), which glibc else delays for blocks
 of up to 32 MiB. ``--published``: the bytes of a forward pass on fake CUDA tensors beside published ones.
 """
@@ -32,7 +32,7 @@ class Case(NamedTuple):
     dropout: float | None = 0.0
 
 
-FRUGAL = {"precision": "bf16", "state_bits": 8, "step_in_backward": True, "loss_chunk": 4096}
+FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "step_in_backward": True}
 CASES = (
     Case("distilgpt2", 256, {}),
     Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
@@ -41,9 +41,9 @@ CASES = (
     Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
     Case("distilgpt2", 256, {"saved_bits": 8, "micro_batch": 2}),
     Case("gpt2", 128, {"step_in_backward": True, "loss_chunk": 4096}),
-    Case("gpt2-medium", 128, FRUGAL | {"checkpointing": "blocks"}),
+    Case("gpt2-medium", 128, FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096}),
     Case("bert-base", 128, {"randomized_linear": 0.2, "micro_batch": 2, "state_bits": 8}, None),
-    Case("roberta-base", 128, {"precision": "bf16", "micro_batch": 2}),
+    Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
     Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
     Case("bert-large", 64, {"optimizer": "Lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
 )
