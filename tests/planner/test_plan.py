@@ -21,7 +21,7 @@ from memkern.planner.planning import ALONE, CATEGORIES, Planner, parse_memory
 from memkern.planner.trace import peaks
 
 MIB = 2**20
-WIDTH, DEPTH = 64, 9
+WIDTH, DEPTH = 64, 4
 
 
 class Block(nn.Module):
@@ -152,6 +152,7 @@ def test_checkpoints_change_no_gradient(how: str) -> None:
 # ---- the choice
 
 
+@pytest.mark.full
 def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
     planner = planner_of(model, x)
@@ -168,6 +169,7 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
     assert f"{none.together.peak / 2**30:.2f} GiB" in str(none)
 
 
+@pytest.mark.full
 def test_the_largest_micro_batch_is_the_largest() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
     plan = memkern.plan(model, memory="600MiB", inputs=x, device="cpu", techniques=Techniques())
@@ -176,6 +178,7 @@ def test_the_largest_micro_batch_is_the_largest() -> None:
     assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch + 1)).peak > plan.memory
 
 
+@pytest.mark.full
 def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> None:
     given = {
         "precision": "fp32",
@@ -222,6 +225,7 @@ def test_a_model_is_left_as_it_is() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
@@ -260,6 +264,7 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
     return exit_.value.code, out, err
 
 
+@pytest.mark.full
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     given = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
     png = tmp_path / "plan.png"
