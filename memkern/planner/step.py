@@ -49,12 +49,13 @@ def make_optimizer(
         return getattr(torch.optim, name)(params, foreach=False, **options)
     cls = getattr(optim, techniques.optimizer)
     options["state_bits"] = techniques.state_bits
-    if techniques.master_weights:
+    if techniques.master_weights and not techniques.host_copies:
         options["master_weights"] = techniques.master_weights
     if techniques.step_in_backward:
         return optim.StepInBackward(cls, params, **options)
     if techniques.offload:
-        return optim.HostOffload(cls, params, **options)
+        host_dtype = torch.float32 if techniques.host_copies else None
+        return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
     return cls(params, **options)
 
 

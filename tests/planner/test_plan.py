@@ -129,6 +129,10 @@ def test_offload_leaves_the_gpu_without_states() -> None:
     assert away.categories["optimizer"] == 0
     assert away.host >= here.categories["optimizer"] > 0
     assert away.seconds > here.seconds
+    half = {"precision": "bf16", "offload": True}
+    count = planner.fixed(Techniques()).count
+    copied, kept = (planner.predict(Techniques(**half, master_weights=m)).host for m in ("fp32", "bf16+8"))
+    assert copied - kept == (4 - 2 - 1) * count
 
 
 @pytest.mark.parametrize("how", ["blocks", "sqrt"])
@@ -232,6 +236,9 @@ def test_a_model_is_left_as_it_is() -> None:
         {},
         {"precision": "amp", "accumulation": 2},
         {"activation_bits": 3, "saved_bits": 8, "checkpointing": "sqrt"},
+        {"step_in_backward": True, "loss_chunk": 512, "randomized_linear": 0.5},
+        {"offload": True, "precision": "bf16", "master_weights": "bf16+8", "state_bits": 8},
+        {"offload": True, "precision": "bf16", "master_weights": "fp32", "optimizer": "Lion"},
     ],
     ids=str,
 )
