@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import fake_cuda
-from .hardware import DEFAULTS, Hardware, seconds
+from .hardware import DEFAULTS, Hardware, default, seconds
 from .techniques import TechniqueError, Techniques
 
 CATEGORIES = (
@@ -389,7 +389,7 @@ def plan(
     _check_pinned(pinned)
     source = resolve(model, seq_len, inputs, loss, dropout)
     arguments = {"memory": limit, "device": device, "pinned": pinned, "batch_size": batch_size, "clip": clip}
-    arguments |= {"source": source, "hardware": hardware or DEFAULTS[device]}
+    arguments |= {"source": source, "hardware": hardware or default(device)}
     if device == "cpu":
         return _plan(counted_on="cpu", **arguments)
     return _plan_for_cuda(arguments)
