@@ -2,20 +2,19 @@
 
 Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once all is
 loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
-Memory that is freed goes back to the system (MALLOC_MMAP_THRESHOLD_=65536), which glibc else delays for blocks
-of up to 32 MiB. ``--published``: the bytes of a forward pass on fake CUDA tensors beside published ones.
+Memory that is freed goes back to the system (mallopt's M_MMAP_THRESHOLD), which glibc else delays for blocks of up to
+32 MiB. ``--published``: the bytes of a forward pass on fake CUDA tensors beside published ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
-import os
+import multiprocessing
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from memkern.planner.techniques import Techniques
 
 HERE = Path(__file__).parent
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 class Case(NamedTuple):
@@ -69,7 +69,10 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     from memkern.planner import step
 
     torch.manual_seed(0)
-    model = source.build(step.weight_dtype(techniques), empty=False)
+    model = source.build(step.weight_dtype(techniques))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.01)  # memory that nobody has written is not resident
     step.prepare(model, techniques)
     gc.collect()
     optimizer = step.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
@@ -109,10 +112,13 @@ def predicted(case: Case) -> int:
 
 def measure(case: Case) -> dict[str, int]:
     """What is predicted, by how much the resident set grows at most, and the peak of torch's allocator."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     from memkern import memory
 
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     figures = {"predicted": predicted(case)}
     techniques = Techniques(**case.techniques)
     trainer(source_of(case, small=True), techniques)[2]()  # loads what is loaded on first use
@@ -136,12 +142,9 @@ def measure(case: Case) -> dict[str, int]:
 
 def row(number: int) -> dict[str, str]:
     """A case, measured in a process of its own."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.plan_truth", "--measure", str(number)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    figures, case = json.loads(done.stdout.splitlines()[-1]), CASES[number]
+    case = CASES[number]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        figures = pool.apply(measure, (case,))
     words = json.dumps(case.techniques | ({} if case.dropout == 0 else {"dropout": "as configured"}))
     sizes = [f"{figures[name] / MIB:.1f}" for name in ("predicted", "allocated", "resident")]
     ratios = [f"{figures['predicted'] / figures[name]:.4f}" for name in ("allocated", "resident")]
@@ -152,8 +155,6 @@ COLUMNS = (
     *("model", "seq_len", "techniques", "predicted_mib", "allocated_mib", "resident_mib"),
     *("predicted_over_allocated", "predicted_over_resident"),
 )
-
-
 PUBLISHED = (("none", "7202"), ("blocks", "1570"))
 """What the forward pass of a GPT with 12 layers of width 768 adds, batch 8, 512 tokens: checkpoints, MB."""
 
@@ -186,20 +187,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plan_truth", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--published", action="store_true", help="published figures instead")
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results", help="folder (default: benchmarks/results)"
     )
     args = parser.parse_args(argv)
-    if args.measure is not None:
-        print(json.dumps(measure(CASES[args.measure])))
-        return
     if args.published:
         published()
         return
     import transformers
+
+    from memkern.planner import step  # noqa: F401  (so that the processes need not import torch)
 
     from . import machine, report
 
