@@ -153,6 +153,22 @@ def test_checkpoints_change_no_gradient(how: str) -> None:
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes", [{}, {"checkpointing": "blocks"}, {"checkpointing": "sqrt"}, {"saved_bits": 8}], ids=str
+)
+@pytest.mark.parametrize("free_gradients", [False, True])
+def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_gradients: bool) -> None:
+    source = resolve(folder, 64, None, None, None).with_depth(14)
+    techniques = Techniques(**changes)
+    traces, more = planner_step.traces(source, techniques, "cpu")
+    assert len(traces) == 2
+    whole = planner_step.trace(source, techniques, "cpu")
+    options = {"free_gradients": free_gradients, "unit": 64}
+    assert peaks(traces, more, **options) == peaks([whole], 0, **options)
+    assert planner_step.fixed(source, techniques, "cpu") == planner_step._fixed(source, techniques, "cpu")
+
+
 # ---- the choice
 
 
@@ -350,6 +366,19 @@ def test_bad_techniques(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TechniqueError) as error:
         Techniques(**changes)
     assert message in str(error.value)
+
+
+def test_chunks_of_the_loss_need_a_language_model() -> None:
+    with pytest.raises(
+        TechniqueError, match="loss_chunk: 128 given; allowed: None for a model that is no language"
+    ):
+        memkern.plan(
+            Stack(),
+            memory="1GiB",
+            inputs=torch.zeros(2, WIDTH),
+            device="cpu",
+            techniques=Techniques(loss_chunk=128),
+        )
 
 
 def test_bad_models() -> None:
