@@ -24,7 +24,7 @@ from torch import Tensor
 from .autograd import apply, constant, needs_gradient
 from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .cross_entropy import linear_cross_entropy
-from .fewbit.autograd import Codes, Output, Wrapped
+from .fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
 from .fewbit.tables import LEVELS, VALLEYS
@@ -59,12 +59,12 @@ def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: boo
     if not needs_gradient(x):
         return activate(x, fn, a, b, inplace)
     if inplace and torch._C._are_functorch_transforms_active():
-        return x.copy_(apply(Codes, x, fn, a, b, table, False))  # vmap's examples are copies
+        return x.copy_(apply(Codes, x, fn, a, b, table))  # vmap's examples are copies
     if inplace and x.is_leaf:
         raise RuntimeError(
             "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
         )
-    return apply(Codes, x, fn, a, b, table, inplace)
+    return apply(CodesInPlace if inplace else Codes, x, fn, a, b, table)
 
 
 def _levels(name: str, bits: int) -> Levels:

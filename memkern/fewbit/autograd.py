@@ -67,22 +67,41 @@ class Codes(SavesLess):
     """An activation, given by its number in ACTIVATIONS; saves codes of the derivative."""
 
     @staticmethod
-    def forward(x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool) -> tuple[Tensor, ...]:
-        y, codes = activate_and_encode(x, fn, a, b, table, inplace)
-        return x if inplace else y, codes, x.new_empty(0)
+    def forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, ...]:
+        return *activate_and_encode(x, fn, a, b, table), x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, _, _, _, table, inplace = inputs
+        table = inputs[4]
         y, codes, tag = output
         _save(ctx, codes, tag)
         ctx.stride, ctx.levels = stride_of(y), table.levels
-        if inplace:
-            ctx.mark_dirty(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
-        return _backward(ctx, grad), None, None, None, None, None
+        return _backward(ctx, grad), None, None, None, None
+
+
+class CodesInPlace(SavesLess):
+    """:class:`Codes` in place of x. With one result: torch takes no more of a function that changes a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels) -> Tensor:  # type: ignore[override]
+        _, codes = activate_and_encode(x, fn, a, b, table, inplace=True)
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(codes)
+        ctx.stride, ctx.levels = stride_of(x), table.levels
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None, None
+        (codes,) = ctx.saved_tensors
+        result = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
+        # A second derivative would pass through a leaf of its own.
+        return no_second_derivative(result, grad.new_empty(0, requires_grad=True)), None, None, None, None
 
 
 class Output(SavesLess):
