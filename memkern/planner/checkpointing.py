@@ -44,8 +44,8 @@ def _group(blocks: list[nn.Module]) -> None:
         return checkpoint(run, x, noted, use_reentrant=False)
 
     for block in blocks[:-1]:
-        block.forward = note  # type: ignore[method-assign]
-    blocks[-1].forward = last  # type: ignore[method-assign]
+        block.forward = note
+    blocks[-1].forward = last
 
 
 def checkpoint_blocks(model: nn.Module, how: str) -> None:

@@ -69,9 +69,8 @@ def code(plan: Plan) -> str:
         body.append(f"(loss / {t.accumulation}).backward()")
         body = [f"for _ in range({t.accumulation}):", *_indented(body)]
     else:
-        body.append("loss.backward()" + ("  # steps too" if t.step_in_backward else ""))
-    if not t.step_in_backward:
-        body += ["optimizer.step()", "optimizer.zero_grad()"]
+        body.append("loss.backward()" + ("  # takes the steps" if t.step_in_backward else ""))
+    body += ["optimizer.step()", "optimizer.zero_grad()"]
     set_up = ["import torch, memkern", "", *_model_lines(t), _optimizer_line(t)]
     return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
 

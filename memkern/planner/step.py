@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .. import optim
 from ..compression.swap import compress
 from .checkpointing import checkpoint_blocks
-from .models import Source
+from .models import Configured, Source
 from .techniques import TechniqueError, Techniques
 from .trace import Recorder, Trace, record
 
@@ -74,7 +74,12 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         )
     depth = source.depth
     # With groups of sqrt(L) blocks the last one is smaller than the others, and few of them are most of the model.
-    if depth is None or depth <= FEW + 1 or techniques.checkpointing == "sqrt":
+    if (
+        not isinstance(source, Configured)
+        or depth is None
+        or depth <= FEW + 1
+        or techniques.checkpointing == "sqrt"
+    ):
         return [trace(source, techniques, device)], 0
     return [trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1)], depth - FEW
 
@@ -125,7 +130,7 @@ class Fixed:
 def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors."""
     depth = source.depth
-    if depth is None or depth <= FEW + 1:
+    if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
         return _fixed(source, techniques, device)
     few, many = (
         dataclasses.astuple(_fixed(source.with_depth(n), techniques, device)) for n in (FEW, FEW + 1)
