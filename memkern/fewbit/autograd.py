@@ -86,7 +86,7 @@ class CodesInPlace(SavesLess):
     """:class:`Codes` in place of x. With one result: torch takes no more of a function that changes a view."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels) -> Tensor:
         _, codes = activate_and_encode(x, fn, a, b, table, inplace=True)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
@@ -95,7 +95,7 @@ class CodesInPlace(SavesLess):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None, None
         (codes,) = ctx.saved_tensors
