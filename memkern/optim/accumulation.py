@@ -85,7 +85,7 @@ def accumulate(model: nn.Module) -> Accumulation:
 
     ::
 
-        p.grad = round(p.grad + g)          in fp32; up or down to a neighbouring bf16 with the probability of its nearness
+        p.grad = round(p.grad + g)    in fp32; up or down to a neighbouring bf16 with the probability of its nearness
 
     To the nearest, a sum that has grown to 256 times a micro-batch's gradient no longer changes. The random bits come
     from the position in blocks of 128 and a count of the additions, so runs repeat. ``zero_grad`` and optimizers need
