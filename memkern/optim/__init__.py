@@ -2,6 +2,7 @@
 
 from .accumulation import accumulate
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
+from .backward import StepInBackward
 from .convert import (
     from_bitsandbytes_state_dict,
     from_torch_state_dict,
@@ -9,6 +10,7 @@ from .convert import (
     to_torch_state_dict,
 )
 from .groups import param_groups
+from .host import HostOffload
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
@@ -21,10 +23,12 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "HostOffload",
     "LAMB8bit",
     "LARS8bit",
     "Lion",
     "Lion8bit",
+    "StepInBackward",
     "accumulate",
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
