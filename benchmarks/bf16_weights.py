@@ -31,6 +31,7 @@ STORAGES: dict[str, dict[str, Any] | None] = {
     "bf16+8": {"master_weights": "bf16+8"},
     "bf16+16": {"master_weights": "bf16+16"},
 }
+SUMS = {"bf16, stochastic": "stochastic", "bf16+8": "bf16+8", "bf16+16": "bf16+16"}
 COLUMNS = (*report.PROVENANCE, "part", "weights", "seed", "lr", "steps", "figure", "value")
 
 
@@ -170,12 +171,12 @@ def accumulation(micro_batches: int = 64, seeds: int = 3) -> Iterator[Figure]:
         run = new_run(seed, torch.bfloat16)
         train(run, adamw(run, {}), text.train, seed=seed, steps=100, lr=lambda _: 3e-3)
         sums: dict[str, list[Tensor]] = {}
-        for name in ("fp32", "bf16, nearest", "bf16, stochastic"):
+        for name in ("fp32", "bf16, nearest", *SUMS):
             for p in run.params.values():
                 p.grad = None
             exact = [torch.zeros_like(p, dtype=torch.float32) for p in run.params.values()]
             module = nn.ParameterList(run.params.values())
-            handle = optim.accumulate(module) if name.endswith("stochastic") else None
+            handle = optim.accumulate(module, SUMS[name]) if name in SUMS else None
             for batch in batches(text.train, seed, 100, micro_batches):
                 run.loss(batch).backward()
                 if name == "fp32":
@@ -186,7 +187,7 @@ def accumulation(micro_batches: int = 64, seeds: int = 3) -> Iterator[Figure]:
                 handle.remove()
             sums[name] = exact if name == "fp32" else [p.grad.float() for p in run.params.values()]
         flat = {name: torch.cat([x.flatten() for x in found]) for name, found in sums.items()}
-        for name in ("bf16, nearest", "bf16, stochastic"):
+        for name in ("bf16, nearest", *SUMS):
             off = flat[name] - flat["fp32"]
             yield (
                 name,
