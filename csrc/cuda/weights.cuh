@@ -109,12 +109,4 @@ MEMKERN_DEVICE uint32_t position_in_block(const Blocks& b, int64_t offset) {
   return static_cast<uint32_t>(offset % b.segment % b.block);
 }
 
-// Calls work(type) with the type of a tensor's parameter.
-template <class Work> MEMKERN_DEVICE void with_param_type(const TensorRecord& t, Work work) {
-  if (keeps_weights(t))
-    work(KeptWeights{});
-  else
-    work(t.param_type);
-}
-
 }  // namespace memkern
