@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     """A model in training: its parameters by name, in the dtype that they are stored in."""
 
     model: nn.Module
-    params: dict[str, Tensor]
+    params: Mapping[str, Tensor]
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
@@ -181,11 +181,16 @@ def accumulation(micro_batches: int = 64, seeds: int = 3) -> Iterator[Figure]:
                 run.loss(batch).backward()
                 if name == "fp32":
                     for total, p in zip(exact, run.params.values(), strict=True):
+                        assert p.grad is not None
                         total += p.grad
                         p.grad = None
             if handle:
                 handle.remove()
-            sums[name] = exact if name == "fp32" else [p.grad.float() for p in run.params.values()]
+            sums[name] = (
+                exact
+                if name == "fp32"
+                else [p.grad.float() for p in run.params.values() if p.grad is not None]
+            )
         flat = {name: torch.cat([x.flatten() for x in found]) for name, found in sums.items()}
         for name in ("bf16, nearest", *SUMS):
             off = flat[name] - flat["fp32"]

@@ -104,6 +104,10 @@ class Adam84(torch.optim.Optimizer):
         from_blocks(decode_w(q, scale, self.law), layout, state["w"])
 
 
+def stored_w(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
+    return optimizer.state[p]["w"]
+
+
 Figure = tuple[str, str, int, int, str, float]
 STATES: dict[str, Callable[..., Any]] = {
     "m 8 bits, sqrt(v) 4": functools.partial(Adam84, law="root"),
@@ -119,8 +123,8 @@ def closed_loop(steps: int = 600) -> Iterator[Figure]:
     for name, factory in {**STATES, "both 8 bits": Adam8bit}.items():
         for stream in ("base", "heterogeneous", "sparse"):
             ours = factory is not Adam8bit
-            read = {"sqrt_v": lambda optimizer, p: optimizer.state[p]["w"]} if ours else {}
-            run = streams.closed_loop(factory, streams.make(stream, steps, 0), **read)
+            sqrt_v = stored_w if ours else streams.stored_sqrt_v
+            run = streams.closed_loop(factory, streams.make(stream, steps, 0), sqrt_v=sqrt_v)
             yield name, stream, 0, steps, "error", run.mean_error
             yield name, stream, 0, steps, "sqrt(v) / true", run.sqrt_v_ratio
 

@@ -143,9 +143,7 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
                       [&](auto number) { adam_update_params<Rule, decltype(number)>(x, w, s); });
       if (store_pass)
         store_weights(
-            t, param_type, at,
-            split_weights(
-                t, param_type, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p));
+            t, param_type, at, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
       if (max_pass) {
         if (!(is_finite(m_vector_max) && is_finite(v_vector_max))) {
           finite = false;
@@ -173,23 +171,21 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
   });
 }
 
-template <class Rule> MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work) {
+template <class Rule, class P>
+MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  with_param_type(t, [&](auto param_type) {
-    for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
-      AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
-      float w[kVector];
-      adam_update_params<Rule, float>(x, w, s);
-      store_weights(t, param_type, at,
-                    split_weights(
-                        t, param_type, work.scalars.step,
-                        [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p));
-      store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-      store_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
-    });
+  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+    AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
+    float w[kVector];
+    adam_update_params<Rule, float>(x, w, s);
+    store_weights(
+        t, param_type, at, work.scalars.step,
+        [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    store_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
   });
 }
 

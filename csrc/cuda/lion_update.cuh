@@ -81,36 +81,39 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
       }
       if (store_pass) {
         const Codes codes = encode<Kind, true>(x.m, factor, finite, j, rounding);
-        const StoredWeights weights = split_weights(
-            t, param_type, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
-        with_constant_span(at, [&](const Span& span) {
-          store_weights(t, param_type, span, weights);
-          store_codes(t.exp_avg, span, codes);
-        });
+        if constexpr (std::is_same_v<P, KeptWeights>) {
+          store_weights(
+              t, param_type, at, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
+          with_constant_span(at, [&](const Span& span) { store_codes(t.exp_avg, span, codes); });
+        } else {
+          const Raw p = to_raw(x.p, param_type);
+          with_constant_span(at, [&](const Span& span) {
+            store_raw(t.param, param_type, span, p);
+            store_codes(t.exp_avg, span, codes);
+          });
+        }
       }
     }
   });
 }
 
-template <class Rule> MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work) {
+template <class Rule, class P>
+MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  with_param_type(t, [&](auto param_type) {
-    for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
-      const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
-      LionVector x;
-      load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-      join_weights(t, param_type, p, x.p);
-      to_floats(g, t.grad_type, x.g);
-      lion_update_vector<Rule>(x, s);
-      store_weights(t, param_type, at,
-                    split_weights(
-                        t, param_type, work.scalars.step,
-                        [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p));
-      store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-    });
+  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+    const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
+    LionVector x;
+    load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    join_weights(t, param_type, p, x.p);
+    to_floats(g, t.grad_type, x.g);
+    lion_update_vector<Rule>(x, s);
+    store_weights(
+        t, param_type, at, work.scalars.step,
+        [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
   });
 }
 

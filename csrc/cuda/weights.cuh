@@ -56,72 +56,57 @@ MEMKERN_FN int dropped_bits(WeightStorage storage) {
                                                : 0;
 }
 
-// A vector of a parameter as it is stored: its values, and the weight state.
-struct StoredWeights {
-  Raw param, state;
-};
-
-// position(i): element i's place in its block.
-template <class Type, class Position>
-MEMKERN_DEVICE StoredWeights split_weights(const TensorRecord& t, Type type, uint32_t step, Position position,
-                                           const float (&p)[kVector]) {
-  StoredWeights out;
-  if constexpr (std::is_same_v<Type, KeptWeights>) {
-    if (t.weight_storage == WeightStorage::kFp32)
-      return {to_raw(p, FloatType::kBf16), to_raw(p, FloatType::kFp32)};
-    const int dropped = dropped_bits(t.weight_storage);
-    const uint32_t mask = (1u << dropped) - 1;
-    const bool bytes = t.weight_storage == WeightStorage::kError8;
+// Stores the bf16 values of a vector, and its errors in 16 bits or, Bytes, in 8.
+template <bool Bytes, class Position> MEMKERN_DEVICE void store_split(const TensorRecord& t, const Span& at,
+                                                                      uint32_t step, Position position,
+                                                                      const float (&p)[kVector]) {
+  const int dropped = dropped_bits(t.weight_storage);
+  const uint32_t mask = (1u << dropped) - 1;
+  Raw weights, errors;
 #pragma unroll
-    for (int i = 0; i < kVector; i += 2) {
-      uint32_t weight[2], error[2];
+  for (int i = 0; i < kVector; i += 2) {
+    uint32_t weight[2], error[2];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float x = p[i + k];
-        // Infinities and this NaN have no error.
-        const uint32_t bits = x == x ? bits_of(x) : 0x7FC00000u;
-        split_weight(bits, weight_random(position(i + k), step, dropped), mask, weight[k], error[k]);
-      }
-      out.param.word[i / 2] = __byte_perm(weight[0], weight[1], 0x7632);
-      // The low halves of the errors, or their second bytes.
-      const uint32_t pair = __byte_perm(error[0], error[1], bytes ? 0x0051 : 0x5410);
-      if (!bytes)
-        out.state.word[i / 2] = pair;
-      else if (i % 4 == 0)
-        out.state.word[i / 4] = pair;
-      else
-        out.state.word[i / 4] = __byte_perm(out.state.word[i / 4], pair, 0x5410);
+    for (int k = 0; k < 2; ++k) {
+      const float x = p[i + k];
+      // Infinities and this NaN have no error.
+      const uint32_t bits = x == x ? bits_of(x) : 0x7FC00000u;
+      split_weight(bits, weight_random(position(i + k), step, dropped), mask, weight[k], error[k]);
     }
-  } else {
-    out.param = to_raw(p, type);
+    weights.word[i / 2] = __byte_perm(weight[0], weight[1], 0x7632);
+    // The second bytes of the errors, or their low halves.
+    const uint32_t pair = __byte_perm(error[0], error[1], Bytes ? 0x0051 : 0x5410);
+    if constexpr (Bytes)
+      errors.word[i / 4] = i % 4 == 0 ? pair : __byte_perm(errors.word[i / 4], pair, 0x5410);
+    else
+      errors.word[i / 2] = pair;
   }
-  return out;
+  store_raw(t.param, FloatType::kBf16, at, weights);
+  if constexpr (Bytes)
+    store_codes(t.weight_state, at, {errors.word[0], errors.word[1]});
+  else if (t.weight_storage == WeightStorage::kError16)
+    store_raw(t.weight_state, FloatType::kBf16, at, errors);
 }
 
-template <class Type> MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const Span& at,
-                                                        const StoredWeights& weights) {
-  store_raw(t.param, type, at, weights.param);
-  if constexpr (std::is_same_v<Type, KeptWeights>) {
-    if (t.weight_storage == WeightStorage::kFp32)
-      store_raw(t.weight_state, FloatType::kFp32, at, weights.state);
-    else if (t.weight_storage == WeightStorage::kError16)
-      store_raw(t.weight_state, type, at, weights.state);
-    else if (t.weight_storage == WeightStorage::kError8)
-      store_codes(t.weight_state, at, {weights.state.word[0], weights.state.word[1]});
+// Stores a vector of a parameter. position(i): element i's place in its block.
+template <class Type, class Position>
+MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const Span& at, uint32_t step,
+                                  Position position, const float (&p)[kVector]) {
+  if constexpr (!std::is_same_v<Type, KeptWeights>) {
+    store_floats(t.param, type, at, p);
+  } else if (t.weight_storage == WeightStorage::kFp32) {
+    store_floats(t.weight_state, FloatType::kFp32, at, p);
+    store_floats(t.param, FloatType::kBf16, at, p);
+  } else if (t.weight_storage == WeightStorage::kError8) {
+    store_split<true>(t, at, step, position, p);
+  } else {
+    store_split<false>(t, at, step, position, p);
   }
 }
 
 // The place in its block of an element of a tensor whose states have no blocks of their own.
 MEMKERN_DEVICE uint32_t position_in_block(const Blocks& b, int64_t offset) {
   return static_cast<uint32_t>(offset % b.segment % b.block);
-}
-
-// Calls work(type) with the type of a tensor's parameter.
-template <class Work> MEMKERN_DEVICE void with_param_type(const TensorRecord& t, Work work) {
-  if (keeps_weights(t))
-    work(KeptWeights{});
-  else
-    work(t.param_type);
 }
 
 }  // namespace memkern
