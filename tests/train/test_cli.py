@@ -245,7 +245,7 @@ def test_bad_input_is_named_and_nothing_is_written(
     with pytest.raises(SystemExit) as ended:
         main(["train", *data, *SMALL, *output, *arguments])
     assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    (last,) = capsys.readouterr().err.splitlines()  # and no page of usage before it
     assert last.startswith(f"python -m memkern train: error: argument {name}: ")
     assert all(piece in last for piece in pieces), last
     assert sorted(os.listdir()) == before

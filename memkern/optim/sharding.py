@@ -1,0 +1,225 @@
+"""Parameters of which a rank has a shard: DTensors (fully_shard, tensor parallelism), and FSDP1's flat parameters.
+
+States are DTensors of the parameter's mesh and placements, and a step is one call of the op for all local tensors.
+Whether a state has 8 bits, and where its blocks begin, is decided by the whole tensor: every rank has the bits that one
+process alone would have. Ranks only exchange what no rank knows alone, in one collective for each mesh dimension:
+
+- the norms of ``max_grad_norm`` and of LAMB's and LARS's layers, and a GradScaler's ``found_inf``;
+- the scales of blocks that are on several ranks. A shard ends inside a block where a row is shorter than a block (1-D
+  tensors, small convolutions) and the rows of a rank are not whole blocks, or where columns are sharded and those of a
+  rank are not. Such a tensor's scales are replicated, and its step runs on the reference, as LARS's does for every shard
+  and LAMB's for those of several layers or with master weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..quant.layout import layout_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+    from typing_extensions import TypeIs
+
+    from .base import BlockwiseOptimizer
+
+Ranks = tuple["DeviceMesh", tuple[int, ...]]
+"""A mesh, and those of its dimensions along which ranks have different elements of a tensor."""
+
+_cut: Any = WeakIdKeyDictionary()  # parameters with blocks on several ranks, for the report
+
+
+def report() -> dict[str, Any]:
+    """What memkern.report() says of several processes."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    return {
+        "process_group": None
+        if alone
+        else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
+        "shards_end_inside_blocks": [
+            f"{str(tuple(p.shape)).replace(' ', '')}: replicated scales, stepped on the reference"
+            for p in _cut
+        ],
+    }
+
+
+# ---- what is on which rank
+
+
+def is_dtensor(x: Any) -> TypeIs[DTensor]:
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # where nobody has imported it there is no DTensor
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """The elements that this rank has."""
+    if not is_dtensor(x):
+        return x
+    own = x._local_tensor  # to_local() makes a view of a parameter, at each step
+    return own.wait() if hasattr(own, "wait") else own  # a collective that has not ended
+
+
+def ranks_of(p: Tensor) -> Ranks | None:
+    """The ranks that have other elements of a tensor, or None where this one has all."""
+    if not is_dtensor(p):
+        return None
+    mesh = p.device_mesh
+    dims = [k for k, at in enumerate(p.placements) if not at.is_replicate() and mesh.size(k) > 1]
+    return (mesh, tuple(dims)) if dims else None
+
+
+def cuts_blocks(p: Tensor, block_size: int) -> bool:
+    """Whether a shard of p may end inside a block of the whole tensor. The same on every rank."""
+    if not is_dtensor(p) or p.numel() == 0 or (ranks := ranks_of(p)) is None:
+        return False
+    layout, (mesh, dims) = layout_of(p, block_size), ranks
+    placements: Any = p.placements
+    short_rows = len(layout.scale_shape) == 1
+    count: dict[int, int] = {}  # of shards, by dimension
+    for k in dims:
+        at = placements[k]
+        count[at.dim] = count.get(at.dim, 1) * mesh.size(k)
+        plain = type(at).__name__ == "Shard"
+        if at.dim and not (plain and at.dim == 1 and not short_rows):
+            return True
+    inner = p.numel() // p.shape[0] if p.dim() else 1  # elements of a row
+    if short_rows:
+        nested = [placements[k].dim for k in dims].count(0) > 1
+        return nested or -(-p.shape[0] // count[0]) * inner % layout.block != 0
+    columns = count.get(1, 1)
+    return columns > 1 and (p.shape[1] % columns != 0 or inner // columns % layout.block != 0)
+
+
+def check_placements(p: Tensor) -> None:
+    """Raises ValueError for a DTensor of which no rank has elements of its own, or not in the order of memory."""
+    if not is_dtensor(p):
+        return
+    if any(at.is_partial() for at in p.placements):
+        raise ValueError(f"params must be sharded or replicated, got placements {p.placements}")
+    if ranks_of(p) and not (p.is_contiguous() and local(p).is_contiguous()):
+        raise ValueError(
+            f"sharded params must be contiguous, got shape {tuple(p.shape)} with strides {p.stride()} and local "
+            f"strides {local(p).stride()}; call .contiguous() before they are sharded"
+        )
+
+
+def is_flat_shard(p: Tensor) -> bool:
+    """Whether FSDP1 made p: a flat parameter, or what use_orig_params=True leaves of one on this rank."""
+    return getattr(p, "_fsdp_flattened", False)
+
+
+def check_flat_shard(p: Tensor, needs_norms: str | None) -> None:
+    """Raises RuntimeError where norms are needed (by the option or class of that name) and FSDP1 hides the tensors."""
+    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    if needs_norms is None or not is_flat_shard(p) or (alone and needs_norms == "max_grad_norm"):
+        return
+    raise RuntimeError(
+        f"{needs_norms} needs norms of whole tensors, and FullyShardedDataParallel leaves this rank a flat shard of "
+        f"them ({p.numel()} elements) that names neither the tensors nor the process group; shard the model with "
+        "torch.distributed.fsdp.fully_shard"
+        + (", or clip with the model's own clip_grad_norm_" if needs_norms == "max_grad_norm" else "")
+    )
+
+
+def needs_numbers(p: Tensor, group: dict[str, Any], coded: bool) -> bool:
+    """Whether a step of p needs numbers of other ranks: norms of its layers, or largest values of its blocks."""
+    if ranks_of(p) is None:
+        return False
+    cut = coded and cuts_blocks(p, group["block_size"])
+    if cut:
+        _cut[p] = True
+    return cut or "layers" in group
+
+
+# ---- states
+
+
+def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if cuts_blocks(p, block_size):
+        return [Replicate()] * len(p.placements)
+    columns = Shard(1) if len(layout_of(p, block_size).scale_shape) == 2 else Replicate()
+    placements: Any = p.placements
+    return [at if at.is_replicate() or at.dim == 0 else columns for at in placements]
+
+
+def _scale(p: Tensor, own: Tensor, block_size: int) -> Tensor:
+    """A rank's scales as those of a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(p, DTensor)
+    shape = layout_of(p, block_size).scale_shape
+    stride = torch.empty(shape, device="meta").stride()
+    at = _placements_of_scales(p, block_size)
+    return DTensor.from_local(own, p.device_mesh, at, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _shape_of_scales(p: Tensor, block_size: int) -> tuple[int, ...]:
+    """Of the scales that this rank has."""
+    shape, own = layout_of(p, block_size).scale_shape, local(p).shape
+    if cuts_blocks(p, block_size) or not ranks_of(p):
+        return shape
+    inner = 1
+    for size in own[1:]:
+        inner *= size
+    if len(shape) == 2:
+        return own[0], -(-inner // block_size)
+    return (-(-own[0] // (block_size // max(1, inner))),)
+
+
+def new_scale(p: Tensor, like: Tensor, block_size: int) -> Tensor:
+    """Zero scales for the moments of p, which has the blocks of ``like``."""
+    if not is_dtensor(p):
+        return torch.zeros(layout_of(like, block_size).scale_shape, dtype=torch.float32, device=p.device)
+    own = torch.zeros(_shape_of_scales(p, block_size), dtype=torch.float32, device=local(p).device)
+    return _scale(p, own, block_size)
+
+
+def placed(key: str, x: Tensor, p: Tensor, block_size: int) -> Tensor:
+    """A loaded state's tensor, on the ranks where the state of p has it."""
+    of_elements = key not in ("step", "trust_ratio")
+    if not is_dtensor(p) or not of_elements:
+        return x.full_tensor() if is_dtensor(x) else x
+    from torch.distributed.tensor import distribute_tensor
+
+    scale = key.endswith("_scale")
+    shape = layout_of(p, block_size).scale_shape if scale else p.shape
+    if tuple(x.shape) != tuple(shape):
+        return x  # there is a message for this
+    at = tuple(_placements_of_scales(p, block_size)) if scale else p.placements
+    if is_dtensor(x) and x.device_mesh == p.device_mesh:
+        return x if x.placements == at else x.redistribute(placements=at)
+    whole = x.full_tensor() if is_dtensor(x) else x
+    return distribute_tensor(whole.detach(), p.device_mesh, at, src_data_rank=None)
+
+
+def without_flat_codes(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the moments of FSDP1's flat shards as floats.
+
+    FullyShardedDataParallel.optim_state_dict gathers what has an entry for each element, and makes the states of the
+    model's own tensors of it. Loading quantizes them again.
+    """
+    from .storage import load_moment
+
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+    changed = {}
+    for (p, group), i in zip(params, numbers, strict=True):
+        state = state_dict["state"].get(i, {})
+        if is_flat_shard(p) and any(key.endswith("_scale") for key in state):
+            moments = optimizer._op_of(group).moments
+            changed[i] = {
+                key: load_moment(key, state, group) if key in moments else x
+                for key, x in state.items()
+                if not key.endswith("_scale")
+            }
+    return {**state_dict, "state": {**state_dict["state"], **changed}} if changed else state_dict
