@@ -44,7 +44,7 @@ class BlockwiseOptimizer(Optimizer):
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
     _sharded = False  # whether there are DTensors
-    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, and a warning's flag.
+    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, a warning's flag.
     _versions: dict[Tensor, int]
     _is_compiled = False
     _said_changed = False
