@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed and what is missing, ``train`` trains a GPT."""
+"""``python -m memkern``: ``info`` shows what is installed and what is missing, ``train`` trains a language model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .train import cli as train_cli
 from .train.config import ArgumentError
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line, without the usage: --help has that."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -45,11 +52,11 @@ def info(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; an option that cannot be used ends it with status 2 and a line that says why."""
-    parser = argparse.ArgumentParser(prog="python -m memkern", description=__doc__.replace("``", ""))
+    parser = Parser(prog="python -m memkern", description=__doc__.replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, backends, CPU features, build")
     info_parser.add_argument("--json", action="store_true", help="as JSON")
-    train_parser = commands.add_parser("train", help="train a byte-level GPT on text")
+    train_parser = commands.add_parser("train", help="train a language model on text")
     train_cli.add_arguments(train_parser)
     args = parser.parse_args(argv)
     if args.command == "info":
