@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import backend, functional, memory, nn, optim, train
+    from . import backend, functional, memory, nn, optim, planner, train
     from .backend import report, use_backend
     from .compression.saved import quantize_saved
     from .compression.swap import compress, restore
+    from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
 
@@ -28,6 +29,8 @@ __all__ = [
     "memory",
     "nn",
     "optim",
+    "plan",
+    "planner",
     "quantize_affine",
     "quantize_blockwise",
     "quantize_saved",
@@ -41,6 +44,7 @@ _LAZY = {
     "compress": "compression.swap",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
+    "plan": "planner.planning",
     "quantize_affine": "quant.affine",
     "quantize_blockwise": "quant.blockwise",
     "quantize_saved": "compression.saved",

@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed and what is missing, ``train`` trains a language model."""
+"""``python -m memkern``: ``info`` shows what is installed, ``plan`` says what fits, ``train`` trains a language model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from .planner import cli as plan_cli
+from .planner.techniques import TechniqueError
 from .train import cli as train_cli
 from .train.config import ArgumentError
 
@@ -56,11 +58,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, backends, CPU features, build")
     info_parser.add_argument("--json", action="store_true", help="as JSON")
+    help_ = "what a training step needs, and what to use so that it fits"
+    plan_parser = commands.add_parser("plan", help=help_)
+    plan_cli.add_arguments(plan_parser)
     train_parser = commands.add_parser("train", help="train a language model on text")
     train_cli.add_arguments(train_parser)
     args = parser.parse_args(argv)
     if args.command == "info":
         return info(args)
+    if args.command == "plan":
+        try:
+            sys.exit(plan_cli.main(args))
+        except TechniqueError as error:
+            plan_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
     try:
         train_cli.main(args)
     except ArgumentError as error:

@@ -1,8 +1,11 @@
-"""Import before torch: a torch without CUDA then runs autograd on FakeTensors whose device is cuda.
+"""A torch without CUDA runs autograd on FakeTensors whose device is cuda, after :func:`install`.
 
 On such tensors every operator is dispatched as on a GPU (boolean dropout masks, no CPU-only attention kernel) and
 computes nothing, so that the memory of a GPU can be counted on any machine. For counting only, in a process of its own:
-from then on torch reports that CUDA is there. Needs a C++ compiler the first time. Does nothing where torch has CUDA.
+from then on torch reports that CUDA is there. Needs a C++ compiler the first time.
+
+``python -m memkern.planner.fake_cuda`` reads a pickled function with its arguments from standard input, installs, calls
+it and writes the pickled result.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -23,7 +28,7 @@ HERE = Path(__file__).parent
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("fakecuda needs torch")
+        raise ImportError("fake CUDA needs torch")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -34,16 +39,20 @@ def _build(torch: Path) -> Path:
     library = Path(tempfile.gettempdir()) / f"memkern-fakecuda-{os.getuid()}-{key}.so"
     if library.exists() and library.stat().st_uid == os.getuid():
         return library
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        raise RuntimeError("fakecuda needs a C++ compiler; install one or name it in CXX")
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError("fake CUDA needs a C++ compiler; install one or name it in CXX")
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / library.name
         options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch / 'include'}", f"-L{torch / 'lib'}"]
-        subprocess.check_call([compiler, *options, str(source), "-o", str(built), "-lc10", "-ltorch_cpu"])
+        subprocess.check_call([cxx, *options, str(source), "-o", str(built), "-lc10", "-ltorch_cpu"])
         shutil.copy(built, library.with_suffix(f".{os.getpid()}"))
     library.with_suffix(f".{os.getpid()}").replace(library)
     return library
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
 
 
 def install() -> None:
@@ -52,11 +61,16 @@ def install() -> None:
     if (torch / "lib" / "libtorch_cuda.so").exists():
         return
     if "torch" in sys.modules:
-        raise RuntimeError("fakecuda must be imported before torch")
+        raise RuntimeError("fake CUDA must be installed before torch is imported")
     library = _build(torch)
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch / "lib" / name), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library))
 
 
-install()
+def call(request: bytes) -> Any:
+    """Runs a pickled (function, arguments) in a process with fake CUDA; raises RuntimeError where that fails."""
+    done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True)
+    if done.returncode:
+        raise RuntimeError(f"on fake CUDA tensors: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    return pickle.loads(done.stdout)

@@ -1,0 +1,30 @@
+"""Predicts what a training step needs, by category and technique, and chooses what fits: ``memkern.plan``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpointing import checkpoint_blocks
+    from .hardware import Hardware
+    from .planning import Plan, Prediction, plan
+    from .techniques import TechniqueError, Techniques
+
+__all__ = ["Hardware", "Plan", "Prediction", "TechniqueError", "Techniques", "checkpoint_blocks", "plan"]
+
+_MODULES = {
+    "Hardware": "hardware",
+    "Plan": "planning",
+    "Prediction": "planning",
+    "TechniqueError": "techniques",
+    "Techniques": "techniques",
+    "checkpoint_blocks": "checkpointing",
+    "plan": "planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,73 @@
+"""``python -m memkern plan``: its arguments, and the answer as a text, JSON or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from .planning import plan
+from .techniques import TechniqueError, Techniques
+
+DESCRIPTION = """\
+Says what a training step of a model needs with each technique, and which to use so that it fits. Techniques that are
+given are used, the others chosen. Exit status: 0, something fits; 1, nothing does; 2, an argument cannot be used."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "--model", required=True, metavar="NAME|FOLDER", help="built-in name, or a transformers model"
+    )
+    parser.add_argument(
+        "--memory", required=True, metavar="SIZE", help="such as 12GiB: all that a process may use"
+    )
+    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sequence; not for images")
+    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
+    text = "sequences of an optimizer step (default: 1)"
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help=text)
+    text = "gradients are clipped by their norm, which rules a step in backward out"
+    parser.add_argument("--clip", action="store_true", help=text)
+    text = "all dropout rates (default: the configuration's)"
+    parser.add_argument("--dropout", type=float, metavar="X", help=text)
+    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="a picture of it, to be written there")
+    group = parser.add_argument_group("techniques")
+    for field in dataclasses.fields(Techniques):
+        name, text = f"--{field.name.replace('_', '-')}", f"plain training has {field.default}"
+        kind = str if isinstance(field.default, str) else _value
+        group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar="X", help=text)
+
+
+def _value(text: str) -> Any:
+    """None, True, False or a number where the text is one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the plan; returns 0 where something fits, else 1. Raises TechniqueError."""
+    if args.png is not None and not args.png.absolute().parent.is_dir():
+        raise TechniqueError("png", str(args.png), "a file in an existing folder")
+    names = [field.name for field in dataclasses.fields(Techniques)]
+    pinned = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    made = plan(
+        args.model,
+        memory=args.memory,
+        seq_len=args.seq_len,
+        device=args.device,
+        techniques=pinned,
+        batch_size=args.batch_size,
+        clip=args.clip,
+        dropout=args.dropout,
+    )
+    print(json.dumps(made.to_dict(), indent=1) if args.json else made)
+    if args.png is not None:
+        from .report import write_png
+
+        write_png(args.png, made)
+    return 0 if made.fits else 1

@@ -1,0 +1,72 @@
+"""How long a step takes: arithmetic, bytes over memory, bytes over the link. Good for ratios between techniques."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .techniques import Techniques
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Speeds in operations and bytes per second. link: between the host's memory and the device's.
+
+    process: bytes that a process has before it holds a tensor: on a GPU the context and the workspaces of the
+    libraries, on the CPU the interpreter with torch and transformers.
+    """
+
+    flops: float
+    half_flops: float
+    bandwidth: float
+    link: float
+    host_bandwidth: float
+    process: int
+
+
+DEFAULTS = {
+    # A card of 12 GB: 13 TFLOP/s in fp32, 50 in bf16, half of which matrix products reach; PCIe 4.0.
+    "cuda": Hardware(8e12, 25e12, 360e9, 20e9, 30e9, 768 << 20),
+    # Two cores with AVX-512 and AMX, as in benchmarks/results.
+    "cpu": Hardware(0.15e12, 0.5e12, 35e9, 35e9, 35e9, 512 << 20),
+}
+
+
+def seconds(
+    hardware: Hardware,
+    techniques: Techniques,
+    *,
+    parameters: int,
+    head: int,
+    tokens: int,
+    saved: int,
+    weight_bytes: int,
+    state_bytes: int,
+) -> float:
+    """Seconds of an optimizer step.
+
+    6 N D operations for N parameters and D tokens: a third each for the forward pass, the gradients of the activations
+    and those of the weights. Checkpoints repeat the forward pass, randomized linear layers compute their share of the
+    weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads and writes what is saved
+    once more in each pass. The step reads and writes weights, errors and states and reads gradients; with offload
+    gradients and weights go over the link.
+
+    head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any
+    technique. state_bytes: of the optimizer and of the errors.
+    """
+    passes = 3.0
+    if techniques.checkpointing != "none":
+        passes += 1
+    if (share := techniques.linear_share) is not None:
+        passes -= 1 - share
+    rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
+    operations = 2 * parameters * passes + (2 * head if techniques.loss_chunk else 0)
+    total = techniques.accumulation * techniques.micro_batch * tokens * operations / rate
+    if techniques.saved_bits:
+        total += techniques.accumulation * 2 * saved / hardware.bandwidth
+    gradients = weight_bytes
+    total += (techniques.accumulation - 1) * 3 * gradients / hardware.bandwidth
+    bandwidth = hardware.host_bandwidth if techniques.offload else hardware.bandwidth
+    total += (2 * weight_bytes + gradients + 2 * state_bytes) / bandwidth
+    if techniques.offload:
+        total += (techniques.accumulation * gradients + weight_bytes) / hardware.link
+    return total

@@ -1,0 +1,291 @@
+"""What is planned for: a built-in name, a Hugging Face configuration or folder, or a module with example inputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .techniques import TechniqueError
+
+Batch = dict[str, Any] | tuple[Any, ...]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def _gpt2(layers: int, heads: int, width: int) -> tuple[str, str, dict[str, Any]]:
+    return "GPT2Config", "GPT2LMHeadModel", {"n_layer": layers, "n_head": heads, "n_embd": width}
+
+
+def _encoder(family: str, layers: int, heads: int, width: int) -> tuple[str, str, dict[str, Any]]:
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+    }
+    if family == "Roberta":
+        sizes |= {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+    task = "Image" if family == "ViT" else "Sequence"
+    return f"{family}Config", f"{family}For{task}Classification", sizes
+
+
+def _llama(
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    inner: int,
+    vocabulary: int,
+    positions: int,
+    tied: bool = False,
+) -> tuple[str, str, dict[str, Any]]:
+    sizes = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+    }
+    return "LlamaConfig", "LlamaForCausalLM", sizes
+
+
+MODELS = {
+    "distilgpt2": _gpt2(6, 12, 768),
+    "gpt2": _gpt2(12, 12, 768),
+    "gpt2-medium": _gpt2(24, 16, 1024),
+    "gpt2-large": _gpt2(36, 20, 1280),
+    "gpt2-xl": _gpt2(48, 25, 1600),
+    "bert-base": _encoder("Bert", 12, 12, 768),
+    "bert-large": _encoder("Bert", 24, 16, 1024),
+    "roberta-base": _encoder("Roberta", 12, 12, 768),
+    "roberta-large": _encoder("Roberta", 24, 16, 1024),
+    "tinyllama-1.1b": _llama(22, 32, 4, 2048, 5632, 32000, 2048),
+    "llama-3.2-1b": _llama(16, 32, 8, 2048, 8192, 128256, 131072, tied=True),
+    "llama-3.2-3b": _llama(28, 24, 8, 3072, 8192, 128256, 131072, tied=True),
+    "llama-2-7b": _llama(32, 32, 32, 4096, 11008, 32000, 4096),
+    "llama-2-13b": _llama(40, 40, 40, 5120, 13824, 32000, 4096),
+    "llama-3.1-8b": _llama(32, 32, 8, 4096, 14336, 128256, 131072),
+    "llama-3.1-70b": _llama(80, 64, 8, 8192, 28672, 128256, 131072),
+    "vit-base": _encoder("ViT", 12, 12, 768),
+    "vit-large": _encoder("ViT", 24, 16, 1024),
+    "vit-huge": _encoder("ViT", 32, 16, 1280),
+}
+"""transformers' configuration and model, and the sizes in which it differs from the configuration's defaults."""
+
+
+def model_output_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a module: its output's ``loss``, the output itself where it is one number, else the output's sum."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        loss = tensors[0] if tensors[0].numel() == 1 else tensors[0].sum()
+    return loss
+
+
+@dataclasses.dataclass
+class Configured:
+    """A transformers model, by its configuration."""
+
+    name: str
+    config: Any
+    seq_len: int
+    loss: Loss = model_output_loss
+
+    def build(self) -> nn.Module:
+        """The model; called on fake tensors."""
+        import transformers
+
+        return getattr(transformers, _architecture(self.config))(self.config)
+
+    @property
+    def tokens(self) -> int:
+        if self.takes_images:
+            return (self.config.image_size // self.config.patch_size) ** 2 + 1
+        return self.seq_len
+
+    @property
+    def takes_images(self) -> bool:
+        return _architecture(self.config).endswith("ForImageClassification")
+
+    @property
+    def is_language_model(self) -> bool:
+        return not _architecture(self.config).endswith("Classification")
+
+    def batch(self, size: int) -> Batch:
+        """Inputs and labels of ``size`` sequences."""
+        if self.takes_images:
+            side, channels = self.config.image_size, self.config.num_channels
+            return {
+                "pixel_values": torch.zeros(size, channels, side, side),
+                "labels": torch.zeros(size, dtype=torch.long),
+            }
+        ids = torch.zeros(size, self.seq_len, dtype=torch.long)
+        if self.is_language_model:
+            return {"input_ids": ids, "labels": ids, "use_cache": False}
+        return {"input_ids": ids, "labels": torch.zeros(size, dtype=torch.long)}
+
+
+@dataclasses.dataclass
+class Given:
+    """A module with example inputs, whose first dimension is the batch's."""
+
+    name: str
+    model: nn.Module
+    example: Batch
+    loss: Loss = model_output_loss
+    is_language_model: bool = False
+
+    def build(self) -> nn.Module:
+        """A copy of the module; called on fake tensors, so that no value is copied."""
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        assert isinstance(mode, FakeTensorMode)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return copy.deepcopy(self.model, {id(x): _fake(mode, x) for x in tensors})
+
+    @property
+    def _leading(self) -> list[Tensor]:
+        return [x for x in tree_leaves(self.example) if isinstance(x, Tensor) and x.dim()]
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence: the example's second dimension where it holds indices; else 1."""
+        first = self._leading[0]
+        return math.prod(first.shape[1:]) if not first.is_floating_point() else 1
+
+    def batch(self, size: int) -> Batch:
+        rows = self._leading[0].shape[0]
+
+        def sized(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            shape = (size, *x.shape[1:]) if x.dim() and x.shape[0] == rows else x.shape
+            return torch.zeros(shape, dtype=x.dtype)
+
+        return tree_map(sized, self.example)
+
+
+Source = Configured | Given
+
+
+def _fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def _architecture(config: Any) -> str:
+    """The class of transformers that a configuration is for: the one it names, else by the type of the model."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return name
+    kind = config.model_type
+    images = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    if images is not None:
+        return images if isinstance(images, str) else images[0]
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if causal is not None and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return causal
+    classifier = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    if classifier is None:
+        raise TechniqueError("model", kind, "a model for language, sequence or image classification")
+    return classifier
+
+
+def _built_in(name: str) -> Any:
+    import transformers
+
+    config, architecture, sizes = MODELS[name]
+    return getattr(transformers, config)(**sizes, architectures=[architecture])
+
+
+def _from_folder(folder: Path) -> Any:
+    import transformers
+
+    allowed = "a folder with the config.json of a transformers model"
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise TechniqueError("model", str(folder), allowed) from error
+
+
+def _set_dropout(config: Any, dropout: float) -> Any:
+    config = copy.deepcopy(config)
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and (name.endswith(("pdrop", "dropout", "dropout_prob"))):
+            setattr(config, name, dropout)
+    return config
+
+
+def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dropout: float | None) -> Source:
+    """What to plan for.
+
+    Raises:
+        TechniqueError: a name that is neither built in nor a folder, a sequence that is longer than the model's
+            positions, a module without example inputs.
+        TypeError: another kind of model.
+    """
+    if isinstance(model, nn.Module):
+        batch = (
+            dict(inputs)
+            if isinstance(inputs, Mapping)
+            else inputs
+            if isinstance(inputs, tuple)
+            else (inputs,)
+        )
+        if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
+            raise TechniqueError("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise TechniqueError(
+                "model", type(model).__name__, "a module with parameters that require gradients"
+            )
+        return Given(type(model).__name__, model, batch, loss or model_output_loss, _has_language_head(model))
+    if isinstance(model, (str, Path)):
+        name = str(model)
+        if name in MODELS:
+            config = _built_in(name)
+        elif Path(name).is_dir():
+            config = _from_folder(Path(name))
+        else:
+            raise TechniqueError("model", name, f"a folder with a transformers model, or {', '.join(MODELS)}")
+    elif hasattr(model, "model_type") and hasattr(model, "to_dict"):
+        name, config = model.model_type, model
+    else:
+        raise TypeError(
+            "model must be a name, a folder, a transformers configuration or a torch.nn.Module, got "
+            f"{type(model).__name__}"
+        )
+    if dropout is not None:
+        config = _set_dropout(config, dropout)
+    source = Configured(name, config, seq_len or 0, loss or model_output_loss)
+    if not source.takes_images:
+        _check_length(config, seq_len)
+    return source
+
+
+def _check_length(config: Any, seq_len: Any) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if config.model_type == "roberta":
+        positions -= 2  # the first two positions are for padding
+    allowed = "a whole number, 1 or more" if positions is None else f"1 to {positions}, the model's positions"
+    if not isinstance(seq_len, int) or seq_len < 1 or (positions is not None and seq_len > positions):
+        raise TechniqueError("seq_len", seq_len, allowed)
+
+
+def _has_language_head(model: Any) -> bool:
+    return (
+        hasattr(model, "base_model") and getattr(model, "get_output_embeddings", lambda: None)() is not None
+    )

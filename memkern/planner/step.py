@@ -1,0 +1,169 @@
+"""A training step of a model with given techniques, run on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from .. import optim
+from ..compression.swap import compress
+from .checkpointing import checkpoint_blocks
+from .models import Source
+from .techniques import TechniqueError, Techniques
+from .trace import Recorder, Trace, record
+
+ERROR_BYTES = {None: 0, "fp32": 4, "bf16+16": 2, "bf16+8": 1}
+"""Per parameter, of ``master_weights``."""
+
+
+def prepare(model: nn.Module, techniques: Techniques) -> None:
+    """Applies the techniques that change the model, in place: precision, activations, linear layers, checkpoints."""
+    if techniques.precision == "bf16":
+        model.to(torch.bfloat16)
+    bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
+    if bits or saved or share:
+        compress(model, bits or ("fused" if saved else None), linear=share, saved_bits=saved)
+    if techniques.checkpointing != "none":
+        checkpoint_blocks(model, techniques.checkpointing)
+
+
+def make_optimizer(
+    params: Iterable[nn.Parameter], techniques: Techniques, **options: Any
+) -> torch.optim.Optimizer:
+    """The optimizer of the techniques; ``options`` beside theirs."""
+    if techniques.optimizer.startswith("torch."):
+        name = techniques.optimizer.removeprefix("torch.")
+        return getattr(torch.optim, name)(params, foreach=False, **options)
+    cls = getattr(optim, techniques.optimizer)
+    options["state_bits"] = techniques.state_bits
+    if techniques.master_weights:
+        options["master_weights"] = techniques.master_weights
+    if techniques.step_in_backward:
+        return optim.StepInBackward(cls, params, **options)
+    if techniques.offload:
+        return optim.HostOffload(cls, params, **options)
+    return cls(params, **options)
+
+
+def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
+    """The loss of a causal language model with at most ``chunk`` classes' logits in memory."""
+    from ..nn import LinearCrossEntropy
+
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    hidden = model.base_model(**inputs).last_hidden_state
+    loss = LinearCrossEntropy.from_linear(model.get_output_embeddings(), chunk_size=chunk)
+    return loss(hidden[:, :-1], batch["labels"][:, 1:])
+
+
+def trace(source: Source, techniques: Techniques, device: str) -> Trace:
+    """A forward and a backward pass on fake tensors of a device."""
+    if techniques.loss_chunk and not source.is_language_model:
+        raise TechniqueError(
+            "loss_chunk", techniques.loss_chunk, "None for a model that is no language model"
+        )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.device(device):
+        model = source.build().train()
+    prepare(model, techniques)  # outside of the mode: activations are matched on values
+    with mode, torch.device(device):
+        batch = source.batch(techniques.micro_batch)
+        if techniques.precision == "bf16":
+            batch = floats_to(batch, torch.bfloat16)
+
+        def forward() -> Tensor:
+            amp = techniques.precision == "amp"
+            with torch.autocast(device, torch.bfloat16) if amp else contextlib.nullcontext():
+                if techniques.loss_chunk:
+                    assert isinstance(batch, dict)
+                    return chunked_loss(model, batch, techniques.loss_chunk)
+                return source.loss(model, batch)
+
+        return record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
+
+
+def floats_to(batch: Any, dtype: torch.dtype) -> Any:
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Bytes that do not depend on the batch, and numbers of parameters."""
+
+    count: int
+    head: int
+    parameters: int
+    errors: int
+    gradients: int
+    optimizer: int
+    step_temporaries: int
+    largest: int
+    """Bytes of the largest gradient."""
+
+
+def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
+    """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.device(device):
+        model = source.build()
+        if techniques.precision == "bf16":
+            model.to(torch.bfloat16)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        state, temporaries = _optimizer_bytes(trained, techniques)
+        gradients = [p.numel() * p.element_size() for p in trained]
+        return Fixed(
+            count=sum(p.numel() for p in model.parameters()),
+            head=_head(model),
+            parameters=_bytes([*model.parameters(), *model.buffers()]),
+            errors=ERROR_BYTES[techniques.master_weights] * sum(p.numel() for p in trained),
+            gradients=sum(gradients),
+            optimizer=state,
+            step_temporaries=temporaries,
+            largest=max(gradients),
+        )
+
+
+def _head(model: Any) -> int:
+    """Parameters of a language model's output layer."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return 0 if head is None else head.weight.numel()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int]:
+    """Bytes of the states, and the most that a step allocates beside them."""
+    plain = techniques.replace(master_weights=None, step_in_backward=False, offload=False)
+    optimizer = make_optimizer(params, plain)
+    for p in params:
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    recorder = Recorder([*params, *(p.grad for p in params if p.grad is not None), *_states(optimizer)])
+    with recorder:
+        optimizer.step()
+    level = peak = 0
+    changes = [(s.born, s.size) for s in recorder.storages]
+    changes += [(s.died, -s.size) for s in recorder.storages if s.died is not None]
+    for _, change in sorted(changes):
+        level += change
+        peak = max(peak, level)
+    state = _bytes(_states(optimizer))
+    if techniques.optimizer.startswith("torch.") and params[0].device.type == "cuda":
+        peak = max(
+            peak, sum(p.numel() * p.element_size() for p in params)
+        )  # foreach: a root of every second moment
+    return state, peak
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]

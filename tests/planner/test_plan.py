@@ -1,0 +1,387 @@
+"""memkern.plan: what it predicts, what it recommends, what it refuses."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkern
+from memkern import memory
+from memkern.__main__ import main
+from memkern.planner import TechniqueError, Techniques, checkpoint_blocks
+from memkern.planner import step as planner_step
+from memkern.planner.hardware import DEFAULTS
+from memkern.planner.models import MODELS, resolve
+from memkern.planner.planning import ALONE, CATEGORIES, Planner, parse_memory
+
+MIB = 2**20
+WIDTH, DEPTH = 64, 9
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def planner_of(model: nn.Module, inputs: Any) -> Planner:
+    return Planner(resolve(model, None, inputs, None, None), "cpu", "cpu", DEFAULTS["cpu"])
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformers model's folder, of which a plan needs the configuration alone."""
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("gpt2")
+    sizes = {"n_layer": 3, "n_embd": 64, "n_head": 2, "vocab_size": 5000, "n_positions": 128}
+    transformers.GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained(path)
+    return path
+
+
+# ---- predictions
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation_bits": 3},
+        {"saved_bits": 8},
+        {"checkpointing": "blocks"},
+        {"checkpointing": "sqrt"},
+        {"precision": "bf16"},
+        {"randomized_linear": 0.2},
+    ],
+    ids=str,
+)
+def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None:
+    techniques = Techniques(micro_batch=1000, **changes)
+    model = Stack()
+    peak = planner_of(model, torch.zeros(2, WIDTH)).trace(techniques).peaks(free_gradients=False, unit=1)
+    planner_step.prepare(model, techniques)
+    x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
+    real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes(
+        [*model.parameters(), x]
+    )
+    assert max(p.total for p in peak.values()) == real
+
+
+def test_categories_add_up_and_are_as_counted() -> None:
+    planner = planner_of(Stack(), torch.zeros(2, WIDTH))
+    count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)
+    fixed = planner.fixed(Techniques(state_bits=8))
+    assert fixed.count == count
+    assert fixed.parameters == fixed.gradients == 4 * count
+    assert 2 * count < fixed.optimizer < 2.2 * count
+    prediction = planner.predict(Techniques(micro_batch=100))
+    assert tuple(prediction.categories) == CATEGORIES
+    assert prediction.peak == sum(prediction.categories.values()) == max(prediction.phases.values())
+    assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
+
+
+@pytest.mark.parametrize(("master", "size"), [(None, 0), ("fp32", 4), ("bf16+16", 2), ("bf16+8", 1)])
+def test_errors_of_bf16_weights(master: str | None, size: int) -> None:
+    planner = planner_of(Stack(), torch.zeros(2, WIDTH))
+    fixed = planner.fixed(Techniques(precision="bf16", master_weights=master, state_bits=8))
+    assert fixed.parameters == 2 * fixed.count
+    assert fixed.errors == size * fixed.count
+
+
+def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> None:
+    planner = planner_of(Stack(), torch.zeros(2, WIDTH))
+    fixed = planner.fixed(Techniques())
+    plain, leaving, accumulating = (
+        planner.predict(Techniques(**changes))
+        for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
+    )
+    assert plain.categories["gradients"] == fixed.gradients
+    assert leaving.categories["gradients"] <= 2 * fixed.largest
+    assert accumulating.categories["gradients"] >= fixed.gradients
+    assert accumulating.phases["forward"] - plain.phases["forward"] >= fixed.gradients
+
+
+def test_offload_leaves_the_gpu_without_states() -> None:
+    source = resolve(Stack(), None, torch.zeros(2, WIDTH), None, None)
+    planner = Planner(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
+    here, away = planner.predict(Techniques()), planner.predict(Techniques(offload=True))
+    assert away.categories["optimizer"] == 0
+    assert away.host >= here.categories["optimizer"] > 0
+    assert away.seconds > here.seconds
+
+
+@pytest.mark.parametrize("how", ["blocks", "sqrt"])
+def test_checkpoints_change_no_gradient(how: str) -> None:
+    x = torch.randn(5, WIDTH)
+    gradients = []
+    for wanted in ("none", how):
+        torch.manual_seed(0)
+        model = Stack()
+        if wanted != "none":
+            checkpoint_blocks(model, wanted)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).backward()
+        with torch.no_grad():
+            model(x)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+# ---- the choice
+
+
+def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
+    model, x = Stack(), torch.zeros(2, WIDTH)
+    planner = planner_of(model, x)
+    plain = planner.predict(Techniques()).peak
+    assert memkern.plan(
+        model, memory=plain + 8 * MIB, inputs=x, device="cpu", techniques={"precision": "fp32"}
+    ).fits
+    roomy = memkern.plan(model, memory=2 * plain, inputs=x, device="cpu", techniques={"precision": "fp32"})
+    assert roomy.recommended is not None
+    assert roomy.recommended.techniques == Techniques()
+    tight = memkern.plan(model, memory=roomy.together.peak + 1, inputs=x, device="cpu")
+    assert tight.recommended is not None
+    assert tight.recommended.peak <= tight.memory
+    none = memkern.plan(model, memory=DEFAULTS["cpu"].process, inputs=x, device="cpu")
+    assert not none.fits
+    assert f"{none.together.peak / 2**30:.2f} GiB" in str(none)
+
+
+def test_the_largest_micro_batch_is_the_largest() -> None:
+    model, x = Stack(), torch.zeros(2, WIDTH)
+    plan = memkern.plan(model, memory="600MiB", inputs=x, device="cpu", techniques=Techniques())
+    planner = planner_of(model, x)
+    assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch)).peak <= plan.memory
+    assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch + 1)).peak > plan.memory
+
+
+def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> None:
+    given = {
+        "precision": "fp32",
+        "state_bits": 32,
+        "activation_bits": None,
+        "saved_bits": None,
+        "checkpointing": "none",
+    }
+    plan = memkern.plan(
+        Stack(),
+        memory="530MiB",
+        inputs=torch.zeros(2, WIDTH),
+        device="cpu",
+        techniques=given,
+        batch_size=4000,
+        clip=True,
+    )
+    assert plan.recommended is not None
+    found = plan.recommended.techniques
+    assert found.accumulation > 1
+    assert found.micro_batch * found.accumulation == 4000
+    assert found.micro_batch <= plan.largest_micro_batch
+    assert not found.step_in_backward
+
+
+def test_what_is_given_is_used() -> None:
+    plan = memkern.plan(
+        Stack(),
+        memory="4GiB",
+        inputs=torch.zeros(2, WIDTH),
+        device="cpu",
+        techniques={"state_bits": 8, "precision": "amp"},
+    )
+    assert plan.recommended is not None
+    assert (plan.recommended.techniques.state_bits, plan.recommended.techniques.precision) == (8, "amp")
+
+
+def test_a_model_is_left_as_it_is() -> None:
+    model = Stack()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    memkern.plan(model, memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {type(m) for m in model.modules()} == {Stack, Block, nn.ModuleList, nn.Linear, nn.GELU}
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "amp", "accumulation": 2},
+        {"activation_bits": 3, "saved_bits": 8, "checkpointing": "sqrt"},
+    ],
+    ids=str,
+)
+def test_the_lines_of_code_run(folder: Path, changes: dict[str, Any]) -> None:
+    import transformers
+
+    plan = memkern.plan(
+        folder, memory="4GiB", seq_len=32, device="cpu", techniques=Techniques(**changes), dropout=0
+    )
+    ids = torch.arange(32)[None]
+    config = transformers.AutoConfig.from_pretrained(folder)
+    names = {
+        "model": transformers.GPT2LMHeadModel(config),
+        "batches": itertools.repeat({"input_ids": ids, "labels": ids}),
+        "lr": 1e-3,
+        "steps": 3,
+    }
+    before = names["model"](ids, labels=ids).loss
+    exec(plan.code(), names)
+    assert names["model"](ids, labels=ids).loss < before
+
+
+# ---- the command
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return exit_.value.code, out, err
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    given = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
+    png = tmp_path / "plan.png"
+    code, out, _ = run(capsys, *given, "--memory", "2GiB", "--png", str(png))
+    assert code == 0
+    assert "Fits: " in out
+    assert "loss.backward()" in out
+    assert png.stat().st_size > 1000
+    code, out, _ = run(capsys, *given, "--memory", "100MiB", "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert found["fits"] is False
+    assert set(found["alone"]) == set(ALONE) - {"offload"}
+    assert found["together"]["peak"] > 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "gpt5", "--memory", "1GiB", "--seq-len", "8"),
+            "--model: 'gpt5' given; allowed: a folder",
+        ),
+        (("--model", "gpt2", "--memory", "much", "--seq-len", "8"), "--memory: 'much' given; allowed: bytes"),
+        (
+            ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "2048"),
+            "--seq-len: 2048 given; allowed: 1 to 1024",
+        ),
+        (("--model", "gpt2", "--memory", "1GiB"), "--seq-len: None given"),
+        (
+            ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--device", "tpu"),
+            "--device: 'tpu' given",
+        ),
+        (
+            ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--state-bits", "4"),
+            "--state-bits: 4 given",
+        ),
+        (
+            ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--png", "/no/such/a.png"),
+            "--png: '/no/such/a.png'",
+        ),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture, arguments: tuple[str, ...], message: str) -> None:
+    pytest.importorskip("transformers")
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    code, _, err = run(capsys, "--model", str(tmp_path), "--memory", "1GiB", "--seq-len", "8")
+    assert code == 2
+    assert "a folder with the config.json of a transformers model" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp16"}, "precision: 'fp16' given; allowed: 'fp32', 'amp', 'bf16'"),
+        ({"state_bits": 8.0}, "state_bits: 8.0 given"),
+        (
+            {"master_weights": "bf16+8"},
+            "master_weights: 'bf16+8' given; allowed: None, unless precision is 'bf16'",
+        ),
+        ({"optimizer": "torch.AdamW", "state_bits": 8}, "state_bits: 8 given; allowed: 32 with torch.AdamW"),
+        ({"step_in_backward": True, "accumulation": 2}, "step_in_backward: True given"),
+        ({"micro_batch": 0}, "micro_batch: 0 given; allowed: a whole number, 1 or more"),
+        ({"randomized_linear": 1.5}, "randomized_linear: 1.5 given"),
+    ],
+    ids=str,
+)
+def test_bad_techniques(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TechniqueError) as error:
+        Techniques(**changes)
+    assert message in str(error.value)
+
+
+def test_bad_models() -> None:
+    with pytest.raises(TypeError, match="model must be a name"):
+        memkern.plan(3, memory="1GiB")
+    with pytest.raises(TechniqueError, match="inputs: None given"):
+        memkern.plan(Stack(), memory="1GiB")
+    with pytest.raises(TechniqueError, match="techniques: 'bits' given; allowed: precision"):
+        memkern.plan(Stack(), memory="1GiB", inputs=torch.zeros(2, WIDTH), techniques={"bits": 8})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("12GiB", 12 * 2**30), ("12gb", 12 * 10**9), ("11.5 GiB", 11.5 * 2**30), (1024, 1024)]
+)
+def test_memory(text: Any, size: float) -> None:
+    assert parse_memory(text) == size
+
+
+# ---- built-in models and GPUs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "bert-base", "roberta-base", "vit-base", "llama-3.2-1b"])
+def test_built_in_models(name: str) -> None:
+    pytest.importorskip("transformers")
+    counts = {
+        "gpt2": 124.4,
+        "bert-base": 109.5,
+        "roberta-base": 124.6,
+        "vit-base": 85.8,
+        "llama-3.2-1b": 1235.8,
+    }
+    assert name in MODELS
+    planner = Planner(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
+    assert planner.fixed(Techniques()).count / 1e6 == pytest.approx(counts[name], abs=0.2)
+    assert planner.predict(Techniques(checkpointing="blocks")).peak < planner.predict(Techniques()).peak
+
+
+@pytest.mark.full
+def test_fake_cuda(folder: Path) -> None:
+    from memkern.planner import fake_cuda
+
+    if fake_cuda.compiler() is None:
+        pytest.skip("no C++ compiler")
+    plan = memkern.plan(folder, memory="2GiB", seq_len=64)
+    assert plan.counted_on == "cuda"
+    assert "offload" in plan.alone
+    assert dataclasses.asdict(plan)["device"] == "cuda"
