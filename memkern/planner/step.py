@@ -35,7 +35,7 @@ def prepare(model: nn.Module, techniques: Techniques) -> None:
 
 
 def make_optimizer(
-    params: Iterable[nn.Parameter], techniques: Techniques, **options: Any
+    params: Iterable[Any], techniques: Techniques, **options: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of the techniques; ``options`` beside theirs."""
     if techniques.optimizer.startswith("torch."):

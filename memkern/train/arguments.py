@@ -59,7 +59,9 @@ def add_model(group: Any) -> None:
     text = f"byte-level GPT of layers x heads x width, {sizes}; or a model of transformers: a folder, or a name on the Hub"
     add(group, "model", text, metavar="NAME|FOLDER")
     flag(group, "from_config", "random weights in place of those of the folder or the Hub")
-    flag(group, "bytes", "UTF-8 bytes as tokens; by default the model's tokenizer, or one trained on the text")
+    flag(
+        group, "bytes", "UTF-8 bytes as tokens; by default the model's tokenizer, or one trained on the text"
+    )
     add(group, "text_field", "field of .jsonl and .csv files with the text", "text", metavar="NAME")
     text = "train a sequence classifier to find this field of .jsonl and .csv files"
     add(group, "label_field", text, "none; label, for a folder that holds a classifier", metavar="NAME")
@@ -107,7 +109,12 @@ def add_techniques(group: Any) -> None:
     add(group, "activation_bits", text, "torch's activations", type=int, metavar="N")
     text = "share of the tokens that linear layers save for their weights' gradients"
     add(group, "linear_keep", text, "all", type=float, metavar="X")
-    add(group, "saved_bits", "all that is saved for the backward pass: once, in 8 bits", choices=list(SAVED_BITS))
+    add(
+        group,
+        "saved_bits",
+        "all that is saved for the backward pass: once, in 8 bits",
+        choices=list(SAVED_BITS),
+    )
     text = "classes whose logits are in memory at a time"
     add(group, "loss_chunk", text, "all", type=int, metavar="N")
     flag(group, "step_in_backward", "update each parameter as soon as it has its gradient, and free that")

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from .. import optim
-from ..compression.swap import compress
-from .checkpointing import checkpoint_blocks
+from ..planner.step import make_optimizer, prepare
+from ..planner.techniques import TechniqueError
 from .config import ArgumentError, TrainConfig
 from .data import Corpus, load_corpus
 from .distributed import Processes
 from .model import GPT
 from .objective import ByteModel, Classifier, LanguageModel, Objective
-
-CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw8bit": optim.AdamW8bit,
-    "adam8bit": optim.Adam8bit,
-    "lion8bit": optim.Lion8bit,
-    "lamb8bit": optim.LAMB8bit,
-    "lars8bit": optim.LARS8bit,
-    "adamw": optim.AdamW,
-    "adam": optim.Adam,
-    "lion": optim.Lion,
-    "lamb": optim.LAMB,
-    "lars": optim.LARS,
-    "torch-adamw": torch.optim.AdamW,
-    "torch-adam": torch.optim.Adam,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +39,9 @@ def load(config: TrainConfig) -> Source:
     huggingface.check_seq_len(config, hf_config)
     classifier = huggingface.is_classifier(config, hf_config)
     label_field = config.label_field or ("label" if classifier else None)
-    train, validation, files = read_documents(config.data, text_field=config.text_field, label_field=label_field)
+    train, validation, files = read_documents(
+        config.data, text_field=config.text_field, label_field=label_field
+    )
     tokenizer = huggingface.load_tokenizer(config, hf_config, train.texts)
     if label_field is None:
         return Source(token_corpus(config, train, validation, files, tokenizer), hf_config, tokenizer)
@@ -90,9 +75,10 @@ def build_objective(config: TrainConfig, source: Source, device: torch.device) -
         classes = getattr(source.corpus, "classes", ())
         model = huggingface.build(config, source.hf_config, classes, source.tokenizer.pad).to(device)
         objective = Classifier(model) if classes else LanguageModel(model, config.loss_chunk)
-    saved_bits: Any = {"none": None, "exact": "exact", "8": 8}[config.saved_bits]
-    compress(objective.model, config.activation_bits, linear=config.linear_keep, saved_bits=saved_bits)
-    checkpoint_blocks(objective.model, config.checkpointing)
+    try:
+        prepare(objective.model, config.techniques)
+    except TechniqueError as error:
+        raise ArgumentError(error.name, error.message) from error
     return objective
 
 
@@ -106,13 +92,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
     groups = decay_groups(model, config.decay)
-    optimizer_class = CLASSES[config.optimizer]
-    options: dict[str, Any] = {"lr": config.peak_lr}
-    if config.optimizer.startswith("torch-"):
-        options["fused"] = True
-    if config.master_weights != "none":
-        options["master_weights"] = config.master_weights
-    return optimizer_class(groups, **options)
+    if config.optimizer == "torch-adamw":
+        return torch.optim.AdamW(groups, lr=config.peak_lr, fused=True)
+    if config.optimizer == "torch-adam":
+        return torch.optim.Adam(groups, lr=config.peak_lr, fused=True)
+    return make_optimizer(groups, config.techniques, lr=config.peak_lr)
 
 
 def schedule(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:

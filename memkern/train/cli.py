@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +50,9 @@ def check_paths(out: Path | None, save: Path | None, export: Path | None) -> Non
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
             raise ArgumentError(name, f"{str(folder)!r} given; allowed: a folder that exists or can be made")
     if export is not None and os.path.isdir(export) and os.listdir(export):
-        raise ArgumentError("export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder")
+        raise ArgumentError(
+            "export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder"
+        )
 
 
 def needed(args: argparse.Namespace) -> tuple[str, ...]:
@@ -86,10 +87,15 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
     if args.compare and (args.save or args.resume or args.export):
         name = "save" if args.save else "resume" if args.resume else "export"
         raise ArgumentError("compare", f"given with --{name}; allowed: without --save, --resume and --export")
+    if args.fit and (args.compare or args.resume):
+        name = "compare" if args.compare else "resume"
+        raise ArgumentError("fit", f"given with --{name}; allowed: without --compare and --resume")
     if args.compare and world > 1:
         raise ArgumentError("compare", f"given in {world} processes; allowed in one")
     if args.export and config.is_preset:
-        raise ArgumentError("export", f"given with --model {config.model}; allowed with models of transformers")
+        raise ArgumentError(
+            "export", f"given with --model {config.model}; allowed with models of transformers"
+        )
     check_paths(args.out, args.save, args.export)
     if args.resume and not args.save and not os.access(args.resume.absolute().parent, os.W_OK | os.X_OK):
         raise ArgumentError(
@@ -162,7 +168,9 @@ def train(trainers: Sequence[Trainer], save_to: Path | None) -> Phases:
     return phases
 
 
-def write_results(args: argparse.Namespace, source: Source, trainers: Sequence[Trainer], phases: Phases) -> None:
+def write_results(
+    args: argparse.Namespace, source: Source, trainers: Sequence[Trainer], phases: Phases
+) -> None:
     """The report, and the files that were asked for."""
     from . import report
 
@@ -192,6 +200,19 @@ def write_results(args: argparse.Namespace, source: Source, trainers: Sequence[T
         print(f"Written: {', '.join(map(str, written))}")
 
 
+def fitted(args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes) -> TrainConfig:
+    """What the planner chooses for --fit, which it prints."""
+    from .build import resolve_device
+    from .fit import fit
+
+    config, plan = fit(config, source, args.fit, vars(args), resolve_device(config, group).type)
+    assert plan.recommended is not None
+    if group.first:
+        peak = plan.recommended.peak / 2**30
+        print(f"{args.fit} fit {plan.recommended.techniques}: {peak:.2f} GiB predicted", flush=True)
+    return config
+
+
 def main(args: argparse.Namespace) -> None:
     """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
     check_installed(needed(args))
@@ -207,6 +228,9 @@ def main(args: argparse.Namespace) -> None:
     configs = comparison(config) if args.compare else [config]
     with process_group(group, config.device):
         source = load(config)
+        if args.fit:
+            config = fitted(args, config, source, group)
+            configs = [config]
         trainers = [Trainer(each, source, group) for each in configs]
         if state:
             trainers[0].load_state_dict(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ..planner.techniques import Techniques
 from .large_batch import LR_RULES, scale_lr
 
 # The byte-level presets: layers, heads, width. Every other name is a model of transformers.
@@ -34,6 +35,9 @@ OPTIMIZERS = {
     "torch-adamw": (1e-3, 0.1),
     "torch-adam": (1e-3, 0.0),
 }
+
+# The classes of memkern.optim and torch.optim.
+CLASSES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "lamb": "LAMB", "lars": "LARS"}
 
 # The baseline of --compare. Lion, LAMB and LARS are not in torch.optim: theirs is the same optimizer with fp32 states.
 BASELINES = {
@@ -223,6 +227,27 @@ class TrainConfig:
         return ", ".join(words)
 
     @property
+    def techniques(self) -> Techniques:
+        """What a step does to need less memory, as the planner has it."""
+        torch_own = self.optimizer.startswith("torch-")
+        name = CLASSES[self.optimizer.removeprefix("torch-").removesuffix("8bit")]
+        return Techniques(
+            precision="bf16" if self.dtype == "bf16" else "fp32" if self.amp == "off" else "amp",
+            optimizer=f"torch.{name}" if torch_own else name,
+            state_bits=8 if self.optimizer.endswith("8bit") else 32,
+            activation_bits=self.activation_bits,
+            saved_bits={"none": None, "exact": "exact", "8": 8}[self.saved_bits],
+            randomized_linear=self.linear_keep or False,
+            checkpointing=self.checkpointing,
+            master_weights=None if self.master_weights == "none" else self.master_weights,
+            step_in_backward=self.step_in_backward,
+            loss_chunk=self.loss_chunk,
+            offload=self.offload,
+            micro_batch=self.batch_size,
+            accumulation=self.micro_batches,
+        )
+
+    @property
     def micro_batches(self) -> int:
         """Of batch_size windows, in a step."""
         return self.batch_factor * self.accumulate
@@ -282,7 +307,9 @@ def check_model_options(config: TrainConfig) -> None:
         return
     for name in TRANSFORMERS_ONLY:
         if getattr(config, name) not in (None, False):
-            text = f"given with --model {config.model}, a byte-level preset; allowed with models of transformers"
+            text = (
+                f"given with --model {config.model}, a byte-level preset; allowed with models of transformers"
+            )
             raise ArgumentError(name, text)
     _, heads, width = config.shape
     if width % heads and config.heads is not None:
@@ -301,7 +328,9 @@ def check_techniques(config: TrainConfig) -> None:
             "master_weights", f"{config.master_weights!r} given; allowed with --dtype bf16, or none"
         )
     if config.master_weights != "none" and torch_own:
-        raise ArgumentError("master_weights", f"given with {config.optimizer}; allowed with memkern's optimizers")
+        raise ArgumentError(
+            "master_weights", f"given with {config.optimizer}; allowed with memkern's optimizers"
+        )
     if not config.step_in_backward:
         return
     for name, stands, cure in (

@@ -124,7 +124,9 @@ def find_files(data: Sequence[str]) -> list[Path]:
             elif path.is_file():
                 with path.open("rb") as file:
                     if 0 in file.read(SNIFF):
-                        raise ArgumentError("data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV")
+                        raise ArgumentError(
+                            "data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV"
+                        )
                 files[path.resolve()] = None
             else:
                 raise ArgumentError("data", f"{name!r} given, which is neither a file nor a folder")

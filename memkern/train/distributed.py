@@ -93,14 +93,18 @@ class Steps(Dataset):
         return own_batches(batches, self.group), sum(batch.count for batch in batches)
 
 
-def prepared(corpus: Corpus, config: TrainConfig, group: Processes, first: int) -> Iterator[tuple[list[Batch], int]]:
+def prepared(
+    corpus: Corpus, config: TrainConfig, group: Processes, first: int
+) -> Iterator[tuple[list[Batch], int]]:
     """The steps from ``first`` on, by config.workers processes ahead of time, or here where there are none."""
     steps, left = Steps(corpus, config, group), range(first, config.steps)
     if not config.workers:
         return map(steps.__getitem__, left)
     # With a generator of its own, the loader draws no number of torch's global one.
     return iter(
-        DataLoader(steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator())
+        DataLoader(
+            steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator()
+        )
     )
 
 

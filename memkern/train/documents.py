@@ -51,7 +51,9 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ArgumentError("data", f"{str(path)!r}, line {number}, is no JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ArgumentError("data", f"{str(path)!r}, line {number}, is no JSON object; allowed: an object a line")
+            raise ArgumentError(
+                "data", f"{str(path)!r}, line {number}, is no JSON object; allowed: an object a line"
+            )
         yield row
 
 
@@ -72,15 +74,21 @@ def field(row: dict[str, Any], option: str, name: str, path: Path, number: int) 
     value = row.get(name)
     if value is None:
         names = ", ".join(repr(key) for key in row if isinstance(key, str)) or "none"
-        raise ArgumentError(option, f"{name!r} given, which row {number} of {str(path)!r} has not; allowed: {names}")
+        raise ArgumentError(
+            option, f"{name!r} given, which row {number} of {str(path)!r} has not; allowed: {names}"
+        )
     if isinstance(value, (dict, list)):
         raise ArgumentError(option, f"{name!r} given, which is no text in row {number} of {str(path)!r}")
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def read_table(path: Path, text_field: str, label_field: str | None, train: Documents, validation: Documents) -> None:
+def read_table(
+    path: Path, text_field: str, label_field: str | None, train: Documents, validation: Documents
+) -> None:
     """Adds a table's rows: every tenth one is for validation, as files are often sorted by label."""
-    rows: Callable[[Path], Iterator[dict[str, Any]]] = json_rows if path.suffix.lower() == ".jsonl" else csv_rows
+    rows: Callable[[Path], Iterator[dict[str, Any]]] = (
+        json_rows if path.suffix.lower() == ".jsonl" else csv_rows
+    )
     for number, row in enumerate(rows(path), 1):
         text = field(row, "text_field", text_field, path, number)
         label = None if label_field is None else field(row, "label_field", label_field, path, number)
@@ -115,8 +123,12 @@ def read_documents(
         elif label_field is None:
             read_text(path, train, validation)
         else:
-            raise ArgumentError("label_field", f"given, but {str(path)!r} has no fields; allowed: .jsonl, .csv and .tsv")
+            raise ArgumentError(
+                "label_field", f"given, but {str(path)!r} has no fields; allowed: .jsonl, .csv and .tsv"
+            )
     if not train.texts:
         given = " ".join(data)
-        raise ArgumentError("data", f"{given!r} given, which holds no text; allowed: files or folders of text")
+        raise ArgumentError(
+            "data", f"{given!r} given, which holds no text; allowed: files or folders of text"
+        )
     return train, validation, len(files)

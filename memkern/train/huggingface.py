@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planner.models import MODELS as BUILT_IN
+from ..planner.models import resolve
 from .config import MODELS, ArgumentError, TrainConfig
 from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe
 
@@ -36,7 +38,9 @@ def named(what: str, given: str, cure: str) -> Iterator[None]:
         yield
     except ArgumentError:
         raise
-    except Exception as error:  # the libraries below raise all kinds: OSError, ValueError, SafetensorError, KeyError
+    except (
+        Exception
+    ) as error:  # the libraries below raise all kinds: OSError, ValueError, SafetensorError, KeyError
         raise ArgumentError("model", f"{given!r}: {what}: {first_line(error)}; {cure}") from error
 
 
@@ -61,23 +65,12 @@ def load_config(config: TrainConfig) -> Any:
     if path.is_dir():
         with named("config.json cannot be used", name, "allowed: a folder that save_pretrained wrote"):
             return AutoConfig.from_pretrained(path, **SAFE)
-    if config.from_config and (built_in := built_in_config(name)) is not None:
-        return built_in
+    if config.from_config and name in BUILT_IN:
+        return resolve(name, 1, None, None, None).config
     if not HUB_NAME.fullmatch(name):
         raise ArgumentError("model", f"{name!r} given, which is no folder and no name; {allowed}")
     with named("no such model could be had from the Hugging Face Hub", name, allowed):
         return AutoConfig.from_pretrained(name, **SAFE)
-
-
-def built_in_config(name: str) -> Any:
-    """The configuration of a model that is known without a network, or None."""
-    from transformers import GPT2Config
-
-    sizes = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
-    if name not in sizes:
-        return None
-    layers, heads, width = sizes[name]
-    return GPT2Config(n_layer=layers, n_head=heads, n_embd=width)
 
 
 def is_classifier(config: TrainConfig, hf_config: Any) -> bool:
@@ -91,7 +84,12 @@ def longest(hf_config: Any) -> int | None:
     """The positions that a model has; None where it names none."""
     positions = getattr(hf_config, "max_position_embeddings", None)
     # RoBERTa's positions begin after that of the padding.
-    if positions is not None and hf_config.model_type in ("roberta", "camembert", "xlm-roberta", "longformer"):
+    if positions is not None and hf_config.model_type in (
+        "roberta",
+        "camembert",
+        "xlm-roberta",
+        "longformer",
+    ):
         positions -= hf_config.pad_token_id + 1
     return positions
 
@@ -106,7 +104,11 @@ def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
 
 def has_tokenizer(name: str) -> bool:
     path = Path(name)
-    return any((path / file).is_file() for file in TOKENIZER_FILES) if path.is_dir() else HUB_NAME.fullmatch(name) is not None
+    return (
+        any((path / file).is_file() for file in TOKENIZER_FILES)
+        if path.is_dir()
+        else HUB_NAME.fullmatch(name) is not None
+    )
 
 
 def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) -> Tokenizer:
@@ -118,7 +120,9 @@ def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) ->
     elif has_tokenizer(config.model) and (Path(config.model).is_dir() or not config.from_config):
         from transformers import AutoTokenizer
 
-        with named("its tokenizer cannot be read", config.model, "allowed: --bytes, or a folder without a tokenizer"):
+        with named(
+            "its tokenizer cannot be read", config.model, "allowed: --bytes, or a folder without a tokenizer"
+        ):
             tokenizer = FromTransformers(AutoTokenizer.from_pretrained(config.model, **SAFE))
     else:
         return train_bpe(texts, size)
@@ -144,14 +148,35 @@ def set_dropout(hf_config: Any, rate: float) -> None:
             setattr(hf_config, name, rate)
 
 
-def build(config: TrainConfig, hf_config: Any, classes: Sequence[str] = (), pad: int | None = None) -> nn.Module:
+def auto_class(hf_config: Any, *, classifier: bool) -> Any:
+    """transformers' auto class for the task. Raises ArgumentError where this type of model has none for it."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    if type(hf_config) not in auto._model_mapping:
+        task = "sequence classifier" if classifier else "causal language model"
+        raise ArgumentError(
+            "model",
+            f"given with a model of type {hf_config.model_type}, of which transformers has no {task}; "
+            "allowed: a causal language model, or with --label-field a sequence classifier",
+        )
+    return auto
+
+
+def architecture(hf_config: Any, *, classifier: bool) -> str:
+    """The name of transformers' class for the task."""
+    found = auto_class(hf_config, classifier=classifier)._model_mapping[type(hf_config)]
+    return (found[0] if isinstance(found, tuple) else found).__name__
+
+
+def build(
+    config: TrainConfig, hf_config: Any, classes: Sequence[str] = (), pad: int | None = None
+) -> nn.Module:
     """The model in config's dtype, built in it: no copy in another one is made.
 
     classes: those of a sequence classifier, whose pad token is ``pad``; empty: a causal language model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    auto = AutoModelForSequenceClassification if classes else AutoModelForCausalLM
+    auto = auto_class(hf_config, classifier=bool(classes))
     hf_config = copy.deepcopy(hf_config)
     if config.dropout is not None:
         set_dropout(hf_config, config.dropout)

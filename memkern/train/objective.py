@@ -16,7 +16,9 @@ from .model import GPT
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
     """Their sum, nats."""
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 class Objective(nn.Module):
@@ -28,9 +30,17 @@ class Objective(nn.Module):
         self.loss_chunk = loss_chunk
 
     def chunked(self, features: Tensor, head: nn.Module | Tensor, targets: Tensor) -> Tensor:
-        weight, bias = (head, None) if isinstance(head, Tensor) else (head.weight, getattr(head, "bias", None))
+        weight, bias = (
+            (head, None) if isinstance(head, Tensor) else (head.weight, getattr(head, "bias", None))
+        )
         return functional.linear_cross_entropy(
-            features, weight, targets, linear_bias=bias, ignore_index=IGNORED, reduction="sum", chunk_size=self.loss_chunk
+            features,
+            weight,
+            targets,
+            linear_bias=bias,
+            ignore_index=IGNORED,
+            reduction="sum",
+            chunk_size=self.loss_chunk,
         )
 
 
@@ -55,7 +65,9 @@ class LanguageModel(Objective):
     def __init__(self, model: Any, loss_chunk: int | None = None) -> None:
         super().__init__(model, loss_chunk)
         if loss_chunk is not None and not self._head_is_linear():
-            raise ArgumentError("loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's")
+            raise ArgumentError(
+                "loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's"
+            )
 
     @torch.no_grad()
     def _head_is_linear(self) -> bool:

@@ -12,7 +12,9 @@ from torch import Tensor
 from .config import ArgumentError
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-BATCH_CHARACTERS = 2**20  # of text encoded at once: an encoding takes some 100 bytes per token until it is a list of ids
+BATCH_CHARACTERS = (
+    2**20
+)  # of text encoded at once: an encoding takes some 100 bytes per token until it is a list of ids
 BPE_CHARACTERS = 2**24  # of the text that a BPE is trained on
 
 
@@ -82,7 +84,9 @@ def train_bpe(texts: Sequence[str], size: int) -> FromTransformers:
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if size < len(alphabet) + 2:
-        raise ArgumentError("model", f"given with {size} ids; a byte-level tokenizer needs {len(alphabet) + 2}")
+        raise ArgumentError(
+            "model", f"given with {size} ids; a byte-level tokenizer needs {len(alphabet) + 2}"
+        )
     tokenizer = Fast(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -126,13 +130,19 @@ def stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
     ends = [] if tokenizer.eos is None else [tokenizer.eos]
     for batch in batches(texts):
         ids: list[int] = []
-        for (index, _), encoded in zip(batch, tokenizer.encode([t for _, t in batch], special=False), strict=True):
+        for (index, _), encoded in zip(
+            batch, tokenizer.encode([t for _, t in batch], special=False), strict=True
+        ):
             if index != before:
                 ids += ends
                 before = index
             ids += encoded
         parts.append(torch.tensor(ids, dtype=torch.int32))
-    return torch.cat([*parts, torch.tensor(ends, dtype=torch.int32)]) if parts else torch.empty(0, dtype=torch.int32)
+    return (
+        torch.cat([*parts, torch.tensor(ends, dtype=torch.int32)])
+        if parts
+        else torch.empty(0, dtype=torch.int32)
+    )
 
 
 def encode_each(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> list[Tensor]:

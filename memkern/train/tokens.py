@@ -101,7 +101,8 @@ class LabelledTexts(Corpus):
         count = max(1, min(config.eval_tokens // config.seq_len, available))
         items = torch.arange(count) * available // count
         return [
-            self.batch(self.validation_texts, self.validation, some) for some in items.split(config.batch_size)
+            self.batch(self.validation_texts, self.validation, some)
+            for some in items.split(config.batch_size)
         ]
 
 
@@ -117,7 +118,9 @@ def name_of(config: TrainConfig) -> str:
     return " ".join(config.data) if config.data else "Python's standard library"
 
 
-def token_corpus(config: TrainConfig, train: Documents, validation: Documents, files: int, tokenizer: Tokenizer) -> Tokens:
+def token_corpus(
+    config: TrainConfig, train: Documents, validation: Documents, files: int, tokenizer: Tokenizer
+) -> Tokens:
     """Windows of all documents. Raises ArgumentError where they are shorter than a window."""
     streams = [stream(tokenizer, documents.texts) for documents in (train, validation)]
     check_lengths(name_of(config), len(streams[0]), len(streams[1]), config.seq_len, "token")
@@ -129,7 +132,8 @@ def class_names(documents: Documents, label_field: str) -> tuple[str, ...]:
     counted = Counter(documents.labels)
     if not 2 <= len(counted) <= MAX_CLASSES:
         raise ArgumentError(
-            "label_field", f"{label_field!r} given, with {len(counted)} labels; allowed: 2 to {MAX_CLASSES} labels"
+            "label_field",
+            f"{label_field!r} given, with {len(counted)} labels; allowed: 2 to {MAX_CLASSES} labels",
         )
     numbers = all(label.lstrip("-").isdecimal() for label in counted)
     return tuple(sorted(counted, key=int if numbers else None))
@@ -146,12 +150,16 @@ def labelled_corpus(
     """Raises ArgumentError for too few rows, and for a validation row whose label no training row has."""
     if not validation.texts:
         rows = len(train.texts)
-        raise ArgumentError("data", f"given with {rows} rows; allowed: 10 or more, of which every tenth is for validation")
+        raise ArgumentError(
+            "data", f"given with {rows} rows; allowed: 10 or more, of which every tenth is for validation"
+        )
     numbers = {name: number for number, name in enumerate(classes)}
     unknown = next((label for label in validation.labels if label not in numbers), None)
     if unknown is not None:
         raise ArgumentError("label_field", f"given, but the label {unknown!r} is in no row for training")
-    labels = [torch.tensor([numbers[label] for label in documents.labels]) for documents in (train, validation)]
+    labels = [
+        torch.tensor([numbers[label] for label in documents.labels]) for documents in (train, validation)
+    ]
     texts = [encode_each(tokenizer, documents.texts, config.seq_len) for documents in (train, validation)]
     return LabelledTexts(
         labels[0],
@@ -164,4 +172,3 @@ def labelled_corpus(
         classes=classes,
         pad=tokenizer.pad,
     )
-

@@ -9,8 +9,8 @@ import torch
 
 from memkern import memory
 from memkern.train import Corpus, Diverged, Trainer, comparison, run, scale_lr
-from memkern.train.config import BASELINES, OPTIMIZERS
 from memkern.train.build import decay_groups, warmup_cosine
+from memkern.train.config import BASELINES, OPTIMIZERS
 from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
 
 

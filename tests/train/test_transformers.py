@@ -25,7 +25,14 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the configuration of a small GPT-2, without weights and tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
     transformers.GPT2Config(
-        n_layer=5, n_head=2, n_embd=32, n_positions=64, vocab_size=300, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0
+        n_layer=5,
+        n_head=2,
+        n_embd=32,
+        n_positions=64,
+        vocab_size=300,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
     ).save_pretrained(folder)
     return str(folder)
 
@@ -60,7 +67,9 @@ def test_a_model_of_transformers_learns(small: TrainConfig, source: Source) -> N
     assert trainer.result().unit == "token"
 
 
-def test_an_epoch_has_every_token_once_and_a_last_group_that_is_smaller(small: TrainConfig, source: Source) -> None:
+def test_an_epoch_has_every_token_once_and_a_last_group_that_is_smaller(
+    small: TrainConfig, source: Source
+) -> None:
     config = dataclasses.replace(small, batch_size=3, accumulate=5, epochs=2)
     corpus = source.corpus
     per_epoch = corpus.steps_per_epoch(config)
@@ -115,7 +124,9 @@ def test_checkpointing_changes_bytes_and_no_bit(small: TrainConfig, source: Sour
 
 def test_segments_save_sqrt_of_the_inputs(small: TrainConfig, source: Source) -> None:
     hidden = 4 * 32 * 32 * 4  # bytes of a block's input
-    every, sqrt = (trained(small, source, checkpointing=mode).result().saved_bytes for mode in ("blocks", "sqrt"))
+    every, sqrt = (
+        trained(small, source, checkpointing=mode).result().saved_bytes for mode in ("blocks", "sqrt")
+    )
     assert every - sqrt == 3 * hidden  # 5 blocks in segments of 3 and 2
 
 
@@ -153,7 +164,9 @@ def test_a_checkpoint_of_another_model_is_refused(small: TrainConfig, source: So
     other = dataclasses.replace(small, model=str(tmp_path))
     with pytest.raises(ArgumentError, match=f"model: {tmp_path} given; allowed: {small.model}"):
         Trainer(other, source).load_state_dict(state)
-    bigger = dataclasses.replace(source, hf_config=transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=300))
+    bigger = dataclasses.replace(
+        source, hf_config=transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=300)
+    )
     trainer = Trainer(small, bigger)
     before = [weight.clone() for weight in weights(trainer)]
     with pytest.raises(ArgumentError, match="resume: given a checkpoint of another model"):
@@ -225,7 +238,9 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         path.write_text("\n".join(json.dumps(row) for row in rows(100)))
     else:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["text", "mood"], delimiter="\t" if request.param == ".tsv" else ",")
+            writer = csv.DictWriter(
+                file, ["text", "mood"], delimiter="\t" if request.param == ".tsv" else ","
+            )
             writer.writeheader()
             writer.writerows(rows(100))
     return str(path)
@@ -233,7 +248,14 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_a_classifier_learns(small: TrainConfig, table: str) -> None:
     config = dataclasses.replace(
-        small, data=(table,), label_field="mood", steps=30, batch_size=8, eval_every=30, eval_tokens=999, lr=5e-3
+        small,
+        data=(table,),
+        label_field="mood",
+        steps=30,
+        batch_size=8,
+        eval_every=30,
+        eval_tokens=999,
+        lr=5e-3,
     )
     source = load(config)
     assert source.corpus.classes == ("bad", "fine", "good")
@@ -271,4 +293,6 @@ def test_ignored_targets_have_no_loss_and_no_gradient(small: TrainConfig, source
     loss = trainer.loss(batch.inputs, torch.full_like(batch.targets, IGNORED), None)
     loss.backward()
     assert loss.item() == 0
-    assert all(not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None)
+    assert all(
+        not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None
+    )
