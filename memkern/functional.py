@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .compression.glu import GELU, GELU_TANH, SILU, glu
+from .cross_entropy import linear_cross_entropy
 from .fewbit.autograd import Codes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
@@ -36,6 +37,7 @@ __all__ = [
     "hardswish",
     "hardtanh",
     "leaky_relu",
+    "linear_cross_entropy",
     "mish",
     "mlp",
     "quick_gelu",

@@ -23,6 +23,7 @@ from .activation import (
 )
 from .embedding import StableEmbedding
 from .linear import RandomizedLinear
+from .loss import LinearCrossEntropy
 from .mlp import MLP
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "Hardswish",
     "Hardtanh",
     "LeakyReLU",
+    "LinearCrossEntropy",
     "Mish",
     "QuickGELU",
     "RandomizedLinear",

@@ -1,6 +1,7 @@
 """Drop-in optimizers with block-wise 8-bit or 32-bit states, and converters of other libraries' states."""
 
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
+from .backward import StepInBackward
 from .convert import (
     from_bitsandbytes_state_dict,
     from_torch_state_dict,
@@ -23,6 +24,7 @@ __all__ = [
     "LARS8bit",
     "Lion",
     "Lion8bit",
+    "StepInBackward",
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
     "param_groups",

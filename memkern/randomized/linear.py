@@ -17,7 +17,7 @@ MIN_TOKENS = (
 )
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast off, on devices that have it (meta has not)."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -37,7 +37,7 @@ class _RandomizedLinear(torch.autograd.Function):
         else:
             y = F.linear(x, weight, bias)
         ctx.tokens, ctx.shape, ctx.projection = x.shape[:-1].numel(), x.shape, projection
-        with _without_autocast(x.device):
+        with without_autocast(x.device):
             projected = project(x.reshape(ctx.tokens, -1), k, projection, seed, y.dtype)
         # The seed as a tensor, not as an attribute of ctx: under non-reentrant checkpointing an attribute would stay
         # that of the first forward pass, beside the projection of the recomputed one.
@@ -48,7 +48,7 @@ class _RandomizedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, projected, seed = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        with torch.no_grad(), _without_autocast(grad.device):
+        with torch.no_grad(), without_autocast(grad.device):
             rows = grad.reshape(ctx.tokens, -1)
             if ctx.needs_input_grad[0]:
                 grad_x = rows.mm(weight.to(grad.dtype)).view(ctx.shape)

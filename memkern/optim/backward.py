@@ -1,0 +1,256 @@
+"""The step in the backward pass: each parameter is stepped when its gradient has arrived, and the gradient freed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StepInBackward(Optimizer):
+    r"""An optimizer whose steps are taken inside ``backward()``, so that there is one gradient at a time.
+
+    ::
+
+        optimizer = memkern.optim.StepInBackward(memkern.optim.AdamW8bit, model.parameters(), lr=1e-4)
+        loss.backward()        # steps each parameter when its gradient has arrived, and frees the gradient
+        optimizer.step()       # nothing is left to do, so that the loop stays as it is
+        optimizer.zero_grad()
+
+    Args:
+        optimizer_class: the optimizer, memkern's or torch.optim's.
+        params: what it takes; tensors on one device.
+        options: its options.
+
+    The object is an instance of ``optimizer_class``, too: groups, schedulers, ``state_dict`` (the same) and hooks are
+    its own. The result has every bit of the ordinary step's for all optimizers that step a parameter by its own
+    gradient and state, as all of memkern's and torch.optim's elementwise ones do. A parameter that is used several
+    times (tied weights) is stepped once, after its last use.
+
+    Bytes: of the gradients the largest two or so are there at a time, in place of all. Time: a call of the op per
+    parameter in place of one for all.
+
+    ``step()`` takes a closure, which is called once. A gradient that did not come from ``backward()``, because it was
+    set by hand or its parameter needed none when it was added, is stepped and freed by ``step()``.
+
+    Cannot work, and raises: ``max_grad_norm`` (the norm of all gradients is known when all are there), a GradScaler
+    (whether a step is skipped is too), a second ``backward()`` before ``step()``, ``zero_grad()`` between
+    ``backward()`` and ``step()`` (the step cannot be undone), optimizers whose step needs a closure (LBFGS), parameters
+    on several devices (each has its own thread in the backward pass), and DistributedDataParallel (gradients are
+    reduced after the hooks). Cannot work and cannot be noticed: torch.nn.utils.clip_grad_norm_ after ``backward()``,
+    which finds no gradients. A GradScaler is noticed at its first ``step()``, after one step on scaled gradients.
+
+    Raises:
+        ValueError, TypeError: from ``optimizer_class`` for its options, and for what is said above.
+        RuntimeError: in ``backward()``, ``step()`` or ``zero_grad()``, for what is said above.
+
+    Sources: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (arXiv
+    2306.09782); PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward pass".
+    """
+
+    optimizer_class: type[Optimizer]
+    wraps_a_class = True
+    _step_supports_amp_scaling = (
+        True  # so that GradScaler leaves its grad_scale here, where step() refuses it
+    )
+
+    def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
+        check_class(optimizer_class)
+        return _new(optimizer_class)
+
+    def __init__(self, optimizer_class: type[Optimizer], params: Any, **options: Any) -> None:
+        check_no_norm(options.get("max_grad_norm"))
+        self._start()
+        super().__init__(params, **options)
+
+    def _start(self) -> None:
+        self._hooks = ParameterHooks(self._step_one)
+        self._stepped: set[Tensor] = set()
+
+    # ---- parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; raises before the group is added where its parameters are on another device."""
+        super().add_param_group(param_group)
+        devices = {p.device for p in self._parameters()}
+        if len(devices) > 1:
+            self.param_groups.pop()
+            raise ValueError(
+                f"params must be on one device, got {', '.join(sorted(map(str, devices)))}: the backward pass has a "
+                "thread for each; make an optimizer for each device"
+            )
+        self._hooks.add(self._parameters())
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # ---- steps
+
+    def _step_one(self, p: Tensor) -> None:
+        """The hook: the step of one parameter, whose gradient is complete."""
+        check_first_gradient(p, self._stepped)
+        check_not_reduced_later(p)
+        self._stepped.add(p)
+        # What else has a gradient (set by hand) waits for step().
+        others = [(q, q.grad) for q in self._parameters() if q.grad is not None and q is not p]
+        for q, _ in others:
+            q.grad = None
+        try:
+            self._step_all()
+        finally:
+            p.grad = None
+            for q, grad in others:
+                q.grad = grad
+
+    def _step_all(self) -> None:
+        """The optimizer's own step of every parameter that has a gradient, without its hooks."""
+        without_hooks(super().step)()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends a step that ``backward()`` has taken. ``closure``: computes the loss with gradients; called once."""
+        refuse_scaler(self, "use bfloat16, or the optimizer without StepInBackward")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        left = [p for p in self._parameters() if p.grad is not None]
+        if left:
+            self._step_all()
+        for p in left:
+            p.grad = None
+        self._stepped.clear()
+        self._hooks.add(self._parameters())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees gradients that were set by hand; others are free already."""
+        check_not_stepped(self._stepped)
+        super().zero_grad(set_to_none)
+
+    # ---- copies
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_hooks" not in vars(self):  # a copy
+            self._start()
+        self._hooks.add(self._parameters())
+
+    def __reduce__(self) -> Any:
+        return _new, (self.optimizer_class,), self.__getstate__()
+
+
+class ParameterHooks:
+    """Calls a method with each parameter whose gradient is complete, once per backward pass."""
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        # Weak, so that the parameters do not keep the optimizer: one that is dropped must not step any more.
+        self.method = weakref.WeakMethod(method)
+        self.hooked: set[Tensor] = set()
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        """Hooks those that need a gradient and have no hook yet."""
+        reference = self.method
+
+        def hook(p: Tensor) -> None:
+            if (method := reference()) is not None:
+                method(p)
+
+        for p in params:
+            if p.requires_grad and p not in self.hooked:
+                p.register_post_accumulate_grad_hook(hook)
+                self.hooked.add(p)
+
+
+def check_class(optimizer_class: Any) -> None:
+    """Raises TypeError unless it is a class of optimizers whose step needs the gradients once."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class must be a class of optimizers, got {optimizer_class!r}")
+    if getattr(optimizer_class, "wraps_a_class", False):
+        raise TypeError(
+            f"optimizer_class must be a plain one, got {optimizer_class.__name__}, which has one inside"
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is None or closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"optimizer_class must be one whose step() needs no closure, got {optimizer_class.__name__}, which "
+            "computes the gradients more than once a step"
+        )
+
+
+def check_no_norm(max_grad_norm: float | None) -> None:
+    """Raises ValueError for clipping, which cannot be done where steps are taken in the backward pass."""
+    if max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm must be None, got {max_grad_norm!r}: the norm of all gradients is known after the backward "
+            "pass, and the step is taken inside it"
+        )
+
+
+def check_first_gradient(p: Tensor, stepped: set[Tensor]) -> None:
+    """Raises RuntimeError, and frees the gradient, where the parameter was stepped since the last ``step()``."""
+    if p in stepped:
+        p.grad = None
+        raise RuntimeError(
+            f"a second gradient of a parameter of shape {tuple(p.shape)} before step(): each backward() steps the "
+            "parameters, so that a step cannot wait for more gradients (accumulation, reentrant checkpoints that share "
+            "a parameter); call step() after each backward()"
+        )
+
+
+def check_not_stepped(stepped: set[Tensor]) -> None:
+    """For ``zero_grad()``: raises RuntimeError where gradients were used that it should discard."""
+    if stepped:
+        raise RuntimeError(
+            "zero_grad() between backward() and step(): backward() has taken the step on these gradients, which cannot "
+            "be undone; call step() first"
+        )
+
+
+def without_hooks(step: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's bound ``step`` without its hooks, which belong to the step that the loop calls."""
+    plain = getattr(step, "__wrapped__", None)  # torch wraps the step of each class that has objects
+    return functools.partial(plain, step.__self__) if getattr(step, "hooked", False) and plain else step
+
+
+def refuse_scaler(optimizer: Optimizer, cure: str) -> None:
+    """Raises RuntimeError where a GradScaler has called step()."""
+    given = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
+    if any(x is not None for x in given):
+        raise RuntimeError(
+            f"a GradScaler cannot be used with this {type(optimizer).__name__}: whether a gradient is not finite, and "
+            f"the step to be skipped, is known after the backward pass, and the gradients are gone then; {cure}"
+        )
+
+
+def check_not_reduced_later(p: Tensor) -> None:
+    distributed = torch.distributed
+    if (
+        not distributed.is_available()
+        or not distributed.is_initialized()
+        or distributed.get_world_size() == 1
+    ):
+        return
+    if not isinstance(p, distributed.tensor.DTensor):
+        raise RuntimeError(
+            "StepInBackward steps on this process's own gradients, before DistributedDataParallel reduces them; use "
+            "fully_shard, or the optimizer without StepInBackward"
+        )
+
+
+@functools.cache
+def _class_for(optimizer_class: type[Optimizer]) -> type[StepInBackward]:
+    """The class of the objects: steps in the backward pass, and else is ``optimizer_class``."""
+    name = f"{StepInBackward.__name__}({optimizer_class.__name__})"
+    return type(name, (StepInBackward, optimizer_class), {"optimizer_class": optimizer_class})
+
+
+def _new(optimizer_class: type[Optimizer]) -> StepInBackward:
+    """An empty object, for pickle and copy."""
+    return object.__new__(_class_for(optimizer_class))

@@ -1,0 +1,81 @@
+"""Copies between a device and the host, in the order that their events give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Transfers:
+    """Copies where the device is the CPU: each is complete when the call returns, and an event is nothing.
+
+    The interface of :class:`StreamTransfers`, too.
+    """
+
+    shares_memory = True
+    """Whether the host can compute with the device's tensors, so that nothing need be copied."""
+
+    def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Host memory for a tensor's values."""
+        return torch.empty_like(x, dtype=dtype, device="cpu", requires_grad=False)
+
+    def to_host(self, host: Tensor, x: Tensor) -> Any:
+        """Copies ``x``, when what the current stream does with it is done; ``x`` may be freed. The copy's event."""
+        host.copy_(x)
+        return None
+
+    def to_device(self, x: Tensor, host: Tensor, after: Any) -> Any:
+        """Copies to ``x`` after an event of :meth:`to_host`; ``host`` may not be written before the copy's event."""
+        x.copy_(host)
+        return None
+
+    def host_waits(self, event: Any) -> None:
+        """Returns when an event is complete."""
+
+    def device_waits(self, event: Any) -> None:
+        """Work given to the current stream from now on begins after an event."""
+
+
+class StreamTransfers(Transfers):
+    """Copies of a device that has streams: one stream for each direction, from and to pinned memory."""
+
+    shares_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.down, self.up = self.module.Stream(device), self.module.Stream(device)
+
+    def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_like(x, dtype=dtype, device="cpu", requires_grad=False).pin_memory()
+
+    def to_host(self, host: Tensor, x: Tensor) -> Any:
+        self.down.wait_event(self._event(self.module.current_stream(self.device)))
+        with self.module.stream(self.down):
+            host.copy_(x, non_blocking=True)
+        x.record_stream(self.down)  # its memory is not given to others before the copy is complete
+        return self._event(self.down)
+
+    def to_device(self, x: Tensor, host: Tensor, after: Any) -> Any:
+        # The gradient's copy began after every use of the parameter in the backward pass.
+        self.up.wait_event(after)
+        with self.module.stream(self.up):
+            x.copy_(host, non_blocking=True)
+        return self._event(self.up)
+
+    def host_waits(self, event: Any) -> None:
+        event.synchronize()
+
+    def device_waits(self, event: Any) -> None:
+        self.module.current_stream(self.device).wait_event(event)
+
+    def _event(self, stream: Any) -> Any:
+        event = self.module.Event()
+        event.record(stream)
+        return event
+
+
+def transfers_of(device: torch.device) -> Transfers:
+    """The transfers of a device."""
+    return Transfers() if device.type == "cpu" else StreamTransfers(device)

@@ -1,0 +1,384 @@
+"""StepInBackward: the bits of the ordinary step, one gradient at a time, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.checkpoint import checkpoint
+
+from memkern import memory, optim
+from memkern.nn import LinearCrossEntropy
+from memkern.optim import StepInBackward
+from tests.support.helpers import OPTIMIZERS, assert_same, name_of, over_optimizers, snapshot
+
+VOCABULARY, WIDTH = 50, 32
+TORCH = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
+
+
+class Tied(nn.Module):
+    """An embedding that is the last layer, too, and blocks between, which may be checkpointed."""
+
+    def __init__(self, checkpoints: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH, dtype=dtype), nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.GELU())
+            for _ in range(3)
+        )
+        self.loss = LinearCrossEntropy(WIDTH, VOCABULARY, dtype=dtype, chunk_size=16)
+        self.loss.linear.weight = self.embedding.weight
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return self.loss(x[:, :-1], tokens[:, 1:])
+
+
+def trained(
+    make: Callable[[Any], torch.optim.Optimizer], steps: int = 4, schedule: bool = False, **options: Any
+) -> tuple[dict[str, Any], list[float], torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Tied(**options)
+    optimizer = make(model.parameters())
+    scheduler = OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1) if schedule else None
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randint(VOCABULARY, (4, 9)))
+        loss.backward()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        losses.append(loss.item())
+    return snapshot(optimizer), losses, optimizer
+
+
+# ---- the same result
+
+
+@pytest.mark.parametrize("build", [*OPTIMIZERS, *TORCH], ids=name_of)
+def test_has_the_bits_of_the_ordinary_step(build: type) -> None:
+    options: dict[str, Any] = {"min_8bit_size": 0} if build in OPTIMIZERS else {}
+    options |= {"lr": 1e-2, "weight_decay": 0.1}
+    expected, losses, _ = trained(lambda params: build(params, **options), schedule=True)
+    found, ours, _ = trained(lambda params: StepInBackward(build, params, **options), schedule=True)
+    assert_same(found, expected)
+    assert ours == losses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=name_of)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    make = optim.AdamW
+    expected, _, _ = trained(lambda params: make(params, lr=1e-2), dtype=dtype)
+    found, _, _ = trained(lambda params: StepInBackward(make, params, lr=1e-2), dtype=dtype)
+    assert_same(found, expected)
+
+
+def test_checkpointed_blocks() -> None:
+    expected, _, _ = trained(optim.AdamW8bit, checkpoints=True)
+    found, _, _ = trained(lambda params: StepInBackward(optim.AdamW8bit, params), checkpoints=True)
+    assert_same(found, expected)
+
+
+def test_a_tied_parameter_steps_once_after_its_last_use() -> None:
+    _, _, optimizer = trained(lambda params: StepInBackward(optim.AdamW, params), steps=3)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_groups_with_options_of_their_own_and_a_change_of_storage() -> None:
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Tied()
+        groups = optim.param_groups(model, weight_decay=0.1)
+        groups[0]["lr"] = 1e-2
+        make = (lambda p: StepInBackward(optim.AdamW8bit, p, min_8bit_size=0)) if wrapped else (
+            lambda p: optim.AdamW8bit(p, min_8bit_size=0)
+        )  # fmt: skip
+        optimizer = make(groups)
+        for step in range(4):
+            if step == 2:  # the next step converts the states
+                optimizer.param_groups[0]["state_bits"] = 32
+            model(torch.randint(VOCABULARY, (4, 9))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(optimizer))
+    assert_same(*results)
+
+
+def test_the_gradient_is_gone_and_step_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = StepInBackward(optim.AdamW8bit, model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randint(VOCABULARY, (4, 9))).backward()
+    assert all(p.grad is None for p in model.parameters())
+    after = [p.detach().clone() for p in model.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_same([*model.parameters()], after)
+
+
+def test_a_closure() -> None:
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
+        params = model.parameters()
+        optimizer = StepInBackward(optim.Lion8bit, params) if wrapped else optim.Lion8bit(params)
+
+        def closure(model: Any = model, tokens: Any = tokens, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(tokens)
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        results.append((snapshot(optimizer), losses))
+    assert_same(*results)
+
+
+def test_a_gradient_set_by_hand_waits_for_step() -> None:
+    p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    optimizer = StepInBackward(optim.AdamW, [p, q], lr=0.1)
+    given = torch.ones(5)
+    q.grad = given
+    p.sum().backward()
+    assert p.grad is None
+    assert q.grad is given
+    assert torch.equal(q, torch.ones(5))
+    optimizer.step()
+    assert q.grad is None
+    assert_same(q, p)
+
+
+def test_a_parameter_that_is_unfrozen_later() -> None:
+    p, q = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5), requires_grad=False)
+    optimizer = StepInBackward(optim.AdamW, [p, q], lr=0.1)
+    q.requires_grad_()
+    for held in (True, False):  # hooked by the first step()
+        (p.sum() + q.sum()).backward()
+        assert (q.grad is None) == (not held)
+        optimizer.step()
+    assert_same(q, p)
+
+
+# ---- it is an optimizer
+
+
+def test_is_an_instance_of_both() -> None:
+    optimizer = StepInBackward(optim.AdamW8bit, Tied().parameters())
+    assert isinstance(optimizer, StepInBackward)
+    assert isinstance(optimizer, optim.AdamW8bit)
+    assert repr(optimizer).startswith("StepInBackward(AdamW8bit) (\nParameter Group 0")
+    assert type(optimizer) is type(StepInBackward(optim.AdamW8bit, Tied().parameters()))
+
+
+def test_state_dicts_are_those_of_the_ordinary_optimizer() -> None:
+    expected, _, ordinary = trained(optim.AdamW8bit)
+    _, _, optimizer = trained(lambda params: StepInBackward(optim.AdamW8bit, params))
+    ours, theirs = optimizer.state_dict(), ordinary.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert_same(dict(sorted(ours["state"].items())), theirs["state"])  # in the order of first gradients
+    other = StepInBackward(optim.AdamW8bit, Tied().parameters())
+    other.load_state_dict(ordinary.state_dict())
+    assert_same(snapshot(other)["states"], expected["states"])
+    ordinary.load_state_dict(optimizer.state_dict())
+
+
+def test_loading_goes_on_with_the_same_bits() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
+    optimizer = StepInBackward(optim.AdamW8bit, model.parameters(), min_8bit_size=0)
+    run = lambda m, o: (m(tokens).backward(), o.step())  # noqa: E731
+    run(model, optimizer)
+    again = copy.deepcopy(model)
+    other = StepInBackward(optim.AdamW8bit, again.parameters(), min_8bit_size=0)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        run(model, optimizer)
+        run(again, other)
+    assert_same(snapshot(other), snapshot(optimizer))
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+def test_copies_step_in_their_own_backward(way: Callable[[Any], Any]) -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
+    optimizer = StepInBackward(optim.AdamW8bit, model.parameters(), min_8bit_size=0)
+    for m, o in ((model, optimizer), way((model, optimizer))):
+        m(tokens).backward()
+        assert all(p.grad is None for p in m.parameters())
+        o.step()
+        found = snapshot(o)
+    assert_same(found, snapshot(optimizer))
+
+
+def test_an_optimizer_that_is_dropped_steps_no_more() -> None:
+    model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))
+    optimizer = StepInBackward(optim.AdamW8bit, model.parameters())
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    before = [p.detach().clone() for p in model.parameters()]
+    model(tokens).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert_same([*model.parameters()], before)
+
+
+def test_hooks_of_the_step_run_once_a_step() -> None:
+    seen: list[str] = []
+    p = nn.Parameter(torch.ones(5))
+    optim.AdamW([p])  # torch wraps the step of a class with its first object
+    optimizer = StepInBackward(optim.AdamW, [p])
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    p.sum().backward()
+    assert not seen
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_two_gradients_at_a_time(checkpoints: bool) -> None:
+    layers, width = 8, 128
+
+    class Deep(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=False) if checkpoints else layer(x)
+            return x
+
+    def peak(make: Callable[[Any], torch.optim.Optimizer]) -> int:
+        model = Deep(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        optimizer, x = make(model.parameters()), torch.randn(1, width)
+
+        def step() -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()  # makes the states
+        return memory.peak_bytes(step, model, optimizer, x) - memory.tensor_bytes(
+            [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+        )
+
+    gradient = width * width * 4
+    rest = 64 * width * layers
+    assert peak(optim.AdamW) >= layers * gradient
+    assert peak(lambda params: StepInBackward(optim.AdamW, params)) <= 2 * gradient + rest
+
+
+# ---- what cannot work
+
+
+def backward_of(p: Tensor) -> None:
+    p.square().sum().backward()
+
+
+def test_a_second_gradient_before_step() -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = StepInBackward(optim.AdamW, [p])
+    backward_of(p)
+    stepped = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"second gradient of a parameter of shape \(5,\) before step"):
+        backward_of(p)
+    assert_same(p, nn.Parameter(stepped))
+    optimizer.step()
+    backward_of(p)
+
+
+def test_zero_grad_cannot_discard_a_step() -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = StepInBackward(optim.AdamW, [p])
+    optimizer.zero_grad()
+    backward_of(p)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) between backward\(\) and step\(\)"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_shared_layer_in_reentrant_checkpoints() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    optimizer = StepInBackward(optim.AdamW, layer.parameters())
+    y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="reentrant checkpoints that share a parameter"):
+        y.sum().backward()
+    optimizer.step()
+    y = checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(unscale: bool) -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer, scaler = StepInBackward(optim.AdamW, [p]), torch.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="a GradScaler cannot be used with this StepInBackward"):
+        scaler.step(optimizer)
+    optimizer.step()  # without it
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(p.sum()).backward()
+    disabled.step(optimizer)
+
+
+@over_optimizers
+def test_max_grad_norm(build: type) -> None:
+    p = nn.Parameter(torch.ones(5))
+    with pytest.raises(ValueError, match=r"max_grad_norm must be None, got 1.0: the norm of all gradients"):
+        StepInBackward(build, [p], max_grad_norm=1.0)
+    optimizer = StepInBackward(build, [p])
+    with pytest.raises(ValueError, match="max_grad_norm belongs to the whole optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "max_grad_norm": 1.0})
+
+
+def test_classes_that_cannot() -> None:
+    params = [nn.Parameter(torch.ones(5))]
+    with pytest.raises(TypeError, match="optimizer_class must be a class of optimizers, got 'AdamW'"):
+        StepInBackward("AdamW", params)
+    with pytest.raises(TypeError, match=r"needs no closure, got LBFGS"):
+        StepInBackward(torch.optim.LBFGS, params)
+    with pytest.raises(TypeError, match=r"a plain one, got StepInBackward\(AdamW\)"):
+        StepInBackward(type(StepInBackward(optim.AdamW, params)), params)
+
+
+def test_several_devices() -> None:
+    here, there = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="meta"))
+    with pytest.raises(ValueError, match="params must be on one device, got cpu, meta"):
+        StepInBackward(optim.AdamW, [here, there])
+    optimizer = StepInBackward(optim.AdamW, [here])
+    with pytest.raises(ValueError, match="params must be on one device"):
+        optimizer.add_param_group({"params": [there]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_gradients_that_are_reduced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = StepInBackward(optim.AdamW, [p])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="before DistributedDataParallel reduces them"):
+        backward_of(p)
+    assert torch.equal(p, torch.ones(5))
+    assert not optimizer.state
