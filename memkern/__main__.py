@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed, ``plan`` says what fits, ``train`` trains a language model."""
+"""``python -m memkern``: ``info`` shows what is installed, ``plan`` what fits, ``train`` trains a language model."""
 
 from __future__ import annotations
 

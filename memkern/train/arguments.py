@@ -56,7 +56,9 @@ def add_model(group: Any) -> None:
     text = "files, and folders of text files, to train on: text, .jsonl, .csv, .tsv"
     add(group, "data", text, "Python's standard library", nargs="+", action="extend", metavar="PATH")
     sizes = "; ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in MODELS.items())
-    text = f"byte-level GPT of layers x heads x width, {sizes}; or a model of transformers: a folder, or a name on the Hub"
+    text = (
+        f"byte-level GPT of layers x heads x width, {sizes}; or transformers' model in a folder or on the Hub"
+    )
     add(group, "model", text, metavar="NAME|FOLDER")
     flag(group, "from_config", "random weights in place of those of the folder or the Hub")
     flag(

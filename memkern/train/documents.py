@@ -124,7 +124,7 @@ def read_documents(
             read_text(path, train, validation)
         else:
             raise ArgumentError(
-                "label_field", f"given, but {str(path)!r} has no fields; allowed: .jsonl, .csv and .tsv"
+                "label_field", f"given, but {str(path)!r} has no fields; allowed: .jsonl, .csv, .tsv"
             )
     if not train.texts:
         given = " ".join(data)

@@ -82,11 +82,8 @@ def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
     with torch.device("meta"):
         model = GPT(layers=layers, heads=heads, width=width, seq_len=config.seq_len)
     tokens = torch.zeros(1, config.seq_len, dtype=torch.long)
-    return {
-        "model": model,
-        "inputs": (tokens, tokens),
-        "loss": lambda gpt, batch: cross_entropies(gpt(batch[0]), batch[1]),
-    }
+    loss = lambda gpt, batch: cross_entropies(gpt(batch[0]), batch[1])  # noqa: E731
+    return {"model": model, "inputs": (tokens, tokens), "loss": loss}
 
 
 def fit(
@@ -111,7 +108,8 @@ def fit(
         least = made.together
         raise ArgumentError(
             "fit",
-            f"{size} given; allowed: {least.peak / 2**30:.2f} GiB or more, the least that could do, with {least.techniques}",
+            f"{size} given; allowed: {least.peak / 2**30:.2f} GiB or more, the least that could do, with "
+            f"{least.techniques}",
         )
     fitted = chosen(config, made.recommended.techniques)
     fitted.validate()

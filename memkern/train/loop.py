@@ -246,10 +246,8 @@ class Trainer:
                 "data",
                 f"{self.corpus.name!r} given; allowed: the text with which the resumed run began, unchanged",
             )
-        shapes = [
-            {name: tensor.shape for name, tensor in model.items()}
-            for model in (self.model.state_dict(), state["model"])
-        ]
+        models = (self.model.state_dict(), state["model"])
+        shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]
         if shapes[0] != shapes[1]:
             raise ArgumentError(
                 "resume", f"given a checkpoint of another model; allowed: one of {self.config.model}"

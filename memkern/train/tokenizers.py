@@ -14,7 +14,7 @@ from .config import ArgumentError
 END, PAD = "<|endoftext|>", "<|pad|>"
 BATCH_CHARACTERS = (
     2**20
-)  # of text encoded at once: an encoding takes some 100 bytes per token until it is a list of ids
+)  # of text encoded at once: an encoding has some 100 bytes per token before it is a list
 BPE_CHARACTERS = 2**24  # of the text that a BPE is trained on
 
 
@@ -149,6 +149,6 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> lis
     """Each text's first ``longest`` ids, int32, with the tokens that the model expects around a text; at least one."""
     found: list[Tensor] = []
     for batch in batches(text[:BATCH_CHARACTERS] for text in texts):
-        for ids in tokenizer.encode([text for _, text in batch], special=True):
-            found.append(torch.tensor(ids[:longest] or [tokenizer.pad], dtype=torch.int32))
+        encoded = tokenizer.encode([text for _, text in batch], special=True)
+        found += [torch.tensor(ids[:longest] or [tokenizer.pad], dtype=torch.int32) for ids in encoded]
     return found

@@ -42,7 +42,7 @@ def items_of_step(count: int, config: TrainConfig, step: int) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens(Corpus):
-    """``train`` and ``validation``: 1-D int32 on the CPU. An item is a window of seq_len tokens; the last is shorter."""
+    """``train`` and ``validation``: 1-D int32 on the CPU. Items: windows of seq_len tokens, the last shorter."""
 
     unit: ClassVar[str] = "token"
 
