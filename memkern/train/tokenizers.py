@@ -37,7 +37,7 @@ class Bytes:
     size, eos, pad = 258, 256, 257
 
     def encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        return [[*text.encode(), *([self.eos] if special else [])] for text in texts]
+        return [[*text.encode()] for text in texts]
 
     def save(self, folder: Path) -> None:
         """Writes nothing: bytes need no vocabulary."""

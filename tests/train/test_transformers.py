@@ -227,7 +227,7 @@ def test_long_texts_are_cut_before_lines(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def rows(count: int) -> list[dict[str, str]]:
-    words = ("good", "fine", "bad")
+    words = ("good", "fine", "poor")
     return [{"text": "really " * (i % 5) + words[i % 3], "mood": words[i % 3]} for i in range(count)]
 
 
@@ -258,11 +258,11 @@ def test_a_classifier_learns(small: TrainConfig, table: str) -> None:
         lr=5e-3,
     )
     source = load(config)
-    assert source.corpus.classes == ("bad", "fine", "good")
+    assert source.corpus.classes == ("fine", "good", "poor")
     assert (len(source.corpus.train), len(source.corpus.validation)) == (90, 10)
     trainer = trained(config, source)
     assert type(trainer.model).__name__ == "GPT2ForSequenceClassification"
-    assert trainer.model.config.id2label == {0: "bad", 1: "fine", 2: "good"}
+    assert trainer.model.config.id2label == {0: "fine", 1: "good", 2: "poor"}
     assert trainer.history.accuracy[-1][1] > 0.8
     assert trainer.result().unit == "text"
 
