@@ -14,6 +14,7 @@ from .arguments import add_arguments
 from .config import ArgumentError, TrainConfig
 
 if TYPE_CHECKING:
+    from ..planner.planning import Plan
     from .build import Source
     from .distributed import Processes
     from .loop import Trainer
@@ -169,7 +170,7 @@ def train(trainers: Sequence[Trainer], save_to: Path | None) -> Phases:
 
 
 def write_results(
-    args: argparse.Namespace, source: Source, trainers: Sequence[Trainer], phases: Phases
+    args: argparse.Namespace, source: Source, trainers: Sequence[Trainer], phases: Phases, plan: Plan | None
 ) -> None:
     """The report, and the files that were asked for."""
     from . import report
@@ -184,7 +185,7 @@ def write_results(
         from .plot import write_memory_png, write_png
 
         args.out.mkdir(parents=True, exist_ok=True)
-        content = report.to_json(trainers[-1].config, source.corpus, trainers, results, alone)
+        content = report.to_json(trainers[-1].config, source.corpus, trainers, results, alone, plan)
         report.write_json(args.out / "results.json", content)
         write_png(args.out / "losses.png", trainers[-1].config, results)
         written += [args.out / "results.json", args.out / "losses.png"]
@@ -200,17 +201,18 @@ def write_results(
         print(f"Written: {', '.join(map(str, written))}")
 
 
-def fitted(args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes) -> TrainConfig:
-    """What the planner chooses for --fit, which it prints."""
+def fitted(
+    args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes
+) -> tuple[TrainConfig, Plan]:
+    """What the planner chooses for --fit, and its plan; printed too."""
     from .build import resolve_device
     from .fit import fit
 
     config, plan = fit(config, source, args.fit, vars(args), resolve_device(config, group).type)
-    assert plan.recommended is not None
-    if group.first:
+    if group.first and plan.recommended is not None:
         peak = plan.recommended.peak / 2**30
         print(f"{args.fit} fit {plan.recommended.techniques}: {peak:.2f} GiB predicted", flush=True)
-    return config
+    return config, plan
 
 
 def main(args: argparse.Namespace) -> None:
@@ -227,9 +229,9 @@ def main(args: argparse.Namespace) -> None:
     check_arguments(args, config, group.world)
     configs = comparison(config) if args.compare else [config]
     with process_group(group, config.device):
-        source = load(config)
+        source, plan = load(config), None
         if args.fit:
-            config = fitted(args, config, source, group)
+            config, plan = fitted(args, config, source, group)
             configs = [config]
         trainers = [Trainer(each, source, group) for each in configs]
         if state:
@@ -239,5 +241,5 @@ def main(args: argparse.Namespace) -> None:
             print(source.corpus.description(), flush=True)
         phases = train(trainers, args.save or args.resume)
         if group.first:
-            write_results(args, source, trainers, phases)
+            write_results(args, source, trainers, phases, plan)
         group.barrier()

@@ -218,8 +218,10 @@ class TrainConfig:
     @property
     def activations(self) -> str:
         """What is saved for the backward pass, in words."""
-        gelu = "GELU" if self.is_preset else "activations"
-        words = [f"{self.activation_bits}-bit {gelu}" if self.activation_bits else gelu]
+        if self.activation_bits:
+            words = [f"{self.activation_bits}-bit {'GELU' if self.is_preset else 'activations'}"]
+        else:
+            words = ["GELU" if self.is_preset else "the model's"]
         if self.linear_keep is not None:
             words.append(f"{100 * self.linear_keep:g} % of tokens")
         if self.saved_bits != "none":

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import backend
+from ..planner.planning import Plan
 from .checkpoint import replacing
 from .config import TrainConfig
 from .data import Corpus
@@ -130,6 +131,7 @@ def to_json(
     trainers: Sequence[Trainer],
     results: Sequence[RunResult],
     phases: Phases | None = None,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """The figures and the conditions they were measured under, as plain JSON values."""
     device = trainers[0].device
@@ -154,6 +156,7 @@ def to_json(
         "environment": backend.report(),
         "runs": [dataclasses.asdict(result) for result in results],
         "memory": None if phases is None else memory_json(phases),
+        "plan": None if plan is None else plan.to_dict()["recommended"],
     }
 
 
