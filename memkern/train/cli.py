@@ -218,7 +218,7 @@ def fitted(
 def main(args: argparse.Namespace) -> None:
     """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
     check_installed(needed(args))
-    from . import checkpoint
+    from . import checkpoint, heap
     from .build import load
     from .distributed import Processes
     from .loop import Trainer, comparison
@@ -228,8 +228,11 @@ def main(args: argparse.Namespace) -> None:
     config = read_config(args, state, group.world)
     check_arguments(args, config, group.world)
     configs = comparison(config) if args.compare else [config]
+    if args.fit:
+        heap.map_large_blocks()
     with process_group(group, config.device):
         source, plan = load(config), None
+        heap.trim()  # what reading the text took
         if args.fit:
             config, plan = fitted(args, config, source, group)
             configs = [config]

@@ -15,7 +15,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 BATCH_CHARACTERS = (
     2**20
 )  # of text encoded at once: an encoding has some 100 bytes per token before it is a list
-BPE_CHARACTERS = 2**24  # of the text that a BPE is trained on
+BPE_CHARACTERS = 2**22  # of the text that a BPE is trained on
 
 
 class Tokenizer(Protocol):
