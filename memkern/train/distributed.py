@@ -115,6 +115,5 @@ def data_parallel(objective: nn.Module, group: Processes, device: torch.device) 
     return nn.parallel.DistributedDataParallel(
         objective,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )

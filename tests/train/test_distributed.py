@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from memkern.__main__ import main
 from memkern.train import ArgumentError, Corpus, Trainer
 from memkern.train import checkpoint as checkpoints
 from memkern.train.build import resolved, warmup_cosine
@@ -38,17 +39,21 @@ OPTIONS = [
 ]
 
 
-def train(count: int, *arguments: str) -> list[str]:
-    """``python -m memkern train`` in so many processes, as torchrun starts them; what each prints."""
+def train(*arguments: str) -> list[str]:
+    """``python -m memkern train`` in two processes, as torchrun starts them; what each prints."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     processes = []
-    for rank in range(count):
+    for rank in range(2):
         environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "memkern", "train", *arguments],
@@ -59,39 +64,36 @@ def train(count: int, *arguments: str) -> list[str]:
             )
         )
     printed = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, printed
+    assert [process.returncode for process in processes] == [0, 0], printed
     return printed
 
 
-def assert_close(a: Path, b: Path) -> dict[str, Any]:
-    """Two checkpoints of equal runs: sums of gradients are added in another order."""
+def assert_same(a: Path, b: Path) -> dict[str, Any]:
+    """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
+    norm, as a code of nearly equal moments may differ by one; losses within 1e-5."""
     one, two = checkpoints.load(a), checkpoints.load(b)
     assert one["step"] == two["step"] == 5
     for name in ("train_loss", "validation", "accuracy"):
-        torch.testing.assert_close(
-            torch.tensor(one["history"][name]), torch.tensor(two["history"][name]), rtol=1e-5, atol=1e-6
-        )
+        losses = (torch.tensor(state["history"][name]) for state in (one, two))
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     for name, weight in one["model"].items():
-        torch.testing.assert_close(weight, two["model"][name], rtol=1e-4, atol=2e-5)
+        assert (weight - two["model"][name]).norm() <= 1e-4 * weight.norm(), name
     return two
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["lamb8bit", "adamw"])
 def test_one_and_two_processes_agree_at_equal_global_batch(
-    text: Path, tmp_path: Path, optimizer: str
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--data", str(text), *OPTIONS, "--optimizer", optimizer, "--lr-rule", "linear"]
+    arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb8bit", "--lr-rule", "linear"]
     arguments += ["--warmup-from", "base", "--warmup-epochs", "0.003"]
-    one = train(1, *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt"))
-    # 8-bit codes of nearly equal moments may differ by one, which the parameters' tolerance allows.
-    two = train(
-        2, *arguments, "--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")
-    )
-    assert_close(tmp_path / "1.pt", tmp_path / "2.pt")
-    assert "validation loss" in one[0]
-    assert "validation loss" in two[0]
-    assert not two[1]  # the second process prints nothing
+    main(["train", *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt")])
+    more = ["--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
+    first, second = train(*arguments, *more)
+    assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
+    assert "validation loss" in first
+    assert "validation loss" in capsys.readouterr().out
+    assert not second  # it prints nothing
     assert (tmp_path / "out" / "memory.png").is_file()
 
 
@@ -126,12 +128,11 @@ def test_a_partial_group_and_padded_texts_agree(tmp_path: Path) -> None:
         *("--workers", "1", "--lr", "1e-3"),
     ]
     # 27 texts: 4 steps an epoch, the last of them with two micro-batches, the second of one text.
-    train(1, *arguments, "--save", str(tmp_path / "1.pt"))
-    train(2, *arguments, "--save", str(tmp_path / "2.pt"))
-    state = assert_close(tmp_path / "1.pt", tmp_path / "2.pt")
+    main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
+    train(*arguments, "--save", str(tmp_path / "2.pt"))
+    state = assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
     assert len(state["rng"]) == 2
-    # Goes on in another number of processes.
-    train(2, "--resume", str(tmp_path / "1.pt"))
+    main(["train", "--resume", str(tmp_path / "2.pt")])  # in another number of processes
 
 
 @pytest.mark.full
