@@ -37,6 +37,15 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return tensor_bytes(tree_leaves(list(optimizer.state.values())))
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of the tensors in ``optimizer.state`` by entry: ``exp_avg``, ``exp_avg_scale``, ``weight_error``, ..."""
+    by_key: dict[str, list[Any]] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            by_key.setdefault(key, []).append(value)
+    return {key: tensor_bytes(tree_leaves(values)) for key, values in by_key.items()}
+
+
 def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
     for item in held:
         if isinstance(item, nn.Module):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 STEP_SCHEMA = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] moments, Tensor(c!)[] scales, Tensor(d!)[] steps, "
-    "Tensor(e!)[] trust_ratios, int[] group, Tensor[] lr, float[] hyperparameters, int[] codec, int[] block_size, "
-    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    "Tensor(e!)[] trust_ratios, Tensor(f!)[] weight_states, int[] group, Tensor[] lr, float[] hyperparameters, "
+    "int[] codec, int[] block_size, int[] weight_storage, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
 )
 
 
@@ -35,11 +35,13 @@ class StepArgs(NamedTuple):
     scales: Sequence[Tensor] = ()  # of those moments that are codes, in their order: float32, one per block
     steps: Sequence[Tensor] = ()  # n: float32 of one element
     trust_ratios: Sequence[Tensor] = ()  # n: float32, one per layer; none where the optimizer has none
+    weight_states: Sequence[Tensor] = ()  # of those tensors that have one, in their order: see weight_storage
     group: Sequence[int] = ()  # n: the number of each tensor's group
     lr: Sequence[Tensor] = ()  # a float32 or float64 tensor of one element per group
     hyperparameters: Sequence[float] = ()  # those of StepOp.hyperparameters, one group after the other
     codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS
     block_size: Sequence[int] = ()  # per group
+    weight_storage: Sequence[int] = ()  # per group: memkern.quant.codec.WEIGHTS; empty: all to the nearest
     grad_scale: Tensor | None = None  # a GradScaler's: gradients are divided by it
     found_inf: Tensor | None = None  # a GradScaler's: the step is skipped whole where it is not 0
     grad_norm: Tensor | None = None  # the norm of all gradients, unscaled
@@ -49,10 +51,18 @@ class StepArgs(NamedTuple):
         """The k-th moment of all tensors."""
         return self.moments[k * len(self.params) : (k + 1) * len(self.params)]
 
+    def storage_of(self, group: int) -> int:
+        """The group's weight_storage."""
+        return self.weight_storage[group] if self.weight_storage else 0
+
     def scales_of(self, k: int, moments: int) -> Sequence[Tensor]:
         """The scales of the k-th of ``moments`` moments, for those tensors whose moments are codes."""
         coded = len(self.scales) // moments
         return self.scales[k * coded : (k + 1) * coded]
+
+
+WEIGHT_STATES = {2: "int8", 3: "int16", 4: "float32"}
+"""weight_storage -> the dtype of its tensors' weight states: rounding errors of bf16 weights, or the weights in fp32."""
 
 
 class StepOp(NamedTuple):

@@ -28,11 +28,13 @@ class StepArgs {
   Tensors scales = stack_.take<Tensors>();
   Tensors steps = stack_.take<Tensors>();
   Tensors trust_ratios = stack_.take<Tensors>();
+  Tensors weight_states = stack_.take<Tensors>();
   Ints group = stack_.take<Ints>();
   Tensors lr = stack_.take<Tensors>();
   Doubles hyperparameters = stack_.take<Doubles>();
   Ints codec = stack_.take<Ints>();
   Ints block_size = stack_.take<Ints>();
+  Ints weight_storage = stack_.take<Ints>();
   std::optional<Tensor> grad_scale = stack_.take<std::optional<Tensor>>();
   std::optional<Tensor> found_inf = stack_.take<std::optional<Tensor>>();
   std::optional<Tensor> grad_norm = stack_.take<std::optional<Tensor>>();

@@ -32,6 +32,12 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
     check_codec(args.codec[k]);
     check_block_size(args.block_size[k]);
   }
+  STD_TORCH_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
+                  "weight_storage must have ", groups, " entries or none, got ", args.weight_storage.size());
+  for (const int64_t storage : args.weight_storage)
+    STD_TORCH_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
+                    "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
+                    storage);
   const DeviceOf device(args.params);
   for (size_t i = 0; i < args.steps.size(); ++i) {
     const Tensor& step = args.steps[i];
@@ -71,13 +77,36 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
   return has_codes;
 }
 
+// Checks how parameter i is stored and sets it. `used`: how many parameters before it have a weight state.
+// Returns whether it has one.
+template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, size_t used,
+                                         const Shape& shape, const DeviceOf& device) {
+  if (args.weight_storage.empty()) return false;
+  t.weight_storage = static_cast<WeightStorage>(args.weight_storage[args.group[i]]);
+  STD_TORCH_CHECK(t.weight_storage == WeightStorage::kNearest || t.param_type == FloatType::kBf16,
+                  name_of("params", i), " must be bfloat16 for another weight_storage than 0");
+  const int bytes = weight_state_bytes(t.weight_storage);
+  if (bytes == 0) return false;
+  STD_TORCH_CHECK(used < args.weight_states.size(), name_of("params", i), " has no weight state");
+  const Tensor& state = args.weight_states[used];
+  const ScalarType type = bytes == 1 ? ScalarType::Char : bytes == 2 ? ScalarType::Short : ScalarType::Float;
+  STD_TORCH_CHECK(state.scalar_type() == type && same_layout(state, shape) && device.holds(state),
+                  name_of("weight_states", used), " must be ",
+                  bytes == 1   ? "int8"
+                  : bytes == 2 ? "int16"
+                               : "float32",
+                  " with its parameter's shape and strides, on its device");
+  t.weight_state = state.data_ptr();
+  return true;
+}
+
 // Checks everything, and makes a J (a StepTensor) of each parameter, its gradient and its states.
 template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepOp& op) {
   check_lists(args, op);
   const size_t n = args.params.size(), groups = args.lr.size();
   std::vector<J> tensors(n);
   const DeviceOf device(args.params);
-  size_t coded = 0;
+  size_t coded = 0, weight_states = 0;
   for (size_t i = 0; i < n; ++i) {
     const int64_t k = args.group[i];
     STD_TORCH_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
@@ -98,9 +127,12 @@ template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepO
     t.param_type = float_type(p_type);
     t.grad_type = float_type(g_type);
     coded += set_moments(t, args, op, i, coded, shape, device);
+    weight_states += set_weight_state(t, args, i, weight_states, shape, device);
   }
   STD_TORCH_CHECK(args.scales.size() == coded * op.moments, "scales must have ", coded * op.moments,
                   " entries, one per moment of codes, got ", args.scales.size());
+  STD_TORCH_CHECK(args.weight_states.size() == weight_states, "weight_states must have ", weight_states,
+                  " entries, one per parameter whose group stores one, got ", args.weight_states.size());
   return tensors;
 }
 

@@ -8,6 +8,8 @@ namespace memkern {
 
 enum class StateKind { kFp32, kPower, kDynamic };
 enum class FloatType { kFp32, kBf16, kFp16 };
+// How a parameter is stored: WEIGHTS of memkern/quant/codec.py. All but the first are for bf16.
+enum class WeightStorage { kNearest, kStochastic, kError8, kError16, kFp32 };
 
 struct StepTensor {
   void* param;
@@ -21,7 +23,17 @@ struct StepTensor {
   FloatType param_type, grad_type;
   float* trust_ratio = nullptr;  // of the layer that this is (LAMB, LARS)
   bool first_layer = true;       // of its tensor
+  void* weight_state = nullptr;  // int8 or int16 errors of the parameter, or the parameter in fp32
+  WeightStorage weight_storage = WeightStorage::kNearest;
 };
+
+// Bytes per element of the weight state.
+MEMKERN_FN int weight_state_bytes(WeightStorage storage) {
+  return storage == WeightStorage::kFp32      ? 4
+         : storage == WeightStorage::kError16 ? 2
+         : storage == WeightStorage::kError8  ? 1
+                                              : 0;
+}
 
 // Layer k of `count`, which are equal runs of whole blocks (layer_count).
 template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
@@ -45,6 +57,7 @@ template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
   layer.grad = at(tensor.grad, elements * bytes(tensor.grad_type));
   layer.exp_avg = at(tensor.exp_avg, state);
   layer.exp_avg_sq = at(tensor.exp_avg_sq, state);
+  layer.weight_state = at(tensor.weight_state, elements * weight_state_bytes(tensor.weight_storage));
   if (tensor.exp_avg_scale) layer.exp_avg_scale += k * l.blocks;
   if (tensor.exp_avg_sq_scale) layer.exp_avg_sq_scale += k * l.blocks;
   layer.trust_ratio += k;

@@ -17,6 +17,7 @@ void adam_step_cpu(const StepArgs& args) {
   // Tensors of one group and step share their scalars.
   std::map<std::pair<int64_t, uint64_t>, AdamScalars> scalars;
   Dithers dithers;
+  WeightRandoms weight_randoms;
   for (size_t i = 0; i < jobs.size(); ++i) {
     AdamJob& job = jobs[i];
     const int64_t k = args.group[i];
@@ -25,7 +26,8 @@ void adam_step_cpu(const StepArgs& args) {
     if (is_new) s->second = adam_scalars(lr[k], groups[k], grad_factor, step);
     job.scalars = &s->second;
     if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
-    job.run = MEMKERN_PICK(adam_kernel, job.kind, job.param_type, job.grad_type);
+    job.weight_random = weight_randoms.at(job.layout.block, step, job.weight_storage);
+    job.run = MEMKERN_PICK(adam_kernel, job);
   }
   run_jobs(jobs);
 }

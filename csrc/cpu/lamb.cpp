@@ -15,6 +15,7 @@ void lamb_step_cpu(const StepArgs& args) {
   if (skipped(args)) return;
 
   Dithers dithers;
+  WeightRandoms weight_randoms;
   std::vector<Layer<LambScalars>> all;
   for (size_t i = 0; i < jobs.size(); ++i) {
     Layer<LambScalars> job = jobs[i];
@@ -23,8 +24,9 @@ void lamb_step_cpu(const StepArgs& args) {
     job.own = lamb_scalars(lr[k], groups[k], grad_factor, step);
     job.trust = trust_rule(lr[k], groups[k]);
     if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
-    job.run = MEMKERN_PICK(lamb_kernel, job.kind, job.param_type, job.grad_type);
-    job.norms = MEMKERN_PICK(lamb_norms, job.kind, job.param_type, job.grad_type);
+    job.weight_random = weight_randoms.at(job.layout.block, step, job.weight_storage);
+    job.run = MEMKERN_PICK(lamb_kernel, job);
+    job.norms = MEMKERN_PICK(lamb_norms, job);
     add_layers(all, job, args.trust_ratios[i]);
   }
   run_layers(all);

@@ -15,12 +15,14 @@ void lion_step_cpu(const StepArgs& args) {
   std::vector<LionScalars> scalars;
   for (size_t k = 0; k < groups.size(); ++k) scalars.push_back(lion_scalars(lr[k], groups[k], grad_factor));
   Dithers dithers;
+  WeightRandoms weight_randoms;
   for (size_t i = 0; i < jobs.size(); ++i) {
     LionJob& job = jobs[i];
     const uint64_t step = next_step(args.steps[i]);
     job.scalars = &scalars[args.group[i]];
     if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
-    job.run = MEMKERN_PICK(lion_kernel, job.kind, job.param_type, job.grad_type);
+    job.weight_random = weight_randoms.at(job.layout.block, step, job.weight_storage);
+    job.run = MEMKERN_PICK(lion_kernel, job);
   }
   run_jobs(jobs);
 }

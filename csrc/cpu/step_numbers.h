@@ -2,10 +2,12 @@
 #pragma once
 #include <map>
 #include <memory>
+#include <tuple>
 
 #include "common/step_checks.h"
 #include "core/corrections.h"
 #include "core/power.h"
+#include "core/weights.h"
 #include "cpu/kernels/jobs.h"
 
 namespace memkern {
@@ -54,6 +56,27 @@ class Dithers {
 
  private:
   std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<float[]>> found_;
+};
+
+// The random bits that weights are rounded with, likewise; none where no bits are dropped.
+class WeightRandoms {
+ public:
+  const uint32_t* at(int64_t block, uint64_t step, WeightStorage storage) {
+    const int dropped = storage == WeightStorage::kStochastic ? kWeightDroppedStochastic
+                        : storage == WeightStorage::kError8   ? kWeightDroppedError8
+                                                              : 0;
+    if (dropped == 0) return nullptr;
+    auto& r = found_[{block, step, dropped}];
+    if (!r) {
+      r.reset(new uint32_t[block + 16]());
+      for (int64_t j = 0; j < block; ++j)
+        r[j] = weight_random(static_cast<uint32_t>(j), static_cast<uint32_t>(step), dropped);
+    }
+    return r.get();
+  }
+
+ private:
+  std::map<std::tuple<int64_t, uint64_t, int>, std::unique_ptr<uint32_t[]>> found_;
 };
 
 }  // namespace memkern

@@ -77,8 +77,11 @@ MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
   const LambScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad),
-                  [&](const Span& at) { lamb_squares<float>(sum, adam_load_fp32(t, grad, at, s), at.n, s); });
+  with_param_type(t, [&](auto param_type) {
+    for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
+      lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s);
+    });
+  });
   return sum;
 }
 

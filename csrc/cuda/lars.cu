@@ -71,12 +71,15 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTensor>& work) {
   const LarsScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-    LionVector x{};
-    load_floats(t.param, t.param_type, at, x.p);
-    load_floats(grad, t.grad_type, at, x.g);
-    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-    lars_squares(sum, x, s);
+  with_param_type(t, [&](auto param_type) {
+    for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
+      LionVector x{};
+      load_floats(t.param, param_type, at, x.p);
+      join_weights(t, param_type, load_weight_state(t, param_type, at), x.p);
+      load_floats(grad, t.grad_type, at, x.g);
+      if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+      lars_squares(sum, x, s);
+    });
   });
   return sum;
 }

@@ -67,7 +67,10 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   r.group = static_cast<int32_t>(group);
   r.trust_ratio = job.trust_ratio;
   r.first_layer = job.first_layer;
-  r.aligned = on_16_bytes(r.param) && on_16_bytes(r.exp_avg) && on_16_bytes(r.exp_avg_sq);
+  r.weight_state = job.weight_state;
+  r.weight_storage = job.weight_storage;
+  r.aligned = on_16_bytes(r.param) && on_16_bytes(r.exp_avg) && on_16_bytes(r.exp_avg_sq) &&
+              on_16_bytes(r.weight_state);
   return r;
 }
 

@@ -36,7 +36,7 @@ MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
 
 // One tensor. Its gradient is in a list of its own, as its address may change at every step.
 struct TensorRecord {
-  void *param, *exp_avg, *exp_avg_sq;
+  void *param, *exp_avg, *exp_avg_sq, *weight_state;
   float *exp_avg_scale, *exp_avg_sq_scale, *step, *trust_ratio;
   int64_t numel;
   Blocks blocks;
@@ -45,6 +45,18 @@ struct TensorRecord {
   int32_t group;
   int32_t aligned;  // to 16 bytes: all arrays but the gradient
   int32_t first_layer;
+  WeightStorage weight_storage;
+  int32_t unused;  // no padding, whose bytes would be undefined
+};
+
+MEMKERN_DEVICE bool keeps_weights(const TensorRecord& t) {
+  return t.weight_storage != WeightStorage::kNearest;
+}
+
+// The type of a bf16 parameter that is not just rounded to the nearest (weights.cuh), in place of its
+// FloatType.
+struct KeptWeights {
+  MEMKERN_FN constexpr operator FloatType() const { return FloatType::kBf16; }
 };
 
 // A param group: its learning rate, and the optimizer's other hyperparameters.
@@ -105,13 +117,18 @@ template <class Scalars> struct TileWork {
 
 // Calls fp32() if the states are fp32, else coded(param_type, grad_type, group). For blocks of 65 to 128
 // elements with both types fp32 or both bf16 these are compile-time constants, which saves a tenth of the
-// instructions.
+// instructions. param_type is KeptWeights where it applies.
 template <class Coded, class Fp32>
 MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&& fp32) {
   if (t.kind == StateKind::kFp32) return fp32();
   const LaneGroup group(t.blocks.block);
   const bool sixteen = group.shift == 4;
-  if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
+  if (keeps_weights(t)) {
+    if (sixteen && t.grad_type == FloatType::kBf16)
+      coded(KeptWeights{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
+    else
+      coded(KeptWeights{}, t.grad_type, group);
+  } else if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
     coded(ConstantType<FloatType::kFp32>{}, ConstantType<FloatType::kFp32>{}, SixteenLanes{});
   else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
     coded(ConstantType<FloatType::kBf16>{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});

@@ -1,5 +1,6 @@
 """Drop-in optimizers with block-wise 8-bit or 32-bit states, and converters of other libraries' states."""
 
+from .accumulation import accumulate
 from .adam import Adam, Adam8bit, AdamW, AdamW8bit
 from .backward import StepInBackward
 from .convert import (
@@ -12,6 +13,7 @@ from .groups import param_groups
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
+from .weights import load_fp32_state_dict, to_fp32_state_dict
 
 __all__ = [
     "LAMB",
@@ -25,9 +27,12 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "StepInBackward",
+    "accumulate",
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
+    "load_fp32_state_dict",
     "param_groups",
     "to_bitsandbytes_state_dict",
+    "to_fp32_state_dict",
     "to_torch_state_dict",
 ]

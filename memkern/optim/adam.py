@@ -44,9 +44,17 @@ class Adam(BlockwiseOptimizer):
             states. Default 4096.
         max_grad_norm: clips all gradients together to this norm inside the step, by the formula of
             torch.nn.utils.clip_grad_norm_, after unscaling; ``p.grad`` is not written. Default None.
+        master_weights: what is kept of bf16 parameters, which lose each update below half a unit in the last place:
+            ``"fp32"`` a copy in fp32 (``master_weight``, 4 bytes per parameter); ``"bf16+16"`` the rounding error in 16
+            bits (``weight_error``, int16): fp32's bits in 4 bytes in all; ``"bf16+8"`` the error in 8 bits (int8):
+            weights of 24 bits, stochastically rounded. A parameter that something else than the step has changed begins
+            anew, with a warning. Default None.
+        stochastic_rounding: bf16 parameters are rounded up or down with the probability of their nearness, nothing is
+            kept. Random bits come from the position in a block and the step, so runs repeat. Default False.
 
-    ``state_bits``, ``block_size``, ``codec``, ``min_8bit_size`` and ``capturable`` can differ between groups. The first
-    three may change between steps: the next one converts the group's states, as it does after
+    ``state_bits``, ``block_size``, ``codec``, ``master_weights``, ``stochastic_rounding``, ``min_8bit_size`` and
+    ``capturable`` can differ between groups. The first four may change between steps: the next one converts the group's
+    states, as it does after
     ``model.to(memory_format=torch.channels_last)``. The state is
     ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and ``exp_avg_sq_scale``;
     ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take 2 + 8 / block_size bytes
@@ -87,6 +95,8 @@ class Adam(BlockwiseOptimizer):
         codec: str = "power",
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -101,6 +111,8 @@ class Adam(BlockwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
             "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
@@ -128,8 +140,8 @@ class AdamW(Adam):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
         foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
-        state_bits, block_size, codec, min_8bit_size, max_grad_norm: how moments are stored, and clipping inside the
-            step; see :class:`Adam`.
+        state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: how moments
+            and bf16 weights are stored, and clipping inside the step; see :class:`Adam`.
 
     State and errors as for :class:`Adam`.
 
@@ -157,6 +169,8 @@ class AdamW(Adam):
         codec: str = "power",
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -175,6 +189,8 @@ class AdamW(Adam):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
         )
 
@@ -190,6 +206,7 @@ class Adam8bit(Adam):
         block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
 
     Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and sources: :class:`Adam`.
     """
@@ -214,6 +231,8 @@ class Adam8bit(Adam):
         codec: str = "power",
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -232,6 +251,8 @@ class Adam8bit(Adam):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
         )
 
@@ -246,6 +267,7 @@ class AdamW8bit(AdamW):
         block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
 
     Takes 2 + 8 / block_size bytes per parameter; formula and source: :class:`AdamW`; state and errors: :class:`Adam`.
     """
@@ -269,6 +291,8 @@ class AdamW8bit(AdamW):
         codec: str = "power",
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -286,5 +310,7 @@ class AdamW8bit(AdamW):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _ops
 from ..quant.layout import is_dense
 from ..schemas import StepArgs, StepOp
+from . import weights
 from .options import check_gradient, check_param
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def _part(optimizer: BlockwiseOptimizer, args: StepArgs, op: StepOp, own: list[i
         params=params,
         grads=[args.grads[i] for i in own],
         group=[args.group[i] for i in own],
+        weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
         **optimizer._state_args(lists, op),
     )
     return optimizer._scaled(part, params[0].device)

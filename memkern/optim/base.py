@@ -15,7 +15,7 @@ from .. import _ops
 from ..quant.codec import CODECS
 from ..quant.layout import layout_of
 from ..schemas import StepArgs, StepOp
-from . import apart, loading
+from . import apart, loading, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -29,11 +29,13 @@ class BlockwiseOptimizer(Optimizer):
         "min_8bit_size": 4096,
         "max_grad_norm": None,
         "capturable": False,
+        "master_weights": None,
+        "stochastic_rounding": False,
     }
     """Options that a saved group may be older than, with what was done before there was one."""
     fixed_options: ClassVar[dict[str, Any]] = {}
     """Options that make the class what it is: a loaded state does not change them."""
-    storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec")
+    storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec", "master_weights")
     """Options that say how a group's states are stored."""
     _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to step()
 
@@ -42,6 +44,10 @@ class BlockwiseOptimizer(Optimizer):
     # By a group's identity, as groups may be moved about in the list: the group, and what its states are stored with.
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
+    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, and a warning's flag.
+    _versions: dict[Tensor, int]
+    _is_compiled = False
+    _said_changed = False
 
     # ---- groups
 
@@ -65,6 +71,7 @@ class BlockwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
         self._stored_with = getattr(self, "_stored_with", {})
+        self._versions = getattr(self, "_versions", {})
         self._apart = self._apart or apart.is_needed(self.param_groups[-1])
 
     def _place_lr(self, group: dict[str, Any]) -> None:
@@ -107,7 +114,7 @@ class BlockwiseOptimizer(Optimizer):
             for name in self.moments:
                 state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        return state
+        return state | weights.initial_state(p, group)
 
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
@@ -127,8 +134,12 @@ class BlockwiseOptimizer(Optimizer):
                 state.update(self._init_state(p, group))
         scaled = f"{next(iter(self.moments))}_scale"
         coded = [state for state in states if scaled in state]
-        for key, tensors in zip(self._state_keys(), lists, strict=True):
+        *lists_by_key, weight_states = lists
+        for key, tensors in zip(self._state_keys(), lists_by_key, strict=True):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
+        for key in weights.keys_of(group):
+            weights.renew_changed(self, group, params)
+            weight_states += map(itemgetter(key), states)
 
     def _follow_options(self, group: dict[str, Any]) -> None:
         """Converts the group's states where its options ask for others than when they were stored."""
@@ -203,6 +214,7 @@ class BlockwiseOptimizer(Optimizer):
             if not self._apart and len({p.device for p in args.params}) == 1:
                 args = self._scaled(args, args.params[0].device)
                 _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
+                weights.remember(self)
                 return loss
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient and each state from here,
@@ -211,6 +223,7 @@ class BlockwiseOptimizer(Optimizer):
                 raise
             args = self._step_args()
         apart.step(self, args)
+        weights.remember(self)
         return loss
 
     def _repaired(self) -> bool:
@@ -240,10 +253,11 @@ class BlockwiseOptimizer(Optimizer):
         grads: list[Tensor] = []
         numbers: list[int] = []
         states: dict[str, list[Tensor]] = {key: [] for key in keys}
+        weight_states: list[Tensor] = []
         for number, group in enumerate(groups):
-            of_group: list[list[Tensor]] = [[] for _ in range(2 + len(keys))]
+            of_group: list[list[Tensor]] = [[] for _ in range(3 + len(keys))]
             self._init_group(group, *of_group)
-            for tensors, more in zip((params, grads, *states.values()), of_group, strict=True):
+            for tensors, more in zip((params, grads, *states.values(), weight_states), of_group, strict=True):
                 tensors += more
             numbers += [number] * len(of_group[0])
         return StepArgs(
@@ -256,6 +270,8 @@ class BlockwiseOptimizer(Optimizer):
             ],
             codec=[CODECS[g["codec"]] for g in groups],
             block_size=[g["block_size"] for g in groups],
+            weight_states=weight_states,
+            weight_storage=[weights.storage_of(g) for g in groups],
             max_grad_norm=float(self.defaults["max_grad_norm"] or 0.0),
             **self._state_args(states, self.op),
         )
@@ -337,7 +353,7 @@ class BlockwiseOptimizer(Optimizer):
                 for key, value in values.items():
                     if isinstance(value, loading.Held):
                         values[key] = value.for_parameter(p)
-        self._stored_with = {}
+        self._stored_with, self._versions = {}, {}
         self._apart = any(map(apart.is_needed, self.param_groups))
 
     def __getstate__(self) -> dict[str, Any]:

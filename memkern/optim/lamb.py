@@ -42,7 +42,8 @@ class LAMB(LayerwiseOptimizer):
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
         differentiable: not supported, must be False.
-        capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
+        capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding:
+            as for :class:`memkern.optim.Adam`.
 
     The state is that of Adam, and ``trust_ratio``, float32 of shape (layers,). A step with 8-bit states reads and
     writes 26.19 bytes per fp32 parameter (16.19 in bf16): one pass reads everything for the norms, one updates.
@@ -86,6 +87,8 @@ class LAMB(LayerwiseOptimizer):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_torch_options(
             type(self).__name__,
@@ -112,6 +115,8 @@ class LAMB(LayerwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
             "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
@@ -130,6 +135,7 @@ class LAMB8bit(LAMB):
         block_size, codec, min_8bit_size: how moments are stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
 
     Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and source: :class:`LAMB`.
     """
@@ -160,6 +166,8 @@ class LAMB8bit(LAMB):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -185,4 +193,6 @@ class LAMB8bit(LAMB):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
         )

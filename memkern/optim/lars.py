@@ -48,7 +48,8 @@ class LARS(LayerwiseOptimizer):
         differentiable: not supported, must be False.
         layers: as for :class:`memkern.optim.LAMB`. Default 1.
         maximize: ascend instead of descend. Default False.
-        capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
+        capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding:
+            as for :class:`memkern.optim.Adam`.
 
     The state is ``step``, ``exp_avg`` (m), in 8 bits with ``exp_avg_scale``, and ``trust_ratio``, float32 of shape
     (layers,). A step with an 8-bit state reads and writes 23.09 bytes per fp32 parameter (13.09 in bf16) in the
@@ -93,6 +94,8 @@ class LARS(LayerwiseOptimizer):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -111,6 +114,8 @@ class LARS(LayerwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
             "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
@@ -151,6 +156,7 @@ class LARS8bit(LARS):
         block_size, codec, min_8bit_size: how the momentum is stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
 
     Takes 1 + 4 / block_size bytes per parameter; formulas, state, errors and sources: :class:`LARS`.
     """
@@ -179,6 +185,8 @@ class LARS8bit(LARS):
         block_size: int = 128,
         codec: str = "power",
         min_8bit_size: int = 4096,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -202,4 +210,6 @@ class LARS8bit(LARS):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
         )

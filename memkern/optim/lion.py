@@ -31,7 +31,8 @@ class Lion(BlockwiseOptimizer):
         capturable: for CUDA graphs: lr becomes a tensor on the parameters' device, which schedulers fill in place, so
             that a replay sees their changes. Everything else of a step is on the device already. Default False.
         differentiable: not supported, must be False.
-        state_bits, block_size, codec, min_8bit_size, max_grad_norm: as for :class:`memkern.optim.Adam`.
+        state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
+            :class:`memkern.optim.Adam`.
 
     The state is ``exp_avg``, in 8 bits with ``exp_avg_scale``: 1 + 4 / block_size bytes per parameter; and ``step``,
     which the rounding of 8-bit codes depends on. A state saved before there was one loads with 0. A step reads and
@@ -63,6 +64,8 @@ class Lion(BlockwiseOptimizer):
         codec: str = "power",
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -74,6 +77,8 @@ class Lion(BlockwiseOptimizer):
             "block_size": block_size,
             "codec": codec,
             "min_8bit_size": min_8bit_size,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
             "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
@@ -95,6 +100,7 @@ class Lion8bit(Lion):
         block_size, codec, min_8bit_size: how the moment is stored, see :class:`Adam`; tensors with fewer than
             ``min_8bit_size`` elements (1-D ones: 16 times as many) keep fp32.
         max_grad_norm: clips all gradients together to this norm inside the step. Default None.
+        master_weights, stochastic_rounding: for bf16 parameters, see :class:`Adam`. Default None, False.
 
     Takes 1 + 4 / block_size bytes per parameter; formula, state, errors and source: :class:`Lion`.
     """
@@ -116,6 +122,8 @@ class Lion8bit(Lion):
         codec: str = "power",
         min_8bit_size: int = 4096,
         max_grad_norm: float | None = None,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -131,5 +139,7 @@ class Lion8bit(Lion):
             block_size=block_size,
             codec=codec,
             min_8bit_size=min_8bit_size,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
         )

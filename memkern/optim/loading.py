@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from ..quant.layout import layout_of, same_layout
+from . import weights
 from .storage import dense_like, moment_dtype, restored
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
 
 Group = dict[str, Any]
+OWN_OPTIONS = ("state_bits", "master_weights", "stochastic_rounding")
+"""Options that a loaded state does not change: its tensors are converted."""
 
 
 class Held:
@@ -49,7 +52,7 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     for k, (own, given) in enumerate(zip(groups, saved, strict=True)):
         older.append(_completed(optimizer, k, given))
         optimizer._check_group({**older[k], "params": own["params"]})
-        fixed = {"state_bits": own["state_bits"], **optimizer.fixed_options}
+        fixed = {key: own[key] for key in OWN_OPTIONS} | optimizer.fixed_options
         if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
             changes.append(f"group {k}: {', '.join(differing)}")
         whole = {"max_grad_norm": optimizer.defaults["max_grad_norm"], "capturable": own["capturable"]}
@@ -94,7 +97,7 @@ def _state(
         state = {**state, "step": step.float()}
     optimizer._check_state(i, state, p, older)
     op = optimizer._op_of(older)
-    in_other_bits = older["state_bits"] != newer["state_bits"]
+    in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
     first = state[next(iter(op.moments))]
     in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
     if in_other_bits or in_other_dtype:
@@ -114,6 +117,7 @@ def check_state(
     first = state.get(next(iter(op.moments)))
     coded = isinstance(first, Tensor) and not first.is_floating_point()
     keys = [k for k in optimizer._state_keys(op) if coded or not k.endswith("_scale")]
+    keys += weights.keys_of(group)
     if {*state} != {*keys}:
         does_not_fit(optimizer, i, f"keys {sorted(state)}, expected {sorted(keys)}")
     for key in keys:
@@ -125,6 +129,14 @@ def check_state(
                 does_not_fit(optimizer, i, f"step must be one finite number, 0 or more, got {value}")
         elif key.endswith("_scale"):
             _check_scale(optimizer, i, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
+        elif key in weights.KEYS:
+            dtype = weights.MASTER_WEIGHTS[group["master_weights"]][key]
+            if value.dtype != dtype or value.shape != p.shape:
+                does_not_fit(
+                    optimizer,
+                    i,
+                    f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
+                )
         elif key in op.moments:
             _check_moment(optimizer, i, key, value, p, coded, op.moments[key])
 

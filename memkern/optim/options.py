@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..quant.blockwise import check_codec
 from ..quant.layout import FLOATS, check_block_size, overlaps
+from . import weights
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
@@ -64,6 +65,7 @@ def check_group(group: dict[str, Any]) -> None:
     check_number("weight_decay", group["weight_decay"])
     if group["state_bits"] not in (8, 32):
         raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
+    weights.check_options(group)
     check_block_size(group["block_size"])
     check_codec(group["codec"])
     norm = group["max_grad_norm"]
@@ -87,6 +89,7 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(
             f"state_bits must be 32 for float64 parameters, whose moments are float64, got 8 for shape {tuple(p.shape)}"
         )
+    weights.check_param(p, group)
     if p.layout != torch.strided:
         raise ValueError(f"params must be dense tensors, got {p.layout} of shape {tuple(p.shape)}")
     if overlaps(p.shape, p.stride()):

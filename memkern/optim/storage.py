@@ -12,6 +12,7 @@ from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
 from ..reference.blockwise import sqrt
 from ..schemas import StepOp
+from . import weights
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
@@ -82,9 +83,16 @@ def restored(
         same_form = was_coded and all(before[key] == group[key] for key in ("block_size", "codec"))
     else:
         same_form = all(state[name].dtype == moment_dtype(p) for name in stored)
-    others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments)}
-    if same_place and same_form and {*state} - others == {*op.moments}:
+    others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments), *weights.KEYS}
+    weight = weights.restored(p, state, group)
+    same_weight = [*weight] == [key for key in weights.KEYS if key in state] and all(
+        x is state[key] for key, x in weight.items()
+    )
+    same_moments = same_place and same_form and {*state} - others == {*op.moments}
+    if same_moments and same_weight:
         return None
+    if same_moments:
+        return {key: x for key, x in state.items() if key not in weights.KEYS} | weight
     step = int(state["step"]) if "step" in state else 0
     new: dict[str, Tensor] = {}
     for name in op.moments:
@@ -93,4 +101,4 @@ def restored(
     rest = {key: x for key, x in state.items() if key in ("step", "trust_ratio")}
     if "trust_ratio" in rest:
         rest["trust_ratio"] = rest["trust_ratio"].to(moment_dtype(p))
-    return {**{key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}, **rest}
+    return {**{key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}, **rest, **weight}

@@ -75,6 +75,25 @@ DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
 """Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
+WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
+"""How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
+dtype, or, bf16 alone, stochastically, with its rounding error in 8 or 16 bits, or with a copy in fp32.
+
+A bf16 weight with its error is fp32's bits in two pieces, as whole numbers ``u``::
+
+    u = (u + r) & ~(2^d - 1)            d bits are dropped: 16 (stochastic), 8 (bf16+8) or 0; r random, 0 <= r < 2^d
+    weight = (u + 2^15) >> 16           to the nearest bf16, ties away from zero
+    error = u - (weight << 16)          from -2^15 to 2^15 - 1; its low d bits are 0 and are not stored
+
+    u = (weight << 16) + error          the weight of the next step
+
+    r = ((j * WEIGHT_J + step * WEIGHT_STEP) mod 2^32) >> (32 - d)      j: the position inside the block
+"""
+WEIGHT_DROPPED_BITS = {"stochastic": 16, "bf16+8": 8, "bf16+16": 0}
+# 2^32 times the fractional parts of sqrt(2) and sqrt(3): independent of the dither's golden ratio.
+WEIGHT_J = 1779033703
+WEIGHT_STEP = 3144134277
+
 DYNAMIC_EXPONENTS = 7
 """Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
 
@@ -151,6 +170,8 @@ def c_header() -> str:
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,
         "kDitherShift": DITHER_SHIFT,
+        "kWeightDroppedStochastic": WEIGHT_DROPPED_BITS["stochastic"],
+        "kWeightDroppedError8": WEIGHT_DROPPED_BITS["bf16+8"],
         "kPlain": PLAIN,
         "kEven": EVEN,
         "kOdd": ODD,
@@ -181,6 +202,7 @@ def c_header() -> str:
             "namespace memkern {",
             *(f"constexpr int {name} = {value};" for name, value in constants.items()),
             f"constexpr uint32_t kDitherJ = {DITHER_J}u, kDitherStep = {DITHER_STEP}u;",
+            f"constexpr uint32_t kWeightJ = {WEIGHT_J}u, kWeightStep = {WEIGHT_STEP}u;",
             f"constexpr float kDitherClamp = {float.hex(DITHER_CLAMP)}f;",
             "",
             *(_c_array(name, values) for name, values in tables.items()),
@@ -191,3 +213,5 @@ def c_header() -> str:
 
 
 assert math.isclose(DITHER_J / 2**32, (math.sqrt(5) - 1) / 2, rel_tol=1e-9)
+assert math.isclose(WEIGHT_J / 2**32, math.sqrt(2) - 1, rel_tol=1e-9)
+assert math.isclose(WEIGHT_STEP / 2**32, math.sqrt(3) - 1, rel_tol=1e-9)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepArgs, StepOp
-from .blockwise import from_blocks, number, sqrt, to_blocks
+from .blockwise import number, sqrt
 from .state import (
     check_step,
     gradient,
@@ -55,7 +55,7 @@ def _step(op: StepOp, args: StepArgs) -> None:
     for t in tensors_of(op, args):
         h, (exp_avg, exp_avg_sq, *largest), (m_scale, v_scale, *_) = t.h, t.moments, t.scales
         step = next_step(t)
-        x = to_blocks(t.param, t.layout)
+        x = t.load_param()
         g = gradient(t.grad, t.layout, h.maximize, factor)
         if h.decoupled_weight_decay:
             x = x * number(1.0 - t.lr * h.weight_decay, x)
@@ -71,6 +71,6 @@ def _step(op: StepOp, args: StepArgs) -> None:
             above = torch.maximum(load_moment(max_exp_avg_sq, None, t.layout, t.codec), v)
             store_moment(above, max_exp_avg_sq, None, t.layout, t.codec, step)
         x = x - number(t.lr * root2 / bias1, x) * adam_direction(m, above, h.eps * root2)
-        from_blocks(x, t.layout, t.param)
+        t.store_param(x, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

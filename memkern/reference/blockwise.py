@@ -52,6 +52,12 @@ def dither(block: int, step: int, device: torch.device) -> Tensor:
     return (h >> C.DITHER_SHIFT).float() * 2.0**-24
 
 
+def weight_random(block: int, step: int, bits: int, device: torch.device) -> Tensor:
+    """Whole numbers from 0 to below 2^bits, int32, that weights are rounded with at each position of a block."""
+    j = torch.arange(block, device=device, dtype=torch.int64)
+    return ((j * C.WEIGHT_J + step * C.WEIGHT_STEP) % 2**32 >> (32 - bits)).int()
+
+
 @lru_cache
 def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..schemas import LAMB_STEP, StepArgs
 from .adam import adam_corrections, adam_direction, adam_moments
-from .blockwise import from_blocks, number, to_blocks
+from .blockwise import number
 from .state import (
     check_step,
     gradient,
@@ -30,7 +30,7 @@ def lamb_step_(args: StepArgs) -> None:
         ratio = t.trust_ratios
         assert ratio is not None
         step = next_step(t)
-        x = to_blocks(t.param, t.layout)
+        x = t.load_param()
         g = gradient(t.grad, t.layout, h.maximize, factor)
         if h.decoupled_decay:
             x = x * number(1.0 - t.lr * h.weight_decay, x)
@@ -49,6 +49,6 @@ def lamb_step_(args: StepArgs) -> None:
             if h.trust_clip:
                 ratio.clamp_(max=1.0)
         x = x - of_blocks(t.lr * ratio.double(), t.layout, x) * update
-        from_blocks(x, t.layout, t.param)
+        t.store_param(x, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)
         store_moment(v, exp_avg_sq, v_scale, t.layout, t.codec, step)

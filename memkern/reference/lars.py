@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..schemas import LARS_STEP, StepArgs
-from .blockwise import from_blocks, number, to_blocks
+from .blockwise import number
 from .state import (
     check_step,
     gradient,
@@ -36,7 +36,7 @@ def lars_step_(args: StepArgs) -> None:
         step = next_step(t)
         classic = h.trust_coeff != 0
         adapt = h.weight_decay != 0 or h.always_adapt != 0
-        x = to_blocks(t.param, t.layout)
+        x = t.load_param()
         g = gradient(t.grad, t.layout, h.maximize, factor)
         x_norm = norms(x, t.layout, len(ratio))
         ratio.fill_(1.0)
@@ -61,5 +61,5 @@ def lars_step_(args: StepArgs) -> None:
                 ratio.clamp_(max=1.0)
         update = d + number(h.momentum, x) * m if h.nesterov else m
         rate = of_blocks(t.lr * (torch.ones_like(ratio) if classic else ratio).double(), t.layout, x)
-        from_blocks(x - rate * update, t.layout, t.param)
+        t.store_param(x - rate * update, step)
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..schemas import LION_STEP, StepArgs
-from .blockwise import from_blocks, number, to_blocks
+from .blockwise import number
 from .state import (
     check_step,
     gradient,
@@ -33,11 +33,11 @@ def lion_step_(args: StepArgs) -> None:
     for t in tensors_of(LION_STEP, args):
         h, (exp_avg,), (m_scale,) = t.h, t.moments, t.scales
         step = next_step(t)
-        x = to_blocks(t.param, t.layout)
+        x = t.load_param()
         x = x * number(1.0 - t.lr * h.weight_decay, x)
         g = gradient(t.grad, t.layout, h.maximize, factor)
         m = load_moment(exp_avg, m_scale, t.layout, t.codec)
         update = sign(number(h.beta1, x) * m + number(1 - h.beta1, x) * g)
-        from_blocks(x - number(t.lr, x) * update, t.layout, t.param)
+        t.store_param(x - number(t.lr, x) * update, step)
         m = number(h.beta2, x) * m + number(1 - h.beta2, x) * g
         store_moment(m, exp_avg, m_scale, t.layout, t.codec, step)

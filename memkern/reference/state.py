@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..quant.codec import WEIGHTS
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
-from ..schemas import StepArgs, StepOp
+from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .blockwise import (
     POWER,
     arithmetic,
@@ -25,6 +26,7 @@ from .blockwise import (
     sqrt,
     to_blocks,
 )
+from .weights import load_weight, store_weight
 
 
 class StepTensor(NamedTuple):
@@ -36,10 +38,20 @@ class StepTensor(NamedTuple):
     scales: list[Tensor | None]  # None where the moments are float32
     step: Tensor
     trust_ratios: Tensor | None
+    weight_state: Tensor | None  # memkern.schemas.WEIGHT_STATES
+    weight_storage: int
     layout: BlockLayout
     codec: int
     lr: float
     h: SimpleNamespace  # hyperparameters by name
+
+    def load_param(self) -> Tensor:
+        """The parameter in blocks, in what it is computed in."""
+        return load_weight(self.param, self.weight_state, self.weight_storage, self.layout)
+
+    def store_param(self, x: Tensor, step: int) -> None:
+        """Stores the parameter after a step."""
+        store_weight(x, self.param, self.weight_state, self.weight_storage, self.layout, step)
 
 
 def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
@@ -47,6 +59,7 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
     groups, rates = op.of_groups(args), [float(t) for t in args.lr]
     ranges = [*enumerate(op.moments)]
     scales = [iter(args.scales_of(k, len(op.moments))) for k, _ in ranges]
+    weight_states = iter(args.weight_states)
     for i, (p, g, group) in enumerate(zip(args.params, args.grads, args.group, strict=True)):
         moments = [args.moment(k)[i] for k, _ in ranges]
         yield StepTensor(
@@ -59,6 +72,8 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
             ],
             step=args.steps[i],
             trust_ratios=args.trust_ratios[i] if op.has_trust_ratios else None,
+            weight_state=next(weight_states) if args.storage_of(group) in WEIGHT_STATES else None,
+            weight_storage=args.storage_of(group),
             layout=layout_of(p, args.block_size[group]),
             codec=args.codec[group],
             lr=rates[group],
@@ -82,6 +97,7 @@ def check_step(op: StepOp, args: StepArgs) -> None:
         raise ValueError(
             f"scales must have {used * len(op.moments)} entries, one per moment of codes, got {len(args.scales)}"
         )
+    _check_weights(args)
 
 
 def _check_groups(op: StepOp, args: StepArgs) -> None:
@@ -93,6 +109,11 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
     ):
         if len(values) != groups * each:
             raise ValueError(f"{name} must have {groups * each} entries, {each} per group, got {len(values)}")
+    if args.weight_storage and len(args.weight_storage) != groups:
+        raise ValueError(f"weight_storage must have {groups} entries or none, got {len(args.weight_storage)}")
+    for storage in args.weight_storage:
+        if storage not in WEIGHTS.values():
+            raise ValueError(f"weight_storage must be one of {WEIGHTS}, got {storage}")
     for codec, block_size in zip(args.codec, args.block_size, strict=True):
         check_codec(codec)
         check_block_size(block_size)
@@ -106,6 +127,30 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
             raise ValueError(
                 f"steps must hold float32 tensors of one element, got {t.dtype} {tuple(t.shape)}"
             )
+
+
+def _check_weights(args: StepArgs) -> None:
+    """Checks the weight states, and that only bf16 parameters are stored in another way than to the nearest."""
+    given = iter(args.weight_states)
+    wanted = 0
+    for i, (p, group) in enumerate(zip(args.params, args.group, strict=True)):
+        storage = args.storage_of(group)
+        if storage and p.dtype != torch.bfloat16:
+            raise TypeError(f"params[{i}] must be bfloat16 for weight_storage {storage}, got {p.dtype}")
+        if storage not in WEIGHT_STATES:
+            continue
+        wanted += 1
+        x, dtype = next(given, None), getattr(torch, WEIGHT_STATES[storage])
+        if x is not None and (x.dtype != dtype or not same_layout(x, p)):
+            raise ValueError(
+                f"weight_states[{wanted - 1}] must be {dtype} with the shape and strides of params[{i}], "
+                f"{tuple(p.shape)} and {p.stride()}, got {x.dtype}, {tuple(x.shape)} and {x.stride()}"
+            )
+    if len(args.weight_states) != wanted:
+        raise ValueError(
+            f"weight_states must have {wanted} entries, one per parameter whose group stores one, "
+            f"got {len(args.weight_states)}"
+        )
 
 
 def _check_lists(op: StepOp, args: StepArgs) -> None:

@@ -10,7 +10,8 @@ from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_moment
 from .codec import POWER
 from .launch_step import step_in_one_pass
-from .tile import load_floats, store_floats, tile_of
+from .tile import load_floats, tile_of
+from .weights import join_weights, load_weights, random_of, store_weights
 
 # Words of a group.
 _BETA1 = st.word_of(ADAM_STEP, "beta1")
@@ -87,6 +88,7 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
         tl.load(word + st.EXP_AVG_SQ * tensors),
         tl.load(word + st.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
         tl.load(word + st.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + st.WEIGHT_STATE * tensors),
     )
     grad_scalars = tl.load(s + st.GRAD_FACTOR), tl.load(s + COUPLED_DECAY)
     decay2 = tl.load(s + (ROOT_BETA2 if KIND == POWER else st.BETA2))  # power codes hold w = sqrt(v)
@@ -107,9 +109,9 @@ def adam_load(
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Loads a tile; returns p and the updated m and v."""
-    param, grad, exp_avg, exp_avg_sq, m_scales, v_scales = addresses
+    param, grad, exp_avg, exp_avg_sq, m_scales, v_scales, weight_state = addresses
     # All loads first, so that they are in flight together.
-    p = load_floats(param, tile, PARAM_DTYPE, VECTOR)
+    p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
     g = load_floats(grad, tile, GRAD_DTYPE, VECTOR)
     m = load_moment(exp_avg, tile, KIND, True, VECTOR)
     v = load_moment(exp_avg_sq, tile, KIND, False, VECTOR)
@@ -118,7 +120,7 @@ def adam_load(
 
     grad_factor, coupled_decay = grad_scalars
     beta1, one_minus_beta1, decay2, one_minus_beta2 = moment_scalars
-    p = p.to(tl.float32)
+    p = join_weights(p, p_state, PARAM_DTYPE)
     g = g.to(tl.float32) * grad_factor
     if coupled_decay != 0.0:
         g = g + coupled_decay * p
@@ -138,14 +140,15 @@ def adam_store(
     w,
     addresses,
     u,
+    r,
     tile,
     tables,
     KIND: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    param, _, exp_avg, exp_avg_sq, m_scales, v_scales = addresses
-    store_floats(p, param, tile, PARAM_DTYPE, VECTOR)
+    param, _, exp_avg, exp_avg_sq, m_scales, v_scales, weight_state = addresses
+    store_weights(p, param, weight_state, r, tile, PARAM_DTYPE, VECTOR)
     store_moment(m, exp_avg, m_scales, u, tile, tables, KIND, True, VECTOR)
     x = w if KIND == POWER else v
     store_moment(x, exp_avg_sq, v_scales, u, tile, tables, KIND, False, VECTOR)
@@ -163,6 +166,7 @@ def adam_tiles(
         word, grad, s, tensors, BLOCK_SIZE, KIND
     )
     eps, step_size, decay = param_scalars
+    r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
@@ -170,7 +174,7 @@ def adam_tiles(
         )
         w = tl.math.sqrt_rn(v)
         p = p * decay - step_size * adam_direction(m, w, eps)
-        adam_store(p, m, v, w, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        adam_store(p, m, v, w, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def adam_step_(args: StepArgs) -> None:

@@ -11,6 +11,7 @@ from . import trust_ratio as tr
 from .adam import COUPLED_DECAY, adam_direction, adam_load, adam_scalars, adam_store, adam_tensor
 from .launch_step import step_in_two_passes
 from .tile import tile_of
+from .weights import random_of
 
 # Words of a group, beside those of trust_ratio.py.
 _BETA1 = st.word_of(LAMB_STEP, "beta1")
@@ -115,6 +116,7 @@ def lamb_tiles(
     )
     eps, step_size, decay = param_scalars
     update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + tr.RATE)
+    r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
@@ -123,7 +125,7 @@ def lamb_tiles(
         w = tl.math.sqrt_rn(v)
         p = p * decay
         p = p - rate * lamb_update(p, m, w, eps, step_size, update_decay)
-        adam_store(p, m, v, w, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        adam_store(p, m, v, w, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lamb_step_(args: StepArgs) -> None:

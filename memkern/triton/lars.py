@@ -12,6 +12,7 @@ from .block_state import dequantize
 from .launch_step import step_in_two_passes
 from .lion import lion_addresses, lion_load, lion_store
 from .tile import tile_of
+from .weights import random_of
 
 # Words of a group, beside those of trust_ratio.py.
 _GROUP_MOMENTUM = st.word_of(LARS_STEP, "momentum")
@@ -134,12 +135,12 @@ def lars_tiles(
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
     momentum, rate, nesterov = tl.load(s + _MOMENTUM), tl.load(s + tr.RATE), tl.load(s + _NESTEROV) != 0.0
-    u = st.dither_of(s, BLOCK_SIZE)
+    u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         p = p - rate * tl.where(nesterov, d + momentum * m, m)
-        lion_store(p, m, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        lion_store(p, m, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lars_step_(args: StepArgs) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..quant.layout import row_count
 from ..reference.trust import check_trust_ratios
-from ..schemas import StepArgs, StepOp
+from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .codec import dynamic_tables
 from .launch import guard
 from .step_args import check_step
@@ -46,6 +46,8 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
     counts = [len(ratios) for ratios in args.trust_ratios]
     coded = [n for x, n in zip(args.moment(0), counts, strict=True) if x.dtype != torch.float32]
 
+    kept = [n for k, n in zip(args.group, counts, strict=True) if args.storage_of(k) in WEIGHT_STATES]
+
     def split(tensors: Sequence[Tensor]) -> list[Tensor]:
         repeated = counts * (len(tensors) // len(counts))
         return [layer for x, n in zip(tensors, repeated, strict=True) for layer in _layers(x, n)]
@@ -62,6 +64,9 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
         ],
         steps=repeat(args.steps),
         trust_ratios=split(args.trust_ratios),
+        weight_states=[
+            layer for x, n in zip(args.weight_states, kept, strict=True) for layer in _layers(x, n)
+        ],
         group=repeat(args.group),
     )
 

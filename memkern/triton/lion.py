@@ -9,7 +9,8 @@ from ..schemas import LION_STEP, StepArgs
 from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_moment
 from .launch_step import step_in_one_pass
-from .tile import load_floats, store_floats, tile_of
+from .tile import load_floats, tile_of
+from .weights import join_weights, load_weights, random_of, store_weights
 
 # Words of a group.
 _BETA1 = st.word_of(LION_STEP, "beta1")
@@ -53,12 +54,13 @@ def lion_prologue(table, scalars, groups, tensors):
 
 @triton.jit
 def lion_addresses(word, grad, tensors):
-    """The addresses of a tensor with one moment: parameter, gradient, moment, scales."""
+    """The addresses of a tensor with one moment: parameter, gradient, moment, scales, weight state."""
     return (
         tl.load(word + st.PARAM * tensors),
         grad,
         tl.load(word + st.EXP_AVG * tensors),
         tl.load(word + st.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + st.WEIGHT_STATE * tensors),
     )
 
 
@@ -73,20 +75,20 @@ def lion_load(
     VECTOR: tl.constexpr,
 ):
     """Loads a tile; returns p, g, the moment as it is stored, and its scale."""
-    param, grad, exp_avg, scales = addresses
-    p = load_floats(param, tile, PARAM_DTYPE, VECTOR)
+    param, grad, exp_avg, scales, weight_state = addresses
+    p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
     g = load_floats(grad, tile, GRAD_DTYPE, VECTOR)
     m = load_moment(exp_avg, tile, KIND, True, VECTOR)
     scale = load_scale(scales, tile, KIND)
-    return p.to(tl.float32), g.to(tl.float32) * grad_factor, m, scale
+    return join_weights(p, p_state, PARAM_DTYPE), g.to(tl.float32) * grad_factor, m, scale
 
 
 @triton.jit
 def lion_store(
-    p, m, addresses, u, tile, tables, KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr
+    p, m, addresses, u, r, tile, tables, KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr
 ):
-    param, _, exp_avg, scales = addresses
-    store_floats(p, param, tile, PARAM_DTYPE, VECTOR)
+    param, _, exp_avg, scales, weight_state = addresses
+    store_weights(p, param, weight_state, r, tile, PARAM_DTYPE, VECTOR)
     store_moment(m, exp_avg, scales, u, tile, tables, KIND, True, VECTOR)
 
 
@@ -102,14 +104,14 @@ def lion_tiles(
     beta1, one_minus_beta1 = tl.load(s + st.BETA1), tl.load(s + st.ONE_MINUS_BETA1)
     beta2, one_minus_beta2 = tl.load(s + st.BETA2), tl.load(s + st.ONE_MINUS_BETA2)
     lr, decay = tl.load(s + _LR), tl.load(s + st.DECAY)
-    u = st.dither_of(s, BLOCK_SIZE)
+    u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         m = dequantize(m, scale, 1.0, tables, KIND, True)
         p = p * decay - lr * sign(beta1 * m + one_minus_beta1 * g)
         m = beta2 * m + one_minus_beta2 * g
-        lion_store(p, m, addresses, u, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        lion_store(p, m, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lion_step_(args: StepArgs) -> None:

@@ -67,17 +67,18 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
         list(args.group),
         list(args.codec),
         list(args.block_size),
+        list(args.weight_storage),
     )
 
 
 def addresses_of(args: StepArgs) -> list[int]:
-    lists = args.params, args.moments, args.scales, args.steps, args.trust_ratios
+    lists = args.params, args.moments, args.scales, args.steps, args.trust_ratios, args.weight_states
     return [*map(Tensor.data_ptr, chain.from_iterable(lists))]
 
 
 def check_step(op: StepOp, args: StepArgs, device: torch.device) -> None:
     state.check_step(op, args)
-    for name in ("params", "grads", "moments", "scales", "steps", "trust_ratios"):
+    for name in ("params", "grads", "moments", "scales", "steps", "trust_ratios", "weight_states"):
         for i, x in enumerate(getattr(args, name)):
             if x.device != device:
                 raise ValueError(f"{name}[{i}] must be on {device} like the first parameter, got {x.device}")

@@ -52,9 +52,11 @@ ORDER = tl.constexpr(12)  # slot -> tensor; a launch works on consecutive slots
 FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
 TRUST_RATIO = tl.constexpr(14)  # addresses, of LAMB and LARS
 COUNTED_STEP = tl.constexpr(15)  # STEP of a tensor's first layer, 0 of its others: it is incremented once
-COLUMNS = tl.constexpr(16)
+WEIGHT_STATE = tl.constexpr(16)  # addresses; 0 where there is none
+COLUMNS = tl.constexpr(17)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
+WEIGHT_STEP = tl.constexpr(C.WEIGHT_STEP)
 # A tensor's scalars, fp32, which the prologue computes. Here those of several optimizers; others are in their modules.
 GRAD_FACTOR = tl.constexpr(0)
 BETA1 = tl.constexpr(1)
@@ -64,6 +66,7 @@ ONE_MINUS_BETA2 = tl.constexpr(4)
 DECAY = tl.constexpr(8)  # 1 - lr * weight_decay where that is decoupled, else 1
 STEP_OFFSET = tl.constexpr(10)  # step * DITHER_STEP modulo 2^32, for the dither: the bits of a uint32
 RUN = tl.constexpr(11)  # 0 where the step is skipped
+WEIGHT_OFFSET = tl.constexpr(15)  # step * WEIGHT_STEP likewise, for the random bits of weights
 SCALARS = tl.constexpr(16)
 PROLOGUE_TENSORS = tl.constexpr(128)  # per program of the prologue
 _SEARCH = tl.constexpr(128)
@@ -203,6 +206,7 @@ def increment_steps(table, columns, tensors, t, mask):
 @triton.jit
 def store_step_offset(out, step, mask):
     tl.store(out + STEP_OFFSET, (step * DITHER_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
+    tl.store(out + WEIGHT_OFFSET, (step * WEIGHT_STEP).to(tl.int32).to(tl.float32, bitcast=True), mask=mask)
 
 
 @triton.jit

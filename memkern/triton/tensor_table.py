@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..quant.codec import WEIGHTS
 from ..quant.layout import FLOATS, BlockLayout, layout_of
-from ..schemas import StepArgs
+from ..schemas import WEIGHT_STATES, StepArgs
 from . import step_table as st
 from .codec import FP32
 from .launch import OPTIONS, cdiv, is_capturing, is_remote, options_of, rows_of, stream_of
 from .step_args import addresses_of, header_and_group_words, signature_of
 from .tile import is_flat, next_power_of_two, vector_of
+from .weights import param_dtype
 
 FLAT_BLOCK = 128  # BLOCK_SIZE of tensors with fp32 states, which have no quantization blocks
 MAX_PLANS = 64
@@ -126,7 +128,11 @@ class Plan:
         steps = [s.data_ptr() for s in args.steps] or [0] * n
         block_sizes = [args.block_size[i] for i in args.group] or [FLAT_BLOCK] * n
         layouts = [layout_of(x, b) for x, b in zip(args.params or args.grads, block_sizes, strict=True)]
-        addresses = zip(params, self.grads, *states, strict=True)
+        given_weights = iter(args.weight_states)
+        weight_states = [
+            next(given_weights).data_ptr() if args.storage_of(i) in WEIGHT_STATES else 0 for i in args.group
+        ] or [0] * n
+        addresses = zip(params, self.grads, *states, weight_states, strict=True)
         order, first_programs = self._assign(args, layouts, [*addresses], tiles)
         columns = (
             params,
@@ -143,6 +149,7 @@ class Plan:
             first_programs + [0] * (n - len(order)),
             [x.data_ptr() for x in args.trust_ratios] or [0] * n,
             [0 if i and step == steps[i - 1] else step for i, step in enumerate(steps)],
+            weight_states,
         )
         return [*chain.from_iterable(columns)]
 
@@ -160,16 +167,22 @@ class Plan:
                 )
             p = args.params[t] if args.params else g
             coded = self.moments > 0 and args.moments[t].dtype != torch.float32
+            storage = args.storage_of(args.group[t]) if args.params else 0
+            blocks = coded or storage > 0  # the random bits of weights come from the position in a block
             kind = args.codec[args.group[t]] + 1 if coded else FP32.value
-            block = next_power_of_two(args.block_size[args.group[t]]) if coded else FLAT_BLOCK
-            flat = not coded or is_flat(layout, block)
+            block = next_power_of_two(args.block_size[args.group[t]]) if blocks else FLAT_BLOCK
+            flat = not blocks or is_flat(layout, block)
             if flat:
                 layout = layout._replace(segment=layout.numel, block=block)
-            widest = max(p.element_size(), g.element_size(), 4 if self.moments and not coded else 1)
+            widest = max(
+                p.element_size(),
+                g.element_size(),
+                4 if (self.moments and not coded) or storage == WEIGHTS["fp32"] else 1,
+            )
             vector = vector_of(layout, widest, addresses[t])
             key = (
                 kind,
-                FLOATS.index(p.dtype),
+                param_dtype(FLOATS.index(p.dtype), storage),
                 FLOATS.index(g.dtype),
                 tiles,
                 rows_of(block),

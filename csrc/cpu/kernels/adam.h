@@ -36,21 +36,21 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
   float* const m_values = at_page_offset(buffer, start, kPage / 4);
   float* const w_values = at_page_offset(buffer + kBuffer + kPage, start, kPage / 2);
   const auto update = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
-    P* p = static_cast<P*>(job.param) + b.offset;
+    const Weights<P> weights(job, b.offset);
     const G* g = static_cast<const G*>(job.grad) + b.offset;
     Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, b.offset, block, m_values + b.place);
     Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, kPower ? s.root_beta2 : s.beta2,
                                  b.offset, block, w_values + b.place);
     with_fast_path(s, [&](const typename Rule::Scalars& s) MEMKERN_LAMBDA {
       for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-        prefetch<kOnce>(i, p, g, first.codes, second.codes);
-        const F x = load_from(p + i);
+        prefetch<kOnce>(i, weights.p, g, first.codes, second.codes);
+        const F x = weights.get(i, load_from);
         // Power codes hold w = sqrt(v).
         F m = first.get(i, load_from), v = second.get(i, load_from);
         if constexpr (kPower) v = v * v;
         adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
         const F w = sqrt(v);
-        store_to(p + i, Rule::param(x, m, w, s));
+        weights.put(i, Rule::param(x, m, w, s), store_to);
         first.put(i, m);
         second.put(i, kPower ? w : v);
       });
@@ -83,37 +83,33 @@ template <class P, class G, class Rule>
 void adam_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
-    P* p = static_cast<P*>(job.param) + offset;
+    const Weights<P> weights(job, offset);
     const G* g = static_cast<const G*>(job.grad) + offset;
     float *exp_avg = static_cast<float*>(job.exp_avg) + offset,
           *exp_avg_sq = static_cast<float*>(job.exp_avg_sq) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      const F x = load_from(p + i);
+      const F x = weights.get(i, load_from);
       F m = F(s.beta1) * load_from(exp_avg + i), v = F(s.beta2) * load_from(exp_avg_sq + i);
       adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
-      store_to(p + i, Rule::param(x, m, sqrt(v), s));
+      weights.put(i, Rule::param(x, m, sqrt(v), s), store_to);
       store_to(exp_avg + i, m);
       store_to(exp_avg_sq + i, v);
     });
   });
 }
 
-template <class Rule> auto adam_runs(StateKind kind, FloatType param, FloatType grad) {
-  return with_type(param, [&](auto p) {
-    return with_type(grad, [&](auto g) -> decltype(Job<typename Rule::Scalars>::run) {
-      using P = decltype(p);
-      using G = decltype(g);
-      if (kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower, Rule>;
-      if (kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic, Rule>;
-      return adam_run_fp32<P, G, Rule>;
-    });
+template <class Rule> auto adam_runs(const StepTensor& t) {
+  return with_types(t, [&](auto p, auto g) -> decltype(Job<typename Rule::Scalars>::run) {
+    using P = decltype(p);
+    using G = decltype(g);
+    if (t.kind == StateKind::kPower) return adam_run<P, G, StateKind::kPower, Rule>;
+    if (t.kind == StateKind::kDynamic) return adam_run<P, G, StateKind::kDynamic, Rule>;
+    return adam_run_fp32<P, G, Rule>;
   });
 }
 
 }  // namespace
 
-decltype(AdamJob::run) adam_kernel(StateKind kind, FloatType param, FloatType grad) {
-  return adam_runs<AdamRule>(kind, param, grad);
-}
+decltype(AdamJob::run) adam_kernel(const StepTensor& t) { return adam_runs<AdamRule>(t); }
 
 }  // namespace memkern::MEMKERN_ISA

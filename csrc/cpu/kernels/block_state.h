@@ -5,7 +5,7 @@
 
 #include "core/dynamic.h"
 #include "core/power.h"
-#include "cpu/kernels/vector_loops.h"
+#include "cpu/kernels/weights.h"
 
 namespace memkern::MEMKERN_ISA {
 namespace {

@@ -21,6 +21,7 @@ struct Dither {
 template <class Scalars> struct Job : StepTensor {
   const Scalars* scalars;
   Dither dither;
+  const uint32_t* weight_random = nullptr;  // for each place in a block, where weights are rounded with it
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 using AdamJob = Job<AdamScalars>;
@@ -71,12 +72,12 @@ struct ActivationJob {
 
 #define MEMKERN_DECLARE_KERNELS(ISA)                                                                \
   namespace ISA {                                                                                   \
-  decltype(AdamJob::run) adam_kernel(StateKind, FloatType param, FloatType grad);                   \
-  decltype(LionJob::run) lion_kernel(StateKind, FloatType param, FloatType grad);                   \
-  decltype(LambJob::run) lamb_kernel(StateKind, FloatType param, FloatType grad);                   \
-  Norms<LambJob> lamb_norms(StateKind, FloatType param, FloatType grad);                            \
-  decltype(LarsJob::run) lars_kernel(StateKind, FloatType param, FloatType grad);                   \
-  Norms<LarsJob> lars_norms(StateKind, FloatType param, FloatType grad);                            \
+  decltype(AdamJob::run) adam_kernel(const StepTensor&);                                            \
+  decltype(LionJob::run) lion_kernel(const StepTensor&);                                            \
+  decltype(LambJob::run) lamb_kernel(const StepTensor&);                                            \
+  Norms<LambJob> lamb_norms(const StepTensor&);                                                     \
+  decltype(LarsJob::run) lars_kernel(const StepTensor&);                                            \
+  Norms<LarsJob> lars_norms(const StepTensor&);                                                     \
   decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
   decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
   decltype(ActivationJob::run) encode_kernel(FloatType x, int bits);                                \

@@ -26,14 +26,14 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
       store(update + i, mask(lamb_update(x, m, sqrt(v), s)));
     };
     for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
-      const P* p = static_cast<const P*>(job.param) + offset;
+      const Weights<P> weights(job, offset);
       const G* g = static_cast<const G*>(job.grad) + offset;
       if constexpr (Kind == StateKind::kFp32) {
         const float *exp_avg = static_cast<const float*>(job.exp_avg) + offset,
                     *exp_avg_sq = static_cast<const float*>(job.exp_avg_sq) + offset;
         for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          prefetch<kAgain>(i, p, g, exp_avg, exp_avg_sq);
-          put(i, load_from(p + i), F(s.beta1) * load_from(exp_avg + i),
+          prefetch<kAgain>(i, weights.p, g, exp_avg, exp_avg_sq);
+          put(i, weights.get(i, load_from), F(s.beta1) * load_from(exp_avg + i),
               F(s.beta2) * load_from(exp_avg_sq + i), load_from(g + i), masked_by(store_to));
         });
       } else {
@@ -41,9 +41,9 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
         const Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale,
                                            kPower ? s.root_beta2 : s.beta2, offset, block, nullptr);
         for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          prefetch<kAgain>(i, p, g, first.codes, second.codes);
+          prefetch<kAgain>(i, weights.p, g, first.codes, second.codes);
           const F v = second.get(i, load_from);
-          put(i, load_from(p + i), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
+          put(i, weights.get(i, load_from), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
               masked_by(store_to));
         });
       }
@@ -58,19 +58,15 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-decltype(LambJob::run) lamb_kernel(StateKind kind, FloatType param, FloatType grad) {
-  return adam_runs<LambRule>(kind, param, grad);
-}
+decltype(LambJob::run) lamb_kernel(const StepTensor& t) { return adam_runs<LambRule>(t); }
 
-Norms<LambJob> lamb_norms(StateKind kind, FloatType param, FloatType grad) {
-  return with_type(param, [&](auto p) {
-    return with_type(grad, [&](auto g) -> Norms<LambJob> {
-      using P = decltype(p);
-      using G = decltype(g);
-      if (kind == StateKind::kPower) return lamb_norms_run<P, G, StateKind::kPower>;
-      if (kind == StateKind::kDynamic) return lamb_norms_run<P, G, StateKind::kDynamic>;
-      return lamb_norms_run<P, G, StateKind::kFp32>;
-    });
+Norms<LambJob> lamb_norms(const StepTensor& t) {
+  return with_types(t, [&](auto p, auto g) -> Norms<LambJob> {
+    using P = decltype(p);
+    using G = decltype(g);
+    if (t.kind == StateKind::kPower) return lamb_norms_run<P, G, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return lamb_norms_run<P, G, StateKind::kDynamic>;
+    return lamb_norms_run<P, G, StateKind::kFp32>;
   });
 }
 

@@ -22,25 +22,25 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
     updates.add(lars_moment(x, d, m, s));
   };
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
-    const P* p = static_cast<const P*>(job.param) + offset;
+    const Weights<P> weights(job, offset);
     const G* g = static_cast<const G*>(job.grad) + offset;
     if (s.classic) {
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, p, g);
-        params.add(load_from(p + i));
+        prefetch<kAgain>(i, weights.p, g);
+        params.add(weights.get(i, load_from));
         updates.add(lars_gradient(load_from(g + i), s));
       });
     } else if constexpr (Kind == StateKind::kFp32) {
       const float* exp_avg = static_cast<const float*>(job.exp_avg) + offset;
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, p, g, exp_avg);
-        add_moment(load_from(p + i), load_from(g + i), load_from(exp_avg + i));
+        prefetch<kAgain>(i, weights.p, g, exp_avg);
+        add_moment(weights.get(i, load_from), load_from(g + i), load_from(exp_avg + i));
       });
     } else {
       const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, offset, block, nullptr);
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, p, g, first.codes);
-        add_moment(load_from(p + i), load_from(g + i), first.get(i, load_from));
+        prefetch<kAgain>(i, weights.p, g, first.codes);
+        add_moment(weights.get(i, load_from), load_from(g + i), first.get(i, load_from));
       });
     }
   });
@@ -49,19 +49,15 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-decltype(LarsJob::run) lars_kernel(StateKind kind, FloatType param, FloatType grad) {
-  return lion_runs<LarsRule>(kind, param, grad);
-}
+decltype(LarsJob::run) lars_kernel(const StepTensor& t) { return lion_runs<LarsRule>(t); }
 
-Norms<LarsJob> lars_norms(StateKind kind, FloatType param, FloatType grad) {
-  return with_type(param, [&](auto p) {
-    return with_type(grad, [&](auto g) -> Norms<LarsJob> {
-      using P = decltype(p);
-      using G = decltype(g);
-      if (kind == StateKind::kPower) return lars_norms_run<P, G, StateKind::kPower>;
-      if (kind == StateKind::kDynamic) return lars_norms_run<P, G, StateKind::kDynamic>;
-      return lars_norms_run<P, G, StateKind::kFp32>;
-    });
+Norms<LarsJob> lars_norms(const StepTensor& t) {
+  return with_types(t, [&](auto p, auto g) -> Norms<LarsJob> {
+    using P = decltype(p);
+    using G = decltype(g);
+    if (t.kind == StateKind::kPower) return lars_norms_run<P, G, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return lars_norms_run<P, G, StateKind::kDynamic>;
+    return lars_norms_run<P, G, StateKind::kFp32>;
   });
 }
 

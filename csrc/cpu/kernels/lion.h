@@ -18,15 +18,15 @@ void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
   alignas(64) float buffer[kBuffer + kPage];
   float* const values = at_page_offset(buffer, start, kPage / 4);
   const auto update = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
-    P* p = static_cast<P*>(job.param) + b.offset;
+    const Weights<P> weights(job, b.offset);
     const G* g = static_cast<const G*>(job.grad) + b.offset;
     Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, b.offset, block, values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      prefetch<kOnce>(i, p, g, first.codes);
-      F x = load_from(p + i);
+      prefetch<kOnce>(i, weights.p, g, first.codes);
+      F x = weights.get(i, load_from);
       F m = first.get(i, load_from);
       Rule::update(x, load_from(g + i), m, s);
-      store_to(p + i, x);
+      weights.put(i, x, store_to);
       first.put(i, m);
     });
     b.m_factor = first.set_scale(b.n);
@@ -40,34 +40,30 @@ template <class P, class G, class Rule>
 void lion_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end) {
   const typename Rule::Scalars s = *job.scalars;
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
-    P* p = static_cast<P*>(job.param) + offset;
+    const Weights<P> weights(job, offset);
     const G* g = static_cast<const G*>(job.grad) + offset;
     float* exp_avg = static_cast<float*>(job.exp_avg) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      F x = load_from(p + i), m = load_from(exp_avg + i);
+      F x = weights.get(i, load_from), m = load_from(exp_avg + i);
       Rule::update(x, load_from(g + i), m, s);
-      store_to(p + i, x);
+      weights.put(i, x, store_to);
       store_to(exp_avg + i, m);
     });
   });
 }
 
-template <class Rule> auto lion_runs(StateKind kind, FloatType param, FloatType grad) {
-  return with_type(param, [&](auto p) {
-    return with_type(grad, [&](auto g) -> decltype(Job<typename Rule::Scalars>::run) {
-      using P = decltype(p);
-      using G = decltype(g);
-      if (kind == StateKind::kPower) return lion_run<P, G, StateKind::kPower, Rule>;
-      if (kind == StateKind::kDynamic) return lion_run<P, G, StateKind::kDynamic, Rule>;
-      return lion_run_fp32<P, G, Rule>;
-    });
+template <class Rule> auto lion_runs(const StepTensor& t) {
+  return with_types(t, [&](auto p, auto g) -> decltype(Job<typename Rule::Scalars>::run) {
+    using P = decltype(p);
+    using G = decltype(g);
+    if (t.kind == StateKind::kPower) return lion_run<P, G, StateKind::kPower, Rule>;
+    if (t.kind == StateKind::kDynamic) return lion_run<P, G, StateKind::kDynamic, Rule>;
+    return lion_run_fp32<P, G, Rule>;
   });
 }
 
 }  // namespace
 
-decltype(LionJob::run) lion_kernel(StateKind kind, FloatType param, FloatType grad) {
-  return lion_runs<LionRule>(kind, param, grad);
-}
+decltype(LionJob::run) lion_kernel(const StepTensor& t) { return lion_runs<LionRule>(t); }
 
 }  // namespace memkern::MEMKERN_ISA

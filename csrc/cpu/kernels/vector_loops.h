@@ -14,7 +14,7 @@ template <class Call> auto with_type(FloatType t, Call f) {
   return t == FloatType::kBf16 ? f(bf16()) : t == FloatType::kFp16 ? f(fp16()) : f(float());
 }
 
-template <class T> MEMKERN_FN F load_part(const T* p, int count) {
+template <class T> MEMKERN_FN auto load_part(const T* p, int count) {
   T all[kLanes] = {};
   std::memcpy(all, p, count * sizeof(T));
   return load(all);

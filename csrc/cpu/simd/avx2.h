@@ -16,8 +16,20 @@ struct F {
 struct Mask {
   __m256 m;
 };
+// Bits of F.
+struct I {
+  __m256i v;
+  I() = default;
+  MEMKERN_FN I(__m256i u) : v(u) {}
+  MEMKERN_FN explicit I(uint32_t u) : v(_mm256_set1_epi32(static_cast<int>(u))) {}
+};
 constexpr int kLanes = 8;
 
+MEMKERN_FN I operator+(I a, I b) { return _mm256_add_epi32(a.v, b.v); }
+MEMKERN_FN I operator-(I a, I b) { return _mm256_sub_epi32(a.v, b.v); }
+MEMKERN_FN I operator&(I a, I b) { return _mm256_and_si256(a.v, b.v); }
+MEMKERN_FN I to_bits(F x) { return _mm256_castps_si256(x.v); }
+MEMKERN_FN F from_bits(I u) { return _mm256_castsi256_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }
 MEMKERN_FN F operator-(F a, F b) { return _mm256_sub_ps(a.v, b.v); }
 MEMKERN_FN F operator*(F a, F b) { return _mm256_mul_ps(a.v, b.v); }
@@ -84,6 +96,21 @@ MEMKERN_FN F load(const uint8_t* p) {
 MEMKERN_FN __m128i pack16(__m256i x, bool is_signed) {
   const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
   return is_signed ? _mm_packs_epi32(low, high) : _mm_packus_epi32(low, high);
+}
+MEMKERN_FN I load(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+MEMKERN_FN I load(const error16* p) {
+  return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+MEMKERN_FN I load(const error8* p) {
+  const __m256i units = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_slli_epi32(units, 8);
+}
+MEMKERN_FN void store(error16* p, I error) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack16(error.v, true));
+}
+MEMKERN_FN void store(error8* p, I error) {
+  const __m128i h = pack16(_mm256_srai_epi32(error.v, 8), true);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(h, h));
 }
 MEMKERN_FN void store(float* p, F x) { _mm256_storeu_ps(p, x.v); }
 MEMKERN_FN void store(bf16* p, F x) {

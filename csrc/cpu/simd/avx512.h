@@ -16,8 +16,20 @@ struct F {
 struct Mask {
   __mmask16 m;
 };
+// Bits of F.
+struct I {
+  __m512i v;
+  I() = default;
+  MEMKERN_FN I(__m512i u) : v(u) {}
+  MEMKERN_FN explicit I(uint32_t u) : v(_mm512_set1_epi32(static_cast<int>(u))) {}
+};
 constexpr int kLanes = 16;
 
+MEMKERN_FN I operator+(I a, I b) { return _mm512_add_epi32(a.v, b.v); }
+MEMKERN_FN I operator-(I a, I b) { return _mm512_sub_epi32(a.v, b.v); }
+MEMKERN_FN I operator&(I a, I b) { return _mm512_and_si512(a.v, b.v); }
+MEMKERN_FN I to_bits(F x) { return _mm512_castps_si512(x.v); }
+MEMKERN_FN F from_bits(I u) { return _mm512_castsi512_ps(u.v); }
 MEMKERN_FN F operator+(F a, F b) { return _mm512_add_ps(a.v, b.v); }
 MEMKERN_FN F operator-(F a, F b) { return _mm512_sub_ps(a.v, b.v); }
 MEMKERN_FN F operator*(F a, F b) { return _mm512_mul_ps(a.v, b.v); }
@@ -74,6 +86,20 @@ MEMKERN_FN F load(const int8_t* p) {
 }
 MEMKERN_FN F load(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+MEMKERN_FN I load(const uint32_t* p) { return _mm512_loadu_si512(p); }
+MEMKERN_FN I load(const error16* p) {
+  return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+MEMKERN_FN I load(const error8* p) {
+  const __m512i units = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_slli_epi32(units, 8);
+}
+MEMKERN_FN void store(error16* p, I error) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(error.v));
+}
+MEMKERN_FN void store(error8* p, I error) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_srai_epi32(error.v, 8)));
 }
 MEMKERN_FN void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
 MEMKERN_FN void store(bf16* p, F x) {

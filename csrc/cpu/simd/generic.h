@@ -6,13 +6,22 @@
 namespace memkern::generic {
 
 using F = float;
+using I = uint32_t;  // bits of F
 constexpr int kLanes = 1;
+
+MEMKERN_FN I to_bits(F x) { return memkern::bits_of(x); }
+MEMKERN_FN F from_bits(I u) { return float_of(u); }
 
 MEMKERN_FN F load(const float* p) { return *p; }
 MEMKERN_FN F load(const bf16* p) { return to_float(*p); }
 MEMKERN_FN F load(const fp16* p) { return to_float(*p); }
 MEMKERN_FN F load(const int8_t* p) { return *p; }
 MEMKERN_FN F load(const uint8_t* p) { return *p; }
+MEMKERN_FN I load(const uint32_t* p) { return *p; }
+MEMKERN_FN I load(const error16* p) { return static_cast<I>(static_cast<int32_t>(p->units)); }
+MEMKERN_FN I load(const error8* p) { return static_cast<I>(static_cast<int32_t>(p->units)) << 8; }
+MEMKERN_FN void store(error16* p, I error) { p->units = static_cast<int16_t>(error); }
+MEMKERN_FN void store(error8* p, I error) { p->units = static_cast<int8_t>(error >> 8); }
 MEMKERN_FN void store(float* p, F x) { *p = x; }
 MEMKERN_FN void store(bf16* p, F x) { *p = to_bf16(x); }
 MEMKERN_FN void store(fp16* p, F x) { *p = to_fp16(x); }

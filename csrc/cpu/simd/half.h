@@ -11,6 +11,14 @@ struct fp16 {
   uint16_t bits;
 };
 
+// The rounding error of a bf16 weight, in units of 2^-16 of its own: all 16 bits of it, or the upper 8.
+struct error16 {
+  int16_t units;
+};
+struct error8 {
+  int8_t units;
+};
+
 MEMKERN_FN float to_float(bf16 h) { return float_of(static_cast<uint32_t>(h.bits) << 16); }
 
 MEMKERN_FN bf16 to_bf16(float x) {

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...quant.blockwise import quantize_blockwise
 from ...quant.codec import dynamic_map, dynamic_zero
 from ...quant.layout import layout_of
+from .. import weights
 from ..adam import Adam
 from ..base import BlockwiseOptimizer
 from ..lion import Lion
@@ -74,6 +75,7 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
         state[i] = {"step": torch.tensor(step, dtype=torch.float32)}
         for name in optimizer.moments:
             state[i] |= _from_bnb(where, name, values, p, group, int(step))
+        state[i] |= weights.initial_state(p, group)
     return {"state": state, "param_groups": groups}
 
 

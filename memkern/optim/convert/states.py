@@ -11,7 +11,10 @@ from torch import Tensor
 from ..base import BlockwiseOptimizer
 
 # memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
-OPTIONS = ("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable")
+OPTIONS = (
+    *("state_bits", "block_size", "codec", "min_8bit_size", "max_grad_norm", "capturable"),
+    *("master_weights", "stochastic_rounding"),
+)
 TORCH_ONLY = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in every group
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import weights
 from ..adam import Adam
 from ..storage import load_moment, store_moment
 from .states import (
@@ -67,6 +68,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
             x = values[name]
             check_moment(f"{where}[{name!r}]", x, p)
             state[i] |= store_moment(name, x, p, group, int(step))
+        state[i] |= weights.initial_state(p, group)
     return {"state": state, "param_groups": groups}
 
 

@@ -1,0 +1,24 @@
+// How a step rounds and stores bf16 parameters (formulas: WEIGHTS of memkern/quant/codec.py). I is uint32_t
+// or a vector of such: the bits of fp32.
+#pragma once
+#include "core/scalar.h"
+#include "core/tables.h"
+
+namespace memkern {
+
+// Random bits for position j of a block at a step: whole numbers below 2^dropped.
+MEMKERN_FN uint32_t weight_random(uint32_t j, uint32_t step, int dropped) {
+  return dropped == 0 ? 0 : (j * kWeightJ + step * kWeightStep) >> (32 - dropped);
+}
+
+// The bits of a weight from those of the bf16 one and its error.
+template <class I> MEMKERN_FN I join_weight(I p, I error) { return p + error; }
+
+// From the bits of a finite weight: those of the bf16 one, and the error, of which the dropped bits are 0.
+template <class I> MEMKERN_FN void split_weight(I u, I random, uint32_t dropped_mask, I& p, I& error) {
+  u = (u + random) & I(~dropped_mask);
+  p = (u + I(0x8000u)) & I(0xFFFF0000u);
+  error = u - p;
+}
+
+}  // namespace memkern

@@ -1,0 +1,224 @@
+"""How an optimizer stores bf16 parameters: the options ``master_weights`` and ``stochastic_rounding``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+
+from ..quant.codec import WEIGHT_DROPPED_BITS, WEIGHTS
+from ..reference.weights import bits_of, join_weight, split_weight
+
+if TYPE_CHECKING:
+    from .base import BlockwiseOptimizer
+
+Group = dict[str, Any]
+
+MASTER_WEIGHTS = {
+    None: {},
+    "fp32": {"master_weight": torch.float32},
+    "bf16+16": {"weight_error": torch.int16},
+    "bf16+8": {"weight_error": torch.int8},
+}
+"""Values of ``master_weights``, and the entry that each adds to a parameter's state."""
+KEYS = ("weight_error", "master_weight")
+
+
+def check_options(group: Group) -> None:
+    """Raises ValueError unless the two options are allowed, together too."""
+    master, stochastic = group["master_weights"], group["stochastic_rounding"]
+    if master not in [*MASTER_WEIGHTS]:
+        raise ValueError(
+            f"master_weights must be one of {', '.join(map(repr, MASTER_WEIGHTS))}, got {master!r}"
+        )
+    if not isinstance(stochastic, bool):
+        raise ValueError(f"stochastic_rounding must be True or False, got {stochastic!r}")
+    if stochastic and master is not None:
+        raise ValueError(
+            f"stochastic_rounding=True is for weights whose rounding error is not kept, got master_weights={master!r}; "
+            "leave one of them out"
+        )
+
+
+def check_param(p: Tensor, group: Group) -> None:
+    """Raises TypeError where the group stores weights in a way that is for bf16 alone."""
+    for name in ("master_weights", "stochastic_rounding"):
+        if group[name] and p.dtype != torch.bfloat16:
+            raise TypeError(
+                f"{name}={group[name]!r} is for bfloat16 parameters, got {p.dtype} of shape {tuple(p.shape)}: it "
+                "stores what rounding to bfloat16 loses; put other parameters into a group without it"
+            )
+
+
+def storage_of(group: Group) -> int:
+    """The group's ``weight_storage``, as the ops take it."""
+    return WEIGHTS[group["master_weights"] or ("stochastic" if group["stochastic_rounding"] else "nearest")]
+
+
+def keys_of(group: Group) -> list[str]:
+    """The entries that the group's ``master_weights`` adds to a state."""
+    return [*MASTER_WEIGHTS[group["master_weights"]]]
+
+
+def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
+    """The entries of a parameter that has not stepped yet, or has changed since: no error, its value in fp32."""
+    return {
+        key: torch.zeros_like(p, dtype=dtype, requires_grad=False)
+        if key == "weight_error"
+        else torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(p.detach())
+        for key, dtype in MASTER_WEIGHTS[group["master_weights"]].items()
+    }
+
+
+def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """A parameter with what its state keeps of it, as new fp32 values of its shape and strides."""
+    p = p.detach()
+    if (master := state.get("master_weight")) is not None:
+        return torch.empty_like(p, dtype=torch.float32).copy_(master)
+    if (error := state.get("weight_error")) is None:
+        return p.float() if p.dtype != torch.float32 else p.clone()
+    dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
+    return torch.empty_like(p, dtype=torch.float32).copy_(join_weight(p, error, dropped))
+
+
+def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
+    """What the group's ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, which x rounds to and which stays.
+
+    In 8 bits the error is rounded to the nearest, and is at most 127 units.
+    """
+    state = initial_state(p, group)
+    if "master_weight" in state:
+        state["master_weight"].copy_(x)
+    elif "weight_error" in state:
+        dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
+        error = bits_of(x.float()) - bits_of(p.detach().float())
+        error = (error + (1 << dropped >> 1) >> dropped).clamp(max=(2**15 >> dropped) - 1)
+        state["weight_error"].copy_(torch.where(p.isfinite(), error, 0))
+    return state
+
+
+def restored(p: Tensor, state: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """The entries as the group asks for them: the state's own where they are so already."""
+    wanted = MASTER_WEIGHTS[group["master_weights"]]
+    own = {key: state[key] for key in KEYS if key in state}
+    if {key: x.dtype for key, x in own.items()} == wanted and all(x.shape == p.shape for x in own.values()):
+        like = {key: torch.empty_like(p, dtype=x.dtype, requires_grad=False) for key, x in own.items()}
+        if all(x.stride() == like[key].stride() for key, x in own.items()):
+            return own
+        return {key: like[key].copy_(x) for key, x in own.items()}
+    return state_from_fp32(p, fp32_weight(p, state), group)
+
+
+# ---- changes from outside
+
+
+def remember(optimizer: BlockwiseOptimizer) -> None:
+    """After a step: the version counters of the parameters that have stepped and whose states keep their weights."""
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if group["master_weights"] is not None:
+            optimizer._versions.update((p, p._version) for p in group["params"] if p.grad is not None)
+
+
+def renew_changed(optimizer: BlockwiseOptimizer, group: Group, params: Sequence[Tensor]) -> None:
+    """Before a step: what is kept of weights that were changed since their last step belongs to other weights.
+
+    It becomes what it is for new parameters, and one warning per optimizer says so. Not seen: changes through ``p.data``,
+    between the replays of a CUDA graph, and any once a step of the optimizer was compiled.
+    """
+    versions = optimizer._versions
+    if TracingContext.try_get() is not None:  # TorchDynamo runs this once, and the compiled steps never
+        optimizer._is_compiled = True
+    if optimizer._is_compiled:
+        versions.clear()
+        return
+    changed = [p for p in params if optimizer.state.get(p) and versions.get(p, p._version) != p._version]
+    for p in changed:
+        for key, x in initial_state(p, group).items():
+            optimizer.state[p][key].copy_(x)
+        del versions[p]
+    if changed and not optimizer._said_changed:
+        optimizer._said_changed = True
+        warnings.warn(
+            f"{len(changed)} parameters were changed since the last step by something else than this optimizer "
+            f"(load_state_dict, a copy of averaged weights, an edit under no_grad); what master_weights="
+            f"{group['master_weights']!r} kept of them was of other values and begins anew. Said once.",
+            stacklevel=4,
+        )
+
+
+# ---- fp32 weights of a whole model
+
+
+def _check_model(model: Any, optimizer: Any) -> None:
+    from .base import BlockwiseOptimizer
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, BlockwiseOptimizer):
+        got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        raise TypeError(f"optimizer must be one of memkern.optim's, got {got}")
+
+
+@torch.no_grad()
+def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
+    """``model.state_dict()`` with its bf16 parameters in fp32, as the optimizer knows them.
+
+    Args:
+        model: whose parameters the optimizer steps; not changed.
+        optimizer: with ``master_weights`` "fp32" or "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A
+            parameter without (another group, no step yet, changed since by something else) is its bf16 value.
+
+    Returns:
+        A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.
+
+    Raises:
+        TypeError: another kind of model or optimizer.
+    """
+    _check_model(model, optimizer)
+    state_dict = model.state_dict()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p.dtype == torch.bfloat16 and name in state_dict:
+            unchanged = optimizer._versions.get(p, p._version) == p._version
+            state_dict[name] = fp32_weight(p, optimizer.state.get(p, {}) if unchanged else {})
+    return state_dict
+
+
+@torch.no_grad()
+def load_fp32_state_dict(
+    model: nn.Module, optimizer: BlockwiseOptimizer, state_dict: dict[str, Tensor]
+) -> None:
+    """Loads fp32 weights into a bf16 model and what its optimizer keeps beside them: :func:`to_fp32_state_dict`'s inverse.
+
+    Args:
+        model: gets ``state_dict``; its bf16 parameters are rounded to the nearest.
+        optimizer: parameters in groups with ``master_weights`` get their errors or fp32 copies, exact but with "bf16+8",
+            whose 24 bits are rounded to the nearest. A parameter that has not stepped yet gets a state of zero moments.
+        state_dict: for ``model.load_state_dict``, all keys.
+
+    Raises:
+        TypeError: another kind of model or optimizer.
+        RuntimeError: what ``model.load_state_dict`` raises; nothing of the optimizer is changed then.
+    """
+    _check_model(model, optimizer)
+    model.load_state_dict(state_dict)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        group = groups.get(p)
+        if group is None or group["master_weights"] is None or name not in state_dict:
+            continue
+        x = state_dict[name].to(p.device, torch.float32)
+        if not optimizer.state.get(p):
+            optimizer.state[p] = optimizer._init_state(p, group)
+        if (dropped := WEIGHT_DROPPED_BITS.get(group["master_weights"])) is None:
+            optimizer.state[p]["master_weight"].copy_(x)
+        else:
+            weight, error = split_weight(x, 1 << dropped >> 1, dropped)
+            p.copy_(weight)
+            optimizer.state[p]["weight_error"].copy_(error)
+        optimizer._versions.pop(p, None)

@@ -1,0 +1,527 @@
+"""bf16 weights with their rounding errors, with fp32 copies, and stochastically rounded."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memkern import memory, optim
+from memkern.reference.blockwise import dither, weight_random
+from memkern.reference.weights import join_weight, split_weight
+from tests.optim.test_numerics import STATES, VARIANTS, spoilt, trained
+from tests.support.generic_optimizers import saved
+from tests.support.helpers import (
+    FLOATS,
+    LAYOUTS,
+    assert_same,
+    hard,
+    like,
+    name_of,
+    on,
+    over_cpu,
+    over_fast,
+    over_optimizers,
+    set_grad,
+    snapshot,
+    tensor,
+)
+
+BF16 = torch.bfloat16
+KEPT: dict[str, dict[str, Any]] = {
+    "fp32": {"master_weights": "fp32"},
+    "bf16+16": {"master_weights": "bf16+16"},
+    "bf16+8": {"master_weights": "bf16+8"},
+}
+OPTIONS = {**KEPT, "stochastic": {"stochastic_rounding": True}}
+over_kept = pytest.mark.parametrize("kept", KEPT)
+over_options = pytest.mark.parametrize("option", OPTIONS)
+SHAPES = [(64, 128), (10, 10), (300,)]
+
+
+def bf16_params(seed: int = 0) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(hard(shape, seed + i, scale=0.1).to(BF16)) for i, shape in enumerate(SHAPES)]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int = 3, first: int = 0, scale: float = 1e-3) -> Any:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in range(first, first + steps):
+        for i, p in enumerate(params):
+            p.grad = like(p, 1000 * step + i, scale=scale)
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def fp32_weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [
+        optim.weights.fp32_weight(p, optimizer.state.get(p, {}))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+# ---- the formula
+
+
+def test_split_weights_join_to_the_same_bits() -> None:
+    # Every upper half of fp32's bits with lower halves around the places where rounding turns.
+    high = torch.arange(2**16).repeat_interleave(7)
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234]).repeat(2**16)
+    u = high * 2**16 + low
+    x = torch.where(u >= 2**31, u - 2**32, u).int().view(torch.float32)
+    p, error = split_weight(x, 0, 0)
+    assert error.min() == -(2**15) and error.max() == 2**15 - 1
+    assert_same(p.to(BF16).float(), p)
+    assert_same(join_weight(p.to(BF16), error.short(), 0), x)
+    finite = x.isfinite() & p.isfinite()
+    nearest = x.to(BF16).float()
+    assert ((p - x).abs() == (nearest - x).abs())[finite].all()
+    assert (error[~x.isfinite()] == 0).all()
+    # 24 bits: off by less than a unit of 2^-8 of bf16's, whatever the random bits.
+    for r in (0, 128, 255):
+        p, error = split_weight(x, r, 8)
+        joined = join_weight(p.to(BF16), error.to(torch.int8), 8)
+        unit = 2.0 ** (torch.frexp(x).exponent.clamp(min=-125) - 16.0)
+        assert ((joined - x).abs() <= unit)[finite & joined.isfinite()].all()
+
+
+def test_rounding_is_without_bias() -> None:
+    x = hard((64, 4096), 0, scale=1.0)
+    steps = 512
+    for dropped in (8, 16):
+        total = torch.zeros_like(x, dtype=torch.float64)
+        for step in range(1, steps + 1):
+            r = weight_random(4096, step, dropped, x.device)
+            p, error = split_weight(x, r, dropped)
+            total += join_weight(
+                p.to(BF16), error if dropped == 16 else error.to(torch.int8), dropped
+            ).double()
+        unit = (2.0 ** (torch.frexp(x).exponent.clamp(min=-125) - 24.0 + dropped)).double()
+        bias = (total / steps - x) / unit
+        # Random numbers would give a standard deviation of up to 0.5 / sqrt(512) = 0.022.
+        assert bias.abs().max() < 0.02
+        assert bias.mean().abs() < 1e-3
+
+
+def test_random_bits_are_independent_of_the_dither() -> None:
+    block = 128
+    pairs = [
+        (
+            dither(block, step, torch.device("cpu")).double(),
+            weight_random(block, step, 16, torch.device("cpu")) / 2**16,
+        )
+        for step in range(1, 401)
+    ]
+    u, r = (torch.stack(x) for x in zip(*pairs, strict=True))
+    # Each of 8 x 8 fields of the unit square has its share of all 51,200 pairs, within a tenth.
+    counts = torch.bincount((u * 8).long().flatten() * 8 + (r * 8).long().flatten(), minlength=64)
+    assert (counts - counts.double().mean()).abs().max() < 0.1 * counts.double().mean()
+    along_steps = torch.stack([torch.corrcoef(torch.stack([u[:, j], r[:, j]]))[0, 1] for j in range(block)])
+    assert along_steps.abs().max() < 0.05
+
+
+# ---- steps
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("states", STATES)
+def test_16_bits_are_fp32_weights(variant: str, states: str) -> None:
+    """The weights, joined, have the bits of fp32 parameters with the same gradients."""
+    build, options = VARIANTS[variant]
+    runs = {}
+    for name, kept in {"fp32 parameters": {}, "fp32": KEPT["fp32"], "bf16+16": KEPT["bf16+16"]}.items():
+        params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
+        if not kept:
+            params = [p.float() for p in params]
+        params = [torch.nn.Parameter(p) for p in params]
+        optimizer = build(params, min_8bit_size=0, **options, **STATES[states], **kept)
+        for step in range(3):
+            for i, p in enumerate(params):
+                set_grad(p, like(p, 100 * step + i, BF16))
+            optimizer.step()
+        runs[name] = [*zip(fp32_weights(optimizer), snapshot(optimizer)["params"], strict=True)]
+    for (x, _), (master, p), (joined, q) in zip(*runs.values(), strict=True):
+        assert_same(master, x)
+        assert_same(joined, x)
+        assert_same(p, x.to(BF16))
+        off = (p.float() - q.float()).abs()
+        assert (off == 0).float().mean() > 0.99 or x.numel() < 200  # ties alone
+
+
+CASES = [
+    pytest.param(
+        variant, dtype, marks=[] if variant in ("AdamW", "Lion") and dtype == BF16 else [pytest.mark.full]
+    )
+    for variant in VARIANTS
+    for dtype in (FLOATS if variant in ("AdamW", "Lion") else [BF16])
+]
+
+
+@over_fast
+@pytest.mark.parametrize(("variant", "g_dtype"), CASES, ids=name_of)
+@pytest.mark.parametrize("states", STATES)
+@over_options
+def test_backends_give_the_same_bits(
+    backend: str, variant: str, states: str, option: str, g_dtype: torch.dtype
+) -> None:
+    build, options = VARIANTS[variant]
+    params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
+    runs = [
+        trained(
+            b,
+            build,
+            options | STATES[states] | OPTIONS[option],
+            params,
+            lambda p, seed: like(p, seed, g_dtype),
+        )
+        for b in (backend, "reference")
+    ]
+    assert_same(*runs)
+
+
+@pytest.mark.full
+@over_fast
+@pytest.mark.parametrize("states", STATES)
+@over_options
+@pytest.mark.parametrize("block_size", [8, 24, 1000, 4096])
+def test_blocks_and_spoilt_gradients_give_the_same_bits(
+    backend: str, states: str, option: str, block_size: int
+) -> None:
+    options = {"lr": 1e-2, "block_size": block_size} | STATES[states] | OPTIONS[option]
+    params = [
+        tensor(layout, BF16, seed=i, scale=0.1)
+        for i, layout in enumerate(("odd", "long rows", "channels_last"))
+    ]
+    for build in (optim.AdamW, optim.Lion):
+        runs = [
+            trained(b, build, options, params, lambda p, seed: spoilt(like(p, seed), seed), 4)
+            for b in (backend, "reference")
+        ]
+        assert_same(*runs)
+
+
+@over_cpu
+@over_options
+def test_a_shard_of_rows_has_the_bits_of_the_whole(backend: str, option: str) -> None:
+    x = hard((48, 300), 0, scale=0.1).to(BF16)
+    whole = torch.nn.Parameter(x.clone())
+    shards = [torch.nn.Parameter(x[i : i + 16].clone()) for i in (0, 16, 32)]
+    optimizers = [optim.AdamW8bit([p], min_8bit_size=0, **OPTIONS[option]) for p in (whole, *shards)]
+    with on(backend):
+        for step in range(4):
+            whole.grad = like(whole, step)
+            for k, p in enumerate(shards):
+                p.grad = whole.grad[16 * k : 16 * k + 16].clone()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_same(torch.cat([p.detach() for p in shards]), whole.detach())
+
+
+@over_optimizers
+@over_options
+def test_small_updates_add_up(build: type, option: str) -> None:
+    """Updates of a hundredth of a unit in the last place: plain bf16 stands still."""
+    moved = {}
+    for name, options in {"plain": {}, option: OPTIONS[option]}.items():
+        p = torch.nn.Parameter(torch.full((64, 128), 1.5, dtype=BF16))
+        extra = {"layers": 1} if issubclass(build, (optim.LAMB, optim.LARS)) else {}
+        optimizer = build([p], lr=1e-4, weight_decay=0.0, **extra, **options)
+        for _ in range(200):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        moved[name] = 1.5 - fp32_weights(optimizer)[0].double().mean().item()
+    assert moved["plain"] == 0
+    assert 0.9 * 200 * 1e-4 < moved[option] < 1.1 * 200 * 1e-4
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@over_options
+def test_grad_scaler(option: str, skip: bool) -> None:
+    params = bf16_params()
+    optimizer = optim.AdamW8bit(params, **OPTIONS[option])
+    train(optimizer, 1)
+    before = snapshot(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(skip))
+    optimizer.step()
+    if skip:
+        assert_same(snapshot(optimizer), before)
+    else:
+        assert not torch.equal(snapshot(optimizer)["params"][0], before["params"][0])
+
+
+# ---- options
+
+
+@over_optimizers
+def test_bad_options(build: type) -> None:
+    for options, message in (
+        (
+            {"master_weights": "fp16"},
+            "master_weights must be one of None, 'fp32', 'bf16\\+16', 'bf16\\+8', got 'fp16'",
+        ),
+        ({"stochastic_rounding": 1}, "stochastic_rounding must be True or False, got 1"),
+        ({"stochastic_rounding": True, "master_weights": "bf16+8"}, "leave one of them out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(bf16_params(), **options)
+
+
+@over_optimizers
+@over_options
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=name_of)
+def test_only_bf16_parameters(build: type, option: str, dtype: torch.dtype) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    with pytest.raises(TypeError, match=f"is for bfloat16 parameters, got {dtype}"):
+        build([p], state_bits=32, **OPTIONS[option])
+    optimizer = build(bf16_params(), **OPTIONS[option])
+    with pytest.raises(TypeError, match="put other parameters into a group without it"):
+        optimizer.add_param_group({"params": [p], "state_bits": 32})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group(
+        {"params": [p], "state_bits": 32, "master_weights": None, "stochastic_rounding": False}
+    )
+    train(optimizer, 2)
+
+
+@over_kept
+def test_the_option_may_change_between_steps(kept: str) -> None:
+    params = bf16_params()
+    optimizer = optim.AdamW8bit(params, lr=1e-2, **KEPT[kept])
+    train(optimizer, 2)
+    weights, moments = (
+        fp32_weights(optimizer),
+        copy.deepcopy([s["exp_avg"] for s in optimizer.state.values()]),
+    )
+    for other in ("fp32", "bf16+16", "bf16+8"):
+        optimizer.param_groups[0]["master_weights"] = other
+        optimizer.state_dict()  # converts
+        dropped = 2**-15 if "bf16+8" in (other, kept) else 0
+        for x, y in zip(fp32_weights(optimizer), weights, strict=True):
+            assert ((x - y).abs() <= dropped * y.abs() + 1e-38).all()
+        assert_same([s["exp_avg"] for s in optimizer.state.values()], moments)
+        optimizer.param_groups[0]["master_weights"] = kept
+        optimizer.state_dict()
+        weights = fp32_weights(optimizer)
+    optimizer.param_groups[0]["master_weights"] = None
+    train(optimizer, 1)
+    assert not {"weight_error", "master_weight"} & {*optimizer.state[params[0]]}
+
+
+def test_memory() -> None:
+    p = torch.nn.Parameter(torch.zeros(256, 1024, dtype=BF16))
+    for kept, each in ((None, 0), ("fp32", 4), ("bf16+16", 2), ("bf16+8", 1)):
+        optimizer = optim.AdamW8bit([p], master_weights=kept)
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        own = {key: size for key, size in memory.state_bytes(optimizer).items() if "weight" in key}
+        assert own == (
+            {} if kept is None else {"master_weight" if kept == "fp32" else "weight_error": each * p.numel()}
+        )
+        assert sum(memory.state_bytes(optimizer).values()) == memory.optimizer_bytes(optimizer)
+        assert memory.optimizer_bytes(optimizer) == p.numel() * (2 + 8 / 128 + each) + 4
+
+
+# ---- changes from outside
+
+
+def edits() -> dict[str, Callable[[torch.nn.Linear], None]]:
+    def swap(model: torch.nn.Linear) -> None:
+        other = torch.nn.Linear(128, 64).to(BF16)
+        model.load_state_dict(other.state_dict())
+
+    def average(model: torch.nn.Linear) -> None:
+        with torch.no_grad():
+            torch._foreach_lerp_(
+                [*model.parameters()], [torch.zeros_like(p) for p in model.parameters()], 0.25
+            )
+
+    def clamp(model: torch.nn.Linear) -> None:
+        with torch.no_grad():
+            model.weight.clamp_(-0.01, 0.01)
+            model.bias.mul_(2)
+
+    return {"load_state_dict": swap, "average": average, "clamp": clamp}
+
+
+@over_kept
+@pytest.mark.parametrize("edit", edits())
+def test_weights_changed_from_outside_begin_anew(kept: str, edit: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 64).to(BF16)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, **KEPT[kept])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, 3)  # the optimizer's own steps are no changes
+    edits()[edit](model)
+    fresh = copy.deepcopy(model)
+    for p in model.parameters():
+        p.grad = like(p, 77)
+    with pytest.warns(UserWarning, match=r"2 parameters were changed since the last step.*Said once"):
+        optimizer.step()
+    # As if the same moments met the new weights without errors.
+    other = optim.AdamW8bit(fresh.parameters(), lr=1e-2, **KEPT[kept])
+    twin = optim.AdamW8bit(
+        [torch.nn.Parameter(p.detach().clone()) for p in fresh.parameters()], lr=1e-2, **KEPT[kept]
+    )
+    train(twin, 3)
+    edited = [*fresh.parameters()]
+    for p, q in zip(edited, twin.param_groups[0]["params"], strict=True):
+        other.state[p] = twin.state[q] | optim.weights.initial_state(p, other.param_groups[0])
+        p.grad = like(p, 77)
+    if edit == "load_state_dict":  # the twin's moments are of the same gradients
+        other.step()
+        assert_same([p.detach() for p in edited], [p.detach() for p in model.parameters()])
+    edits()[edit](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        optimizer.step()
+
+
+def test_parameters_that_did_not_step_are_seen_later() -> None:
+    a, b = (
+        torch.nn.Parameter(torch.ones(64, 128, dtype=BF16)),
+        torch.nn.Parameter(torch.ones(64, 128, dtype=BF16)),
+    )
+    optimizer = optim.AdamW8bit([a, b], lr=1e-3, master_weights="bf16+8")
+    train(optimizer, 1)
+    with torch.no_grad():
+        b.fill_(2.0)
+    a.grad, b.grad = torch.ones_like(a), None
+    optimizer.step()
+    b.grad = torch.ones_like(b)
+    with pytest.warns(UserWarning, match="1 parameters were changed"):
+        optimizer.step()
+
+
+# ---- state dicts
+
+
+@over_optimizers
+@over_kept
+def test_a_resumed_run_equals_one_that_went_on(build: type, kept: str) -> None:
+    params = bf16_params()
+    optimizer = build(params, lr=1e-2, **KEPT[kept])
+    train(optimizer, 3)
+    fresh = [torch.nn.Parameter(torch.zeros_like(p)) for p in params]
+    resumed = build(fresh, **KEPT[kept])
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    with torch.no_grad():  # the model after the optimizer: in either order
+        for p, q in zip(fresh, params, strict=True):
+            p.copy_(q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(train(resumed, 3, first=3), train(optimizer, 3, first=3))
+    twin = copy.deepcopy(optimizer)
+    assert_same(train(twin, 2, first=6), train(optimizer, 2, first=6))
+
+
+def test_the_optimizers_own_option_wins_over_a_states() -> None:
+    params = bf16_params()
+    for own in (None, *KEPT):
+        for given in (None, *KEPT):
+            source = optim.AdamW8bit(params, lr=1e-2, master_weights=given)
+            train(source, 2)
+            target = optim.AdamW8bit(params, master_weights=own)
+            if own == given:
+                target.load_state_dict(source.state_dict())
+            else:
+                with pytest.warns(UserWarning, match=re.escape(f"master_weights {given} -> {own}")):
+                    target.load_state_dict(source.state_dict())
+            assert target.param_groups[0]["master_weights"] == own
+            if None not in (own, given):
+                for x, y in zip(fp32_weights(target), fp32_weights(source), strict=True):
+                    assert ((x - y).abs() <= 2**-15 * y.abs() + 1e-38).all()
+            train(target, 1)
+
+
+@over_kept
+def test_a_state_that_does_not_fit(kept: str) -> None:
+    optimizer = optim.AdamW8bit(bf16_params(), **KEPT[kept])
+    train(optimizer, 1)
+    key = "master_weight" if kept == "fp32" else "weight_error"
+    for value, message in (
+        (torch.zeros(64, 128, dtype=torch.int32), f"{key} must be torch"),
+        (torch.zeros(3), f"{key} must be torch"),
+        (None, "expected"),
+    ):
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        if value is None:
+            del state_dict["state"][0][key]
+        else:
+            state_dict["state"][0][key] = value
+        with pytest.raises(ValueError, match=message):
+            optim.AdamW8bit(bf16_params(), **KEPT[kept]).load_state_dict(state_dict)
+
+
+@over_kept
+def test_fp32_state_dicts(kept: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, **KEPT[kept])
+    train(optimizer, 3)
+    state_dict = optim.to_fp32_state_dict(model, optimizer)
+    assert {*state_dict} == {*model.state_dict()}
+    weights = fp32_weights(optimizer)
+    for (name, _), x in zip(model.named_parameters(), weights, strict=True):
+        assert_same(state_dict[name], x)
+    assert any((x != x.to(BF16).float()).any() for x in weights)
+    assert state_dict["1.running_mean"].dtype == BF16
+    other = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.BatchNorm1d(64)).to(BF16)
+    loaded = optim.AdamW8bit(other.parameters(), lr=1e-2, **KEPT[kept])
+    optim.load_fp32_state_dict(other, loaded, state_dict)
+    assert_same(optim.to_fp32_state_dict(other, loaded), state_dict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(loaded, 1)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert (optim.to_fp32_state_dict(model, optimizer)["0.weight"] == 0).all()
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got dict"):
+        optim.to_fp32_state_dict({}, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer must be one of memkern.optim's, got torch.optim"):
+        optim.load_fp32_state_dict(model, torch.optim.SGD(model.parameters()), state_dict)  # type: ignore[arg-type]
+
+
+@over_kept
+def test_gaps_and_channels_last(kept: str) -> None:
+    x = hard((8, 16, 4, 4), 0, scale=0.1).to(BF16)
+    dense = torch.nn.Parameter(x.clone())
+    strided = torch.nn.Parameter(torch.stack([x, x], -1)[..., 0])
+    runs = []
+    for p in (dense, strided):
+        optimizer = optim.AdamW8bit([p], min_8bit_size=0, lr=1e-2, **KEPT[kept])
+        for step in range(3):
+            p.grad = hard(p.shape, step).to(BF16).as_strided(p.shape, x.stride())
+            optimizer.step()
+        runs.append([p.detach().contiguous(), fp32_weights(optimizer)[0].contiguous()])
+    assert_same(*runs)
+    weight = fp32_weights(optimizer)[0]
+    dense.data = dense.data.contiguous(memory_format=torch.channels_last)
+    optimizer = optim.AdamW8bit([dense], min_8bit_size=0, **KEPT[kept])
+    dense.grad = hard(dense.shape, 9).to(BF16)
+    optimizer.step()
+    assert weight.shape == dense.shape
+    assert fp32_weights(optimizer)[0].stride() == dense.stride()
+
+
+def test_a_compiled_step_is_no_change_from_outside() -> None:
+    runs = []
+    for compiled in (False, True):
+        params = bf16_params()
+        optimizer = optim.AdamW8bit(params, lr=1e-2, master_weights="bf16+8")
+        train(optimizer, 1)
+        step = (
+            torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiled else optimizer.step
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*were changed since the last step")
+            for seed in range(1, 4):
+                for i, p in enumerate(params):
+                    p.grad = like(p, 1000 * seed + i)
+                step()
+            runs.append(train(optimizer, 2, first=4))
+    assert_same(*runs)
