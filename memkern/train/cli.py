@@ -170,7 +170,12 @@ def train(trainers: Sequence[Trainer], save_to: Path | None) -> Phases:
 
 
 def write_results(
-    args: argparse.Namespace, source: Source, trainers: Sequence[Trainer], phases: Phases, plan: Plan | None
+    args: argparse.Namespace,
+    source: Source,
+    trainers: Sequence[Trainer],
+    phases: Phases,
+    plan: Plan | None,
+    weights: dict[str, Any],
 ) -> None:
     """The report, and the files that were asked for."""
     from . import report
@@ -195,7 +200,7 @@ def write_results(
     if args.export:
         from .huggingface import export
 
-        export(trainers[-1].model, source.tokenizer, args.export)
+        export(trainers[-1].model, weights, source.tokenizer, args.export)
         written.append(args.export)
     if written:
         print(f"Written: {', '.join(map(str, written))}")
@@ -243,6 +248,7 @@ def main(args: argparse.Namespace) -> None:
         if group.first:
             print(source.corpus.description(), flush=True)
         phases = train(trainers, args.save or args.resume)
+        weights = trainers[-1].weights() if args.export else {}
         if group.first:
-            write_results(args, source, trainers, phases, plan)
+            write_results(args, source, trainers, phases, plan, weights)
         group.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .config import ArgumentError, TrainConfig
 from .data import IGNORED, Batch, Corpus
+from .objective import Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +110,33 @@ def prepared(
     )
 
 
-def data_parallel(objective: nn.Module, group: Processes, device: torch.device) -> nn.Module:
-    """DDP around the objective, where there are several processes."""
+def data_parallel(
+    objective: Objective, config: TrainConfig, group: Processes, device: torch.device
+) -> nn.Module:
+    """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
+
+    Raises ArgumentError for what cannot be sharded.
+    """
     if group.world == 1:
         return objective
-    return nn.parallel.DistributedDataParallel(
-        objective,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-    )
+    if config.parallel == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            objective, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+    if config.checkpointing == "sqrt":
+        raise ArgumentError(
+            "checkpointing", "'sqrt' given with --parallel fsdp, which shards by block; allowed: blocks"
+        )
+    from .sharding import shard
+
+    shard(objective, group.world, device)
+    return objective
+
+
+def synchronized(parallel: Any, last: bool) -> AbstractContextManager[Any]:
+    """Around the forward and backward pass of a micro-batch: gradients are reduced after the last one."""
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        return nullcontext() if last else parallel.no_sync()
+    if hasattr(parallel, "set_requires_gradient_sync"):  # fully_shard's
+        parallel.set_requires_gradient_sync(last)
+    return nullcontext()

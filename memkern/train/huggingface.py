@@ -200,8 +200,8 @@ def build(
         return model.train()
 
 
-def export(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
+def export(model: Any, weights: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
     """Writes what ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save(folder)

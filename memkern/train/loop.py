@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,14 @@ from .. import memory
 from .build import Source, build_objective, build_optimizer, resolve_device, resolved, schedule
 from .config import BASELINES, FREE_ON_RESUME, ArgumentError, TrainConfig
 from .data import Batch, Corpus
-from .distributed import Processes, check_micro_batches, data_parallel, own_batches, prepared
+from .distributed import (
+    Processes,
+    check_micro_batches,
+    data_parallel,
+    own_batches,
+    prepared,
+    synchronized,
+)
 from .objective import Classifier
 from .phases import Phases
 
@@ -98,10 +104,10 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.objective = build_objective(config, source, self.device)
         self.model = self.objective.model
+        self.parallel = data_parallel(self.objective, config, self.group, self.device)
         self.optimizer = build_optimizer(config, self.model)
         self.scheduler = schedule(config, self.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
-        self.parallel = data_parallel(self.objective, self.group, self.device)
         if self.group.rank:
             torch.manual_seed(config.seed + self.group.rank)  # dropout's
         self.phases: Phases | None = None
@@ -141,8 +147,7 @@ class Trainer:
         world = self.group.world
         total = torch.zeros((), device=self.device)
         for i, batch in enumerate(batches):
-            last = i + 1 == len(batches)
-            with nullcontext() if last or world == 1 else self.parallel.no_sync():
+            with synchronized(self.parallel, last=i + 1 == len(batches)):
                 loss = (self._counted_loss if counted and i == 0 else self.loss)(*batch) / count
                 self._mark("forward")
                 self.scaler.scale(loss * world if world > 1 else loss).backward()
@@ -214,6 +219,22 @@ class Trainer:
             states.append(torch.cuda.get_rng_state(self.device))
         return states
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.group.world > 1 and self.config.parallel == "fsdp"
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict without shards."""
+        if not self.is_sharded:
+            return state
+        from .sharding import whole
+
+        return whole(state)
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict, without shards; all processes must call it."""
+        return self._whole(self.model.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads back.
 
@@ -224,8 +245,8 @@ class Trainer:
             "config": dataclasses.asdict(self.config),
             "corpus": self.corpus.digest,
             "step": self.steps_done,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.weights(),
+            "optimizer": self._whole(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rng": self.group.gather(self._rng_states()),
@@ -252,7 +273,12 @@ class Trainer:
             raise ArgumentError(
                 "resume", f"given a checkpoint of another model; allowed: one of {self.config.model}"
             )
-        self.model.load_state_dict(state["model"])
+        if self.is_sharded:
+            from .sharding import load_whole
+
+            load_whole(self.model, state["model"])
+        else:
+            self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

@@ -200,7 +200,7 @@ def test_what_is_exported_is_loaded_and_has_the_same_loss(small: TrainConfig, tm
     config = dataclasses.replace(small, bytes=False, activation_bits=3, checkpointing="sqrt")
     source = load(config)
     trainer = trained(config, source)
-    huggingface.export(trainer.model, source.tokenizer, tmp_path / "model")
+    huggingface.export(trainer.model, trainer.weights(), source.tokenizer, tmp_path / "model")
     again = dataclasses.replace(small, bytes=False, from_config=False, model=str(tmp_path / "model"))
     loaded = load(again)
     assert loaded.corpus.digest == source.corpus.digest  # the folder's tokenizer
