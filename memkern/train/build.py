@@ -36,8 +36,9 @@ def load(config: TrainConfig) -> Source:
     from .tokens import class_names, labelled_corpus, token_corpus
 
     hf_config = huggingface.load_config(config)
-    huggingface.check_seq_len(config, hf_config)
     classifier = huggingface.is_classifier(config, hf_config)
+    huggingface.auto_class(hf_config, classifier=classifier)
+    huggingface.check_seq_len(config, hf_config)
     label_field = config.label_field or ("label" if classifier else None)
     train, validation, files = read_documents(
         config.data, text_field=config.text_field, label_field=label_field
