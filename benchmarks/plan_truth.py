@@ -70,7 +70,7 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     from memkern.planner import step
 
     torch.manual_seed(0)
-    model = source.build().train()
+    model = source.build(step.weight_dtype(techniques), empty=False)
     step.prepare(model, techniques)
     gc.collect()
     optimizer = step.make_optimizer(list(model.parameters()), techniques, lr=1e-5)

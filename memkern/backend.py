@@ -210,7 +210,7 @@ def select(device: str | torch.device) -> str:
     """The backend for tensors of a device (``torch.device("cuda", 1)``) or device type (``"cpu"``, ``"cuda"``, ...).
 
     Raises:
-        RuntimeError: the backend that was asked for cannot run on such tensors, with the reason and the cure.
+        RuntimeError: the backend that was requested cannot run on such tensors, with the reason and the cure.
     """
     name = _asked_for or _from_environment()
     if name is None:
@@ -218,12 +218,12 @@ def select(device: str | torch.device) -> str:
     kind = device if isinstance(device, str) else device.type
     if (name == "cpu") != (kind == "cpu") and name in ("cpu", "cuda"):
         raise RuntimeError(
-            f"backend {name!r} was asked for and does not run on {kind} tensors; "
+            f"backend {name!r} was requested and does not run on {kind} tensors; "
             f"move the tensors, or ask for one of {', '.join(PREFERENCE.get(kind, OTHER_DEVICES))}"
         )
     if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
-            "backend 'triton' was asked for and does not run on cpu tensors; move the tensors, ask for one of "
+            "backend 'triton' was requested and does not run on cpu tensors; move the tensors, ask for one of "
             f"{', '.join(PREFERENCE['cpu'])}, or set TRITON_INTERPRET=1 to debug"
         )
     return name

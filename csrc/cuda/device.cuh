@@ -13,7 +13,8 @@ namespace memkern {
 
 #define MEMKERN_DEVICE __device__ __forceinline__
 
-constexpr int kThreads = 128;  // per thread block
+constexpr int kThreads = 128;        // per thread block
+constexpr int kResidentBlocks = 16;  // of kThreads, that a multiprocessor has room for
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -62,16 +63,32 @@ MEMKERN_DEVICE float fp16_to_float(uint32_t bits) {
   return x;
 }
 
-template <class... Params, class... Args>
+// Two bf16 numbers in a word. The lesser and the greater; of a number and NaN the number.
+MEMKERN_DEVICE uint32_t min_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t least;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+  return least;
+}
+MEMKERN_DEVICE uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t most;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+}
+MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+template <int Threads, class... Params, class... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t stream, const Args&... args) {
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args...);
+  kernel<<<static_cast<unsigned>(blocks), Threads, 0, stream>>>(args...);
 }
 
 #else
 
-template <class... Params, class... Args>
+template <int Threads, class... Params, class... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {
-  launch_simt(kernel, blocks, kThreads, args...);
+  launch_simt(kernel, blocks, Threads, args...);
 }
 
 #endif

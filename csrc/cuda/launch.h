@@ -65,14 +65,23 @@ inline void check_blocks(const BlockLayout& layout) {
                   " blocks is too long; a larger block_size makes fewer");
 }
 
+// Multiprocessors of the current device.
+inline int64_t multiprocessors() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  return count;
+}
+
 // Launches a kernel on a grid of thread blocks. Errors of the launch itself are raised here; errors in the
 // kernel by torch at the next synchronization.
-template <class... Params, class... Args> void launch_checked(const char* name, void (*kernel)(Params...),
-                                                              int64_t blocks, cudaStream_t stream,
-                                                              const Args&... args) {
+template <int Threads = kThreads, class... Params, class... Args>
+void launch_checked(const char* name, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
+                    const Args&... args) {
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks < int64_t{1} << 31, name, ": too many elements for one launch");
-  launch(kernel, blocks, stream, args...);
+  launch<Threads>(kernel, blocks, stream, args...);
   check_cuda(cudaGetLastError(), name);
 }
 

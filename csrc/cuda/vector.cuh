@@ -137,6 +137,19 @@ MEMKERN_DEVICE void store_floats(void* array, Type type, const Span& at, const f
   store_raw(array, type, at, to_raw(x, type));
 }
 
+// Of two bf16 numbers in a word: all bits of the halves where a < b.
+MEMKERN_DEVICE uint32_t less_bf16x2(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t mask;
+  asm("set.lt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  return mask;
+#else
+  const bool low = float_of(a << 16) < float_of(b << 16),
+             high = float_of(a & 0xFFFF0000u) < float_of(b & 0xFFFF0000u);
+  return (low ? 0xFFFFu : 0u) | (high ? 0xFFFF0000u : 0u);
+#endif
+}
+
 // A vector of codes, four per word.
 using Codes = uint2;
 

@@ -10,6 +10,7 @@ from .convert import (
     to_torch_state_dict,
 )
 from .groups import param_groups
+from .host import HostOffload
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
@@ -22,6 +23,7 @@ __all__ = [
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
+    "HostOffload",
     "LAMB8bit",
     "LARS8bit",
     "Lion",

@@ -15,7 +15,7 @@ from . import weights
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
-    """Raises ValueError for options of torch.optim's that are not supported and were asked for."""
+    """Raises ValueError for options of torch.optim's that are set but not supported."""
     for name, value in options.items():
         if value:
             raise ValueError(f"memkern.optim.{optimizer} does not support {name}={value!r}; leave it False")

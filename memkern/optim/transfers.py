@@ -31,6 +31,13 @@ class Transfers:
         x.copy_(host)
         return None
 
+    def room_for(self, x: Tensor) -> Tensor:
+        """Host memory with a tensor's shape and dtype; the next call may return the same."""
+        room: Tensor | None = vars(self).get("_room")
+        if room is None or room.nbytes < x.nbytes:
+            room = self._room = self.empty_like(torch.empty(x.nbytes, dtype=torch.uint8, device="meta"))
+        return room[: x.nbytes].view(x.dtype).view(x.shape)
+
     def host_waits(self, event: Any) -> None:
         """Returns when an event is complete."""
 

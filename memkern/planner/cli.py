@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def main(args: argparse.Namespace) -> int:
         raise TechniqueError("png", str(args.png), "a file in an existing folder")
     names = [field.name for field in dataclasses.fields(Techniques)]
     pinned = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if importlib.util.find_spec("transformers") is None:
+        raise TechniqueError("model", args.model, "with transformers installed: pip install memkern[plan]")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
     made = plan(
         args.model,
         memory=args.memory,

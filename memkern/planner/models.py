@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .techniques import TechniqueError
@@ -103,11 +103,33 @@ class Configured:
     seq_len: int
     loss: Loss = model_output_loss
 
-    def build(self) -> nn.Module:
-        """The model; called on fake tensors."""
+    def build(self, dtype: torch.dtype, empty: bool = True) -> nn.Module:
+        """The model in a dtype; where ``empty`` without initial values, which on fake tensors nothing can compute."""
         import transformers
+        from transformers.initialization import no_init_weights
 
-        return getattr(transformers, _architecture(self.config))(self.config)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with no_init_weights() if empty else contextlib.nullcontext():
+                model = getattr(transformers, _architecture(self.config))(self.config).train()
+            model.tie_weights()
+            return model
+        finally:
+            torch.set_default_dtype(before)
+
+    @property
+    def depth(self) -> int | None:
+        """The number of blocks, where all are alike."""
+        if len(set(getattr(self.config, "layer_types", None) or ())) > 1:
+            return None
+        return getattr(self.config, "num_hidden_layers", None)
+
+    def with_depth(self, depth: int) -> Configured:
+        """The same model with another number of blocks."""
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = depth
+        return dataclasses.replace(self, config=config)
 
     @property
     def tokens(self) -> int:
@@ -146,13 +168,12 @@ class Given:
     example: Batch
     loss: Loss = model_output_loss
     is_language_model: bool = False
+    depth: None = None
 
-    def build(self) -> nn.Module:
-        """A copy of the module; called on fake tensors, so that no value is copied."""
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        assert isinstance(mode, FakeTensorMode)
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        """A copy of the module with its weights in a dtype; no value is copied, so called on fake tensors."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        return copy.deepcopy(self.model, {id(x): _fake(mode, x) for x in tensors})
+        return copy.deepcopy(self.model, {id(x): _empty_like(x, dtype) for x in tensors}).train()
 
     @property
     def _leading(self) -> list[Tensor]:
@@ -179,8 +200,9 @@ class Given:
 Source = Configured | Given
 
 
-def _fake(mode: FakeTensorMode, x: Tensor) -> Tensor:
-    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # A whole model may be in half precision already; only fp32 is cast.
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype if x.dtype == torch.float32 else x.dtype)
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 

@@ -171,12 +171,12 @@ class Planner:
 
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
-        self._trace = functools.cache(lambda techniques: step.trace(source, techniques, fake_device))
+        self._traces = functools.cache(lambda techniques: step.traces(source, techniques, fake_device))
         self._fixed = functools.cache(lambda techniques: step.fixed(source, techniques, fake_device))
         self.predict = functools.cache(self._predict)
 
-    def trace(self, techniques: Techniques) -> Any:
-        return self._trace(
+    def traces(self, techniques: Techniques) -> Any:
+        return self._traces(
             techniques.replace(
                 optimizer="AdamW",
                 state_bits=32,
@@ -200,7 +200,9 @@ class Planner:
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
     def _predict(self, techniques: Techniques) -> Prediction:
-        fixed, trace = self.fixed(techniques), self.trace(techniques)
+        from .trace import peaks
+
+        fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
         leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
         accumulates = techniques.accumulation > 1 and not leaves
         host = fixed.errors + fixed.optimizer + fixed.gradients if techniques.offload else 0
@@ -212,17 +214,18 @@ class Planner:
             "optimizer": 0 if on_host else fixed.optimizer,
             "process and context": self.hardware.process,
         }
-        peaks = trace.peaks(free_gradients=leaves or accumulates, unit=UNIT[self.device])
+        unit = UNIT[self.device]
+        found = peaks(traces, more, free_gradients=leaves or accumulates, unit=unit)
         rows = {
             phase: static
             | {
-                "gradients": static["gradients"] + peak.gradients,
-                "saved activations": peak.saved,
-                "temporaries": peak.temporaries
-                + int(MARGIN[self.counted_on] * (peak.saved + peak.temporaries))
+                "gradients": static["gradients"] + peak["gradients"],
+                "saved activations": peak["saved"],
+                "temporaries": peak["temporaries"]
+                + int(MARGIN[self.counted_on] * (peak["saved"] + peak["temporaries"]))
                 + (fixed.step_temporaries if techniques.step_in_backward and phase == "backward" else 0),
             }
-            for phase, peak in peaks.items()
+            for phase, peak in found.items()
         }
         rows["begin"] = static
         rows["step"] = static | {
@@ -248,10 +251,15 @@ class Planner:
             parameters=fixed.count,
             head=fixed.head,
             tokens=self.source.tokens,
-            saved=self.trace(plain).saved if techniques.saved_bits else 0,
+            saved=self._saved(plain) if techniques.saved_bits else 0,
             weight_bytes=fixed.parameters,
             state_bytes=fixed.optimizer + fixed.errors,
         )
+
+    def _saved(self, techniques: Techniques) -> int:
+        """Bytes that a micro-batch saves for its backward pass."""
+        traces, more = self.traces(techniques)
+        return traces[0].saved + more * (traces[-1].saved - traces[0].saved)
 
     # ---- the choice
 

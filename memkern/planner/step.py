@@ -14,24 +14,30 @@ from torch.utils._pytree import tree_leaves
 
 from .. import optim
 from ..compression.swap import compress
-from .checkpointing import checkpoint_blocks
+from .checkpointing import checkpoint_blocks, group_size
 from .models import Source
 from .techniques import TechniqueError, Techniques
 from .trace import Recorder, Trace, record
 
+FEW = 2  # groups of blocks, of which traces are made
 ERROR_BYTES = {None: 0, "fp32": 4, "bf16+16": 2, "bf16+8": 1}
 """Per parameter, of ``master_weights``."""
 
 
-def prepare(model: nn.Module, techniques: Techniques) -> None:
-    """Applies the techniques that change the model, in place: precision, activations, linear layers, checkpoints."""
-    if techniques.precision == "bf16":
-        model.to(torch.bfloat16)
+def weight_dtype(techniques: Techniques) -> torch.dtype:
+    return torch.bfloat16 if techniques.precision == "bf16" else torch.float32
+
+
+def prepare(model: nn.Module, techniques: Techniques, group: int | None = None) -> None:
+    """Applies the techniques that change the model, in place: activations, linear layers, checkpoints.
+
+    group: blocks of a checkpoint, in place of what the model's own number asks for.
+    """
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         compress(model, bits or ("fused" if saved else None), linear=share, saved_bits=saved)
     if techniques.checkpointing != "none":
-        checkpoint_blocks(model, techniques.checkpointing)
+        checkpoint_blocks(model, techniques.checkpointing, group)
 
 
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
@@ -60,16 +66,30 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
     return loss(hidden[:, :-1], batch["labels"][:, 1:])
 
 
-def trace(source: Source, techniques: Techniques, device: str) -> Trace:
-    """A forward and a backward pass on fake tensors of a device."""
+def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
+    """What :func:`memkern.planner.trace.peaks` takes: of a model with like blocks two traces with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
         raise TechniqueError(
             "loss_chunk", techniques.loss_chunk, "None for a model that is no language model"
         )
+    depth = source.depth
+    if depth is None:
+        return [trace(source, techniques, device)], 0
+    group = group_size(techniques.checkpointing, depth) if techniques.checkpointing == "sqrt" else 1
+    groups = -(-depth // group)
+    if groups <= FEW + 1:
+        return [trace(source, techniques, device)], 0
+    rest = depth - (groups - 1) * group  # of the last group
+    cut = [source.with_depth((n - 1) * group + rest) for n in (FEW, FEW + 1)]
+    return [trace(few, techniques, device, group) for few in cut], groups - FEW
+
+
+def trace(source: Source, techniques: Techniques, device: str, group: int | None = None) -> Trace:
+    """A forward and a backward pass on fake tensors of a device."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
-        model = source.build().train()
-    prepare(model, techniques)  # outside of the mode: activations are matched on values
+        model = source.build(weight_dtype(techniques))
+    prepare(model, techniques, group)  # outside of the mode: activations are matched on values
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":
@@ -109,11 +129,19 @@ class Fixed:
 
 def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors."""
+    depth = source.depth
+    if depth is None or depth <= FEW + 1:
+        return _fixed(source, techniques, device)
+    few, many = (
+        dataclasses.astuple(_fixed(source.with_depth(n), techniques, device)) for n in (FEW, FEW + 1)
+    )
+    return Fixed(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
+
+
+def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
-        model = source.build()
-        if techniques.precision == "bf16":
-            model.to(torch.bfloat16)
+        model = source.build(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
         state, temporaries = _optimizer_bytes(trained, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 FORWARD, BACKWARD = "forward", "backward"
+CATEGORIES = ("saved", "gradients", "temporaries")
 
 
 @dataclasses.dataclass
@@ -69,21 +70,8 @@ class Recorder(TorchDispatchMode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Peak:
-    """The largest sum of bytes in a phase, by what holds them."""
-
-    saved: int
-    gradients: int
-    temporaries: int
-
-    @property
-    def total(self) -> int:
-        return self.saved + self.gradients + self.temporaries
-
-
-@dataclasses.dataclass
 class Trace:
-    """A forward and a backward pass. Without what is there before: parameters, buffers, the batch."""
+    """The storages of a forward and a backward pass, without what is there before them."""
 
     storages: list[Storage]
     middle: int
@@ -93,39 +81,56 @@ class Trace:
     @property
     def saved(self) -> int:
         """Bytes alive between the passes."""
-        return sum(
-            s.size for s in self.storages if s.born <= self.middle and (s.died or self.end) > self.middle
-        )
+        return sum(s.size for s in self.storages if self._is_saved(s))
 
-    def peaks(self, *, free_gradients: bool, unit: int) -> dict[str, Peak]:
-        """The peak of each phase. ``free_gradients``: a gradient is freed when it has been accumulated. Sizes are
-        rounded up to multiples of ``unit``, as the allocator does."""
-        storages = []
+    def _is_saved(self, s: Storage) -> bool:
+        return s.born <= self.middle and (s.died is None or s.died > self.middle)
+
+    def levels(self, *, free_gradients: bool, unit: int) -> dict[str, dict[str, list[int]]]:
+        """Bytes after each operator by phase and category, sizes rounded up to multiples of ``unit``.
+
+        free_gradients: a gradient is freed when it has been accumulated.
+        """
+        changes = {category: [0] * (self.end + 3) for category in CATEGORIES}
         for s in self.storages:
-            died = self.end if s.died is None else s.died
-            if free_gradients and s.accumulated is not None:
-                died = min(died, s.accumulated + 1)
-            storages.append((s.born, died, -(-s.size // unit) * unit, s))
-        change = [0] * (self.end + 2)
-        for born, died, size, _ in storages:
-            change[born] += size
-            change[max(died, born + 1)] -= size
-        level = list(itertools.accumulate(change))
-        found = {}
-        for phase, first, last in ((FORWARD, 0, self.middle), (BACKWARD, self.middle + 1, self.end)):
-            at = max(range(first, max(last, first) + 1), key=level.__getitem__)
-            sums = {"saved": 0, "gradients": 0, "temporaries": 0}
-            for born, died, size, s in storages:
-                if born <= at < max(died, born + 1):
-                    sums[self._category(s, at)] += size
-            found[phase] = Peak(**sums)
-        return found
+            size = -(-s.size // unit) * unit
+            died = max(self.end + 1 if s.died is None else s.died, s.born + 1)
+            until = died if s.accumulated is None else max(min(s.accumulated, died), s.born)
+            before = changes["saved" if self._is_saved(s) else "temporaries"]
+            before[s.born] += size
+            before[until] -= size
+            if until < died:
+                changes["gradients"][until] += size
+                changes["gradients"][until + 1 if free_gradients else died] -= size
+        sums = {category: list(itertools.accumulate(change)) for category, change in changes.items()}
+        cut = {FORWARD: slice(0, self.middle + 1), BACKWARD: slice(self.middle + 1, self.end + 1)}
+        return {phase: {c: level[part] for c, level in sums.items()} for phase, part in cut.items()}
 
-    def _category(self, s: Storage, at: int) -> str:
-        if s.accumulated is not None and s.accumulated <= at:
-            return "gradients"
-        survives = s.born <= self.middle and (s.died is None or s.died > self.middle)
-        return "saved" if survives else "temporaries"
+
+def peaks(
+    traces: Sequence[Trace], more: int, *, free_gradients: bool, unit: int
+) -> dict[str, dict[str, int]]:
+    """The largest sum of bytes in each phase, by category.
+
+    traces: one, or two of the same model with a number of like blocks and with one more; ``more`` is then by how many
+    the whole model has more than the first. What is held at a point of a block is linear in the block's number
+    and in the number of blocks, so that a phase's peak is in its first or its last block or outside of them: points are
+    aligned from the beginning and from the end of the phase, and the bytes of each continued linearly. That is exact.
+    """
+    found = {}
+    few, many = (t.levels(free_gradients=free_gradients, unit=unit) for t in (traces[0], traces[-1]))
+    for phase in few:
+        levels = {c: _continued(few[phase][c], many[phase][c], more) for c in CATEGORIES}
+        sums = [sum(at) for at in zip(*levels.values(), strict=True)]
+        at = max(range(len(sums)), key=sums.__getitem__)
+        found[phase] = {c: level[at] for c, level in levels.items()}
+    return found
+
+
+def _continued(few: list[int], many: list[int], more: int) -> list[int]:
+    half = len(few) // 2
+    aligned = [*many[:half], *many[len(many) - (len(few) - half) :]]
+    return [a + more * (b - a) for a, b in zip(few, aligned, strict=True)]
 
 
 def record(model: nn.Module, held: Iterable[Tensor], forward: Any) -> Trace:

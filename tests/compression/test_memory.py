@@ -92,20 +92,20 @@ def test_measuring_changes_no_bit(build: type[torch.optim.Optimizer]) -> None:
     x = torch.randn(16, 64)
     runs = []
     for measured in (False, True):
-        twin = copy.deepcopy(model)
-        optimizer = build(twin.parameters(), lr=1e-2)
+        model_copy = copy.deepcopy(model)
+        optimizer = build(model_copy.parameters(), lr=1e-2)
 
-        def step(twin: nn.Module = twin, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            twin(x).square().mean().backward()
+        def step(model_copy: nn.Module = model_copy, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model_copy(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
         for _ in range(3):
             if measured:
-                assert memory.peak_bytes(step, twin, optimizer) > 0
+                assert memory.peak_bytes(step, model_copy, optimizer) > 0
             else:
                 step()
-        runs.append(list(twin.parameters()))
+        runs.append(list(model_copy.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 

@@ -200,18 +200,18 @@ def test_copies_are_swapped_and_can_be_restored(way: str) -> None:
     model = nn.Sequential(MLP(gpt2.NewGELUActivation()), MLP(nn.SiLU()))
     memkern.compress(model, linear=0.5)
     if way == "deepcopy":
-        twin = copy.deepcopy(model)
+        loaded = copy.deepcopy(model)
     else:
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    assert type(twin[0].act) is mnn.GELU
-    assert memkern.restore(twin) == 6
-    assert type(twin[0].act) is gpt2.NewGELUActivation
+        loaded = torch.load(file, weights_only=False)
+    assert type(loaded[0].act) is mnn.GELU
+    assert memkern.restore(loaded) == 6
+    assert type(loaded[0].act) is gpt2.NewGELUActivation
     assert type(model[0].act) is mnn.GELU
     x = torch.randn(5, 16)
-    torch.testing.assert_close(twin(x), model(x))
+    torch.testing.assert_close(loaded(x), model(x))
 
 
 def test_swaps_after_compiling_are_noticed() -> None:

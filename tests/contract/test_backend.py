@@ -1,4 +1,4 @@
-"""memkern.backend: what runs where, what is asked for, and what is said where it cannot be."""
+"""memkern.backend: what runs where, what is requested, and what is said where it cannot be."""
 
 import json
 import logging

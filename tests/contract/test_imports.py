@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import memkern
 
 ROOT = Path(memkern.__file__).parents[1]
@@ -54,6 +56,7 @@ def test_no_modules_import_each_other() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
+@pytest.mark.full
 def test_each_module_can_be_imported_first() -> None:
     # In forks of one process that has torch already: a fresh process for each would import it as often.
     code = """

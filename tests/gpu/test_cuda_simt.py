@@ -23,7 +23,7 @@ from memkern.schemas import STEP_OPS, StepArgs
 from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
 from tests.support import cache
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
-from tests.support.activation_kernels import compare_activations, compare_forward
+from tests.support.activation_kernels import compare_activations, compare_bf16_table, compare_forward
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -87,6 +87,10 @@ def test_activations(layout: str, dtype: torch.dtype) -> None:
 @over_dtypes
 def test_forward_of_many_values(dtype: torch.dtype) -> None:
     compare_forward(torch.ops.memkern_simt, dtype)
+
+
+def test_forward_of_every_bf16() -> None:
+    compare_bf16_table(torch.ops.memkern_simt)
 
 
 @over_orders

@@ -20,7 +20,7 @@ from memkern.quant.codec import CODECS as NUMBERS
 from memkern.schemas import StepArgs
 from tests.support import cache, triton_ptx
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
-from tests.support.activation_kernels import compare_gradients
+from tests.support.activation_kernels import compare_bf16_table, compare_gradients
 from tests.support.helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
 from tests.support.ptx_emulator import Module, contracted
 from tests.support.simt import build, drive, ptx
@@ -163,6 +163,13 @@ def test_activations(compiled: Compiled) -> None:
     for i, layout in enumerate(ACTIVATION_LAYOUTS):
         bits, dtype = i % 4 + 1, FLOATS[i % 3]
         compare_gradients(compiled.ops, layout, dtype, bits)
+
+
+@pytest.mark.parametrize("compiled", ["cuda"], indirect=True)
+@pytest.mark.skipif(MISSING["cuda"] is not None, reason=str(MISSING["cuda"]))
+def test_forward_of_every_bf16(compiled: Compiled) -> None:
+    # Table and formula with the same approximations of exp; how near erf is, the shim shows.
+    compare_bf16_table(compiled.ops, [("gelu", 3)])
 
 
 def test_names_are_read_alike() -> None:

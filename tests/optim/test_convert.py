@@ -16,11 +16,11 @@ from tests.support.convert_helpers import (
     assert_same_tree,
     assert_steps_agree,
     changed,
+    copies_of,
     give_gradients,
     over_options,
     parameters,
     train,
-    twins,
     value,
 )
 
@@ -37,7 +37,7 @@ def test_from_torch_to_32_bits_is_exact(kind: str, implementation: str) -> None:
     saved = theirs.state_dict()
     if implementation == "capturable":
         saved["param_groups"][0]["capturable"] = True
-    copies = twins(params)
+    copies = copies_of(params)
     ours = getattr(optim, kind)(copies)
     ours.load_state_dict(optim.from_torch_state_dict(ours, saved))
     for p, q in zip(params, copies, strict=True):
@@ -49,7 +49,7 @@ def test_from_torch_to_32_bits_is_exact(kind: str, implementation: str) -> None:
     group = ours.param_groups[0]
     assert {k: group[k] for k in HYPER} == HYPER
     assert group["decoupled_weight_decay"] == (kind == "AdamW")
-    assert {*group} == {*type(ours)(twins(params)).param_groups[0]}
+    assert {*group} == {*type(ours)(copies_of(params)).param_groups[0]}
     assert_steps_agree(theirs, params, ours, copies)
 
 
@@ -59,7 +59,7 @@ def test_from_torch_stores_what_the_optimizer_would(options: State, dtype: torch
     params = parameters(dtype)
     theirs = torch.optim.AdamW(params, **HYPER)
     train(theirs, params, 5)
-    ours = optim.AdamW(twins(params), **options)
+    ours = optim.AdamW(copies_of(params), **options)
     ours.load_state_dict(optim.from_torch_state_dict(ours, theirs.state_dict()))
     (group,) = ours.param_groups
     for p, q in zip(params, group["params"], strict=True):
@@ -88,7 +88,7 @@ def test_codes_are_those_of_the_optimizers_own_step() -> None:
     # With beta = 0 a moment is the last gradient's, so that a step of ours stores what the converter should.
     params = parameters()
     theirs = torch.optim.AdamW(params, betas=(0.0, 0.0))
-    copies = twins(params)
+    copies = copies_of(params)
     ours = optim.AdamW8bit(copies, betas=(0.0, 0.0))
     for seed in range(4):
         give_gradients(params, seed, copies)
@@ -105,7 +105,7 @@ def test_to_torch_and_back(options: State) -> None:
     train(ours, params, 4)
     before = copy.deepcopy(ours.state_dict())
     converted = optim.to_torch_state_dict(ours)
-    copies = twins(params)
+    copies = copies_of(params)
     theirs = torch.optim.AdamW(copies)
     theirs.load_state_dict(converted)
     (group,) = ours.param_groups
@@ -115,7 +115,7 @@ def test_to_torch_and_back(options: State) -> None:
             assert torch.equal(theirs.state[q][name], value(ours.state[p], name, group))
             assert theirs.state[q][name].stride() == q.stride()
         assert theirs.state[q]["step"] == 4
-    assert {*theirs.param_groups[0]} == {*torch.optim.AdamW(twins(params)).param_groups[0]}
+    assert {*theirs.param_groups[0]} == {*torch.optim.AdamW(copies_of(params)).param_groups[0]}
     assert_same_tree(before, ours.state_dict())
     back = optim.from_torch_state_dict(ours, theirs.state_dict())["state"]
     if options["state_bits"] == 32:
@@ -138,7 +138,7 @@ def test_to_torch_of_bf16_and_of_coupled_decay() -> None:
     params = parameters(torch.bfloat16)
     ours = optim.Adam(params, **HYPER)
     train(ours, params, 3)
-    copies = twins(params)
+    copies = copies_of(params)
     theirs = torch.optim.Adam(copies)
     theirs.load_state_dict(optim.to_torch_state_dict(ours))
     assert theirs.param_groups[0]["decoupled_weight_decay"] is False
@@ -155,7 +155,7 @@ def test_groups_keep_their_own_options_and_take_the_states_hyperparameters() -> 
     )
     torch.optim.lr_scheduler.LinearLR(theirs)
     train(theirs, params, 2)
-    copies = twins(params)
+    copies = copies_of(params)
     ours = optim.AdamW8bit(
         [
             {"params": copies[:3], "block_size": 64},
@@ -197,7 +197,7 @@ def test_nothing_is_shared_or_changed() -> None:
     given = theirs.state_dict()
     before = copy.deepcopy(given)
     for options in ({"state_bits": 32}, {"state_bits": 8}):
-        ours = optim.AdamW(twins(params), **options)
+        ours = optim.AdamW(copies_of(params), **options)
         converted = optim.from_torch_state_dict(ours, given)
         for state in converted["state"].values():
             for tensor in state.values():
@@ -216,7 +216,7 @@ def test_nothing_is_shared_or_changed() -> None:
 
 def test_amsgrad_comes_and_goes() -> None:
     params = [nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(5))]
-    theirs, copies = torch.optim.AdamW(params, amsgrad=True), twins(params)
+    theirs, copies = torch.optim.AdamW(params, amsgrad=True), copies_of(params)
     train(theirs, params, 3)
     for p, q in zip(copies, params, strict=True):
         p.data.copy_(q.data)
@@ -226,7 +226,7 @@ def test_amsgrad_comes_and_goes() -> None:
     for p, q in zip(copies, params, strict=True):
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             assert torch.equal(ours.state[p][name], theirs.state[q][name])
-    back = torch.optim.AdamW(twins(params))
+    back = torch.optim.AdamW(copies_of(params))
     back.load_state_dict(optim.to_torch_state_dict(ours))
     assert back.param_groups[0]["amsgrad"] is True
     assert_same_tree(back.state_dict()["state"], theirs.state_dict()["state"])

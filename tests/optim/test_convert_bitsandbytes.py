@@ -19,11 +19,11 @@ from tests.support.convert_helpers import (
     assert_same_tree,
     assert_steps_agree,
     changed,
+    copies_of,
     give_gradients,
     over_options,
     parameters,
     train,
-    twins,
     value,
 )
 
@@ -99,7 +99,7 @@ def test_from_bitsandbytes_moves_codes_where_the_blocks_are_the_same(kind: str, 
                     assert torch.equal(got[name], expected)
         assert ours.state[p]["step"] == 7
     assert (group["lr"], group["betas"], group["weight_decay"]) == (HYPER["lr"], HYPER["betas"], 0.1)
-    assert {*group} == {*type(ours)(twins(params)).param_groups[0]}
+    assert {*group} == {*type(ours)(copies_of(params)).param_groups[0]}
     if kind != "Lion8bit":
         assert group["eps"] == HYPER["eps"]
         assert group["decoupled_weight_decay"] is True
@@ -185,7 +185,7 @@ def bnb_pair(bnb: Any, kind: str, params: list[nn.Parameter], **options: Any) ->
     hyper = {k: v for k, v in HYPER.items() if k != "eps" or kind != "Lion8bit"}
     if kind == "Adam8bit":
         options["decoupled_weight_decay"] = True  # what bitsandbytes' Adam does
-    return getattr(bnb, kind)(params, **hyper), getattr(optim, kind)(twins(params), **hyper, **options)
+    return getattr(bnb, kind)(params, **hyper), getattr(optim, kind)(copies_of(params), **hyper, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +197,7 @@ def test_training_goes_on_from_bitsandbytes(bnb: Any, kind: str, exchanged: bool
     options: State = {"codec": "dynamic", "block_size": 256} if exchanged else {"state_bits": 32}
     theirs, _ = bnb_pair(bnb, kind, params)
     train(theirs, params, 5)
-    ours = getattr(optim, kind)(twins(params), **options)
+    ours = getattr(optim, kind)(copies_of(params), **options)
     copies = ours.param_groups[0]["params"]
     ours.load_state_dict(optim.from_bitsandbytes_state_dict(ours, theirs.state_dict()))
     for i, p in enumerate(copies):
@@ -230,7 +230,7 @@ def test_training_goes_on_in_bitsandbytes(bnb: Any, kind: str) -> None:
     copies = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in own]
     theirs = getattr(bnb, kind)(copies)
     theirs.load_state_dict(optim.to_bitsandbytes_state_dict(ours))
-    assert {*theirs.param_groups[0]} == {*getattr(bnb, kind)(twins(copies)).param_groups[0]}
+    assert {*theirs.param_groups[0]} == {*getattr(bnb, kind)(copies_of(copies)).param_groups[0]}
     for (shape, p), q in zip(zip(SHAPES, own, strict=True), copies, strict=True):
         for k, name in zip("12", KINDS[kind], strict=False):
             truth = value(ours.state[p], name, ours.param_groups[0])

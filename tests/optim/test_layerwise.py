@@ -179,7 +179,7 @@ def test_no_clipped_ratio_is_above_one(backend: str, build: type, options: dict[
 @needs_cpp
 @over_layerwise
 def test_bits_depend_neither_on_the_run_nor_on_the_threads(build: type) -> None:
-    # Layers of many pieces, of one, and waves of several.
+    # Layers of many pieces, of one, and batches of several.
     shapes = [(300, 700), (40, 7), (200, 513), *[(33, 300)] * 20, (5,)]
     threads, runs = torch.get_num_threads(), []
     try:

@@ -23,18 +23,18 @@ from tests.support.helpers import (
 
 
 class Published(torch.optim.Optimizer):
-    """An update in fp64, on the gradients of other parameters: ``twins`` maps those to ours."""
+    """An update in fp64, on the gradients of other parameters: ``params64`` maps those to ours."""
 
     def __init__(self, params: list[Tensor], update: Callable[..., Tensor], **options: Any) -> None:
-        self.twins = [torch.nn.Parameter(p.detach().double()) for p in params]
-        super().__init__(self.twins, {})
+        self.params64 = [torch.nn.Parameter(p.detach().double()) for p in params]
+        super().__init__(self.params64, {})
         self.update, self.options = update, options
 
     @torch.no_grad()
     def follow(self, params: list[Tensor], decays: list[float]) -> None:
-        for p, twin, decay in zip(params, self.twins, decays, strict=True):
+        for p, fp64, decay in zip(params, self.params64, decays, strict=True):
             g = p.grad.double()
-            twin.copy_(self.update(twin, g, self.state[twin], **self.options | {"weight_decay": decay}))
+            fp64.copy_(self.update(fp64, g, self.state[fp64], **self.options | {"weight_decay": decay}))
 
 
 def ratio_of(x: Tensor, update: Tensor, clip: bool) -> float:
@@ -171,9 +171,9 @@ def test_fifty_steps_of_a_gpt_are_the_published_ones(backend: str, name: str) ->
             loss(step).backward()
             truth.follow(params, decays)
             optimizer.step()
-    for p, twin, before in zip(params, truth.twins, start, strict=True):
+    for p, fp64, before in zip(params, truth.params64, start, strict=True):
         assert p.dim() < 2 or (p - before).norm() > 1e-3 * before.norm()
-        assert (p - twin).norm() <= 1e-5 * twin.norm()
+        assert (p - fp64).norm() <= 1e-5 * fp64.norm()
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if PUBLISHED[name][1] is not lars])
@@ -200,16 +200,16 @@ def test_8_bit_trust_ratios_are_within_two_percent(backend: str, name: str, code
     build, _, options = PUBLISHED[name]
     model, loss = small_gpt()
     params = [p for p in model.parameters() if p.dim() > 1]
-    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
     eight = build(params, state_bits=8, min_8bit_size=0, codec=codec, **options)
-    full = build(twins, **options)
+    full = build(copies, **options)
     worst = 0.0
     with on(backend):
         for step in range(50):
             model.zero_grad()
             loss(step).backward()
-            for p, twin in zip(params, twins, strict=True):
-                twin.grad = p.grad
+            for p, copy in zip(params, copies, strict=True):
+                copy.grad = p.grad
             eight.step()
             full.step()
             for a, b in zip(eight.trust_ratios().values(), full.trust_ratios().values(), strict=True):

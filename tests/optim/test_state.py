@@ -136,10 +136,10 @@ def test_copies_of_model_and_optimizer_go_on_alike(
     train(optimizer, steps)
     for p in params:
         p.grad = None
-    twin = way((params, optimizer))[1]
-    assert type(twin) is build
-    assert_same(train(twin, 2, first=steps), train(optimizer, 2, first=steps))
-    assert twin.param_groups[0]["params"][0] is not params[0]
+    loaded = way((params, optimizer))[1]
+    assert type(loaded) is build
+    assert_same(train(loaded, 2, first=steps), train(optimizer, 2, first=steps))
+    assert loaded.param_groups[0]["params"][0] is not params[0]
 
 
 def test_tensor_lr_and_groups_come_back() -> None:

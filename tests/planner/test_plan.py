@@ -18,6 +18,7 @@ from memkern.planner import step as planner_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import MODELS, resolve
 from memkern.planner.planning import ALONE, CATEGORIES, Planner, parse_memory
+from memkern.planner.trace import peaks
 
 MIB = 2**20
 WIDTH, DEPTH = 64, 9
@@ -76,13 +77,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None:
     techniques = Techniques(micro_batch=1000, **changes)
     model = Stack()
-    peak = planner_of(model, torch.zeros(2, WIDTH)).trace(techniques).peaks(free_gradients=False, unit=1)
+    traces, more = planner_of(model, torch.zeros(2, WIDTH)).traces(techniques)
+    found = peaks(traces, more, free_gradients=False, unit=1)
+    model.to(planner_step.weight_dtype(techniques))
     planner_step.prepare(model, techniques)
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
     real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes(
         [*model.parameters(), x]
     )
-    assert max(p.total for p in peak.values()) == real
+    assert max(sum(phase.values()) for phase in found.values()) == real
 
 
 def test_categories_add_up_and_are_as_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,3 +77,25 @@ def compare_forward(ops: Any, dtype: torch.dtype) -> None:
         y, codes = ops.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
         assert_near(y, x, name, a, b)
         assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2), name)
+
+
+def every_bf16(repeats: int = 1) -> Tensor:
+    """All 65,536 values, with NaNs and infinities."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).repeat(repeats)
+
+
+TABLES = (("gelu", 3), ("gelu", 1), ("gelu_tanh", 4), ("gelu_tanh", 2))
+
+
+def compare_bf16_table(ops: Any, tables: Sequence[tuple[str, int]] = TABLES) -> None:
+    """Of large bf16 tensors the forward pass reads a table: the bits that the formula gives, for every value."""
+    few, many = every_bf16(), torch.cat([every_bf16(8), torch.randn(13).bfloat16()])
+    for name, bits in tables:
+        table = LEVELS[name, bits]
+        y, codes = ops.few_bit_forward(many, ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])
+        assert_same(codes, reference.few_bit_encode(many, bits, *table[2:]), name)
+        expected = ops.few_bit_forward(few, ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])[0]
+        rest = ops.few_bit_forward(many[-13:].clone(), ACTIVATIONS[name], 0.0, 0.0, bits, *table[2:])[0]
+        expected = torch.cat([expected.repeat(8), rest])
+        assert torch.equal(y.isnan(), expected.isnan()), name
+        assert_same(y[~y.isnan()], expected[~y.isnan()], name)

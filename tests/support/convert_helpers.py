@@ -42,7 +42,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(make().to(dtype)) for make in SHAPES.values()]
 
 
-def twins(params: list[nn.Parameter]) -> list[nn.Parameter]:
+def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().clone()) for p in params]
 
 

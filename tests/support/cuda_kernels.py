@@ -40,7 +40,12 @@ PATHS = {
     "Lion fp32": ("lion_tiles<1>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
     "Lion bf16": ("lion_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }
-PARAMETERS = 8  # that a lane has in one turn of the loop
+PATHS |= {
+    "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
+    "GELU 3-bit backward bf16": ("multiply_by_levels<1, 3>", {"LDG.128": 1, "STG.128": 1, "LDG": 4, "LDS.64": 4}),
+    "GELU 3-bit backward fp32": ("multiply_by_levels<0, 3>", {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4}),
+}
+PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
 
 
 def short_name(mangled: str) -> str:
@@ -127,11 +132,11 @@ def measure() -> dict[str, Any]:
             kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()}
             for kernel in kernels
         },
-        "instructions per parameter": instructions(of_arch["sm_90"][0]),
+        "instructions per element": instructions(of_arch["sm_90"][0]),
     }
 
 
 if __name__ == "__main__":
     record = measure()
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    json.dump(record["instructions per parameter"], sys.stdout, indent=1)
+    json.dump(record["instructions per element"], sys.stdout, indent=1)

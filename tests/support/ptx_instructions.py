@@ -154,6 +154,8 @@ class Instructions:
             raise PtxError(f"unknown instruction: {i.text}")
 
     def do_fma(self, i: Instruction, kind: str, at: Array) -> None:
+        if kind == "bf16x2":  # rounded twice, which cannot show where zero is added to a product
+            return self.of_halves(i, at, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
         if kind != "f32":
             raise PtxError(f"unknown instruction: {i.text}")
         a, b, c = (self.flushed(i, self.get(o, kind, at)).astype(np.float64) for o in i.operands[1:4])
@@ -206,10 +208,41 @@ class Instructions:
     def do_copysign(self, i: Instruction, kind: str, at: Array) -> None:
         self.binary(i, kind, at, lambda sign, x: np.copysign(x, sign))
 
+    # ---- pairs of bf16 in a register
+
+    def halves(self, operand: str, at: Array) -> tuple[Array, Array]:
+        """Of each pair the first, in the low half, and the second, as fp32."""
+        x = self.get(operand, "u32", at)
+        return tuple((h << np.uint32(16)).view(np.float32) for h in (x & np.uint32(0xFFFF), x >> np.uint32(16)))  # type: ignore[return-value]
+
+    def of_halves(self, i: Instruction, at: Array, f: Callable[..., Array]) -> None:
+        """``f`` of the operands' halves, fp32 that is rounded to bf16, or 16 bits."""
+        pairs = zip(*(self.halves(operand, at) for operand in i.operands[1:]), strict=True)
+        low, high = (
+            y if y.dtype == np.uint16 else bits_of(y, "bf16") for y in (f(*operands) for operands in pairs)
+        )
+        self.put(i.operands[0], high.astype(np.uint32) << np.uint32(16) | low, "b32", at)
+
+    def do_set(self, i: Instruction, kind: str, at: Array) -> None:
+        if kind != "bf16x2" or "u32" not in i.op:
+            raise PtxError(f"unknown instruction: {i.text}")
+        name = i.op[1]
+
+        def mask(a: Array, b: Array) -> Array:
+            nan = np.isnan(a) | np.isnan(b)
+            yes = COMPARE[name[:-1]](a, b) | nan if name.endswith("u") else COMPARE[name](a, b) & ~nan
+            return np.where(yes, np.uint16(0xFFFF), np.uint16(0))
+
+        self.of_halves(i, at, mask)
+
     def do_min(self, i: Instruction, kind: str, at: Array) -> None:
+        if kind == "bf16x2":
+            return self.of_halves(i, at, np.fmin)
         self.binary(i, kind, at, np.minimum if "NaN" in i.op or not is_float(kind) else np.fmin)
 
     def do_max(self, i: Instruction, kind: str, at: Array) -> None:
+        if kind == "bf16x2":
+            return self.of_halves(i, at, np.fmax)
         self.binary(i, kind, at, np.maximum if "NaN" in i.op or not is_float(kind) else np.fmax)
 
     # ---- bits

@@ -75,7 +75,7 @@ EVERYWHERE = (
 )
 
 
-USUAL = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
+COMMON = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
 
 
 def _steps(name: str, kernel: Any, variants: Any = tuple(STEP_TILES)) -> dict[str, Variant]:
@@ -117,12 +117,12 @@ KERNELS: dict[str, Variant] = {
     "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
     **_steps("lion", lion.lion_tiles),
     "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
-    **_steps("lamb", lamb.lamb_tiles, USUAL),
-    **_steps("lamb norms", lamb.lamb_norm_tiles, USUAL),
+    **_steps("lamb", lamb.lamb_tiles, COMMON),
+    **_steps("lamb norms", lamb.lamb_norm_tiles, COMMON),
     "lamb: prologue": Variant(lamb.lamb_prologue, {}, {}, 0, True),
     "lamb: ratios": Variant(lamb.lamb_ratios, {}, {}, 0, True),
-    **_steps("lars", lars.lars_tiles, USUAL),
-    **_steps("lars norms", lars.lars_norm_tiles, USUAL),
+    **_steps("lars", lars.lars_tiles, COMMON),
+    **_steps("lars norms", lars.lars_norm_tiles, COMMON),
     "lars: prologue": Variant(lars.lars_prologue, {}, {}, 0, False),
     "lars: ratios": Variant(lars.lars_ratios, {}, {}, 0, False),
     "layers: count of steps": Variant(trust_ratio.increment_steps, {}, {}, 0, True),

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,14 @@ def test_resume_takes_the_options_it_is_not_given(
         main(["train", "--resume", path, "--lr", "2e-3"])
     assert ended.value.code == 2
     assert "argument --lr: 0.002 given; allowed: 0.0005" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_not_ignored() -> Iterator[None]:
+    """As it is in a shell's background jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1) -> None:

@@ -27,7 +27,7 @@ MOST_BLOCKS = 100_000  # of memory
 
 
 class Launch(NamedTuple):
-    """What the host code asked for, with a copy of the arguments as they were then."""
+    """What the host code called, with a copy of the arguments as they were then."""
 
     kernel: str  # mangled
     blocks: int

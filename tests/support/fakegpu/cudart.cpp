@@ -157,6 +157,11 @@ cudaError_t cudaGetDevice(int* device) {
   *device = current_device;
   return cudaSuccess;
 }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute != cudaDevAttrMultiProcessorCount) return fail(cudaErrorInvalidValue);
+  *value = 2;
+  return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kDevices) return fail(cudaErrorInvalidDevice);
   current_device = device;

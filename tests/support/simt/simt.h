@@ -28,6 +28,9 @@
 #define __restrict__ __restrict
 #define __shared__ static
 
+struct __attribute__((aligned(8))) float2 {
+  float x, y;
+};
 struct uint2 {
   unsigned x, y;
 } __attribute__((aligned(8)));
@@ -279,6 +282,22 @@ inline uint32_t to_bf16x2(float low, float high) {
 inline uint32_t to_fp16x2(float low, float high) {
   return to_fp16(low).bits | static_cast<uint32_t>(to_fp16(high).bits) << 16;
 }
+// Two bf16 numbers in a word: f of each pair of halves.
+template <class F> uint32_t of_halves(F&& f) { return f(0) | f(16) << 16; }
+inline uint32_t half_of(uint32_t x, int shift) { return x >> shift & 0xFFFF; }
+inline float bf16_of(uint32_t x, int shift) { return float_of(half_of(x, shift) << 16); }
+inline uint32_t min_bf16x2(uint32_t a, uint32_t b) {
+  return of_halves([=](int k) { return half_of(bf16_of(b, k) < bf16_of(a, k) || bf16_of(a, k) != bf16_of(a, k) ? b : a, k); });
+}
+inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  return of_halves([=](int k) { return half_of(bf16_of(b, k) > bf16_of(a, k) || bf16_of(a, k) != bf16_of(a, k) ? b : a, k); });
+}
+// Exact in double for what the kernels multiply, and so rounded once.
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  return of_halves([=](int k) -> uint32_t {
+    return to_bf16(static_cast<float>(static_cast<double>(bf16_of(a, k)) * bf16_of(b, k) + bf16_of(c, k))).bits;
+  });
+}
 inline float fp16_to_float(uint32_t bits) { return to_float(fp16{static_cast<uint16_t>(bits)}); }
 // With errors as a GPU may have them: the next float below or above the root, alternating.
 inline float approximate_sqrt(float x) {
@@ -297,6 +316,15 @@ inline float approximate_sqrt(float x) {
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 2;
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {

@@ -1,0 +1,411 @@
+"""Optimizer states, and if wanted fp32 weights and gradients, on the host; the step is taken there by the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .backward import (
+    ParameterHooks,
+    check_class,
+    check_first_gradient,
+    check_no_norm,
+    check_not_reduced_later,
+    check_not_stepped,
+    refuse_scaler,
+    without_hooks,
+)
+from .base import BlockwiseOptimizer
+from .offloaded import Options, Weight, bytes_on_device, check_options, copy_options, has_gradient, offloaded
+from .options import check_gradient
+from .transfers import Transfers, transfers_of
+
+BUCKET_ELEMENTS = 2**20
+"""Tensors that make up at least so many elements are stepped by one call of the inner optimizer."""
+_TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
+
+
+_COPIED = (
+    "inner", "_class", "_options", "_host_dtype", "_hooks_gradients", "_steps_in_backward", "_room", "_make_transfers",
+    "_weights",
+)  # fmt: skip
+
+
+class HostOffload(Optimizer):
+    r"""An optimizer whose states are on the host, and whose steps the CPU takes.
+
+    ::
+
+        model.to("cuda", torch.bfloat16)
+        optimizer = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-4)
+        # the loop is as always: loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    For each parameter p on the device the host has a weight in ``host_dtype``. A step copies the gradient to the host,
+    steps the host's weight there with the CPU's kernels, and copies it back to p, rounded to p's dtype. The three
+    overlap: while one bucket of tensors is stepped, gradients of the next ones come and weights of the last ones go.
+
+    Args:
+        optimizer_class: the optimizer that the host runs, memkern's or torch.optim's.
+        params: parameters of the model, on any device.
+        host_dtype: dtype of the weights on the host, default torch.float32, so that a half-precision model has an fp32
+            model on the host. None: each parameter's own. A parameter of 4 or 8 bytes keeps its dtype.
+        offload_gradients: each gradient goes to the host when ``backward()`` has computed it and is freed on the
+            device; gradients of further ``backward()`` calls are added there, in the parameter's dtype. Default False.
+        step_in_backward: in addition the CPU steps as soon as gradients arrive, in a thread of its own beside the
+            backward pass. There is one ``backward()`` to a step then. Default False.
+        device_state_bytes: the states (and host_dtype weights) of the first parameters stay on the device and are
+            stepped there, up to so many bytes; None: all of them, until the device has no memory for one that is made,
+            which then goes to the host with all that come after it. Default 0.
+        options: the options of ``optimizer_class``. ``max_grad_norm`` is the norm of all gradients, and makes a step
+            wait for all of them.
+
+    | | default | ``offload_gradients`` | ``step_in_backward`` |
+    |---|---|---|---|
+    | gradients on the device | all, until ``zero_grad()`` | those on their way | those on their way |
+    | the transfer of gradients overlaps | the step | the backward pass | the backward pass |
+    | the CPU's step overlaps | transfers | transfers of weights | transfers and the backward pass |
+    | accumulation | on the device | on the host | raises |
+    | clipping | by max_grad_norm or by torch's functions | by max_grad_norm | raises |
+    | GradScaler | yes | raises | raises |
+
+    ``step()`` returns when the host is done; copies of weights may be under way, and the device's current stream waits
+    for them. ``offload_gradients`` and ``step_in_backward`` consume a gradient in ``step()``.
+
+    It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
+    load it, with the host's weights as ``host_weights`` beside state and groups where their dtype differs. Weights that
+    are changed in the model, as when it loads a state_dict, are noticed by their version (not through ``p.data``), and
+    the host takes them over. On the CPU nothing is copied that the CPU can read where it is.
+
+    Bytes on the device: the model, and with a gradient offloaded its largest few gradients. On the host, per
+    parameter of 2 bytes: 4 (weight), 2 (buffer for both transfers) and the states. Over the link per step: a gradient
+    down and a weight up, in the parameter's dtype. Buffers and weights that are transferred are pinned; states are
+    never transferred and are not.
+
+    Raises:
+        ValueError, TypeError: from ``optimizer_class``; an option of another type; max_grad_norm with step_in_backward.
+        RuntimeError: in ``backward()``, ``step()`` or ``zero_grad()``: what the table says raises.
+
+    Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840).
+    """
+
+    wraps_a_class = True
+    inner: Optimizer
+    """The optimizer of the host's weights."""
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        params: Any,
+        *,
+        host_dtype: torch.dtype | None = torch.float32,
+        offload_gradients: bool = False,
+        step_in_backward: bool = False,
+        device_state_bytes: int | None = 0,
+        transfers: Callable[[torch.device], Transfers] = transfers_of,
+        **options: Any,
+    ) -> None:
+        check_class(optimizer_class)
+        check_options(host_dtype, device_state_bytes)
+        if step_in_backward:
+            check_no_norm(options.get("max_grad_norm"))
+        self._class, self._options, self._host_dtype = optimizer_class, options, host_dtype
+        self._hooks_gradients = offload_gradients or step_in_backward
+        self._steps_in_backward = step_in_backward
+        self._room = device_state_bytes
+        self._make_transfers = transfers
+        self._weights: dict[Tensor, Weight] = {}
+        self._start()
+        super().__init__(params, {})
+
+    def _start(self) -> None:
+        """What is not copied or pickled."""
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: list[Future[list[tuple[Weight, Any]]]] = []  # the worker's steps
+        self._adding: Future[Any] | None = None  # what the worker adds to a gradient
+        self._arrived: dict[int, list[Weight]] = {}  # by bucket, while it waits for the rest of its gradients
+        self._stepped: set[Tensor] = set()  # in the backward pass, since the last step()
+        self._lock = threading.Lock()  # each device has its own thread in the backward pass
+        self._hooks = ParameterHooks(self._take_in_backward)
+
+    # ---- parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's, and the inner optimizer's checks."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        made: list[Weight] = []
+        try:
+            made += (self._weight_of(p, group) for p in group["params"])
+            homes: list[Any] = [w.home for w in made]
+            if "param_names" in group:
+                homes = [*zip(group["param_names"], homes, strict=True)]
+            options = {k: x for k, x in group.items() if k not in ("params", "param_names")}
+            if len(self.param_groups) == 1:
+                self.inner = self._class([{"params": homes, **options}], **self._options)
+            else:
+                self.inner.add_param_group({"params": homes, **options})
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self.defaults = self.inner.defaults
+        self._weights.update(zip(group["params"], made, strict=True))
+        copy_options(self.inner, self)
+        self._make_buckets()
+        self._hook_parameters()
+
+    def _weight_of(self, p: Tensor, group: Options) -> Weight:
+        small = p.is_floating_point() and p.element_size() < 4 and self._host_dtype is not None
+        dtype = self._host_dtype if small and self._host_dtype is not None else p.dtype
+        resident = self._room is None
+        if self._room:
+            needed = bytes_on_device(self._class, p, dtype, group, self._options)
+            resident = needed <= self._room
+            self._room = self._room - needed if resident else 0  # those that come after go to the host, too
+        return offloaded(p, dtype, resident, self._transfers_to(p.device))
+
+    def _transfers_to(self, device: torch.device) -> Transfers:
+        if device not in self._transfers:
+            self._transfers[device] = self._make_transfers(device)
+        return self._transfers[device]
+
+    def _hook_parameters(self) -> None:
+        if self._hooks_gradients:
+            self._hooks.add(w.p for w in self._weights.values() if not w.resident)
+
+    def _make_buckets(self) -> None:
+        """Neighbours of one place together, and all together where a step needs the norm of all gradients."""
+        at_once = self.defaults.get("max_grad_norm") is not None
+        self._buckets, elements = [[]], 0
+        for w in self._weights.values():
+            last = self._buckets[-1]
+            full = elements >= BUCKET_ELEMENTS or w.p.numel() >= BUCKET_ELEMENTS
+            if last and not at_once and (full or last[-1].resident != w.resident):
+                self._buckets.append([])
+                elements = 0
+            self._buckets[-1].append(w)
+            elements += w.p.numel()
+        self._bucket_of = {w.p: i for i, bucket in enumerate(self._buckets) for w in bucket}
+
+    # ---- gradients
+
+    def _take(self, w: Weight) -> None:
+        """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
+        self._join_adding()
+        if add := w.take(self._transfers_to(w.p.device)):
+            self._adding = self._submit(add)
+        if self._hooks_gradients:
+            w.p.grad = None
+
+    def _join_adding(self) -> None:
+        adding, self._adding = self._adding, None
+        if adding is not None:
+            adding.result()
+
+    def _take_in_backward(self, p: Tensor) -> None:
+        """The hook of a parameter whose gradient is complete."""
+        check_not_reduced_later(p)
+        w = self._weights[p]
+        with self._lock:
+            if self._steps_in_backward:
+                check_first_gradient(p, self._stepped)
+                if not self._stepped:
+                    copy_options(self, self.inner)
+                self._stepped.add(p)
+            self._take(w)
+            if self._steps_in_backward:
+                number = self._bucket_of[p]
+                arrived = self._arrived.setdefault(number, [])
+                arrived.append(w)
+                if len(arrived) == len(self._buckets[number]):
+                    self._pending.append(self._submit(self._step_bucket, self._arrived.pop(number)))
+
+    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "memkern-offload")
+        return self._worker.submit(function, *args)
+
+    def _join(self) -> list[tuple[Weight, Any]]:
+        """Waits for the worker's steps: the copies that they began. Raises what they raised."""
+        pending, self._pending = self._pending, []
+        wait(pending)
+        return [copy for future in pending for copy in future.result()]
+
+    # ---- steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on the host. ``closure``: recomputes the loss with gradients, and its value is returned.
+
+        Raises:
+            RuntimeError: a GradScaler's step where gradients were offloaded; what the inner optimizer raises.
+        """
+        if self._hooks_gradients:
+            refuse_scaler(self, "leave offload_gradients and step_in_backward False")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._hook_parameters()
+        copy_options(self, self.inner)
+        self._scale_inner()
+        try:
+            self._step_buckets()
+        finally:
+            self._scale_inner(False)
+            self._stepped.clear()
+            self._arrived.clear()
+            for w in self._weights.values():
+                w.gradient = None
+        self._share_state()
+        return loss
+
+    def _step_buckets(self) -> None:
+        """Steps what has a gradient. The gradients of a bucket are on their way while the one before is stepped."""
+        copies = self._join()
+        buckets = [ready for bucket in self._buckets if (ready := [*filter(has_gradient, bucket)])]
+        if isinstance(self.inner, BlockwiseOptimizer):  # before the first bucket is changed
+            for p in (w.p for bucket in buckets for w in bucket):
+                if p.grad is not None:
+                    check_gradient(p, p.grad)
+        for i, bucket in enumerate(buckets):
+            for ahead in buckets[i and i + 1 : i + 2]:
+                for w in ahead:
+                    if w.p.grad is not None:
+                        self._take(w)
+            self._join_adding()
+            copies += self._step_bucket(bucket)
+        for w, event in copies:
+            self._transfers_to(w.p.device).device_waits(event)
+
+    @torch.no_grad()
+    def _step_bucket(self, bucket: list[Weight]) -> list[tuple[Weight, Any]]:
+        """Steps weights whose gradients have come, and begins the copies back. Those that are under way."""
+        for w in bucket:
+            if w.arrived is not None:
+                self._transfers_to(w.p.device).host_waits(w.arrived)
+        try:
+            self._step_inner(bucket)
+        except torch.OutOfMemoryError:
+            # memkern's optimizers make all states before they change anything.
+            if not isinstance(self.inner, BlockwiseOptimizer) or not any(w.resident for w in bucket):
+                raise
+            self._move_to_host(bucket)
+            self._step_inner(bucket)
+        for w in bucket:
+            w.gradient = None
+        copies = [(w, w.copy_back(self._transfers_to(w.p.device))) for w in bucket if w.own]
+        return [(w, event) for w, event in copies if event is not None]
+
+    def _step_inner(self, bucket: list[Weight]) -> None:
+        """The inner optimizer's step of these weights alone, as only they have gradients."""
+        takes_any = _TAKES_OTHER_GRADIENTS and isinstance(self.inner, BlockwiseOptimizer)
+        for w in bucket:
+            g = w.gradient
+            assert g is not None
+            if g.dtype != w.home.dtype and takes_any:
+                w.home.grad_dtype = g.dtype  # type: ignore[attr-defined]
+            w.home.grad = g if g.dtype == w.home.dtype or takes_any else g.to(w.home.dtype)
+        try:
+            without_hooks(self.inner.step)()
+        finally:
+            for w in bucket:
+                w.home.grad = None
+
+    def _move_to_host(self, bucket: list[Weight]) -> None:
+        """Moves weights and states that were to stay on the device, and those of all buckets after, to the host."""
+        for after in self._buckets[self._bucket_of[bucket[0].p] :]:
+            for w in after:
+                if w.resident:
+                    w.move_to_host(self.inner, self._transfers_to(w.p.device))
+        self._room = 0
+        self._share_state()
+        self._hook_parameters()
+
+    def _scale_inner(self, scaled: bool = True) -> None:
+        """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it away."""
+        for name in ("grad_scale", "found_inf"):
+            if scaled and (given := getattr(self, name, None)) is not None:
+                setattr(self.inner, name, torch.as_tensor(given, dtype=torch.float32).cpu())
+            else:
+                vars(self.inner).pop(name, None)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # Else GradScaler unscales the device's gradients itself.
+        return self._hooks_gradients or getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim's, for gradients on the device and on the host."""
+        check_not_stepped(self._stepped)
+        self._join_adding()
+        for w in self._weights.values():
+            if set_to_none:
+                w.gradient = None
+            elif w.gradient is not None:
+                w.gradient.zero_()
+        super().zero_grad(set_to_none)
+
+    # ---- loading and saving
+
+    def _share_state(self) -> None:
+        """state[p] is the inner optimizer's own dict, on the host."""
+        for w in self._weights.values():
+            if w.home in self.inner.state:
+                self.state[w.p] = self.inner.state[w.home]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and ``host_weights`` by parameter's number where their dtype is not the model's."""
+        copy_options(self, self.inner)
+        self.inner.state_dict()  # converts states whose group's options have changed
+        self._share_state()
+        found = super().state_dict()
+        weights = {
+            i: w.home.detach() for i, w in enumerate(self._weights.values()) if w.home.dtype != w.p.dtype
+        }
+        return {**found, "host_weights": weights} if weights else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the inner optimizer's. Without ``host_weights`` the host's are the model's.
+
+        Raises:
+            ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
+        """
+        given = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = pre_hook(self, given) or given
+        weights = [*self._weights.values()]
+        loaded = given.get("host_weights", {})
+        for i, x in loaded.items():
+            if not isinstance(i, int) or not 0 <= i < len(weights) or x.shape != weights[i].p.shape:
+                shape = tuple(weights[i].p.shape) if isinstance(i, int) and 0 <= i < len(weights) else None
+                raise ValueError(
+                    f"host_weights of the state_dict do not fit: {i!r} of shape {tuple(x.shape)}, expected {shape}"
+                )
+        self.inner.load_state_dict({key: given[key] for key in ("state", "param_groups")})
+        with torch.no_grad():
+            for i, w in enumerate(weights):
+                if w.own:
+                    w.home.copy_(loaded.get(i, w.p))
+                    w.version = w.p._version
+        copy_options(self.inner, self)
+        self.state.clear()
+        self._share_state()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{key: vars(self)[key] for key in _COPIED}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._start()
+        super().__setstate__(state)
+        self._make_buckets()
+        self._share_state()
+        self._hook_parameters()

@@ -1,0 +1,62 @@
+"""Copies between a device and the host that are made as late as their events allow, both in the CPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkern.optim.transfers import Transfers
+
+
+class LateTransfers(Transfers):
+    """A copy is made when something waits for its event, and those of its direction that were begun before it.
+
+    So what reads without waiting reads NaN or old values. ``log`` has what was called, in order.
+    """
+
+    shares_memory = False
+
+    def __init__(self, device: torch.device, log: list[Any] | None = None) -> None:
+        self.queues: dict[str, list[Callable[[], Any]]] = {"down": [], "up": []}
+        self.made = {"down": 0, "up": 0}
+        self.log: list[Any] = [] if log is None else log
+
+    def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        made = super().empty_like(x, dtype)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    def to_host(self, host: Tensor, x: Tensor) -> Any:
+        return self._begin("down", host, x, None)
+
+    def to_device(self, x: Tensor, host: Tensor, after: Any) -> Any:
+        assert after is not None
+        return self._begin("up", x, host, after)
+
+    def host_waits(self, event: Any) -> None:
+        self.log.append(("host waits", event))
+        self._make(event)
+
+    def device_waits(self, event: Any) -> None:
+        self.log.append(("device waits", event))
+        self._make(event)
+
+    def _begin(self, way: str, to: Tensor, source: Tensor, after: Any) -> Any:
+        def copy() -> None:
+            self._make(after)
+            with torch.no_grad():
+                to.copy_(source)
+
+        self.queues[way].append(copy)
+        event = (way, len(self.queues[way]))
+        self.log.append(event)
+        return event
+
+    def _make(self, event: Any) -> None:
+        if event is not None:
+            way, count = event
+            for copy in self.queues[way][self.made[way] : count]:
+                copy()
+            self.made[way] = max(self.made[way], count)
