@@ -139,7 +139,8 @@ def by_hand(model: str, seq_len: int) -> None:
     import memkern
     from memkern.planner.models import resolve
 
-    config = resolve(model, seq_len, None, None, 0.0).config
+    source: Any = resolve(model, seq_len, None, None, 0.0)
+    config = source.config
     gpt = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     gpt.gradient_checkpointing_enable({"use_reentrant": False})
     memkern.compress(gpt, 3)

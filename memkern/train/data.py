@@ -31,8 +31,8 @@ class Batch(NamedTuple):
     """(B, T), int64: 0 where a text is padded. None: nowhere."""
 
     @property
-    def count(self) -> int:
-        """Targets that are predicted."""
+    def predicted(self) -> int:
+        """How many targets are predicted."""
         return int((self.targets != IGNORED).sum())
 
 

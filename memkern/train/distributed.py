@@ -92,7 +92,7 @@ class Steps(Dataset):
 
     def __getitem__(self, step: int) -> tuple[list[Batch], int]:
         batches = self.corpus.step(self.config, step)
-        return own_batches(batches, self.group), sum(batch.count for batch in batches)
+        return own_batches(batches, self.group), sum(batch.predicted for batch in batches)
 
 
 def prepared(

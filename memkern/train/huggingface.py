@@ -66,7 +66,8 @@ def load_config(config: TrainConfig) -> Any:
         with named("config.json cannot be used", name, "allowed: a folder that save_pretrained wrote"):
             return AutoConfig.from_pretrained(path, **SAFE)
     if config.from_config and name in BUILT_IN:
-        return resolve(name, 1, None, None, None).config
+        source: Any = resolve(name, 1, None, None, None)
+        return source.config
     if not HUB_NAME.fullmatch(name):
         raise ArgumentError("model", f"{name!r} given, which is no folder and no name; {allowed}")
     with named("no such model could be had from the Hugging Face Hub", name, allowed):

@@ -204,7 +204,7 @@ class Trainer:
         for batch in own_batches(batches, self.group):
             loss = self.loss(*batch).item()
             correct = int(self.objective.correct) if isinstance(self.objective, Classifier) else 0
-            sums += torch.tensor([loss, correct, batch.count], dtype=torch.float64)
+            sums += torch.tensor([loss, correct, batch.predicted], dtype=torch.float64)
         self.model.train()
         total, correct, count = self.group.sum(sums.to(self.device)).tolist()
         self.history.validation.append((self.steps_done, total / count))

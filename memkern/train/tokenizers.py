@@ -21,9 +21,14 @@ BPE_CHARACTERS = 2**22  # of the text that a BPE is trained on
 class Tokenizer(Protocol):
     """eos ends documents (None: nothing does); pad fills up texts; all ids are below size."""
 
-    size: int
-    eos: int | None
-    pad: int
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def eos(self) -> int | None: ...
+
+    @property
+    def pad(self) -> int: ...
 
     def encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """special: with the tokens that the model expects around a text ([CLS], [SEP])."""

@@ -157,9 +157,9 @@ def test_processes_share_the_micro_batches(corpus: Corpus) -> None:
     batches = corpus.step(config, 0)
     own = [own_batches(batches, Processes(rank, 3)) for rank in range(3)]
     assert [len(each) for each in own] == [2, 2, 2]
-    real = [batch for each in own for batch in each if batch.count]
+    real = [batch for each in own for batch in each if batch.predicted]
     assert {id(batch.inputs) for batch in real} == {id(batch.inputs) for batch in batches}
-    [filled] = [batch for each in own for batch in each if not batch.count]
+    [filled] = [batch for each in own for batch in each if not batch.predicted]
     assert filled.targets.unique().tolist() == [IGNORED]
 
 

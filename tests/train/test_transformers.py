@@ -79,7 +79,7 @@ def test_an_epoch_has_every_token_once_and_a_last_group_that_is_smaller(
     for epoch in (0, 1):
         steps = [corpus.step(config, epoch * per_epoch + i) for i in range(per_epoch)]
         windows = {tuple(row) for step in steps for batch in step for row in batch.inputs.tolist()}
-        assert sum(batch.count for step in steps for batch in step) == tokens
+        assert sum(batch.predicted for step in steps for batch in step) == tokens
         assert len(windows) > 0.99 * math.ceil(tokens / 32)
         assert all(len(step) == 5 for step in steps[:-1])
         assert sum(len(batch.inputs) for batch in steps[-1]) == math.ceil(tokens / 32) % 15
@@ -96,7 +96,7 @@ def test_accumulation_weighs_tokens_alike(small: TrainConfig, source: Source, sh
     whole = dataclasses.replace(small, batch_size=group, accumulate=1, optimizer="torch-adamw", clip=0)
     parts = dataclasses.replace(whole, batch_size=shape[0], accumulate=shape[1])
     per_epoch = corpus.steps_per_epoch(whole)
-    counts = [[batch.count for batch in corpus.step(parts, step)] for step in range(per_epoch)]
+    counts = [[batch.predicted for batch in corpus.step(parts, step)] for step in range(per_epoch)]
     short = next(step for step in range(per_epoch) if sum(counts[step]) % 32)
     assert sum(counts[-1]) < (group - 1) * 32
     for step in {short, per_epoch - 1}:
