@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
+from .. import optim
 from ..planner.step import make_optimizer, prepare
 from ..planner.techniques import TechniqueError
 from .config import ArgumentError, TrainConfig
@@ -93,11 +94,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
     groups = decay_groups(model, config.decay)
-    if config.optimizer == "torch-adamw":
-        return torch.optim.AdamW(groups, lr=config.peak_lr, fused=True)
-    if config.optimizer == "torch-adam":
-        return torch.optim.Adam(groups, lr=config.peak_lr, fused=True)
-    return make_optimizer(groups, config.techniques, lr=config.peak_lr)
+    if not config.optimizer.startswith("torch-"):
+        return make_optimizer(groups, config.techniques, lr=config.peak_lr)
+    cls = {"torch-adamw": torch.optim.AdamW, "torch-adam": torch.optim.Adam}[config.optimizer]
+    if config.step_in_backward:
+        return optim.StepInBackward(cls, groups, lr=config.peak_lr, fused=True)
+    if config.offload:
+        return optim.HostOffload(cls, groups, lr=config.peak_lr, fused=True)
+    return cls(groups, lr=config.peak_lr, fused=True)
 
 
 def schedule(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -30,9 +30,8 @@ class Objective(nn.Module):
         self.loss_chunk = loss_chunk
 
     def chunked(self, features: Tensor, head: nn.Module | Tensor, targets: Tensor) -> Tensor:
-        weight, bias = (
-            (head, None) if isinstance(head, Tensor) else (head.weight, getattr(head, "bias", None))
-        )
+        weight: Any = head if isinstance(head, Tensor) else head.weight
+        bias: Any = None if isinstance(head, Tensor) else getattr(head, "bias", None)
         return functional.linear_cross_entropy(
             features,
             weight,
