@@ -259,6 +259,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _distributed() -> dict[str, Any]:
+    """The process group, and what sharded parameters cost; an optimizer alone can have any."""
+    sharding = sys.modules.get(f"{__package__}.optim.sharding")
+    return sharding.report() if sharding else {"process_group": None, "shards_end_inside_blocks": []}
+
+
 def report() -> dict[str, Any]:
     """Versions, backends with the reason for each missing one, CPU features, build facts: what a bug report needs."""
     import torch
@@ -288,6 +294,7 @@ def report() -> dict[str, Any]:
             f"cuda:{i}": {"name": torch.cuda.get_device_name(i), "cuda_kernels": _missing("cuda", i) or "run"}
             for i in range(count)
         },
+        "distributed": _distributed(),
         "build": {
             **(_host.build_info() if _host else {}),
             "library": str(LIBRARY) if LIBRARY.exists() else None,

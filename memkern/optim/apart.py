@@ -6,7 +6,6 @@ before anything is changed, as where one op does it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from .. import _ops
 from ..quant.layout import is_dense
 from ..schemas import StepArgs, StepOp
-from . import weights
+from . import sharding, weights
 from .options import check_gradient, check_param
+from .storage import takes_8bit_state
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 def is_needed(group: dict[str, Any]) -> bool:
     """Whether a group has parameters that one call for all would not take."""
     return bool(group.get("amsgrad")) or any(
-        p.dtype == torch.float64 or not is_dense(p.shape, p.stride()) for p in group["params"]
+        p.dtype == torch.float64
+        or not is_dense(p.shape, p.stride())
+        or sharding.needs_numbers(p, group, takes_8bit_state(p, group))
+        for p in group["params"]
     )
 
 
@@ -37,19 +40,27 @@ def step(optimizer: BlockwiseOptimizer, args: StepArgs) -> None:
         check_gradient(p, g)
     for p, group in zip(args.params, groups, strict=True):
         optimizer._restore(p, group, group)
-    norms = _grad_norms(optimizer, args.grads)
+    norms = _grad_norms(optimizer, args)
     calls: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether kernels can do it
-    strided = []
+    strided, with_numbers = [], []
     for i, (p, group) in enumerate(zip(args.params, groups, strict=True)):
         op = optimizer._op_of(group)
         by_reference = op is not optimizer.op or p.dtype == torch.float64
-        if is_dense(p.shape, p.stride()):
+        if sharding.needs_numbers(p, group, any(key.endswith("_scale") for key in optimizer.state[p])):
+            with_numbers.append((i, op))
+        elif is_dense(p.shape, p.stride()):
             calls.setdefault((p.device, op.name, by_reference), (op, []))[1].append(i)
         else:
             strided.append((i, p, op, by_reference))
     for (device, _, by_reference), (op, own) in calls.items():
         part = _part(optimizer, args, op, own)._replace(grad_norm=norms.get(device))
-        _ops.step_(op, part, by_reference)
+        _ops.step_(op, sharding.local_args(part) if optimizer._sharded else part, by_reference)
+    if with_numbers:
+        parts = [_part(optimizer, args, op, [i]) for i, op in with_numbers]
+        norm = [norms.get(part.params[0].device) for part in parts]
+        sharding.step_with_numbers(
+            with_numbers[0][1], [part._replace(grad_norm=x) for part, x in zip(parts, norm, strict=True)]
+        )
     for i, p, op, by_reference in strided:
         part, dense = _part(optimizer, args, op, [i]), _buffer(optimizer, p).copy_(p)
         _ops.step_(op, part._replace(params=[dense], grad_norm=norms.get(p.device)), by_reference)
@@ -84,13 +95,17 @@ def _buffer(optimizer: BlockwiseOptimizer, p: Tensor) -> Tensor:
     return buffers[key].as_strided(like.shape, like.stride())
 
 
-def _grad_norms(optimizer: BlockwiseOptimizer, grads: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+def _grad_norms(optimizer: BlockwiseOptimizer, args: StepArgs) -> dict[torch.device, Tensor]:
     """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
     if optimizer.defaults["max_grad_norm"] is None:
         return {}
+    grads = args.grads
     first = grads[0].device
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(first) for g in grads]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    if (scale := getattr(optimizer, "grad_scale", None)) is not None:
-        total = total / scale.to(first).double().reshape(())
+    if optimizer._sharded:
+        total = sharding.grad_norm(optimizer._scaled(args, first), sharding.local_args(args).grads)
+    else:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(first) for g in grads]
+        total = torch.linalg.vector_norm(torch.stack(norms))
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            total = total / scale.to(first).double().reshape(())
     return {device: total.to(device) for device in {g.device for g in grads}}

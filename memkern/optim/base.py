@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from .. import _ops
 from ..quant.codec import CODECS
-from ..quant.layout import layout_of
 from ..schemas import StepArgs, StepOp
-from . import apart, loading, weights
+from . import apart, loading, sharding, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -44,6 +43,7 @@ class BlockwiseOptimizer(Optimizer):
     # By a group's identity, as groups may be moved about in the list: the group, and what its states are stored with.
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
+    _sharded = False  # whether there are DTensors
     # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, and a warning's flag.
     _versions: dict[Tensor, int]
     _is_compiled = False
@@ -68,11 +68,21 @@ class BlockwiseOptimizer(Optimizer):
                 p = item[1] if isinstance(item, tuple) else item
                 if isinstance(p, Tensor):
                     check_param(p, {**self.defaults, **param_group})
+                    sharding.check_flat_shard(p, self._needs_norms())
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
         self._stored_with = getattr(self, "_stored_with", {})
         self._versions = getattr(self, "_versions", {})
-        self._apart = self._apart or apart.is_needed(self.param_groups[-1])
+        self._look_at_groups()
+
+    def _look_at_groups(self) -> None:
+        """What a step has to know of the parameters."""
+        self._apart = any(map(apart.is_needed, self.param_groups))
+        self._sharded = any(sharding.is_dtensor(p) for group in self.param_groups for p in group["params"])
+
+    def _needs_norms(self) -> str | None:
+        """What needs norms of whole tensors, if anything does."""
+        return None if self.defaults["max_grad_norm"] is None else "max_grad_norm"
 
     def _place_lr(self, group: dict[str, Any]) -> None:
         """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
@@ -110,9 +120,8 @@ class BlockwiseOptimizer(Optimizer):
             dtype = self.moments[name] if coded else moment_dtype(p)
             state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
         if coded:
-            shape = layout_of(dense_like(p), group["block_size"]).scale_shape
             for name in self.moments:
-                state[f"{name}_scale"] = torch.zeros(shape, dtype=torch.float32, device=p.device)
+                state[f"{name}_scale"] = sharding.new_scale(p, dense_like(p), group["block_size"])
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state | weights.initial_state(p, group)
 
@@ -153,7 +162,7 @@ class BlockwiseOptimizer(Optimizer):
                 check_param(p, group)
             for p in group["params"]:
                 self._restore(p, group, before)
-            self._apart = any(map(apart.is_needed, self.param_groups))
+            self._look_at_groups()
         self._stored_with[id(group)] = group, options
 
     @torch.no_grad()
@@ -211,9 +220,14 @@ class BlockwiseOptimizer(Optimizer):
             args = self._step_args()
             if not args.params:
                 return loss
+            if self._sharded:
+                sharding.reduced_found_inf(self, args.params)
             if not self._apart and len({p.device for p in args.params}) == 1:
                 args = self._scaled(args, args.params[0].device)
-                _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
+                if self._sharded:
+                    sharding.step(self.op, args, self.defaults["max_grad_norm"])
+                else:
+                    _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
                 weights.remember(self)
                 return loss
         except Exception:
@@ -241,9 +255,9 @@ class BlockwiseOptimizer(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 changed |= self._restore(p, group, group)
-        needed = any(map(apart.is_needed, self.param_groups))
-        changed |= needed and not self._apart
-        self._apart = needed
+        before = self._apart
+        self._look_at_groups()
+        changed |= self._apart and not before
         return changed
 
     def _step_args(self) -> StepArgs:
@@ -354,7 +368,7 @@ class BlockwiseOptimizer(Optimizer):
                     if isinstance(value, loading.Held):
                         values[key] = value.for_parameter(p)
         self._stored_with, self._versions = {}, {}
-        self._apart = any(map(apart.is_needed, self.param_groups))
+        self._look_at_groups()
 
     def __getstate__(self) -> dict[str, Any]:
         for group in self.param_groups:
@@ -365,7 +379,7 @@ class BlockwiseOptimizer(Optimizer):
         """As torch.optim's: plain tensors, stored as the groups' options say."""
         for group in self.param_groups:
             self._follow_options(group)
-        return super().state_dict()
+        return sharding.without_flat_codes(self, super().state_dict())
 
     def _completed_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A parameter's state of an earlier version with what it did not have yet."""

@@ -46,6 +46,9 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             if isinstance(p, Tensor) and p.layout == torch.strided:
                 _layer_count(p, group)
 
+    def _needs_norms(self) -> str | None:
+        return type(self).__name__
+
     def _state_keys(self, op: StepOp | None = None) -> list[str]:
         return [*super()._state_keys(op), "trust_ratio"]
 

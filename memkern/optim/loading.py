@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..quant.layout import layout_of, same_layout
 from . import weights
+from .sharding import is_dtensor, is_flat_shard, local, placed
 from .storage import dense_like, moment_dtype, restored
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Held:
     def for_parameter(self, p: Tensor) -> Tensor:
         """A copy on the parameter's device, with its strides where it has its shape."""
         tensor = self.tensor.detach()
+        if is_dtensor(tensor):
+            return tensor.clone()
         like = p if tensor.shape == p.shape else tensor
         fresh = torch.empty_like(like, dtype=tensor.dtype, device=p.device)
         return fresh.requires_grad_(False).copy_(tensor)
@@ -95,12 +98,16 @@ def _state(
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32)}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
+    state = {
+        key: placed(key, x, p, older["block_size"]) if isinstance(x, Tensor) else x
+        for key, x in state.items()
+    }
     optimizer._check_state(i, state, p, older)
     op = optimizer._op_of(older)
     in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
     first = state[next(iter(op.moments))]
     in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
-    if in_other_bits or in_other_dtype:
+    if in_other_bits or in_other_dtype or is_flat_shard(p):
         state = restored(optimizer._op_of(newer), state, p, newer, older) or state
     return state
 
@@ -148,8 +155,17 @@ def _check_scale(optimizer: BlockwiseOptimizer, i: Any, key: str, scale: Tensor,
             i,
             f"{key} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}",
         )
-    if not bool(((scale >= 0) & scale.isfinite()).all()):
+    if not bool(((local(scale) >= 0) & local(scale).isfinite()).all()):
         does_not_fit(optimizer, i, f"{key} has entries that are negative or not finite")
+
+
+def _are_codes(x: Tensor, signed: bool) -> bool:
+    """Whether floats are whole numbers up to the largest code, which each block has whose scale is not zero."""
+    return (
+        x.numel() > 1
+        and bool((x == x.trunc()).all())
+        and float(x.abs().max()) in ((127, 128) if signed else (255,))
+    )
 
 
 def _check_moment(
@@ -172,5 +188,13 @@ def _check_moment(
             f"{key} must have strides {like.stride()} like its parameter, got {value.stride()}; load the state while "
             "the model has the memory format that it was saved in, and change that after: the next step converts it",
         )
-    if not coded and not signed and bool((~(value >= 0)).any()):
+    if not coded and _are_codes(local(value), signed):
+        # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
+        does_not_fit(
+            optimizer,
+            i,
+            f"{key} has the codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a state of the "
+            "state_bits that were saved: give the optimizer state_bits=8, load, and change that of its groups then",
+        )
+    if not coded and not signed and bool((~(local(value) >= 0)).any()):
         does_not_fit(optimizer, i, f"{key}, a second moment, has entries that are negative or NaN")

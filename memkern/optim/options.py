@@ -12,6 +12,7 @@ from torch import Tensor
 from ..quant.blockwise import check_codec
 from ..quant.layout import FLOATS, check_block_size, overlaps
 from . import weights
+from .sharding import check_placements
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
@@ -92,6 +93,7 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
     weights.check_param(p, group)
     if p.layout != torch.strided:
         raise ValueError(f"params must be dense tensors, got {p.layout} of shape {tuple(p.shape)}")
+    check_placements(p)
     if overlaps(p.shape, p.stride()):
         raise ValueError(
             f"params must have each element at a place of its own in memory, got shape {tuple(p.shape)} with strides "

@@ -12,7 +12,7 @@ from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
 from ..reference.blockwise import sqrt
 from ..schemas import StepOp
-from . import weights
+from . import sharding, weights
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
@@ -44,13 +44,14 @@ def store_moment(
     """
     coded = takes_8bit_state(p, group) if coded is None else coded
     x = torch.empty_like(p, dtype=moment_dtype(p), requires_grad=False).copy_(x)
-    if name == "exp_avg_sq" and bool((x < 0).any()):
+    if name == "exp_avg_sq" and bool((sharding.local(x) < 0).any()):
         raise ValueError(f"the second moment of a parameter of shape {tuple(p.shape)} has negative entries")
     if not coded:
         return {name: x}
     codec, signed = group["codec"], name == "exp_avg"
     rooted = codec == "power" and not signed
-    codes, scale = _ops.quantize_blockwise(sqrt(x) if rooted else x, codec, signed, group["block_size"], step)
+    quantize = sharding.quantize if sharding.is_dtensor(p) else _ops.quantize_blockwise
+    codes, scale = quantize(sqrt(x) if rooted else x, codec, signed, group["block_size"], step)
     return {name: codes, f"{name}_scale": scale}
 
 
@@ -59,7 +60,11 @@ def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> T
     codes, codec = state[name], group["codec"]
     if codes.is_floating_point():
         return codes.clone()
-    x = dequantize_blockwise(codes, state[f"{name}_scale"], codec=codec, block_size=group["block_size"])
+    scale, block_size = state[f"{name}_scale"], group["block_size"]
+    if sharding.is_dtensor(codes):
+        x = sharding.dequantize(codes, scale, codec, block_size)
+    else:
+        x = dequantize_blockwise(codes, scale, codec=codec, block_size=block_size)
     return x * x if codec == "power" and codes.dtype == torch.uint8 else x
 
 

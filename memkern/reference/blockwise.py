@@ -10,6 +10,7 @@ from torch import Tensor
 from ..quant import codec as C
 from ..quant.codec import to_fp32
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of, memory_order
+from .shard import ShardLayout
 
 POWER = C.CODECS["power"]
 
@@ -33,6 +34,8 @@ def to_blocks(x: Tensor, layout: BlockLayout) -> Tensor:
     """A dense tensor as (blocks, block) in fp32 (fp64 stays), short blocks padded with zeros."""
     if layout.numel == 0:
         return torch.zeros(0, layout.block, dtype=arithmetic(x.dtype), device=x.device)
+    if isinstance(layout, ShardLayout) and layout.places is not None:
+        return layout.to_blocks(x.to(arithmetic(x.dtype)))
     rows = memory_order(x).to(arithmetic(x.dtype)).reshape(-1, layout.segment)
     pad = layout.blocks_per_segment * layout.block - layout.segment
     return torch.nn.functional.pad(rows, (0, pad)).reshape(-1, layout.block)
@@ -40,7 +43,9 @@ def to_blocks(x: Tensor, layout: BlockLayout) -> Tensor:
 
 def from_blocks(blocks: Tensor, layout: BlockLayout, out: Tensor) -> None:
     """Writes (blocks, block) back into the dense tensor ``out``, rounding once to its dtype."""
-    if layout.numel:
+    if isinstance(layout, ShardLayout) and layout.places is not None:
+        layout.from_blocks(blocks, out)
+    elif layout.numel:
         rows = blocks.reshape(layout.numel // layout.segment, -1)[:, : layout.segment]
         memory_order(out).copy_(rows.reshape(-1))
 

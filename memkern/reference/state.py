@@ -26,6 +26,7 @@ from .blockwise import (
     sqrt,
     to_blocks,
 )
+from .shard import ShardArgs, ShardLayout
 from .weights import load_weight, store_weight
 
 
@@ -74,11 +75,17 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
             trust_ratios=args.trust_ratios[i] if op.has_trust_ratios else None,
             weight_state=next(weight_states) if args.storage_of(group) in WEIGHT_STATES else None,
             weight_storage=args.storage_of(group),
-            layout=layout_of(p, args.block_size[group]),
+            layout=_layout(args, i),
             codec=args.codec[group],
             lr=rates[group],
             h=groups[group],
         )
+
+
+def _layout(args: StepArgs, i: int) -> BlockLayout:
+    if isinstance(args, ShardArgs):
+        return args.layouts[i]
+    return layout_of(args.params[i], args.block_size[args.group[i]])
 
 
 def check_step(op: StepOp, args: StepArgs) -> None:
@@ -169,7 +176,7 @@ def _check_lists(op: StepOp, args: StepArgs) -> None:
 def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
     """Checks tensor i's gradient, moments and scales; ``used``: tensors of codes before it. Whether it has codes."""
     p, moments = args.params[i], [args.moment(k)[i] for k in range(len(op.moments))]
-    layout = layout_of(p, args.block_size[args.group[i]])
+    layout = _layout(args, i)
     floats = arithmetic(p.dtype)
     coded = moments[0].dtype != floats
     if coded and p.dtype == torch.float64:
@@ -253,11 +260,13 @@ def load_moment(
     if scale is None:
         x = to_blocks(state, layout)
         return number(decay, x) * x
-    codes = code_blocks(state, layout)
+    codes, scale = code_blocks(state, layout), scale.reshape(-1)
+    if isinstance(layout, ShardLayout) and layout.cut:
+        scale = scale[layout.numbers]
     if codec == POWER and state.dtype == torch.uint8:
-        w = decode(codes, scale.reshape(-1), codec, math.sqrt(decay))
+        w = decode(codes, scale, codec, math.sqrt(decay))
         return w * w
-    return decode(codes, scale.reshape(-1), codec, decay)
+    return decode(codes, scale, codec, decay)
 
 
 def store_moment(
@@ -268,10 +277,21 @@ def store_moment(
         from_blocks(x, layout, state)
         return
     signed = state.dtype == torch.int8
-    if codec == POWER:
-        u = dither(layout.block, step, x.device)
-        q, s = encode(x if signed else sqrt(x), codec, signed, u)
-    else:
-        q, s = encode(x, codec, signed, keep_positive=True)
+    q, s = encode_moment(sqrt(x) if codec == POWER and not signed else x, layout, codec, signed, step)
     from_blocks(q, layout, state)
     scale.copy_(s.reshape(scale.shape))
+
+
+def encode_moment(
+    x: Tensor, layout: BlockLayout, codec: int, signed: bool, step: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks as a step stores them; of a shard whose blocks are cut, the whole tensor's scales."""
+    u = dither(layout.block, step, x.device) if codec == POWER else None
+    q, s = encode(x, codec, signed, u, keep_positive=True)
+    if isinstance(layout, ShardLayout) and layout.cut:
+        s = layout.shard.of_all("max", s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
+        # The scale of a block is its largest value: with that in a column of its own it is the whole block's.
+        x = torch.cat([x, s[layout.numbers][:, None]], 1)
+        u = None if u is None else torch.nn.functional.pad(u, (0, 1))
+        q = encode(x, codec, signed, u, keep_positive=True)[0][:, :-1]
+    return q, s

@@ -42,8 +42,14 @@ PATHS = {
 }
 PATHS |= {
     "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
-    "GELU 3-bit backward bf16": ("multiply_by_levels<1, 3>", {"LDG.128": 1, "STG.128": 1, "LDG": 4, "LDS.64": 4}),
-    "GELU 3-bit backward fp32": ("multiply_by_levels<0, 3>", {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4}),
+    "GELU 3-bit backward bf16": (
+        "multiply_by_levels<1, 3>",
+        {"LDG.128": 1, "STG.128": 1, "LDG": 4, "LDS.64": 4},
+    ),
+    "GELU 3-bit backward fp32": (
+        "multiply_by_levels<0, 3>",
+        {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4},
+    ),
 }
 PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
 

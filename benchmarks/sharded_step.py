@@ -1,0 +1,98 @@
+"""python -m benchmarks.sharded_step: a step of DTensor shards beside one of plain tensors of the same local sizes.
+
+GPT-2's 148 tensors, of which this process has the first of two shards; no collective is run (a fake process group), so
+what is measured is the cost of DTensors in a step. Interleaved in one process; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memkern import optim
+
+from . import machine, report
+from .bench_optim import GPT2, gpt2_shapes
+from .harness import take_turns
+
+WORLD = 2
+COLUMNS = (*report.PROVENANCE, "optimizer", "parameters", "plain_ms", "sharded_ms", "ratio")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW8bit": optim.AdamW8bit,
+    "AdamW": optim.AdamW,
+    "Lion8bit": optim.Lion8bit,
+    "LAMB8bit": optim.LAMB8bit,
+}
+
+
+def shards(size: int) -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    return [
+        distribute_tensor(torch.randn(shape) * 0.02, mesh, [Shard(0)], src_data_rank=None)
+        for shape in gpt2_shapes(size)
+    ]
+
+
+def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Tensor]) -> Callable[[], Any]:
+    params = [torch.nn.Parameter(x) for x in tensors]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return make(params).step
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    sharded: list[Any] = shards(size)
+    local = [x.to_local().clone() for x in sharded]
+    count = sum(x.numel() for x in local)
+    for name, make in OPTIMIZERS.items():
+        calls = {"plain": stepper(make, [x.clone() for x in local]), "sharded": stepper(make, sharded)}
+        for call in calls.values():
+            call()
+        times = take_turns(calls, timed, rounds, dict.fromkeys(calls, 1))
+        plain, ours = (1e3 * statistics.median(times[key]) for key in ("plain", "sharded"))
+        values = (name, str(count), f"{plain:.3f}", f"{ours:.3f}", f"{ours / plain:.3f}")
+        yield machine.provenance("cpu") | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sharded_step", description=__doc__.splitlines()[0]
+    )
+    default = Path(__file__).parent / "results"
+    parser.add_argument("--size", type=int, default=GPT2 // 2, help="parameters of the whole model")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    args = parser.parse_args(argv)
+    rows = list(results(args.size, args.rounds))
+    for row in rows:
+        print(
+            f"{row['optimizer']:<12} {row['plain_ms']:>9} ms, sharded {row['sharded_ms']:>9} ms: {row['ratio']}"
+        )
+    path = args.out / "sharded-step.csv"
+    report.append(path, rows, COLUMNS)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several processes: sharded parameters, checkpoints, pipelines."""

@@ -1,0 +1,212 @@
+"""torch.distributed.checkpoint: saved by some ranks, loaded by others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from memkern import optim
+from tests.support.helpers import assert_same
+from tests.support.ranks import Ranks
+from tests.support.sharded import Odd, alone, everything, gpt, in_shards, steps
+
+OPTIONS = {"min_8bit_size": 0, "weight_decay": 0.1}
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def made(build: Any, new: Any, shards: bool = True) -> Any:
+    model = in_shards(build()) if shards else build()
+    return model, new(model.parameters(), **OPTIONS)
+
+
+def state_of(model: nn.Module, optimizer: Any, options: Any = None) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optim": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def load(model: nn.Module, optimizer: Any, path: str) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"])
+
+
+def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int, to: str = "") -> Any:
+    """Steps from ``first`` to ``last``, from a checkpoint where there is a path."""
+    model, optimizer = made(build, new, shards)
+    if path:
+        load(model, optimizer, path)
+    steps(model, optimizer, first, last)
+    if to:
+        dcp.save(state_of(model, optimizer), checkpoint_id=to)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("build", "new"), [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit)]
+)
+def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
+    """2 -> 3 -> 1 -> 4 ranks, in fully_shard and (one) without."""
+    expected = alone(build, new, OPTIONS, 8)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    ranks(2, resumed, build, new, True, "", 0, 2, a)
+    ranks(3, resumed, build, new, True, a, 2, 4, b)
+    for shards in (True, False):
+        (alone_now,) = ranks(1, resumed, build, new, shards, b, 4, 8, "" if shards else c)
+        assert_same(alone_now, expected)
+    assert_same(ranks(4, resumed, build, new, True, a, 2, 8)[3], expected)
+    expected = alone(build, new, OPTIONS, 9)
+    assert_same(ranks(3, resumed, build, new, True, c, 8, 9)[1], expected)
+
+
+def with_full_dict(build: Any, new: Any, path: str, options: Any) -> Any:
+    model, optimizer = made(build, new)
+    if not Path(path).exists():
+        steps(model, optimizer, 0, 2)
+        state = state_of(model, optimizer, FULL)
+        if dist.get_rank() == 0:
+            torch.save(state, path)
+        return None
+    first = dist.get_rank() == 0 or options is FULL or not options.broadcast_from_rank0
+    state = torch.load(path, weights_only=True) if first else {"model": {}, "optim": {}}
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"], options=options)
+    steps(model, optimizer, 2, 4)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.AdamW])
+@pytest.mark.parametrize("options", [FULL, FROM_FIRST], ids=["full", "from rank 0"])
+def test_full_state_dict(ranks: Ranks, tmp_path: Path, new: Any, options: Any) -> None:
+    path = str(tmp_path / "full.pt")
+    ranks(2, with_full_dict, Odd, new, path, FULL)
+    expected = alone(Odd, new, OPTIONS, 4)
+    for rank in ranks(3, with_full_dict, Odd, new, path, options):
+        assert_same(rank, expected)
+
+
+def load_plain(new: Any, options: dict[str, Any], state: Any) -> Any:
+    model = in_shards(Odd())
+    optimizer = new(model.parameters(), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(state)
+    return continued(model, optimizer), [
+        str(w.message) for w in caught if "state was converted" in str(w.message)
+    ]
+
+
+def continued(model: nn.Module, optimizer: Any) -> Any:
+    """Two steps from parameters that are not in the state."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    steps(model, optimizer, 2, 4)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.AdamW])
+def test_a_state_dict_of_one_process(ranks: Ranks, new: Any) -> None:
+    """load_state_dict of shards takes whole tensors, and quantizes what has other bits, which it says once."""
+    model = Odd()
+    optimizer = new(model.parameters(), **OPTIONS)
+    steps(model, optimizer, 0, 2)
+    state = optimizer.state_dict()
+    optimizer = optim.AdamW8bit(model.parameters(), **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.load_state_dict(state)
+    expected = continued(model, optimizer)
+    for found, messages in ranks(2, load_plain, optim.AdamW8bit, OPTIONS, state):
+        assert_same(found, expected)
+        assert len(messages) == (new is optim.AdamW)
+
+
+def of_other_bits(path: str) -> str:
+    model, optimizer = made(Odd, optim.AdamW8bit)
+    steps(model, optimizer, 0, 2)
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    model, optimizer = made(Odd, optim.AdamW)
+    try:
+        load(model, optimizer, path)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+def test_codes_are_not_loaded_as_floats(ranks: Ranks, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint.load writes 8-bit codes into 32-bit states without a word."""
+    for message in ranks(2, of_other_bits, str(tmp_path)):
+        assert "state_bits=8" in message
+
+
+def async_saved(path: str) -> Any:
+    model, optimizer = made(Odd, optim.AdamW8bit)
+    steps(model, optimizer, 0, 2)
+    group = dist.new_group()  # its collectives and the steps' run at the same time
+    future = dcp.async_save(state_of(model, optimizer), checkpoint_id=path, process_group=group)
+    steps(model, optimizer, 2, 4)  # while it is written
+    future.result()
+    load(model, optimizer, path)
+    steps(model, optimizer, 2, 5)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
+    expected = alone(Odd, optim.AdamW8bit, OPTIONS, 5)
+    for rank in ranks(2, async_saved, str(tmp_path)):
+        assert_same(rank, expected)
+
+
+class Killed(dcp.FileSystemWriter):
+    """Writes as usual, and ends its process before the checkpoint is complete."""
+
+    def write_data(self, *args: Any) -> Any:
+        result = super().write_data(*args)
+        result.wait()
+        os._exit(9)
+
+
+def killed(good: str, bad: str) -> None:
+    model, optimizer = made(Odd, optim.AdamW8bit)
+    steps(model, optimizer, 0, 2)
+    dcp.save(state_of(model, optimizer), checkpoint_id=good)
+    steps(model, optimizer, 2, 3)
+    dcp.save(state_of(model, optimizer), storage_writer=Killed(bad))
+
+
+@pytest.mark.full
+def test_a_killed_save_leaves_the_last_one(ranks: Ranks, tmp_path: Path) -> None:
+    good, bad = str(tmp_path / "2"), str(tmp_path / "3")
+    with pytest.raises(AssertionError, match="the process ended"):
+        ranks(2, killed, good, bad)
+    assert list(Path(bad).glob("*.distcp"))
+    assert not (Path(bad) / ".metadata").exists()
+    (state,) = ranks(1, resumed, Odd, optim.AdamW8bit, True, good, 2, 4)
+    assert_same(state, alone(Odd, optim.AdamW8bit, OPTIONS, 4))

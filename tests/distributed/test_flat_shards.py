@@ -1,0 +1,96 @@
+"""FullyShardedDataParallel (FSDP1): a rank has a flat shard that names no tensor."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from memkern import optim
+from tests.support.ranks import Ranks
+
+
+def model_of(use_orig_params: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 300), nn.Tanh(), nn.Linear(300, 100))
+    return FSDP(copy.deepcopy(model), use_orig_params=use_orig_params, device_id=torch.device("cpu")), model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 256, generator=generator)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def refused(use_orig_params: bool) -> None:
+    model, _ = model_of(use_orig_params)
+    for new, options, name in (
+        (optim.AdamW8bit, {"max_grad_norm": 1.0}, "max_grad_norm"),
+        (optim.LAMB8bit, {}, "LAMB8bit"),
+        (optim.LARS, {}, "LARS"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} needs norms of whole tensors.*fully_shard"):
+            new(model.parameters(), **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_norms_of_flat_shards_are_refused(ranks: Ranks, use_orig_params: bool) -> None:
+    ranks(2, refused, use_orig_params)
+
+
+def gathered(use_orig_params: bool) -> Any:
+    model, plain = model_of(use_orig_params)
+    optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
+    whole = optim.AdamW(plain.parameters())
+    train(model, optimizer, 3)
+    train(plain, whole, 3)
+    state = FSDP.optim_state_dict(model, optimizer)
+    expected = {
+        name: {key: x.clone() for key, x in whole.state[p].items()} for name, p in plain.named_parameters()
+    }
+    found = copy.deepcopy({name: {**values} for name, values in state["state"].items()})
+    loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
+    before = [{key: x.clone() for key, x in values.items()} for values in optimizer.state.values()]
+    optimizer.load_state_dict(loaded)
+    after = [{key: x.clone() for key, x in values.items()} for values in optimizer.state.values()]
+    train(model, optimizer, 1)
+    return expected, found, before, after
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_optim_state_dict(ranks: Ranks, use_orig_params: bool) -> None:
+    """Gathers the states of the model's own tensors as floats; loading quantizes them again."""
+    for expected, found, before, after in ranks(2, gathered, use_orig_params):
+        assert {*found} == {*expected}
+        for name, state in expected.items():
+            assert {*found[name]} == {"step", "exp_avg", "exp_avg_sq"}
+            assert float(found[name]["step"]) == 3
+            # With use_orig_params=True torch 2.13 on the CPU gives exp_avg the values of exp_avg_sq, torch.optim's too.
+            for key in ("exp_avg", "exp_avg_sq")[use_orig_params:]:
+                error = (found[name][key] - state[key]).norm() / state[key].norm()
+                assert found[name][key].shape == state[key].shape
+                assert error < 0.05, f"{name} {key}: {error}"
+        for old, new in zip(before, after, strict=True):
+            assert {*old} == {*new}
+            assert old["exp_avg"].dtype == new["exp_avg"].dtype
+            if old["exp_avg"].dtype == torch.int8:
+                for key in ("exp_avg", "exp_avg_sq")[use_orig_params:]:
+                    assert int((old[key].short() - new[key].short()).abs().max()) <= 1
+
+
+def test_a_tensor_that_is_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.zeros(10))
+    optim.LAMB8bit([p])
+    p._fsdp_flattened = True
+    optim.AdamW8bit([p], max_grad_norm=1.0)  # a process alone has it all
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        optim.LAMB8bit([p])

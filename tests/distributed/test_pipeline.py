@@ -1,0 +1,75 @@
+"""torch.distributed.pipelining: an optimizer for each stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn import functional as F
+
+from memkern import optim
+from tests.support.ranks import Ranks
+
+MICROBATCHES = 4
+
+
+def stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(96, 256), nn.GELU()),
+        nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 32)),
+    ]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(16, 96, generator=generator), torch.randn(16, 32, generator=generator)
+
+
+def in_pipeline(new: Any, count: int) -> Any:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module = stages()[rank]
+    stage = PipelineStage(module, rank, world, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=F.mse_loss)
+    optimizer = new(module.parameters(), lr=1e-2)
+    found = []
+    for step in range(count):
+        x, y = batch(step)
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=losses)
+            found.append(torch.stack(losses).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, [p.detach() for p in module.parameters()], len(optimizer.state)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit])
+def test_a_stage_has_its_optimizer(ranks: Ranks, new: Any) -> None:
+    count, model = 6, nn.Sequential(*stages())
+    optimizers = [new(stage.parameters(), lr=1e-2) for stage in model]
+    expected = []
+    for step in range(count):
+        x, y = batch(step)
+        losses = [
+            F.mse_loss(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+        ]
+        for loss in losses:
+            (loss / MICROBATCHES).backward()
+        expected.append(torch.stack(losses).mean().detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    results = ranks(2, in_pipeline, new, count)
+    torch.testing.assert_close(torch.stack(results[1][0]), torch.stack(expected), rtol=1e-4, atol=0)
+    for (_, params, states), stage in zip(results, model, strict=True):
+        assert states == len(params)
+        for found, p in zip(params, stage.parameters(), strict=True):
+            torch.testing.assert_close(found, p.detach(), rtol=1e-3, atol=1e-4)

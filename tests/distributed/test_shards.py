@@ -1,0 +1,393 @@
+"""Sharded parameters: every rank has the bits that one process alone would have."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
+
+from memkern import optim, report
+from tests.support import sharded
+from tests.support.helpers import assert_same
+from tests.support.ranks import Ranks
+from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, steps
+
+LAYERWISE = {
+    "LAMB8bit": (optim.LAMB8bit, {}),
+    "LAMB decoupled, clipped": (optim.LAMB, {"decoupled_decay": True, "trust_clip": True}),
+    "LARS8bit": (optim.LARS8bit, {"weight_decay": 1e-2}),
+    "LARS8bit classic": (optim.LARS8bit, {"trust_coeff": 1e-2, "nesterov": True}),
+    "LAMB8bit, a ratio per row": (optim.LAMB8bit, {"layers": "rows", "block_size": 8}),
+}
+
+
+def run(build: Any, new: Any, options: dict[str, Any], last: int, policy: Any = None) -> Any:
+    model = in_shards(build(), **(policy or {}))
+    optimizer = new(model.parameters(), **options)
+    steps(model, optimizer, 0, last)
+    return everything(model, optimizer)
+
+
+def run_on(sizes: tuple[int, ...], *args: Any) -> Any:
+    return run(*args, {"mesh": mesh(*sizes)})
+
+
+def test_a_few_steps(ranks: Ranks) -> None:
+    options = {"min_8bit_size": 0, "weight_decay": 0.1}
+    for rank in ranks(2, run, Odd, optim.AdamW8bit, options, 3):
+        assert_same(rank, alone(Odd, optim.AdamW8bit, options, 3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
+@pytest.mark.parametrize(("build", "least"), [(gpt, 4096), (Odd, 0)])
+def test_200_steps(ranks: Ranks, build: Any, least: int, new: Any, world: int) -> None:
+    options = {"min_8bit_size": least, "weight_decay": 0.1}
+    expected = alone(build, new, options, 200)
+    codes = [state["exp_avg"].dtype == torch.int8 for state in expected.values()]
+    assert any(codes)
+    for rank in ranks(world, run, build, new, options, 200):
+        assert_same(rank, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("new", "codec"), [(optim.Adam8bit, "power"), (optim.AdamW, "power"), (optim.Lion8bit, "dynamic")]
+)
+def test_replicas_and_shards(ranks: Ranks, new: Any, codec: str) -> None:
+    """HSDP: two replicas of two shards."""
+    options = {"min_8bit_size": 0, "codec": codec, "block_size": 64}
+    expected = alone(Odd, new, options, 3)
+    for rank in ranks(4, run_on, (2, 2), Odd, new, options, 3):
+        assert_same(rank, expected)
+
+
+def run_placed(
+    sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, options: Any
+) -> Any:
+    p = torch.nn.Parameter(
+        distribute_tensor(sharded.gradient(torch.zeros(shape), 7, 0), mesh(*sizes), placements)
+    )
+    holder = nn.ParameterDict({"p": p})
+    optimizer = new(holder.parameters(), **options)
+    steps(holder, optimizer, 0, 4)
+    scale = optimizer.state[p]["exp_avg_scale"]
+    return everything(holder, optimizer), scale.placements
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "shape", "placements", "scales"),
+    [
+        ((2,), (40, 512), [Shard(1)], [Shard(1)]),  # whole blocks
+        ((2,), (40, 500), [Shard(1)], [Replicate()]),
+        ((3,), (40, 500), [Shard(1)], [Replicate()]),
+        ((3,), (64, 40), [Shard(1)], [Replicate()]),
+        ((2,), (64, 40), [Replicate()], [Replicate()]),
+        ((2,), (6, 10, 70), [Shard(2)], [Replicate()]),
+        ((2, 2), (40, 512), [Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+        ((2, 2), (41, 512), [Shard(0), Shard(0)], [Shard(0), Shard(0)]),
+        ((2, 2), (41, 30), [Shard(0), Shard(0)], [Replicate(), Replicate()]),
+        ((2, 2), (41, 500), [Shard(0), Shard(1)], [Replicate(), Replicate()]),
+        ((1, 2), (41, 500), [Shard(1), Shard(0)], [Shard(1), Shard(0)]),
+    ],
+)
+def test_placements(ranks: Ranks, sizes: Any, shape: Any, placements: Any, scales: Any) -> None:
+    new, options = optim.AdamW8bit, {"min_8bit_size": 0}
+    world = torch.Size(sizes).numel()
+    expected = ranks(1, run_placed, (1,), shape, [Replicate()], new, options)[0][0]
+    for state, at in ranks(world, run_placed, sizes, shape, placements, new, options):
+        assert_same(state, expected)
+        assert at == tuple(scales)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("build", "case", "world"),
+    [(gpt, case, 3) for case in LAYERWISE] + [(Odd, case, 2) for case in LAYERWISE if "row" not in case],
+)
+def test_trust_ratios(ranks: Ranks, build: Any, case: str, world: int) -> None:
+    new, options = LAYERWISE[case]
+    options = {"min_8bit_size": 0 if build is Odd else 4096, "always_adapt": True, **options}
+    expected = alone(build, new, options, 1)
+    results = ranks(world, run, build, new, options, 1)
+    for rank in results:
+        for name, state in rank.items():
+            ratio = expected[name]["trust_ratio"]
+            torch.testing.assert_close(state["trust_ratio"], ratio, rtol=1e-6, atol=0)
+            torch.testing.assert_close(state["param"], expected[name]["param"], rtol=1e-6, atol=1e-8)
+        assert_same(rank, results[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion, optim.LAMB8bit])
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)])
+def test_max_grad_norm(ranks: Ranks, new: Any, sizes: Any) -> None:
+    options = {"min_8bit_size": 0, "max_grad_norm": 0.05, "lr": 1e-2}
+    expected = alone(Odd, new, options, 1)
+    unclipped = alone(Odd, new, {**options, "max_grad_norm": None}, 1)
+    assert not torch.equal(
+        expected["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"],
+        unclipped["long"]["exp_avg_scale" if new is not optim.Lion else "exp_avg"],
+    )
+    for rank in ranks(torch.Size(sizes).numel(), run_on, sizes, Odd, new, options, 1):
+        for name, state in rank.items():
+            for key in ("param", *(key for key in state if key.endswith("_scale"))):
+                torch.testing.assert_close(state[key], expected[name][key], rtol=1e-6, atol=1e-8)
+
+
+def count_collectives(new: Any, options: dict[str, Any]) -> list[int]:
+    model = in_shards(gpt())
+    optimizer = new(model.parameters(), **options)
+    steps(model, optimizer, 0, 1)
+    counts, reduce = [], dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        for step in (1, 2):
+            counts.append(0)
+            steps(model, optimizer, step, step + 1)
+    finally:
+        dist.all_reduce = reduce
+    return counts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("new", "options", "expected"),
+    [
+        (optim.AdamW8bit, {}, 0),
+        (optim.AdamW8bit, {"max_grad_norm": 1.0}, 1),
+        (optim.LAMB8bit, {}, 1),
+        (optim.LARS8bit, {"max_grad_norm": 1.0}, 2),
+    ],
+)
+def test_collectives_of_a_step(ranks: Ranks, new: Any, options: dict[str, Any], expected: int) -> None:
+    assert ranks(2, count_collectives, new, options) == [[expected] * 2] * 2
+
+
+def scaled_steps(new: Any, options: dict[str, Any]) -> Any:
+    """Two steps under a GradScaler, the second with an infinite gradient on the last rank only."""
+    model = in_shards(Odd())
+    optimizer = new(model.parameters(), **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    states = []
+    for step in (0, 1):
+        for number, p in enumerate(model.parameters()):
+            g = sharded.gradient(p, number, step) * 8.0
+            if step == 1 and number == 1:
+                g[-1] = float("inf")
+            p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
+        scaler.step(optimizer)
+        scaler.update()
+        states.append(everything(model, optimizer))
+    return states, scaler.get_scale()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit, optim.Lion])
+def test_all_ranks_skip_or_none(ranks: Ranks, new: Any) -> None:
+    options = {"min_8bit_size": 0}
+    expected = alone(Odd, new, options, 1)
+    for states, scale in ranks(2, scaled_steps, new, options):
+        if new is not optim.LAMB8bit:
+            assert_same(states[0], expected)
+        assert_same(states[1], states[0])
+        assert scale == 4.0
+
+
+def found_inf_of_one(new: Any) -> Any:
+    model = in_shards(Odd())
+    optimizer = new(model.parameters(), min_8bit_size=0)
+    before = everything_but_states(model)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(dist.get_rank() == 1))
+    steps(model, optimizer, 0, 1)
+    return before, everything_but_states(model)
+
+
+def everything_but_states(model: nn.Module) -> Any:
+    return [sharded.whole(p.detach()).clone() for p in model.parameters()]
+
+
+@pytest.mark.full
+def test_found_inf_of_one_rank(ranks: Ranks) -> None:
+    for before, after in ranks(2, found_inf_of_one, optim.AdamW8bit):
+        assert_same(after, before)
+
+
+def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) -> Any:
+    """End to end: the library reduces the gradients of each rank's own tokens."""
+    model = gpt()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = in_shards(model, **(policy or {})) if shards else nn.parallel.DistributedDataParallel(model)
+    optimizer = new(model.parameters(), **options)
+    found = []
+    for step in range(8):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 256, (12, 33), generator=generator) // 8
+        own = tokens.chunk(world)[rank]
+        loss = F.cross_entropy(model(own[:, :-1]).flatten(0, 1).float(), own[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(total / world)
+    params = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.stack(found), [p.detach().clone() for p in params]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
+def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
+    options = {"lr": 1e-3, "max_grad_norm": 1.0}
+    expected = ranks(1, losses, new, options, False)[0][0]
+    assert expected[-1] < expected[0]
+    for world, shards in ((2, False), (2, True), (3, True)):
+        results = ranks(world, losses, new, options, shards)
+        for found, params in results:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+            if not shards:
+                assert_same(params, results[0][1])  # DDP's replicas
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        {"reshard_after_forward": False},
+    ],
+    ids=["mixed precision", "offload", "no reshard"],
+)
+def test_policies(ranks: Ranks, policy: Any) -> None:
+    options = {"lr": 1e-3}
+    expected = ranks(1, losses, optim.AdamW8bit, options, False)[0][0]
+    for found, _ in ranks(2, losses, optim.AdamW8bit, options, True, policy):
+        torch.testing.assert_close(found, expected, rtol=2e-2 if "mp_policy" in policy else 1e-3, atol=0)
+
+
+def changed_options(changes: list[dict[str, Any]]) -> Any:
+    model = in_shards(Odd())
+    optimizer = optim.AdamW8bit(model.parameters(), min_8bit_size=0)
+    return changing(model, optimizer, changes)
+
+
+def changing(model: nn.Module, optimizer: Any, changes: list[dict[str, Any]]) -> Any:
+    for step, change in enumerate(changes):
+        optimizer.param_groups[0].update(change)
+        steps(model, optimizer, step, step + 1)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+def test_options_change_between_steps(ranks: Ranks) -> None:
+    """States are converted in the blocks of the whole tensor."""
+    changes = [{}, {"block_size": 64}, {"state_bits": 32}, {"state_bits": 8}, {"codec": "dynamic"}]
+    model = Odd()
+    expected = changing(model, optim.AdamW8bit(model.parameters(), min_8bit_size=0), changes)
+    for world in (2, 3):
+        for rank in ranks(world, changed_options, changes):
+            assert_same(rank, expected)
+
+
+def refused() -> None:
+    partial = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh(), [Partial()]))
+    with pytest.raises(ValueError, match="sharded or replicated"):
+        optim.AdamW8bit([partial])
+    with pytest.raises(ValueError, match="contiguous"):
+        optim.AdamW8bit([nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh(), [Shard(0)]).t())])
+
+
+@pytest.mark.full
+def test_refused(ranks: Ranks) -> None:
+    ranks(2, refused)
+
+
+def mixed() -> Any:
+    """A DTensor, and a tensor that every rank has, in one optimizer."""
+    sharded_one = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh(), [Shard(0)]))
+    holder = nn.ParameterList([sharded_one, nn.Parameter(torch.ones(6))])
+    optimizer = optim.AdamW(holder.parameters(), max_grad_norm=1e-3)
+    steps(holder, optimizer, 0, 2)
+    return everything(holder, optimizer)
+
+
+@pytest.mark.full
+def test_tensors_and_shards(ranks: Ranks) -> None:
+    (expected,) = ranks(1, mixed)
+    for rank in ranks(2, mixed):
+        torch.testing.assert_close(rank, expected, rtol=1e-6, atol=1e-9)
+
+
+def other_placements() -> Any:
+    """Gradients that are not placed as their parameters, as tensor parallelism may leave them."""
+    p = nn.Parameter(distribute_tensor(torch.ones(9, 40), mesh(), [Shard(0)]))
+    optimizer = optim.AdamW8bit([p], min_8bit_size=0)
+    p.grad = distribute_tensor(sharded.gradient(p, 0, 0), mesh(), [Replicate()])
+    optimizer.step()
+    return sharded.whole(p.detach()), optimizer.state[p]["exp_avg"].placements, report()["distributed"]
+
+
+@pytest.mark.full
+def test_gradients_of_other_placements(ranks: Ranks) -> None:
+    ((expected, _, alone_report),) = ranks(1, other_placements)
+    assert alone_report["process_group"] == "gloo, rank 0 of 1"
+    assert alone_report["shards_end_inside_blocks"] == []
+    for rank, (found, placements, said) in enumerate(ranks(2, other_placements)):
+        assert_same(found, expected)
+        assert placements == (Shard(0),)
+        assert said["process_group"] == f"gloo, rank {rank} of 2"
+        assert said["shards_end_inside_blocks"] == ["(9,40): replicated scales, stepped on the reference"]
+
+
+class OddBF16(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("master_weights", [None, "bf16+16", "bf16+8", "fp32"])
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
+def test_bf16_weights(ranks: Ranks, new: Any, master_weights: str | None) -> None:
+    options = {"min_8bit_size": 0, "master_weights": master_weights}
+    expected = alone(OddBF16, new, options, 5)
+    for rank in ranks(2, run, OddBF16, new, options, 5):
+        assert_same(rank, expected)
+
+
+def trained_in_bf16() -> Any:
+    """fully_shard's own writes to a parameter must not look like changes from outside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", module="torch")
+        model = in_shards(gpt().bfloat16())
+        optimizer = optim.AdamW8bit(model.parameters(), master_weights="bf16+8")
+        for step in range(4):
+            tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
+            model(tokens[:, :-1]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    errors = [sharded.whole(optimizer.state[p]["weight_error"]) for p in model.parameters()]
+    return sum(int(x.count_nonzero()) for x in errors) / sum(x.numel() for x in errors)
+
+
+@pytest.mark.full
+def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
+    for share in ranks(2, trained_in_bf16):
+        assert share > 0.5

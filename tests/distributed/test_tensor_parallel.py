@@ -1,0 +1,57 @@
+"""parallelize_module and fully_shard together: a mesh of two dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from memkern import optim
+from tests.support.ranks import Ranks
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 512), nn.GELU(), nn.Linear(512, 100), nn.Tanh(), nn.Linear(100, 7))
+
+
+def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
+    model = mlp()
+    if data * tensor > 1:
+        mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if data > 1:
+            fully_shard(model, mesh=mesh["data"])
+    optimizer = new(model.parameters(), **options)
+    found = []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step % 3)
+        x, y = torch.randn(8, 96, generator=generator), torch.randn(8, 7, generator=generator)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    states = [
+        (str(getattr(p, "placements", None)), str(getattr(optimizer.state[p]["exp_avg"], "placements", None)))
+        for p in model.parameters()
+    ]
+    return found, states
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
+def test_losses(ranks: Ranks, new: Any) -> None:
+    options = {"lr": 3e-3, "min_8bit_size": 0, "max_grad_norm": 1.0}
+    ((expected, _),) = ranks(1, losses, 1, 1, new, options)
+    assert expected[-1] < expected[0]
+    for data, tensor in ((1, 2), (2, 2)):
+        for found, states in ranks(data * tensor, losses, data, tensor, new, options):
+            assert found == pytest.approx(expected, rel=2e-3)
+            assert all(of_state == of_param for of_param, of_state in states)
+            assert len({of_param for of_param, _ in states}) > 1

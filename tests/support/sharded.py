@@ -1,0 +1,97 @@
+"""Models in shards and the same in one process, with the same given gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from memkern.train.model import GPT
+
+
+def gpt() -> nn.Module:
+    """GPT-2's architecture; rows of 144 and 576, which are no whole blocks, and 2 or 3 ranks have unequal shards."""
+    torch.manual_seed(0)
+    return GPT(layers=1, heads=4, width=144, seq_len=35)
+
+
+class Odd(nn.Module):
+    """Tensors whose shards end inside blocks, with one of no elements on the third rank and one that no rank cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.long = nn.Parameter(torch.randn(1001))  # 1-D: rows of one element
+        self.short = nn.Parameter(torch.randn(37, 3, 5))  # 8 rows to a block
+        self.tiny = nn.Parameter(torch.randn(2, 300))
+        self.whole = nn.Parameter(torch.randn(48, 40))  # 3 rows to a block, 24 or 16 rows to a rank
+
+
+@functools.cache
+def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    g = torch.randn(shape, generator=generator) * 10.0 ** (number % 3 - 3)
+    return g * (torch.rand(shape, generator=generator) < 0.8)
+
+
+def gradient(p: Tensor, number: int, step: int) -> Tensor:
+    """The whole gradient of the parameter of a number at a step; they come again after ten steps."""
+    return _gradient(tuple(p.shape), number, step % 10).to(p.dtype, copy=True)
+
+
+def mesh(*sizes: int) -> DeviceMesh:
+    """Of all ranks, or of these sizes."""
+    names = ("replicate", "shard")[-len(sizes) :] if sizes else ("shard",)
+    return init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def in_shards(model: nn.Module, **options: Any) -> nn.Module:
+    """``fully_shard``, by blocks where the model has some."""
+    options = {"mesh": mesh(), **options}
+    for block in getattr(model, "blocks", []):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, scale: float = 1.0
+) -> None:
+    """Steps with given gradients, of which each rank takes its shards."""
+    for step in range(first, last):
+        for number, p in enumerate(model.parameters()):
+            g = gradient(p, number, step) * scale
+            p.grad = (
+                distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
+                if isinstance(p, DTensor)
+                else g
+            )
+        optimizer.step()
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All parameters and states as whole tensors, by the parameters' names."""
+    return {
+        name: {"param": whole(p.detach()), **{key: whole(x) for key, x in sorted(optimizer.state[p].items())}}
+        for name, p in model.named_parameters()
+    }
+
+
+def alone(
+    build: Callable[..., nn.Module], new: Any, options: dict[str, Any], last: int, scale: float = 1.0
+) -> dict[str, Any]:
+    """The same in one process."""
+    model = build()
+    optimizer = new(model.parameters(), **options)
+    steps(model, optimizer, 0, last, scale)
+    return everything(model, optimizer)
