@@ -82,19 +82,30 @@ def assert_same(a: Path, b: Path) -> dict[str, Any]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_one_and_two_processes_agree_at_equal_global_batch(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: str
 ) -> None:
     arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb8bit", "--lr-rule", "linear"]
     arguments += ["--warmup-from", "base", "--warmup-epochs", "0.003"]
     main(["train", *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt")])
     more = ["--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
-    first, second = train(*arguments, *more)
+    first, second = train(*arguments, *more, "--parallel", parallel)
     assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
     assert "validation loss" in capsys.readouterr().out
     assert not second  # it prints nothing
     assert (tmp_path / "out" / "memory.png").is_file()
+    if parallel == "fsdp":  # whole tensors, which load into shards and into one process
+        assert (
+            checkpoints.load(tmp_path / "2.pt")["model"].keys()
+            == checkpoints.load(tmp_path / "1.pt")["model"].keys()
+        )
+        again, _ = train("--resume", str(tmp_path / "2.pt"))
+        main(["train", "--resume", str(tmp_path / "2.pt"), "--parallel", "ddp"])
+        sentence = next(line for line in first.splitlines() if line.startswith("Validation loss"))
+        assert sentence.split(";")[0] in again
+        assert sentence.split(";")[0] in capsys.readouterr().out
 
 
 @pytest.mark.full
