@@ -105,6 +105,24 @@ def dequantize_blockwise(
     return _op("dequantize_blockwise", codes.device)(codes, scale, CODECS[codec], block_size, dtype)
 
 
+def quantize_affine(
+    x: Tensor, low: Tensor | None, high: Tensor | None, bits: int, block_size: int | None, seed: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _op("quantize_affine", x.device)(x, low, high, bits, block_size, seed)
+
+
+def dequantize_affine(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    bits: int,
+    block_size: int | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return _op("dequantize_affine", codes.device)(codes, scale, zero_point, bits, block_size, shape, dtype)
+
+
 def _nothing_watches(params: Sequence[Tensor]) -> bool:
     """Whether nobody would see an op that is called through the dispatcher: no compiler, mode, or subclass."""
     return (

@@ -23,6 +23,7 @@ MEMKERN_FN float min(float a, float b) { return a < b ? a : b; }
 // b where a is NaN, like the vector instructions.
 MEMKERN_FN float max(float a, float b) { return a > b ? a : b; }
 MEMKERN_FN bool greater(float a, float b) { return a > b; }
+MEMKERN_FN bool is_nan(float x) { return x != x; }
 MEMKERN_FN bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 MEMKERN_FN float select(bool yes, float a, float b) { return yes ? a : b; }
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import affine as reference
-from ..reference.blockwise import from_blocks, to_blocks
-from .layout import FLOATS, BlockLayout, check_block_size, layout_of
+from .. import _ops
+from .layout import FLOATS, check_block_size, layout_of, memory_order
 
 GRANULARITIES = ("block", "channel", "tensor")
 ROUNDINGS = ("nearest", "stochastic")
@@ -21,27 +21,40 @@ def _check(name: str, given: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
 
 
-def _layout(x: Tensor, granularity: str, block_size: int) -> BlockLayout:
-    """Rows that share a scale: blocks, the outermost dimension in memory, or everything."""
+def _scales(x: Tensor, granularity: str, block_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """What the ops call block_size (None: runs of memory share a scale), and the shape of the scales."""
     layout = layout_of(x, block_size)  # raises unless dense
     if granularity == "block" or x.numel() == 0:
-        return layout
+        return block_size, layout.scale_shape
     if granularity == "tensor" or x.dim() == 0:
-        return BlockLayout(x.numel(), x.numel(), x.numel(), ())
+        return None, ()
     if not x.is_contiguous():
         raise ValueError(f"granularity='channel' needs a contiguous tensor, got strides {x.stride()}")
-    columns = x.numel() // x.shape[0]
-    return BlockLayout(x.numel(), columns, columns, (x.shape[0],))
+    return None, (x.shape[0],)
 
 
-def _fixed_range(given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+def _fixed_range(given: Any) -> tuple[float, float]:
     try:
         low, high = (float(end) for end in given)
     except (TypeError, ValueError):
         raise ValueError(f"range must be None or a pair of numbers, got {given!r}") from None
     if not -3.4e38 < low <= high < 3.4e38:
         raise ValueError(f"range must be finite numbers, the smaller one first, got {given!r}")
-    return torch.full_like(like, low), torch.full_like(like, high)
+    return low, high
+
+
+def _finite_range(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The least and the largest finite value of each of so many equal runs of memory; 0 where there is none."""
+    runs = memory_order(x).view(math.prod(shape), -1)
+    low, high = runs.amin(1), runs.amax(1)
+    # On the CPU an answer costs nothing; elsewhere it would wait for the device.
+    ask = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if ask and low.isfinite().all() and high.isfinite().all():
+        return low.float().view(shape), high.float().view(shape)
+    low = runs.nan_to_num(torch.inf, torch.inf, torch.inf).amin(1)
+    high = runs.nan_to_num(-torch.inf, -torch.inf, -torch.inf).amax(1)
+    none = low == torch.inf
+    return torch.where(none, 0.0, low).float().view(shape), torch.where(none, 0.0, high).float().view(shape)
 
 
 def quantize_affine(
@@ -72,7 +85,7 @@ def quantize_affine(
 
     Returns:
         codes: int8 of x's shape and strides; of 4 bits uint8 of shape ((numel + 1) // 2,), two in a byte in the order
-            of memory, the first in the low half.
+            of a contiguous tensor, the first in the low half.
         scale: float32, (rows, blocks per row), (channels,) or ().
         zero_point: int32, the same shape.
 
@@ -91,31 +104,17 @@ def quantize_affine(
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
     if x.layout != torch.strided:
         raise ValueError(f"x must be a dense tensor, got layout {x.layout}")
-    x = x.detach()
-    layout = _layout(x, granularity, block_size)
-    rows = to_blocks(x, layout)
-    valid = to_blocks(torch.ones_like(x, dtype=torch.float32), layout) > 0
-    low, high = reference.finite_range(rows, valid)
+    x = x.detach() if bits == 8 else x.detach().contiguous()
+    size, shape = _scales(x, granularity, block_size)
+    low: Tensor | None = None
+    high: Tensor | None = None
     if range is not None:
-        low, high = _fixed_range(range, low)
-    scale, zero_point = reference.parameters(low, high, bits)
-    u = None if rounding == "nearest" else reference.offsets(rows.shape[0], rows.shape[1], seed, x.device)
-    q = reference.encode(rows, scale, zero_point, bits, u)
-    codes = torch.empty_like(x, dtype=torch.int8)
-    from_blocks(q, layout, codes)
-    shape = layout.scale_shape
-    return (codes if bits == 8 else _halves(codes)), scale.reshape(shape), zero_point.reshape(shape)
-
-
-def _halves(codes: Tensor) -> Tensor:
-    flat = codes.as_strided((codes.numel(),), (1,)).view(torch.uint8) & 15
-    flat = torch.nn.functional.pad(flat, (0, flat.numel() % 2))
-    return flat[::2] | (flat[1::2] << 4)
-
-
-def _wholes(packed: Tensor, numel: int) -> Tensor:
-    flat = torch.stack((packed & 15, packed >> 4), -1).flatten()[:numel]
-    return (flat.to(torch.int8) ^ 8) - 8
+        low, high = (x.new_full(shape, end, dtype=torch.float32) for end in _fixed_range(range))
+    elif size is None:
+        low, high = _finite_range(x, shape)
+    return _ops.quantize_affine(
+        x, low, high, bits, size, None if rounding == "nearest" else int(seed) % 2**32
+    )
 
 
 def dequantize_affine(
@@ -158,12 +157,13 @@ def dequantize_affine(
             raise ValueError(
                 f"shape must fit the codes: {tuple(size)} does not fit {tuple(codes.shape)} bytes"
             )
-        codes = _wholes(codes, size.numel()).view(size)
-    layout = _layout(codes, granularity, block_size)
+        codes, values = codes.contiguous(), codes.new_empty(size, device="meta")
+    else:
+        values = codes
+    op_block_size, scale_shape = _scales(values, granularity, block_size)
     for name, given in (("scale", scale), ("zero_point", zero_point)):
-        if tuple(given.shape) != layout.scale_shape:
-            raise ValueError(f"{name} must have shape {layout.scale_shape}, got {tuple(given.shape)}")
-    rows = to_blocks(codes, layout)
-    out = torch.empty_like(codes, dtype=dtype)
-    from_blocks(reference.decode(rows, scale.reshape(-1), zero_point.reshape(-1)), layout, out)
-    return out
+        if tuple(given.shape) != scale_shape:
+            raise ValueError(f"{name} must have shape {scale_shape}, got {tuple(given.shape)}")
+    return _ops.dequantize_affine(
+        codes, scale.contiguous(), zero_point.contiguous(), bits, op_block_size, values.shape, dtype
+    )

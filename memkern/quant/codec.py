@@ -75,6 +75,11 @@ DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
 """Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
+AFFINE_FARTHEST = 2**20
+"""No affine zero point is further from zero than about so many steps: beyond, fp32 could not tell codes apart."""
+AFFINE_RUN = 1024
+"""Kernels cut a run of memory that shares an affine scale into pieces of so many elements."""
+
 WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
 dtype, or, bf16 alone, stochastically, with its rounding error in 8 or 16 bits, or with a copy in fp32.
@@ -170,6 +175,8 @@ def c_header() -> str:
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,
         "kDitherShift": DITHER_SHIFT,
+        "kAffineFarthest": AFFINE_FARTHEST,
+        "kAffineRun": AFFINE_RUN,
         "kWeightDroppedStochastic": WEIGHT_DROPPED_BITS["stochastic"],
         "kWeightDroppedError8": WEIGHT_DROPPED_BITS["bf16+8"],
         "kPlain": PLAIN,

@@ -60,7 +60,7 @@ def dequantize_tiles(
     tl.store(values + offset, x.to(values.dtype.element_ty), mask=mask)
 
 
-def _shape(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor) -> dict[str, int]:
+def shape_of(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor) -> dict[str, int]:
     block = next_power_of_two(block_size)
     return {
         "ROWS": rows_of(block),
@@ -70,7 +70,7 @@ def _shape(layout: BlockLayout, block_size: int, values: Tensor, codes: Tensor) 
     }
 
 
-def _layout_args(layout: BlockLayout) -> tuple[int, ...]:
+def layout_args(layout: BlockLayout) -> tuple[int, ...]:
     return layout.numel, layout.segment, layout.block, layout.blocks_per_segment, layout.blocks
 
 
@@ -86,11 +86,11 @@ def quantize_blockwise(
     codes = torch.empty_like(x, dtype=torch.int8 if signed else torch.uint8)
     scale = x.new_empty(layout.scale_shape, dtype=torch.float32)
     if layout.numel:
-        shape = _shape(layout, block_size, x, codes)
+        shape = shape_of(layout, block_size, x, codes)
         with guard(x.device):
             quantize_tiles[(cdiv(layout.blocks, shape["ROWS"]),)](
                 x, codes, scale, dynamic_tables(x.device), (step or 0) * C.DITHER_STEP % 2**32,
-                *_layout_args(layout),
+                *layout_args(layout),
                 KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, **shape, **options_of(shape["BLOCK"]),
             )  # fmt: skip
     return codes, scale
@@ -106,10 +106,10 @@ def dequantize_blockwise(
     scale = scale.contiguous()
     out = torch.empty_like(codes, dtype=dtype)
     if layout.numel:
-        shape = _shape(layout, block_size, out, codes)
+        shape = shape_of(layout, block_size, out, codes)
         with guard(codes.device):
             dequantize_tiles[(cdiv(layout.blocks, shape["ROWS"]),)](
-                out, codes, scale, dynamic_tables(codes.device), *_layout_args(layout),
+                out, codes, scale, dynamic_tables(codes.device), *layout_args(layout),
                 KIND=codec + 1, SIGNED=codes.dtype == torch.int8, **shape, **options_of(shape["BLOCK"]),
             )  # fmt: skip
     return out

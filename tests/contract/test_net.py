@@ -59,7 +59,13 @@ def _param(backend: str, *values: Any, slow: bool = False) -> Any:
 # ---- results
 
 HASHES = json.loads(make_hashes.FILE.read_text())
-QUICK = ("AdamW8bit", "activations", "blockwise", "linear")  # the reference takes 40 s for all of them
+QUICK = (
+    "AdamW8bit",
+    "activations",
+    "blockwise",
+    "affine",
+    "linear",
+)  # the reference takes 40 s for all of them
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,8 @@ def test_a_pickled_module_of_an_earlier_version_works(name: str) -> None:
     found = []
     for each in (module, fresh):
         given = x.clone().requires_grad_(x.dtype.is_floating_point)
-        y = each(given)
+        targets = [torch.arange(9) % 5] if name == "LinearCrossEntropy" else []
+        y = each(given, *targets)
         y.backward(make_hashes.values(f"{name} gradient", y.numel()).view_as(y))
         found.append([y, given.grad, *(p.grad for p in each.parameters())])
     for old, new in zip(*found, strict=True):
@@ -147,4 +154,6 @@ def test_fixtures_are_of_every_public_class() -> None:
         for c in vars(optim).values()
         if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
-    assert classes == {*make_hashes.BUILDS}
+    assert classes - {"HostOffload", "StepInBackward"} == {
+        *make_hashes.BUILDS
+    }  # their states are of the others

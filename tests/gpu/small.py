@@ -27,6 +27,9 @@ def main() -> None:
         for signed in (True, False):
             codes, scale = memkern.quantize_blockwise(x.to(torch.bfloat16), signed=signed)
             memkern.dequantize_blockwise(codes, scale)
+        for bits in (8, 4):
+            made = memkern.quantize_affine(x.to(torch.bfloat16), bits=bits)
+            memkern.dequantize_affine(*made, bits=bits, shape=x.shape)
     torch.cuda.synchronize()
     print("done")
 

@@ -112,6 +112,26 @@ def quantizers() -> Iterator[Case]:
             yield f"quantize {codec} {dtype}", f"{layout}, signed {signed}", compare
 
 
+def affine() -> Iterator[Case]:
+    for dtype, bits, layout in itertools.product(FLOATS, (8, 4), LAYOUTS):
+
+        def compare(backend: str, device: str, dtype=dtype, bits=bits, layout=layout) -> str:
+            x = LAYOUTS[layout]().to(dtype)
+            for granularity, rounding in (("block", "nearest"), ("tensor", "stochastic")):
+                results = []
+                options = {"bits": bits, "granularity": granularity}
+                for b, d in ((backend, device), ("reference", "cpu")):
+                    with memkern.use_backend(b):
+                        made = memkern.quantize_affine(at(x, d), rounding=rounding, **options)
+                        back = memkern.dequantize_affine(*made, shape=x.shape, dtype=dtype, **options)
+                    results.append((*made, back))
+                for what, a, e in zip(("codes", "scale", "zero_point", "values"), *results, strict=True):
+                    same(a, e, f"{granularity}: {what}")
+            return "equal"
+
+        yield f"affine {bits} bits {dtype}", layout, compare
+
+
 def activations() -> Iterator[Case]:
     for dtype, bits, layout in itertools.product(FLOATS, (1, 2, 3, 4), LAYOUTS):
 
@@ -257,7 +277,14 @@ def on_the_device() -> Iterator[Case]:
 
 
 def cases(device: str) -> list[Case]:
-    makers = [quantizers, activations, optimizers, norms, *([on_the_device] if device == "cuda" else [])]
+    makers = [
+        quantizers,
+        affine,
+        activations,
+        optimizers,
+        norms,
+        *([on_the_device] if device == "cuda" else []),
+    ]
     return [case for maker in makers for case in maker()]
 
 

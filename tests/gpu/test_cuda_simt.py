@@ -37,7 +37,7 @@ from tests.support.helpers import (
 )
 from tests.support.op_helpers import step_args as op_args
 from tests.support.simt import build, drive
-from tests.support.simt.drive import cloned, compare_codecs, compare_steps, scaler, step_args
+from tests.support.simt.drive import cloned, compare_affine, compare_codecs, compare_steps, scaler, step_args
 
 pytestmark = [
     pytest.mark.full,
@@ -77,6 +77,22 @@ def test_codecs(layout: str, dtype: torch.dtype) -> None:
     compare_codecs(layout, dtype, (8, 128, 256, 1024))
 
 
+@over_layouts
+@over_dtypes
+def test_affine_codes(layout: str, dtype: torch.dtype) -> None:
+    compare_affine(torch.ops.memkern_simt, layout, dtype, (8, 128, 264, 1024))
+
+
+def test_affine_codes_of_many_tiles() -> None:
+    x = hard((40, 1001), 0)
+    low, high = torch.tensor([-1e-3]), torch.tensor([2e-3])
+    for args in ((x, None, None, 4, 128, 3), (x, low, high, 4, None, 3), (x, low, high, 8, None)):
+        expected = reference.quantize_affine(*args)
+        assert_same([*torch.ops.memkern_simt.quantize_affine(*args)], [*expected])
+        back = *expected, args[3], args[4], [*x.shape], torch.float32
+        assert_same(torch.ops.memkern_simt.dequantize_affine(*back), reference.dequantize_affine(*back))
+
+
 @pytest.mark.parametrize("layout", ACTIVATION_LAYOUTS)
 @over_dtypes
 def test_activations(layout: str, dtype: torch.dtype) -> None:
@@ -98,6 +114,7 @@ def test_codecs_in_any_order(order: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SIMT_ORDER", order)
     for layout in ("odd", "short rows", "one long row"):
         compare_codecs(layout, torch.float32, (24, 264, 4096))
+        compare_affine(torch.ops.memkern_simt, layout, torch.float32, (24, 264, 4096))
 
 
 @over_steps

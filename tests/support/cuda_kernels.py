@@ -22,6 +22,7 @@ from tests.support import cache, sass
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_suffix(".json")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+COUNTED = ("sm_80", "sm_89", "sm_90", "sm_120")
 FLAGS = [
     "-O3",
     "-std=c++20",
@@ -50,6 +51,12 @@ PATHS |= {
         "multiply_by_levels<0, 3>",
         {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4},
     ),
+}
+PATHS |= {
+    "affine codes fp32": ("quantize_affine_tiles<0, 0>", {"LDG.128": 2, "STG.64": 1, "SHFL": 10}),
+    "affine codes bf16": ("quantize_affine_tiles<0, 0>", {"LDG.128": 1, "STG.64": 1, "SHFL": 10}),
+    "affine values fp32": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 2}),
+    "affine values bf16": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
 }
 PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
 
@@ -119,9 +126,9 @@ def compiled(arch: str) -> Compiled:
     return folder / f"{arch}.cubin", json.loads((folder / f"{arch}.json").read_text())
 
 
-def instructions(binary: Path) -> dict[str, float]:
-    """Instructions per parameter on the main paths, from sm_90's machine code."""
-    code = {short_name(name): kernel for name, kernel in sass.kernels(binary, "sm_90").items()}
+def instructions(binary: Path, arch: str) -> dict[str, float]:
+    """Instructions per element on the main paths, from an architecture's machine code."""
+    code = {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
     return {
         path: sass.shortest_loop(code[kernel], wanted).total() / PARAMETERS
         for path, (kernel, wanted) in PATHS.items()
@@ -131,6 +138,7 @@ def instructions(binary: Path) -> dict[str, float]:
 def measure() -> dict[str, Any]:
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         of_arch = dict(zip(ARCHS, pool.map(compiled, ARCHS), strict=True))
+    counted = {arch: instructions(of_arch[arch][0], arch) for arch in COUNTED}
     kernels = sorted({name for _, found in of_arch.values() for name in found})
     return {
         "nvcc": nvcc_version(),
@@ -138,7 +146,9 @@ def measure() -> dict[str, Any]:
             kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()}
             for kernel in kernels
         },
-        "instructions per element": instructions(of_arch["sm_90"][0]),
+        "instructions per element": {
+            path: {arch: counts[path] for arch, counts in counted.items()} for path in PATHS
+        },
     }
 
 

@@ -77,6 +77,22 @@ def codec_results() -> Iterator[Tensor]:
                 yield ops.dequantize_blockwise(codes, scale, codec, block_size, out)
 
 
+def affine_results() -> Iterator[Tensor]:
+    ops = torch.ops.memkern
+    for layout, dtype, bits, block_size, seed in product(
+        LAYOUTS, DTYPES, (8, 4), (*BLOCK_SIZES, None), (None, 7)
+    ):
+        x = values(layout, 3, dtype)
+        x = x if bits == 8 else x.contiguous()
+        if block_size is None and x.numel() == 0:
+            continue
+        ends = (None, None) if block_size else (torch.full((1,), -0.5), torch.full((1,), 0.25))
+        made = ops.quantize_affine(x, *ends, bits, block_size, seed)
+        yield from made
+        for out in DTYPES:
+            yield ops.dequantize_affine(*made, bits, block_size, [*x.shape], out)
+
+
 def states(
     params: list[Tensor], code: torch.dtype | None, block_size: int
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -160,6 +176,11 @@ def refused() -> None:
         lambda: ops.dequantize_blockwise(codes, scale[:-1], 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale.double(), 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale, 0, 128, torch.float64),
+        lambda: ops.quantize_affine(x[:, :5], None, None, 8, 128),
+        lambda: ops.quantize_affine(x, torch.zeros(2), torch.ones(2), 8, None),
+        lambda: ops.dequantize_affine(
+            codes, torch.ones(7, 1), torch.zeros(7, 2, dtype=torch.int32), 8, 128, [7, 131], torch.float32
+        ),
         lambda: ops.few_bit_encode(x[:, :5], *LEVELS["gelu", 3][:1], *LEVELS["gelu", 3][2:]),
         lambda: ops.few_bit_encode(x, 2, [0.0], [4], 0),
         lambda: ops.few_bit_backward(x, torch.zeros(3, 112, dtype=torch.uint8), [0.0] * 8),
@@ -195,7 +216,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def check() -> None:
     torch.set_num_threads(2)
     steps = (functools.partial(step_results, name) for name in STEP_OPS)
-    for drive in (codec_results, activation_results, *steps):
+    for drive in (codec_results, affine_results, activation_results, *steps):
         first: list[Tensor] = []
         for isa in ISAS:
             os.environ["MEMKERN_CPU_ISA"] = isa

@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include "core/tables.h"
 #include "cpu/simd/half.h"
 
 namespace memkern::avx512 {
@@ -49,11 +50,21 @@ MEMKERN_FN F copysign(F magnitude, F sign) {
 MEMKERN_FN Mask greater(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
 MEMKERN_FN uint32_t bits_of(Mask mask) { return mask.m; }
 MEMKERN_FN Mask mask_of(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
+MEMKERN_FN Mask is_nan(F x) { return {_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q)}; }
 MEMKERN_FN Mask is_finite(F x) {
   return {_mm512_cmp_ps_mask(_mm512_abs_ps(x.v), _mm512_set1_ps(3.402823466e38f), _CMP_LE_OQ)};
 }
 MEMKERN_FN F select(Mask yes, F a, F b) { return _mm512_mask_blend_ps(yes.m, b.v, a.v); }
 MEMKERN_FN float max_of(F x) { return _mm512_reduce_max_ps(x.v); }
+MEMKERN_FN float min_of(F x) { return _mm512_reduce_min_ps(x.v); }
+
+// The dither of consecutive places: h is the first one's product and sum (core/power.h), before the shift.
+MEMKERN_FN F dither_of(uint32_t h) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i each = _mm512_mullo_epi32(lane, _mm512_set1_epi32(static_cast<int>(kDitherJ)));
+  const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(h)), each);
+  return F(_mm512_cvtepi32_ps(_mm512_srli_epi32(places, kDitherShift))) * F(0x1p-24f);
+}
 
 // A sum of squares in fp64, where a square is exact: fused or not, the bits are the same.
 struct SquareSum {
