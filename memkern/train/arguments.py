@@ -140,6 +140,14 @@ def add_rates(group: Any) -> None:
 
 
 def add_files(group: Any) -> None:
+    text = "no training: the validation loss of the model as it is"
+    group.add_argument("--evaluate", action="store_true", help=text)
+    text = (
+        "with --evaluate, by accelerate: weights are in host memory but for those of the layer that runs, or while the "
+        "model does not run (default: none)"
+    )
+    choices = ["none", "layers", "model"]
+    group.add_argument("--weights-on-host", choices=choices, default="none", help=text)
     pairs = ", ".join(f"{ours} with {baseline}" for ours, baseline in BASELINES.items())
     group.add_argument("--compare", action="store_true", help=f"train the baseline beside it: {pairs}")
     text = "folder for results.json, losses.png and memory.png"

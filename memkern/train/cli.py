@@ -63,6 +63,8 @@ def needed(args: argparse.Namespace) -> tuple[str, ...]:
     names = ["rich"]
     if args.out:
         names.append("matplotlib")
+    if args.weights_on_host != "none":
+        names.append("accelerate")
     if getattr(args, "model", TrainConfig.model) not in (*MODELS, *RENAMED):
         names.append("transformers")
     return tuple(names)
@@ -91,6 +93,15 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
     if args.fit and (args.compare or args.resume):
         name = "compare" if args.compare else "resume"
         raise ArgumentError("fit", f"given with --{name}; allowed: without --compare and --resume")
+    if args.weights_on_host != "none" and not args.evaluate:
+        raise ArgumentError(
+            "weights_on_host", "given without --evaluate; a run has --offload for its optimizer"
+        )
+    files = ("compare", "resume", "save", "out", "export", "fit")
+    if args.evaluate and (given := next((name for name in files if getattr(args, name)), None)):
+        raise ArgumentError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
+    if args.evaluate and world > 1:
+        raise ArgumentError("evaluate", f"given in {world} processes; allowed in one")
     if args.compare and world > 1:
         raise ArgumentError("compare", f"given in {world} processes; allowed in one")
     if args.export and config.is_preset:
@@ -220,6 +231,19 @@ def fitted(
     return config, plan
 
 
+def print_evaluation(config: TrainConfig, on_host: str) -> None:
+    """The validation loss of a model that is not trained."""
+    from .build import load
+    from .evaluation import check_on_host, evaluate
+
+    check_on_host(config, on_host)
+    source = load(config)
+    print(source.corpus.description(), flush=True)
+    found = evaluate(config, source, on_host)
+    accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f}"
+    print(f"Validation loss {found.loss:.4f} nats per {source.corpus.unit}{accuracy}.")
+
+
 def main(args: argparse.Namespace) -> None:
     """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
     check_installed(needed(args))
@@ -232,6 +256,8 @@ def main(args: argparse.Namespace) -> None:
     state = checkpoint.load(args.resume) if args.resume else None
     config = read_config(args, state, group.world)
     check_arguments(args, config, group.world)
+    if args.evaluate:
+        return print_evaluation(config, args.weights_on_host)
     configs = comparison(config) if args.compare else [config]
     if args.fit:
         heap.map_large_blocks()

@@ -24,7 +24,7 @@ from .distributed import (
     prepared,
     synchronized,
 )
-from .objective import Classifier
+from .evaluation import validate
 from .phases import Phases
 
 FORMAT = 2
@@ -195,22 +195,16 @@ class Trainer:
             raise Diverged(f"{self.config.optimizer}: the loss is {loss} at step {self.steps_done}")
         return loss
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the validation batches (always the same ones), also recorded in the history."""
-        batches = self.corpus.validation_batches(self.config)
-        self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64)  # losses, correct classes, targets
-        for batch in own_batches(batches, self.group):
-            loss = self.loss(*batch).item()
-            correct = int(self.objective.correct) if isinstance(self.objective, Classifier) else 0
-            sums += torch.tensor([loss, correct, batch.predicted], dtype=torch.float64)
-        self.model.train()
-        total, correct, count = self.group.sum(sums.to(self.device)).tolist()
-        self.history.validation.append((self.steps_done, total / count))
-        if isinstance(self.objective, Classifier):
-            self.history.accuracy.append((self.steps_done, correct / count))
-        return total / count
+        batches = own_batches(self.corpus.validation_batches(self.config), self.group)
+        found = validate(
+            self.objective, batches, self.loss, lambda sums: self.group.sum(sums.to(self.device))
+        )
+        self.history.validation.append((self.steps_done, found.loss))
+        if found.accuracy is not None:
+            self.history.accuracy.append((self.steps_done, found.accuracy))
+        return found.loss
 
     def _rng_states(self) -> list[Tensor]:
         """Of the CPU, and of the CUDA device where that trains."""

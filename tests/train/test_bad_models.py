@@ -86,6 +86,8 @@ BAD = [
     ([*MODEL, "--out", "text.txt"], "--out", "'text.txt' given", "a folder"),
     ([*MODEL, "--fit", "3MiB"], "--fit", "3MiB given", "the least that could do"),
     ([*MODEL, "--fit", "2GiB", "--compare"], "--fit", "given with --compare", "without"),
+    ([*MODEL, "--weights-on-host", "layers"], "--weights-on-host", "without --evaluate", "--offload"),
+    ([*MODEL, "--evaluate"], "--evaluate", "given with --out", "without"),
     ([*MODEL, "--loss-chunk", "-1"], "--loss-chunk", "-1 given", "1 or more"),
 ]
 

@@ -15,6 +15,7 @@ from memkern.train import ArgumentError, TrainConfig, Trainer, run
 from memkern.train import checkpoint as checkpoints
 from memkern.train.build import Source, load
 from memkern.train.data import IGNORED
+from memkern.train.evaluation import evaluate
 from tests.support.train_helpers import assert_same_run, weights
 
 transformers = pytest.importorskip("transformers")
@@ -177,6 +178,28 @@ def test_a_checkpoint_of_another_model_is_refused(small: TrainConfig, source: So
 @pytest.mark.full
 def test_workers_change_no_bit(small: TrainConfig, source: Source) -> None:
     assert_same_run(trained(small, source), trained(small, source, workers=2))
+
+
+@pytest.mark.parametrize("on_host", ["layers", "model"])
+def test_weights_wait_on_the_host(
+    small: TrainConfig, source: Source, monkeypatch: pytest.MonkeyPatch, on_host: str
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    name = {"layers": "cpu_offload", "model": "cpu_offload_with_hook"}[on_host]
+    models = []
+    original = getattr(accelerate, name)
+
+    def noted(model: torch.nn.Module, *args: Any) -> Any:
+        models.append(model)
+        return original(model, *args)
+
+    monkeypatch.setattr(accelerate, name, noted)
+    assert evaluate(small, source, on_host) == evaluate(small, source)
+    [model] = models
+    devices = {parameter.device.type for parameter in model.parameters()}
+    assert devices == {
+        "meta" if on_host == "layers" else "cpu"
+    }  # accelerate has the weights in a dict of its own
 
 
 # Tokens
