@@ -58,15 +58,11 @@ def check_paths(out: Path | None, save: Path | None, export: Path | None) -> Non
 
 def needed(args: argparse.Namespace) -> tuple[str, ...]:
     """The packages of the extra [train] that the arguments need."""
-    from .config import MODELS, RENAMED
-
     names = ["rich"]
     if args.out:
         names.append("matplotlib")
     if args.weights_on_host != "none":
         names.append("accelerate")
-    if getattr(args, "model", TrainConfig.model) not in (*MODELS, *RENAMED):
-        names.append("transformers")
     return tuple(names)
 
 
@@ -100,10 +96,9 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
     files = ("compare", "resume", "save", "out", "export", "fit")
     if args.evaluate and (given := next((name for name in files if getattr(args, name)), None)):
         raise ArgumentError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
-    if args.evaluate and world > 1:
-        raise ArgumentError("evaluate", f"given in {world} processes; allowed in one")
-    if args.compare and world > 1:
-        raise ArgumentError("compare", f"given in {world} processes; allowed in one")
+    for name in ("compare", "fit", "evaluate"):
+        if getattr(args, name) and world > 1:
+            raise ArgumentError(name, f"given in {world} processes; allowed in one")
     if args.export and config.is_preset:
         raise ArgumentError(
             "export", f"given with --model {config.model}; allowed with models of transformers"
@@ -255,6 +250,7 @@ def main(args: argparse.Namespace) -> None:
     group = Processes.from_environment()
     state = checkpoint.load(args.resume) if args.resume else None
     config = read_config(args, state, group.world)
+    check_installed(() if config.is_preset else ("transformers",))  # of a resumed run too
     check_arguments(args, config, group.world)
     if args.evaluate:
         return print_evaluation(config, args.weights_on_host)

@@ -46,6 +46,12 @@ class Corpus:
     files: int
     digest: str
     unit: ClassVar[str] = "byte"
+    """Of the sizes, and of a loss."""
+    rate_unit: ClassVar[str] = "tokens"
+
+    def per_step(self, config: TrainConfig) -> int:
+        """How many of ``rate_unit`` a step has."""
+        return config.tokens_per_step
 
     def description(self) -> str:
         """Name and sizes in one line."""

@@ -64,7 +64,8 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """A finished run in figures; losses are nats per unit, tokens_per_second is that of the median step."""
+    """A finished run in figures; losses are nats per unit, tokens_per_second (texts, of labelled ones) is that of the
+    median step."""
 
     optimizer: str
     activations: str
@@ -303,7 +304,7 @@ class Trainer:
             peak_bytes=history.peak_bytes,
             saved_bytes=history.saved_bytes,
             median_step_seconds=median,
-            tokens_per_second=self.config.tokens_per_step / median,
+            tokens_per_second=self.corpus.per_step(self.config) / median,
             history=history,
             unit=self.corpus.unit,
         )

@@ -76,7 +76,11 @@ def table(results: Sequence[RunResult]) -> Table:
         ("saved for the backward pass", lambda r: r.saved_bytes, size),
         ("peak tensor bytes of a step", lambda r: r.peak_bytes, size),
         ("median step", lambda r: r.median_step_seconds * 1000, "{:.1f} ms".format),
-        ("tokens per second", lambda r: r.tokens_per_second, "{:,.0f}".format),
+        (
+            f"{'texts' if results[0].unit == 'text' else 'tokens'} per second",
+            lambda r: r.tokens_per_second,
+            "{:,.0f}".format,
+        ),
     ]
     if all(result.history.accuracy for result in results):
         rows.insert(2, ("validation accuracy", lambda r: r.history.accuracy[-1][1], "{:.4f}".format))

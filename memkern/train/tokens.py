@@ -79,6 +79,10 @@ class LabelledTexts(Corpus):
     classes: tuple[str, ...]
     pad: int
     unit: ClassVar[str] = "text"
+    rate_unit: ClassVar[str] = "texts"
+
+    def per_step(self, config: TrainConfig) -> int:
+        return config.micro_batches * config.batch_size
 
     def steps_per_epoch(self, config: TrainConfig) -> int:
         return steps_per_epoch(len(self.train), config)
