@@ -20,8 +20,8 @@ from .techniques import TechniqueError, Techniques
 from .trace import Recorder, Trace, record
 
 FEW = 2  # groups of blocks, of which traces are made
-ERROR_BYTES = {None: 0, "fp32": 4, "bf16+16": 2, "bf16+8": 1}
-"""Per parameter, of ``master_weights``."""
+ERRORS = ("weight_error", "master_weight")
+"""Entries of an optimizer's state that belong to the weights."""
 
 
 def weight_dtype(techniques: Techniques) -> torch.dtype:
@@ -47,12 +47,13 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
         return getattr(torch.optim, name)(params, foreach=False, **options)
     cls = getattr(optim, techniques.optimizer)
     options["state_bits"] = techniques.state_bits
-    if techniques.master_weights:
+    if techniques.master_weights and not techniques.host_copies:
         options["master_weights"] = techniques.master_weights
     if techniques.step_in_backward:
         return optim.StepInBackward(cls, params, **options)
     if techniques.offload:
-        return optim.HostOffload(cls, params, **options)
+        host_dtype = torch.float32 if techniques.host_copies else None
+        return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
     return cls(params, **options)
 
 
@@ -143,13 +144,13 @@ def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
-        state, temporaries = _optimizer_bytes(trained, techniques)
+        errors, state, temporaries = _optimizer_bytes(trained, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]
         return Fixed(
             count=sum(p.numel() for p in model.parameters()),
             head=_head(model),
             parameters=_bytes([*model.parameters(), *model.buffers()]),
-            errors=ERROR_BYTES[techniques.master_weights] * sum(p.numel() for p in trained),
+            errors=errors,
             gradients=sum(gradients),
             optimizer=state,
             step_temporaries=temporaries,
@@ -167,10 +168,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int]:
-    """Bytes of the states, and the most that a step allocates beside them."""
-    plain = techniques.replace(master_weights=None, step_in_backward=False, offload=False)
-    optimizer = make_optimizer(params, plain)
+def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int, int]:
+    """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
+    optimizer = make_optimizer(params, techniques.replace(step_in_backward=False, offload=False))
     for p in params:
         p.grad = torch.empty_like(p)
     optimizer.step()
@@ -183,12 +183,13 @@ def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tupl
     for _, change in sorted(changes):
         level += change
         peak = max(peak, level)
-    state = _bytes(_states(optimizer))
+    errors = _bytes(state[key] for state in optimizer.state.values() for key in ERRORS if key in state)
+    states = _bytes(_states(optimizer)) - errors
     if techniques.optimizer.startswith("torch.") and params[0].device.type == "cuda":
         peak = max(
             peak, sum(p.numel() * p.element_size() for p in params)
         )  # foreach: a root of every second moment
-    return state, peak
+    return errors, states, peak
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
