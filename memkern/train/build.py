@@ -95,7 +95,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
     groups = decay_groups(model, config.decay)
     if not config.optimizer.startswith("torch-"):
-        return make_optimizer(groups, config.techniques, lr=config.peak_lr)
+        more = {"max_grad_norm": config.max_norm} if config.clips_in_step else {}
+        return make_optimizer(groups, config.techniques, lr=config.peak_lr, **more)
     cls = {"torch-adamw": torch.optim.AdamW, "torch-adam": torch.optim.Adam}[config.optimizer]
     if config.step_in_backward:
         return optim.StepInBackward(cls, groups, lr=config.peak_lr, fused=True)

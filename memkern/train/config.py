@@ -212,6 +212,11 @@ class TrainConfig:
         return self.clip
 
     @property
+    def clips_in_step(self) -> bool:
+        """Whether the optimizer clips (max_grad_norm): gradients that go to the host are gone after backward."""
+        return self.offload and self.max_norm > 0 and not self.optimizer.startswith("torch-")
+
+    @property
     def warmup_steps(self) -> int:
         return min(100, self.steps // 10) if self.warmup is None else self.warmup
 
@@ -333,6 +338,9 @@ def check_techniques(config: TrainConfig) -> None:
         raise ArgumentError(
             "master_weights", f"given with {config.optimizer}; allowed with memkern's optimizers"
         )
+    if config.offload and config.amp == "fp16":
+        text = "'fp16' given with --offload; allowed: off, bf16: a GradScaler looks at all gradients before the step"
+        raise ArgumentError("amp", text)
     if not config.step_in_backward:
         return
     for name, stands, cure in (

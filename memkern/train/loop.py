@@ -164,7 +164,7 @@ class Trainer:
         batches, count = self._next_batches()
         self._mark("begin")
         total = self._backward(batches, count, counted)
-        if self.config.max_norm:
+        if self.config.max_norm and not self.config.clips_in_step:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)
         self.scaler.step(self.optimizer)

@@ -54,11 +54,19 @@ def test_bf16_weights_follow_fp32(corpus: Corpus, master: str, more: int) -> Non
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "lion", "torch-adam"])
 def test_offload_has_the_same_bits(corpus: Corpus, optimizer: str) -> None:
-    options = {"optimizer": optimizer, "accumulate": 2}
+    options = {"optimizer": optimizer, "accumulate": 2, "clip": 0.0}
     here = trained(corpus, **options)
     there = trained(corpus, **options, offload=True)
     assert isinstance(there.optimizer, optim.HostOffload)
     assert_same_run(here, there)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "torch-adam"])
+def test_offload_clips(corpus: Corpus, optimizer: str) -> None:
+    options = {"optimizer": optimizer, "accumulate": 2, "clip": 0.05, "steps": 10}
+    here, there = trained(corpus, **options), trained(corpus, **options, offload=True)
+    assert there.history.train_loss == pytest.approx(here.history.train_loss, rel=1e-3)
+    assert (there.optimizer.defaults.get("max_grad_norm") == 0.05) == (optimizer == "adamw8bit")
 
 
 # The planner
