@@ -404,7 +404,13 @@ def plan(
     pinned = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     _check_pinned(pinned)
     source = resolve(model, seq_len, inputs, loss, dropout)
-    arguments = {"memory": limit, "device": device, "pinned": pinned, "batch_size": batch_size, "clip": clip}
+    arguments: dict[str, Any] = {
+        "memory": limit,
+        "device": device,
+        "pinned": pinned,
+        "batch_size": batch_size,
+        "clip": clip,
+    }
     arguments |= {"source": source, "hardware": hardware or default(device)}
     if device == "cpu":
         return _plan(counted_on="cpu", **arguments)

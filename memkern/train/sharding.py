@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +30,6 @@ def whole(state: Any) -> Any:
     return tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
 
 
-def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_whole(model: nn.Module, state: dict[str, Any]) -> None:
     """Loads whole tensors into shards."""
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
