@@ -259,10 +259,10 @@ def main(args: argparse.Namespace) -> None:
         heap.map_large_blocks()
     with process_group(group, config.device):
         source, plan = load(config), None
-        heap.trim()  # what reading the text took
         if args.fit:
             config, plan = fitted(args, config, source, group)
             configs = [config]
+        heap.trim()  # what reading the text and planning took
         trainers = [Trainer(each, source, group) for each in configs]
         if state:
             trainers[0].load_state_dict(state)

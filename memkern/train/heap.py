@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -28,7 +29,8 @@ def map_large_blocks() -> None:
 
 
 def trim() -> None:
-    """Returns what is free now."""
+    """Returns what is free now, cycles of Python objects included."""
+    gc.collect()
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
