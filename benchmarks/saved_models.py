@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,10 +88,12 @@ def rows(
     for tokens in lengths:
         for name in models:
             for precision in precisions:
-                saved0, peak0, expected = step(name, precision, tokens, "torch")
+                saved0, peak0, expected = plain = step(name, precision, tokens, "torch")
                 for mode in modes:
                     try:
-                        saved, peak, actual = step(name, precision, tokens, mode)
+                        saved, peak, actual = (
+                            plain if mode == "torch" else step(name, precision, tokens, mode)
+                        )
                     except (ValueError, NotImplementedError) as error:
                         print(f"{name}, {precision}, {tokens} tokens, {mode}: {error}")
                         continue
@@ -113,6 +116,40 @@ def rows(
                     yield provenance | case | dict(zip(FIGURES, figures, strict=True))
 
 
+_SHOWN = (
+    ("fp32: torch, B/token", "fp32", "512", "torch", "saved_per_token"),
+    ("exact", "fp32", "512", "exact", "share"),
+    ("8 bits", "fp32", "512", "8", "share"),
+    ("autocast: torch, B/token", "bf16 autocast", "512", "torch", "saved_per_token"),
+    ("checkpointing", "bf16 autocast", "512", "checkpointing", "share"),
+    ("exact", "bf16 autocast", "512", "exact", "share"),
+    ("8 bits", "bf16 autocast", "512", "8", "share"),
+    ("gradient error", "bf16 autocast", "512", "8", "gradient_error"),
+    ("2,048 tokens: exact", "bf16 autocast", "2048", "exact", "share"),
+    ("8 bits", "bf16 autocast", "2048", "8", "share"),
+)
+
+
+def _cell(row: dict[str, str] | None, column: str) -> str:
+    if row is None:
+        return ""
+    value = float(row[column])
+    if column == "saved_per_token":
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if column == "share" else f"{100 * value:.1f} %"
+
+
+def table(path: Path) -> str:
+    """The table of docs/saved-tensors.md, of each case's last run."""
+    with path.open(newline="") as file:
+        last = {tuple(row[c] for c in COLUMNS[-10:-6]): row for row in csv.DictReader(file)}
+    lines = ["| | " + " | ".join(shown[0] for shown in _SHOWN) + " |", "|---|" + "---:|" * len(_SHOWN)]
+    for name in zoo.MODELS:
+        cells = [_cell(last.get((name, *case)), column) for _, *case, column in _SHOWN]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.saved_models", description=__doc__.splitlines()[0]
@@ -123,8 +160,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--table", action="store_true", help="measure nothing, print the table of the docs")
     args = parser.parse_args(argv)
     path = args.out / "saved-models.csv"
+    if args.table:
+        print(table(path))
+        return
     for row in rows(args.models, args.precisions, args.tokens, args.modes):
         report.append(path, [row], COLUMNS)
         case = f"{row['model']:<10} {row['precision']:<13} {row['tokens']:>5} {row['mode']:<13}"

@@ -75,12 +75,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, linear_weight, linear_bias, weight, *given, lse = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
             target, nll, smooth = _Rows(*given)
-            # Where all rows are ignored the mean's gradient is infinite.
-            nll, smooth = (f if f is None else torch.where(f == 0, 0, f * grad) for f in (nll, smooth))
-            rows = _Rows(target, nll, smooth)
+            rows = _Rows(target, _times(nll, grad), None if smooth is None else _times(smooth, grad))
             grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, lse)
         reason = "linear_cross_entropy computes its gradient in chunks"
         return *(g if g is None else no_second_derivative(g, reason) for g in grads), *[None] * 5
+
+
+def _times(factor: Tensor, grad: Tensor) -> Tensor:
+    """0 where the factor is: where all rows are ignored the mean's gradient is infinite."""
+    return torch.where(factor == 0, 0, factor * grad)
 
 
 def _chunks(linear_weight: Tensor, chunk_size: int) -> Iterator[slice]:
@@ -239,7 +242,7 @@ def linear_cross_entropy(
     gradients of the weight and the bias are written as they are computed, once, without a buffer to accumulate them.
     That is why the chunks are of classes and the logits are computed twice: chunks of rows, with the gradients made in
     the forward pass, take three matrix products in place of four, but hold the weight's gradient in fp32 beside the
-    one that is returned. See docs/what-does-not-fit.md for both in figures.
+    one that is returned. See docs/what-does-not-fit.md.
 
     The second derivative raises RuntimeError. Functions of torch.func are not supported.
 

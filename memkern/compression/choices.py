@@ -13,13 +13,14 @@ from ..memory import saved_bytes
 from ..nn.embedding import MARK, state_bits_of
 from . import gated, match
 from .class_swap import attributes_of, become, is_already, original_class, revert
+from .composite import Recomputed
 from .report import Left, Swap
 
 Predicate = Callable[[str, nn.Module], bool]
 
 MARKED = "_memkern_marked"
 DEFAULT_BITS = 3
-AUTO, OUTPUT, FUSED = "auto", "output", "fused"
+AUTO, OUTPUT, RECOMPUTE = "auto", "output", "recompute"
 _PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
 
 
@@ -107,7 +108,7 @@ class Compression:
         return False
 
     def activations(self, mode: int | str) -> None:
-        """mode: bits, or one of AUTO, OUTPUT, FUSED."""
+        """mode: bits, or one of AUTO, OUTPUT, RECOMPUTE."""
         replaced: set[nn.Module] = set()
         for name, module in self.modules():
             if module in replaced:
@@ -116,8 +117,8 @@ class Compression:
             if not covered and (unit := gated.unit(original_class(module), module)) is not None:
                 replaced.add(unit.activation)
                 self._gated_unit(name, module, unit)
-            elif mode == FUSED or (mode == AUTO and covered):
-                self._fused(name, module)
+            elif mode == RECOMPUTE or (mode == AUTO and covered):
+                self._recomputed(name, module)
             else:
                 self._few_bits(name, module, DEFAULT_BITS if mode == AUTO else mode)
 
@@ -132,18 +133,21 @@ class Compression:
             now = "gate and up saved once, the rest computed anew"
             self.swapped.append(Swap(tuple(self.names[module]), was, now, 3 * size, 2 * size, unit.width))
 
-    def _fused(self, name: str, module: nn.Module) -> None:
+    def _recomputed(self, name: str, module: nn.Module) -> None:
         cls = original_class(module)
-        new = match.fused(cls, module)
-        if new is None:
+        before = after = 0.0
+        if composite := match.is_composite(cls, module):
+            before = _saved_per_element(cls, module, self.dtype)
+            after = _saved_per_element(Recomputed, module, self.dtype)
+        if not composite or after >= before:
             few_bit = type(module).__module__.startswith("memkern.nn.activation")
             if few_bit or gated.unit(cls, module) is not None:
                 revert(module)
-            return
-        before = _saved_per_element(cls, module, self.dtype)
-        after = _saved_per_element(type(new), new, self.dtype)
-        if after < before and self._wanted(name, module, None):
-            self._swap(name, module, new, before)
+        elif self._wanted(name, module, None) and not is_already(module, Recomputed, {}):
+            revert(module)
+            become(module, Recomputed, {})
+            now, width = "its input saved, run again for the backward pass", _width(self.by_name, name)
+            self.swapped.append(Swap(tuple(self.names[module]), cls.__name__, now, before, after, width))
 
     def _few_bits(self, name: str, module: nn.Module, mode: int | str) -> None:
         bits, keep = (DEFAULT_BITS, OUTPUT) if isinstance(mode, str) else (mode, "codes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def _finite_or_marked(x: Tensor, scale: Tensor) -> Tensor | None:
         return scale
     total = x.sum(dtype=torch.float32)
     if x.device.type == "cpu":
-        return scale if bool(total.isfinite()) else None
+        return scale if math.isfinite(total.item()) else None
     return scale + total * 0
 
 

@@ -34,6 +34,24 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def _backward_of_one(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
+    gate, up = halves(gate_up, None)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        by_gate = _activation_backward(grad * up, gate, activation)
+        return torch.cat((by_gate, grad * _activate(gate, activation)), -1)
+    result = torch.empty_like(gate_up)
+    by_gate, by_up = halves(result, None)
+    torch.mul(grad, _activate(gate, activation), out=by_up)
+    torch.mul(grad, up, out=by_gate)
+    if activation == SILU:
+        torch.ops.aten.silu_backward.grad_input(by_gate, gate, grad_input=by_gate)
+    else:
+        approximate = "none" if activation == GELU else "tanh"
+        torch.ops.aten.gelu_backward.grad_input(by_gate, gate, approximate=approximate, grad_input=by_gate)
+    return result
+
+
 class Glu(torch.autograd.Function):
     """act(gate) * up, from gate and up."""
 
@@ -47,15 +65,12 @@ class Glu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        first, second = halves(gate, up)
-        by_up = grad * _activate(first, ctx.activation) if ctx.needs_input_grad[1] or up is None else None
+        if up is None:
+            return _backward_of_one(grad, gate, ctx.activation), None, None
+        by_up = grad * _activate(gate, ctx.activation) if ctx.needs_input_grad[1] else None
         by_gate = None
         if ctx.needs_input_grad[0]:
-            by_gate = _activation_backward(grad * second, first, ctx.activation)
-        if up is None:
-            assert by_gate is not None
-            assert by_up is not None
-            return torch.cat((by_gate, by_up), -1), None, None
+            by_gate = _activation_backward(grad * up, gate, ctx.activation)
         return by_gate, by_up, None
 
 

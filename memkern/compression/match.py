@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..nn import activation as ours
 from ..nn.linear import RandomizedConv1D, RandomizedLinear
@@ -60,25 +60,6 @@ BY_NAME: dict[str, Maker] = {
 }
 
 
-class FusedQuickGELU(nn.Module):
-    """x sigmoid(1.702 x) in operations of torch that save one tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.silu(x * 1.702) * (1 / 1.702)
-
-
-FUSED: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda: nn.GELU("tanh") for name, maker in BY_NAME.items() if maker is _tanh_gelu},
-    "GELUActivation": nn.GELU,
-    "QuickGELUActivation": FusedQuickGELU,
-    "QuickGELU": FusedQuickGELU,
-    "SiLUActivation": nn.SiLU,
-    "MishActivation": nn.Mish,
-    "Swish": nn.SiLU,
-    "Mish": nn.Mish,
-}
-"""Composites, and the one operation of torch (two for QuickGELU) that computes the same and saves less."""
-
 # Functions whose input torch saves; called in a forward they are out of reach.
 FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
 
@@ -114,12 +95,11 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
     return None if base is None else f"a subclass of torch.nn.{base.__name__} may do more"
 
 
-def fused(cls: type[nn.Module], module: nn.Module) -> nn.Module | None:
-    """The fused counterpart of a composite, with the same gradients to rounding."""
-    if cls.__name__ not in FUSED or cls.__module__.startswith("memkern."):
-        return None
-    new = FUSED[cls.__name__]()
-    return new if _computes_the_same(cls, module, new) else None
+def is_composite(cls: type[nn.Module], module: nn.Module) -> bool:
+    """Whether it is one of BY_NAME and computes what its name says, so that its forward may be run a second time."""
+    if cls.__name__ not in BY_NAME or getattr(module, "inplace", False):  # a second run would change it again
+        return False
+    return isinstance(activation(cls, module, 3, "codes"), nn.Module)
 
 
 def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:

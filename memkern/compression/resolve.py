@@ -50,12 +50,16 @@ class Resolver:
         key = (edge.node, edge.nr, need)
         if rule is None or left == 0 or (self.views_only and rule.kind != "view") or key in self.failed:
             return None
+        if rule.uncoded and not self.exact:
+            return None
         value = self._apply(rule, edge, need, left)
         if value is None:
             self.failed.add(key)
         return value
 
     def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int) -> Value | None:
+        if (function := rule.make(edge)) is None:
+            return None
         values: list[Value] = []
         for i, source in enumerate(edge.inputs()):
             if source is None:
@@ -74,7 +78,7 @@ class Resolver:
                 values += found
         if rule.exactness == "rounding" and self.exact and values[1].dtype != torch.float32:
             return None  # statistics in bf16: the rows would be off by more than rounding
-        value = Computed(rule.make(edge), values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
+        value = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
         if value.depth > MOST_FUNCTIONS:
             return None
         register(edge, value)
@@ -152,7 +156,7 @@ def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
             break
         try:
             y = back(edge, source, x)
-        except RuntimeError:  # not to be viewed so
+        except (RuntimeError, ValueError):  # not to be viewed so; fake tensors raise the second
             break
         if y is None or y.shape != source.shape:
             break
@@ -166,11 +170,16 @@ _SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == "view"} | 
 }
 
 
-def codec_of(edge: Edge) -> str | None:
-    """How the data of an edge is coded: by the operation that made it, views left aside."""
+def maker(edge: Edge) -> str:
+    """The operation that made the data of an edge, views and copies left aside; "" where the graph does not tell."""
     while edge.node.name() in _SEEN_THROUGH:
         source = edge.inputs()[0]
         if source is None:
-            return None
+            return ""
         edge = source
-    return CODED.get(edge.node.name())
+    return edge.node.name()
+
+
+def codec_of(edge: Edge) -> str | None:
+    """How the data of an edge is coded."""
+    return CODED.get(maker(edge))

@@ -20,6 +20,8 @@ from .values import Edge, peeking
 
 # ---- functions of a node: what computes the output anew
 
+_FEW = 8
+
 
 def signed(dim: int) -> int:
     """Nodes show negative dimensions as unsigned 64-bit numbers."""
@@ -135,6 +137,42 @@ def _glu(edge: Edge) -> Callable[..., Tensor]:
     return function
 
 
+def _composite(edge: Edge) -> Callable[[Tensor], Tensor]:
+    return edge.node.function
+
+
+def _summed(edge: Edge) -> Callable[[Tensor], Tensor] | None:
+    """Over a dimension or more, of few elements: a sum over many is small, and saved as it is."""
+    source = edge.inputs()[0]
+    if source is None or source.shape.numel() > _FEW * edge.shape.numel():
+        return None
+    dims = [signed(dim) for dim in edge.node._saved_dim]
+    return functools.partial(torch.sum, dim=dims, keepdim=edge.node._saved_keepdim, dtype=edge.dtype)
+
+
+def _softmax(edge: Edge) -> Callable[[Tensor], Tensor]:
+    return functools.partial(torch.softmax, dim=signed(edge.node._saved_dim), dtype=edge.dtype)
+
+
+def _safe_softmax(edge: Edge) -> Callable[[Tensor], Tensor]:
+    return functools.partial(torch.ops.aten._safe_softmax, dim=signed(edge.node._saved_dim))
+
+
+def _bmm(edge: Edge) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Of attention's scores, which are larger than queries and keys together; no other product is worth it."""
+    sources = edge.inputs()
+    if any(source is None for source in sources):
+        return None
+    if edge.shape.numel() < sum(source.shape.numel() for source in sources if source):
+        return None
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.bmm(a, b)
+
+    return function
+
+
 def _rows(edge: Edge) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda weight, indices: F.embedding(indices, weight)
 
@@ -162,17 +200,20 @@ class Rule(NamedTuple):
 
     kind: "view" (the same memory), "copy" (the same values elsewhere or in another dtype) or "function".
     exactness: "bits", the same ones as torch's, or "rounding", within a few units in the last place.
-    make: gives, for an edge, the function of the inputs.
+    make: gives, for an edge, the function of the inputs; None where the rule is not for this edge.
     inputs: of each argument, where it is if it has no edge (needs no gradient): the node's attribute, with "*" before
         it if there may be no such argument; "" nowhere; None for any number of arguments, all with edges.
     extra: what else is saved, which the function takes after the first argument.
+    uncoded: only where nothing is stored in codes: their errors would grow in an exponential or a product, and what
+        the operation makes is itself in codes for a byte per element.
     """
 
     kind: str
     exactness: str
-    make: Callable[[Edge], Callable[..., Tensor]]
+    make: Callable[[Edge], Callable[..., Tensor] | None]
     inputs: tuple[str, ...] | None = ("",)
     extra: tuple[str, ...] = ()
+    uncoded: bool = False
 
     @property
     def cost(self) -> int:
@@ -230,6 +271,11 @@ RULES: dict[str, Rule] = {
     "HardswishBackward0": _function(F.hardswish),
     "LeakyReluBackward0": Rule("function", "bits", _leaky_relu),
     "GluBackward": Rule("function", "bits", _glu, None),
+    "CompositeBackward": Rule("function", "bits", _composite),
+    "SumBackward1": Rule("function", "bits", _summed, uncoded=True),
+    "SoftmaxBackward0": Rule("function", "bits", _softmax, uncoded=True),
+    "SafeSoftmaxBackward0": Rule("function", "bits", _safe_softmax, uncoded=True),
+    "BmmBackward0": Rule("function", "bits", _bmm, ("", ""), uncoded=True),
     "NativeLayerNormBackward0": Rule(
         "function",
         "rounding",
@@ -281,7 +327,8 @@ CODED: dict[str, str] = {
     **dict.fromkeys(("ConstantPadNdBackward0", "MaxPool2DWithIndicesBackward0", "AvgPool2DBackward0"), POWER),
     **dict.fromkeys(("UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0"), POWER),
     # of :mod:`memkern.functional`
-    **dict.fromkeys(("CodesBackward", "OutputBackward", "WrappedBackward", "GluBackward"), POWER),
+    **dict.fromkeys(("CodesBackward", "OutputBackward", "WrappedBackward"), POWER),
+    **dict.fromkeys(("GluBackward", "CompositeBackward"), POWER),
     "LogSoftmaxBackward0": AFFINE,
 }
 """What is stored in 8 bits, by the operation that made it, and how.

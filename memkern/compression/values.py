@@ -69,7 +69,7 @@ def register(edge: Edge, value: Value) -> None:
 def version_of(x: Tensor) -> Tensor:
     """A tensor without memory that has ``x``'s version counter: it tells of in-place changes and holds nothing."""
     counter = x.detach()
-    counter.data = x.new_empty(0)
+    counter.data = counter.new_empty(0)
     return counter
 
 

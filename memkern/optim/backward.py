@@ -215,8 +215,10 @@ def check_not_stepped(stepped: set[Tensor]) -> None:
 
 def without_hooks(step: Callable[[], Any]) -> Callable[[], Any]:
     """An optimizer's bound ``step`` without its hooks, which belong to the step that the loop calls."""
-    plain = getattr(step, "__wrapped__", None)  # torch wraps the step of each class that has objects
-    return functools.partial(plain, step.__self__) if getattr(step, "hooked", False) and plain else step
+    if not getattr(step, "hooked", False):
+        return step
+    bound: Any = step  # torch wraps the step of each class that has objects
+    return functools.partial(bound.__wrapped__, bound.__self__)
 
 
 def refuse_scaler(optimizer: Optimizer, cure: str) -> None:
@@ -245,7 +247,7 @@ def check_not_reduced_later(p: Tensor) -> None:
 
 
 @functools.cache
-def _class_for(optimizer_class: type[Optimizer]) -> type[StepInBackward]:
+def _class_for(optimizer_class: Any) -> type[StepInBackward]:
     """The class of the objects: steps in the backward pass, and else is ``optimizer_class``."""
     name = f"{StepInBackward.__name__}({optimizer_class.__name__})"
     return type(name, (StepInBackward, optimizer_class), {"optimizer_class": optimizer_class})
@@ -253,4 +255,4 @@ def _class_for(optimizer_class: type[Optimizer]) -> type[StepInBackward]:
 
 def _new(optimizer_class: type[Optimizer]) -> StepInBackward:
     """An empty object, for pickle and copy."""
-    return object.__new__(_class_for(optimizer_class))
+    return object.__new__(_class_for(optimizer_class))  # type: ignore[arg-type]

@@ -143,8 +143,8 @@ def has_gradient(w: Weight) -> bool:
 
 def copy_options(source: Optimizer, to: Optimizer) -> None:
     """Sets every option of one's groups to the other's."""
-    for given, group in zip(source.param_groups, to.param_groups, strict=True):
-        group.update((key, x) for key, x in given.items() if key not in ("params", "param_names"))
+    for given, group in zip(source.param_groups, to.param_groups, strict=False):
+        group.update((key, x) for key, x in given.items() if key != "params")
 
 
 def check_options(host_dtype: Any, device_state_bytes: Any) -> None:

@@ -84,7 +84,7 @@ def _model_lines(t: Techniques) -> Iterator[str]:
     if t.precision == "bf16":
         yield "model.to(torch.bfloat16)"
     bits, share = t.activation_bits, t.linear_share
-    options = [repr(bits) if bits else repr("fused" if t.saved_bits else None)]
+    options = [repr(bits) if bits else repr("recompute" if t.saved_bits else None)]
     options += [f"linear={share:g}"] if share is not None else []
     options += [f"saved_bits={t.saved_bits!r}"] if t.saved_bits else []
     if bits or t.saved_bits or share is not None:

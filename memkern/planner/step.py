@@ -35,7 +35,7 @@ def prepare(model: nn.Module, techniques: Techniques, group: int | None = None) 
     """
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
-        compress(model, bits or ("fused" if saved else None), linear=share, saved_bits=saved)
+        compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
     if techniques.checkpointing != "none":
         checkpoint_blocks(model, techniques.checkpointing, group)
 

@@ -55,4 +55,6 @@ def test_gpt2_block(tmp_path: Path) -> None:
         assert of("torch's fused tanh-GELU") == pytest.approx(fused, abs=precision)
         assert of("compress, 3 bits") == pytest.approx(three, abs=precision)
         assert of("compress, 3 bits, 20 % of tokens") < 0.7 * three
+        assert of("compress, what is saved once, exactly") < 0.36 * before
+        assert of("compress, what is saved in 8 bits") < 0.094 * before
     assert saved["768", "compress, 3 bits"] <= 38_500

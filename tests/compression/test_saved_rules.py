@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import memkern
 from memkern import functional, memory
 from memkern.compression import rules
+from memkern.compression.composite import Composite
 from memkern.compression.resolve import root
 from memkern.compression.values import Edge
 
@@ -65,7 +66,12 @@ CASES: dict[str, Function] = {
     "HardswishBackward0": F.hardswish,
     "LeakyReluBackward0": lambda x: F.leaky_relu(x, 0.3),
     "GluBackward": functional.swiglu,
+    "CompositeBackward": lambda x: Composite.apply(x, lambda t: t * torch.sigmoid(1.702 * t)),
     "NativeLayerNormBackward0": NORM,
+    "SumBackward1": lambda x: x.view(N, 4, -1).sum(-2),
+    "SoftmaxBackward0": lambda x: x.softmax(-1),
+    "SafeSoftmaxBackward0": lambda x: torch.ops.aten._safe_softmax(x, -1),
+    "BmmBackward0": lambda x: torch.bmm(x.view(1, -1, 8), x.view(1, -1, 8).transpose(1, 2)),
 }
 
 
@@ -109,6 +115,33 @@ def test_rule(name: str) -> None:
         assert torch.equal(gradient, expected)
     else:
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in rules.RULES.items() if rule.uncoded])
+def test_beside_codes_products_and_softmax_are_not_computed_anew(name: str) -> None:
+    """The codes' errors of what goes into them would be larger than that of the output's own codes."""
+    leaf = torch.randn(N, W, requires_grad=True)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        with memkern.quantize_saved(8):
+            return _run(CASES[name], leaf * 1.5)
+
+    y = CASES[name](leaf * 1.5)
+    assert memory.saved_bytes(forward, leaf) >= y.numel() * (1 if name in rules.CODED else 4)
+
+
+def test_sums_over_many_and_small_products_are_saved() -> None:
+    leaf = torch.randn(1, 64, 64, requires_grad=True)
+
+    def saved(function: Function) -> int:
+        def forward() -> tuple[Tensor, Tensor]:
+            with memkern.quantize_saved("exact"):
+                return _run(function, leaf * 1.5)
+
+        return memory.saved_bytes(forward, leaf)
+
+    assert saved(lambda x: x.sum(-1)) == 64 * 4
+    assert saved(lambda x: torch.bmm(x, x)) == leaf.nbytes
 
 
 def test_frozen_affine_parameters_count() -> None:

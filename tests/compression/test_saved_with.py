@@ -134,6 +134,24 @@ def test_a_compressed_model_compiles_and_says_nothing() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_inside_of_a_compiled_function() -> None:
+    """With fullgraph=True the compiler refuses it; otherwise it leaves the block to Python, and gradients are right."""
+    torch._dynamo.reset()
+    model = Model(1)
+    expected = gradients(model, lambda: model(ids()))
+
+    def forward() -> Tensor:
+        with memkern.quantize_saved("exact"):
+            return model(ids())
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")()
+    torch._dynamo.reset()
+    assert error(gradients(model, torch.compile(forward, backend="aot_eager")), expected) < 1e-5
+
+
 def test_functional_transforms_refuse_hooks() -> None:
     x = torch.randn(8)
     with pytest.raises(RuntimeError, match="saved tensor hooks"), memkern.quantize_saved(8):

@@ -89,6 +89,11 @@ NAMED = {
     "QuickGELU": (lambda x: x * torch.sigmoid(1.702 * x), mnn.QuickGELU, {}),
     "SiLUActivation": (F.silu, mnn.SiLU, {"inplace": False}),
     "MishActivation": (F.mish, mnn.Mish, {"inplace": False}),
+    # timm's, which are no subclasses of torch's
+    "GELU": (F.gelu, mnn.GELU, {"approximate": "none"}),
+    "Swish": (F.silu, mnn.SiLU, {"inplace": False}),
+    "Mish": (F.mish, mnn.Mish, {"inplace": False}),
+    "HardSwish": (F.hardswish, mnn.Hardswish, {"inplace": False}),
 }
 
 

@@ -101,6 +101,7 @@ def test_groups_differ_in_their_options(new: Any) -> None:
         irrelevant.grad = torch.rand_like(irrelevant)
         return loss
 
+    with_irrelevant.loss_of = closure.loss_of
     assert_right_direction(optimizer, with_irrelevant, up=options.get("maximize", False))
     assert torch.equal(irrelevant, before)
 

@@ -135,10 +135,11 @@ def test_a_half_precision_model_with_fp32_weights_on_the_host(
             each.step()
         optimizer.zero_grad()
     assert_same([*models[1].parameters()], [*models[0].parameters()])
-    weights = [w.home for w in optimizer._weights.values()]
-    assert_same(weights, by_hand.masters)
-    assert all(w.dtype == torch.float32 for w in weights)
-    states = [optimizer.state[p] for p in models[1].parameters()]
+    states = [dict(optimizer.state[p]) for p in models[1].parameters()]
+    in_state = dtype == torch.bfloat16 and build is not torch.optim.AdamW
+    homes = [w.home for w in optimizer._weights.values()]
+    weights = [state.pop("master_weight") for state in states] if in_state else [w.detach() for w in homes]
+    assert_same(weights, [w.detach() for w in by_hand.masters])
     assert_same(states, [by_hand.optimizer.state[p] for p in by_hand.masters])
 
 
@@ -148,6 +149,23 @@ def test_host_dtype_none_keeps_the_parameter_s_own() -> None:
     found, _, _ = run(
         lambda params: HostOffload(make, params, host_dtype=None, transfers=LateTransfers, lr=1e-2),
         dtype=torch.bfloat16,
+    )
+    assert_same(found, expected)
+
+
+@over_modes
+@over_transfers
+def test_bf16_weights_that_keep_their_rounding(mode: str, transfers: Any) -> None:
+    options = {"master_weights": "bf16+8", "min_8bit_size": 0}
+    expected, _, _ = run(lambda params: optim.AdamW8bit(params, **options), dtype=torch.bfloat16)
+    own = {"host_dtype": None, "transfers": transfers, **MODES[mode]}
+    found, _, _ = run(
+        lambda params: HostOffload(optim.AdamW8bit, params, **own, **options), dtype=torch.bfloat16
+    )
+    assert_same(found, expected)
+    del own["host_dtype"]  # master_weights says what the host has
+    found, _, _ = run(
+        lambda params: HostOffload(optim.AdamW8bit, params, **own, **options), dtype=torch.bfloat16
     )
     assert_same(found, expected)
 
@@ -556,12 +574,13 @@ def test_a_model_that_changes_its_memory_format() -> None:
 
 
 @over_modes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 def test_a_run_goes_on_from_its_state_dict(mode: str, dtype: torch.dtype) -> None:
     make = lambda params: HostOffload(optim.AdamW8bit, params, min_8bit_size=0, **MODES[mode])  # noqa: E731
     _, optimizer, model = run(make, dtype=dtype)
     state = saved(optimizer.state_dict())
-    assert ("host_weights" in state) == (dtype == torch.bfloat16)
+    assert ("host_weights" in state) == (dtype == torch.float16)
+    assert ("master_weight" in state["state"][0]) == (dtype == torch.bfloat16)
     again = copy.deepcopy(model)
     other = make(again.parameters())
     other.load_state_dict(state)
@@ -580,14 +599,14 @@ def test_state_dicts_of_the_optimizer_in_memory() -> None:
     assert_same(optimizer.state_dict(), plain.state_dict())
     plain.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(plain.state_dict())
-    half = HostOffload(optim.AdamW8bit, model.to(torch.bfloat16).parameters(), min_8bit_size=0)
+    half = HostOffload(optim.AdamW8bit, model.to(torch.float16).parameters(), min_8bit_size=0)
     half.load_state_dict(plain.state_dict())
     for w in half._weights.values():
         assert torch.equal(w.home, w.p.float())
 
 
 def test_a_state_dict_that_does_not_fit() -> None:
-    _, optimizer, _ = run(lambda params: HostOffload(optim.AdamW, params), dtype=torch.bfloat16)
+    _, optimizer, _ = run(lambda params: HostOffload(optim.AdamW, params), dtype=torch.float16)
     before = snapshot(optimizer)
     state = optimizer.state_dict()
     wrong = {**state, "host_weights": {0: torch.zeros(3)}}

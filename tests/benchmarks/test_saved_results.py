@@ -1,0 +1,66 @@
+"""The committed figures of memkern.quantize_saved hold what docs/saved-tensors.md says of them."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks import saved_models, zoo
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def last(name: str, *columns: str) -> dict[tuple[str, ...], dict[str, str]]:
+    """Each case's last row."""
+    with (RESULTS / name).open(newline="") as file:
+        return {tuple(row[c] for c in columns): row for row in csv.DictReader(file)}
+
+
+MODELS = last("saved-models.csv", "model", "precision", "tokens", "mode")
+
+
+def test_every_model_is_there() -> None:
+    for case in itertools.product(zoo.MODELS, saved_models.PRECISIONS, ["512"], saved_models.MODES):
+        assert case in MODELS or (case[0] in zoo.NOT_TRANSFORMERS and case[-1] == "checkpointing")
+
+
+@pytest.mark.parametrize("case", MODELS, ids=", ".join)
+def test_bytes_and_gradients(case: tuple[str, ...]) -> None:
+    model, precision, tokens, mode = case
+    row = MODELS[case]
+    share = float(row["share"])
+    assert row["dirty"] == "no"
+    assert share <= 1
+    if mode not in ("exact", "8"):
+        return
+    assert float(row["peak_share"]) <= 1
+    assert float(row["gradient_error"]) <= (1e-4 if mode == "exact" else 0.02)
+    assert float(row["cosine"]) >= 0.9995
+    if model in zoo.NOT_TRANSFORMERS or precision == "bf16":
+        return
+    if mode == "8":
+        assert share <= (0.20 if tokens == "512" else 0.25)
+    elif precision == "bf16 autocast" and tokens == "512":
+        assert share <= 0.45
+
+
+def test_losses_are_within_seed_noise() -> None:
+    rows = last("saved-parity.csv", "model", "mode", "steps", "seed")
+    losses = {case: float(row["loss"]) for case, row in rows.items()}
+    for model in ("GPT", "Llama"):
+        of_torch = [loss for case, loss in losses.items() if case[:3] == (model, "torch", "300")]
+        noise = statistics.stdev(of_torch)
+        for case, loss in losses.items():
+            plain = (model, "torch", *case[2:])
+            if case[0] == model and plain in losses:
+                assert abs(loss - losses[plain]) < noise, case
+
+
+def test_times_of_a_step() -> None:
+    for case, row in last("saved-time.csv", "model", "precision", "tokens", "mode").items():
+        if case[-1] in ("exact", "8"):
+            assert float(row["ratio"]) <= 1.08, case

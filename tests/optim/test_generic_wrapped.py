@@ -1,0 +1,108 @@
+"""What PyTorch asks of its own optimizers, of those that step in the backward pass or on the host.
+
+The tests are those of test_generic.py and test_generic_state.py, collected here once more with other fixtures. Left out
+is what the classes refuse or do not promise: parameters on several devices, and gradients that a step only reads where
+they are freed or copied.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import optim
+from memkern.optim import HostOffload, StepInBackward
+from tests.optim.test_generic import (  # noqa: F401
+    test_a_closure_runs_once_with_gradients,
+    test_a_gradient_comes_later,
+    test_a_step_takes_no_memory_after_the_first,
+    test_a_tensor_lr_is_its_number,
+    test_goes_in_the_right_direction,
+    test_goes_in_the_right_direction_on_a_schedule,
+    test_groups_differ_in_their_options,
+    test_nothing_happens_for_gradients_of_zero,
+    test_nothing_happens_without_gradients,
+    test_parameters_of_many_dtypes_step_as_alone,
+)
+from tests.optim.test_generic_state import (  # noqa: F401
+    test_a_state_dict_of_another_dtype,
+    test_a_step_that_is_a_number_loads,
+    test_an_older_state_dict_loads,
+    test_can_be_printed,
+    test_copies_have_everything,
+    test_groups_have_every_option,
+    test_load_state_dict_hooks,
+    test_loading_leaves_the_state_dict_alone,
+    test_state_dict_hooks,
+    test_state_dicts_load_with_weights_only,
+    test_state_dicts_repeat_a_run,
+    test_state_dicts_repeat_a_run_whoever_has_names,
+    test_step_hooks_fire_in_order,
+)
+from tests.support.generic_optimizers import CASES
+from tests.support.late_transfers import LateTransfers
+
+CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
+    "StepInBackward": (StepInBackward, {}),
+    "HostOffload": (HostOffload, {"transfers": LateTransfers}),
+    "HostOffload on the CPU": (HostOffload, {}),
+    "HostOffload, gradients too": (HostOffload, {"transfers": LateTransfers, "offload_gradients": True}),
+    "HostOffload, in backward": (HostOffload, {"step_in_backward": True}),
+}
+IN_BACKWARD = ("StepInBackward", "HostOffload, in backward")
+
+
+def builder(name: str, build: type) -> Callable[..., torch.optim.Optimizer]:
+    wrapper, own = CLASSES[name]
+
+    def make(params: Any, **options: Any) -> torch.optim.Optimizer:
+        return wrapper(build, params, **own, **options)
+
+    make.__name__ = f"StepInBackward({build.__name__})" if wrapper is StepInBackward else "HostOffload"
+    return make
+
+
+def fixture_of(build: Callable[..., torch.optim.Optimizer], given: dict[str, Any]) -> Any:
+    def make(params: Any, **changes: Any) -> torch.optim.Optimizer:
+        return build(params, **copy.deepcopy({**given, **changes}))
+
+    make.build = build
+    return make
+
+
+FULL = ("HostOffload on the CPU", "HostOffload, gradients too")
+OWN_OPTIONS = {
+    optim.AdamW: ("maximize", "tensor lr", "capturable", "max_grad_norm", "amsgrad"),
+    optim.AdamW8bit: ("default", "8 bits", "dynamic"),
+}
+
+
+def param_of(name: str, build: type, *values: Any) -> Any:
+    marks = [pytest.mark.full] if name in FULL else []
+    return pytest.param((name, build, *values), marks=marks, id="-".join([name, build.__name__, *values[:1]]))
+
+
+OWN_CASES = [
+    param_of(name, build, case, options)
+    for name in CLASSES
+    for build, case, options in CASES
+    if case in OWN_OPTIONS.get(build, ()) and not (case == "max_grad_norm" and name in IN_BACKWARD)
+]
+
+
+@pytest.fixture(params=OWN_CASES)
+def new(request: pytest.FixtureRequest) -> Any:
+    name, build, _, options = request.param
+    make = fixture_of(builder(name, build), options)
+    make.options = options
+    return make
+
+
+@pytest.fixture(params=[param_of(n, b) for n in CLASSES for b in (optim.AdamW8bit, optim.LAMB)])
+def plain(request: pytest.FixtureRequest) -> Any:
+    name, build = request.param
+    make = fixture_of(builder(name, build), {"min_8bit_size": 0})
+    make.options = {}
+    return make
