@@ -105,7 +105,7 @@ class ArgumentError(ValueError):
 class TrainConfig:
     """One run. ``None`` stands for a default that depends on another field; the properties resolve it.
 
-    data: files and folders of text, JSONL and CSV, empty for the running Python's library (``data.load``).
+    data: files and folders of text, JSONL and CSV, empty for the running Python's library (``build.load``).
     model: a preset of ``MODELS``, whose sizes layers, heads and width override; or a folder that transformers saved, or
         a name on the Hugging Face Hub. from_config: random weights. bytes: UTF-8 bytes in place of the model's
         tokenizer. dropout: every dropout rate of the model, default the model's own.
