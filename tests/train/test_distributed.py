@@ -70,14 +70,15 @@ def train(*arguments: str) -> list[str]:
 
 def assert_same(a: Path, b: Path) -> dict[str, Any]:
     """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
-    norm, as a code of nearly equal moments may differ by one; losses within 1e-5."""
+    norm, as a code of nearly equal moments may differ by one; losses within 1e-5. 1e-5 for the bias of attention's keys,
+    whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
     one, two = checkpoints.load(a), checkpoints.load(b)
     assert one["step"] == two["step"] == 5
     for name in ("train_loss", "validation", "accuracy"):
         losses = (torch.tensor(state["history"][name]) for state in (one, two))
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     for name, weight in one["model"].items():
-        assert (weight - two["model"][name]).norm() <= 1e-4 * weight.norm(), name
+        assert (weight - two["model"][name]).norm() <= 1e-4 * weight.norm() + 1e-5, name
     return two
 
 
