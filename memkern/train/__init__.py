@@ -4,10 +4,10 @@
     [result] = run([Trainer(config, load(config))])
 
 ``config`` the options and their checks; ``data``, ``documents``, ``tokenizers`` and ``tokens`` text to batches;
-``model`` the byte-level GPT, ``huggingface`` transformers' models, ``objective`` a model with its loss; ``build`` all that from a
-config; ``loop`` the training, ``evaluation`` its validation, ``phases`` its memory; ``distributed`` and ``sharding``
-several processes; ``fit`` the planner's choice; ``checkpoint`` the files. ``progress``, ``report``, ``plot`` and
-``cli`` need the extra ``[train]``. docs/training.md says how the options work together.
+``model`` the byte-level GPT, ``huggingface`` transformers' models, ``objective`` a model with its loss; ``build`` all
+that from a config; ``loop`` the training, ``evaluation`` its validation, ``phases`` its memory; ``distributed`` and
+``sharding`` several processes; ``fit`` the planner's choice; ``checkpoint`` the files. ``progress``, ``report``,
+``plot`` and ``cli`` need the extra ``[train]``. docs/training.md says how the options work together.
 """
 
 from .build import Source, load

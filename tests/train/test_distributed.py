@@ -70,8 +70,8 @@ def train(*arguments: str) -> list[str]:
 
 def assert_same(a: Path, b: Path) -> dict[str, Any]:
     """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
-    norm, as a code of nearly equal moments may differ by one; losses within 1e-5. 1e-5 for the bias of attention's keys,
-    whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
+    norm, as a code of nearly equal moments may differ by one; losses within 1e-5. And 1e-5 for
+    the bias of attention's keys, whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
     one, two = checkpoints.load(a), checkpoints.load(b)
     assert one["step"] == two["step"] == 5
     for name in ("train_loss", "validation", "accuracy"):
