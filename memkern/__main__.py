@@ -14,13 +14,6 @@ from .train import cli as train_cli
 from .train.config import ArgumentError
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are one line, without the usage: --help has that."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """``value`` as indented names and texts; nested dicts become nested lines."""
     label = "  " * depth + name
@@ -36,6 +29,13 @@ def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         yield label, {True: "yes", False: "no", None: "none"}[value]
     else:
         yield label, str(value) or "none"
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are a line, not a line after a page of options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
 
 def info(args: argparse.Namespace) -> None:

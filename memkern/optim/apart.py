@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _ops
 from ..quant.layout import is_dense
 from ..schemas import StepArgs, StepOp
-from . import sharding, weights
+from . import sharded_step, sharding, weights
 from .options import check_gradient, check_param
 from .storage import takes_8bit_state
 
@@ -54,11 +54,11 @@ def step(optimizer: BlockwiseOptimizer, args: StepArgs) -> None:
             strided.append((i, p, op, by_reference))
     for (device, _, by_reference), (op, own) in calls.items():
         part = _part(optimizer, args, op, own)._replace(grad_norm=norms.get(device))
-        _ops.step_(op, sharding.local_args(part) if optimizer._sharded else part, by_reference)
+        _ops.step_(op, sharded_step.local_args(part) if optimizer._sharded else part, by_reference)
     if with_numbers:
         parts = [_part(optimizer, args, op, [i]) for i, op in with_numbers]
         norm = [norms.get(part.params[0].device) for part in parts]
-        sharding.step_with_numbers(
+        sharded_step.step_with_numbers(
             with_numbers[0][1], [part._replace(grad_norm=x) for part, x in zip(parts, norm, strict=True)]
         )
     for i, p, op, by_reference in strided:
@@ -102,7 +102,7 @@ def _grad_norms(optimizer: BlockwiseOptimizer, args: StepArgs) -> dict[torch.dev
     grads = args.grads
     first = grads[0].device
     if optimizer._sharded:
-        total = sharding.grad_norm(optimizer._scaled(args, first), sharding.local_args(args).grads)
+        total = sharded_step.grad_norm(optimizer._scaled(args, first), sharded_step.local_args(args).grads)
     else:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(first) for g in grads]
         total = torch.linalg.vector_norm(torch.stack(norms))

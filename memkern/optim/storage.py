@@ -12,7 +12,7 @@ from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
 from ..reference.blockwise import sqrt
 from ..schemas import StepOp
-from . import sharding, weights
+from . import sharded_step, sharding, weights
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
@@ -50,7 +50,7 @@ def store_moment(
         return {name: x}
     codec, signed = group["codec"], name == "exp_avg"
     rooted = codec == "power" and not signed
-    quantize = sharding.quantize if sharding.is_dtensor(p) else _ops.quantize_blockwise
+    quantize = sharded_step.quantize if sharding.is_dtensor(p) else _ops.quantize_blockwise
     codes, scale = quantize(sqrt(x) if rooted else x, codec, signed, group["block_size"], step)
     return {name: codes, f"{name}_scale": scale}
 
@@ -62,7 +62,7 @@ def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> T
         return codes.clone()
     scale, block_size = state[f"{name}_scale"], group["block_size"]
     if sharding.is_dtensor(codes):
-        x = sharding.dequantize(codes, scale, codec, block_size)
+        x = sharded_step.dequantize(codes, scale, codec, block_size)
     else:
         x = dequantize_blockwise(codes, scale, codec=codec, block_size=block_size)
     return x * x if codec == "power" and codes.dtype == torch.uint8 else x

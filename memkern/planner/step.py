@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from .. import optim
 from ..compression.swap import compress
-from .checkpointing import checkpoint_blocks, group_size
+from .checkpointing import checkpoint_blocks
 from .models import Source
 from .techniques import TechniqueError, Techniques
 from .trace import Recorder, Trace, record
 
-FEW = 2  # groups of blocks, of which traces are made
+FEW = 2  # blocks of which traces are made
 ERRORS = ("weight_error", "master_weight")
 """Entries of an optimizer's state that belong to the weights."""
 
@@ -28,16 +28,13 @@ def weight_dtype(techniques: Techniques) -> torch.dtype:
     return torch.bfloat16 if techniques.precision == "bf16" else torch.float32
 
 
-def prepare(model: nn.Module, techniques: Techniques, group: int | None = None) -> None:
-    """Applies the techniques that change the model, in place: activations, linear layers, checkpoints.
-
-    group: blocks of a checkpoint, in place of what the model's own number asks for.
-    """
+def prepare(model: nn.Module, techniques: Techniques) -> None:
+    """Applies the techniques that change the model, in place: activations, linear layers, checkpoints."""
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
     if techniques.checkpointing != "none":
-        checkpoint_blocks(model, techniques.checkpointing, group)
+        checkpoint_blocks(model, techniques.checkpointing)
 
 
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
@@ -74,23 +71,18 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
             "loss_chunk", techniques.loss_chunk, "None for a model that is no language model"
         )
     depth = source.depth
-    if depth is None:
+    # With groups of sqrt(L) blocks the last one is smaller than the others, and few of them are most of the model.
+    if depth is None or depth <= FEW + 1 or techniques.checkpointing == "sqrt":
         return [trace(source, techniques, device)], 0
-    group = group_size(techniques.checkpointing, depth) if techniques.checkpointing == "sqrt" else 1
-    groups = -(-depth // group)
-    if groups <= FEW + 1:
-        return [trace(source, techniques, device)], 0
-    rest = depth - (groups - 1) * group  # of the last group
-    cut = [source.with_depth((n - 1) * group + rest) for n in (FEW, FEW + 1)]
-    return [trace(few, techniques, device, group) for few in cut], groups - FEW
+    return [trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1)], depth - FEW
 
 
-def trace(source: Source, techniques: Techniques, device: str, group: int | None = None) -> Trace:
+def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     """A forward and a backward pass on fake tensors of a device."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
-    prepare(model, techniques, group)  # outside of the mode: activations are matched on values
+    prepare(model, techniques)  # outside of the mode: activations are matched on values
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":

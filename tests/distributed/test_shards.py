@@ -48,13 +48,12 @@ def test_a_few_steps(ranks: Ranks) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
-@pytest.mark.parametrize(("build", "least"), [(gpt, 4096), (Odd, 0)])
-def test_200_steps(ranks: Ranks, build: Any, least: int, new: Any, world: int) -> None:
+@pytest.mark.parametrize(("build", "least", "last"), [(gpt, 4096, 200), (Odd, 0, 30)])
+def test_200_steps(ranks: Ranks, build: Any, least: int, last: int, new: Any, world: int) -> None:
     options = {"min_8bit_size": least, "weight_decay": 0.1}
-    expected = alone(build, new, options, 200)
-    codes = [state["exp_avg"].dtype == torch.int8 for state in expected.values()]
-    assert any(codes)
-    for rank in ranks(world, run, build, new, options, 200):
+    expected = alone(build, new, options, last)
+    assert any(state["exp_avg"].dtype == torch.int8 for state in expected.values())
+    for rank in ranks(world, run, build, new, options, last):
         assert_same(rank, expected)
 
 
@@ -347,12 +346,13 @@ def other_placements() -> Any:
 def test_gradients_of_other_placements(ranks: Ranks) -> None:
     ((expected, _, alone_report),) = ranks(1, other_placements)
     assert alone_report["process_group"] == "gloo, rank 0 of 1"
-    assert alone_report["shards_end_inside_blocks"] == []
+    line = "(9,40): replicated scales, stepped on the reference"
+    assert line not in alone_report["shards_end_inside_blocks"]
     for rank, (found, placements, said) in enumerate(ranks(2, other_placements)):
         assert_same(found, expected)
         assert placements == (Shard(0),)
         assert said["process_group"] == f"gloo, rank {rank} of 2"
-        assert said["shards_end_inside_blocks"] == ["(9,40): replicated scales, stepped on the reference"]
+        assert line in said["shards_end_inside_blocks"]
 
 
 class OddBF16(Odd):

@@ -49,7 +49,7 @@ def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
 def test_losses(ranks: Ranks, new: Any) -> None:
     options = {"lr": 3e-3, "min_8bit_size": 0, "max_grad_norm": 1.0}
     ((expected, _),) = ranks(1, losses, 1, 1, new, options)
-    assert expected[-1] < expected[0]
+    assert expected[3] < expected[0]  # of the same batch
     for data, tensor in ((1, 2), (2, 2)):
         for found, states in ranks(data * tensor, losses, data, tensor, new, options):
             assert found == pytest.approx(expected, rel=2e-3)

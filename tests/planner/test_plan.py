@@ -156,7 +156,9 @@ def test_checkpoints_change_no_gradient(how: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "changes", [{}, {"checkpointing": "blocks"}, {"checkpointing": "sqrt"}, {"saved_bits": 8}], ids=str
+    "changes",
+    [{}, {"checkpointing": "blocks", "loss_chunk": 512}, {"saved_bits": 8}, {"precision": "amp"}],
+    ids=str,
 )
 @pytest.mark.parametrize("free_gradients", [False, True])
 def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_gradients: bool) -> None:
@@ -193,7 +195,7 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
 @pytest.mark.full
 def test_the_largest_micro_batch_is_the_largest() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
-    plan = memkern.plan(model, memory="600MiB", inputs=x, device="cpu", techniques=Techniques())
+    plan = memkern.plan(model, memory="530MiB", inputs=x, device="cpu", techniques=Techniques())
     planner = planner_of(model, x)
     assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch)).peak <= plan.memory
     assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch + 1)).peak > plan.memory

@@ -262,9 +262,9 @@ def test_bad_input_is_named_and_nothing_is_written(
     with pytest.raises(SystemExit) as ended:
         main(["train", *data, *SMALL, *output, *arguments])
     assert ended.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()  # without a page of usage
-    assert line.startswith(f"python -m memkern train: error: argument {name}: ")
-    assert all(piece in line for piece in pieces), line
+    (last,) = capsys.readouterr().err.splitlines()  # and no page of usage before it
+    assert last.startswith(f"python -m memkern train: error: argument {name}: ")
+    assert all(piece in last for piece in pieces), last
     assert sorted(os.listdir()) == before
 
 
