@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed, ``plan`` says what fits, ``train`` trains a GPT."""
+"""``python -m memkern``: ``info`` shows what is installed, ``plan`` what fits, ``train`` trains a language model."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     info_parser = commands.add_parser("info", help="versions, backends, CPU features, build")
     info_parser.add_argument("--json", action="store_true", help="as JSON")
     help_ = "what a training step needs, and what to use so that it fits"
-    plan_cli.add_arguments(commands.add_parser("plan", help=help_))
-    train_parser = commands.add_parser("train", help="train a byte-level GPT on text")
+    plan_parser = commands.add_parser("plan", help=help_)
+    plan_cli.add_arguments(plan_parser)
+    train_parser = commands.add_parser("train", help="train a language model on text")
     train_cli.add_arguments(train_parser)
     args = parser.parse_args(argv)
     if args.command == "info":
@@ -69,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             sys.exit(plan_cli.main(args))
         except TechniqueError as error:
-            print(f"memkern plan: --{error.name.replace('_', '-')}: {error.message}", file=sys.stderr)
-            sys.exit(2)
+            plan_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
     try:
         train_cli.main(args)
     except ArgumentError as error:

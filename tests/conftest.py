@@ -12,6 +12,8 @@ import torch
 from tests.support import cache
 from tests.support.simt import build
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
+
 pytest_plugins = [
     "tests.support.features",
     "tests.support.interpreted",

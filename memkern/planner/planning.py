@@ -265,10 +265,26 @@ class Planner:
 
     # ---- the choice
 
+    @functools.cached_property
+    def saving(self) -> tuple[dict[str, Any], ...]:
+        """``SAVING``, without checkpoints for a model that has no list of like blocks."""
+        import torch
+
+        from .checkpointing import block_lists
+        from .models import Given
+
+        if isinstance(self.source, Given):
+            model = self.source.model
+        else:
+            with torch.device("meta"):
+                model = self.source.build(torch.float32)
+        has_blocks = any(True for _ in block_lists(model))
+        return SAVING if has_blocks else tuple(each for each in SAVING if "checkpointing" not in each)
+
     def frugal(self, techniques: Techniques, pinned: Mapping[str, Any]) -> Techniques:
         """The same optimizer and weights, with the least activations."""
         chunk = LOSS_CHUNK if self.source.is_language_model else None
-        return techniques.replace(**({**SAVING[-1], "loss_chunk": chunk} | dict(pinned)))
+        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | dict(pinned)))
 
     def candidates(self, pinned: Mapping[str, Any], batch_size: int, clip: bool) -> list[Techniques]:
         """Every set that may be recommended. Randomized linear layers only where they are asked for."""
@@ -280,7 +296,7 @@ class Planner:
             shapes.append({**whole, "step_in_backward": True})
         found: dict[Techniques, None] = {}  # in order, each once
         for precision, bits, saving, chunk, offload, shape in itertools.product(
-            PRECISIONS, (32, 8), SAVING, chunks, offloads, shapes
+            PRECISIONS, (32, 8), self.saving, chunks, offloads, shapes
         ):
             choices = {
                 **precision,

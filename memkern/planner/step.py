@@ -37,9 +37,7 @@ def prepare(model: nn.Module, techniques: Techniques) -> None:
         checkpoint_blocks(model, techniques.checkpointing)
 
 
-def make_optimizer(
-    params: Iterable[nn.Parameter], techniques: Techniques, **options: Any
-) -> torch.optim.Optimizer:
+def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
     """The optimizer of the techniques; ``options`` beside theirs."""
     if techniques.optimizer.startswith("torch."):
         name = techniques.optimizer.removeprefix("torch.")
