@@ -12,7 +12,7 @@ JOBS   ?= 2
 # worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-long lint format bench gpu gpu-wheels gpu-rehearse clean
+.PHONY: demo test test-all test-long frameworks lint format bench gpu gpu-wheels gpu-rehearse clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
@@ -30,6 +30,11 @@ test-all: lint
 # By hand: installs, long runs, whole models, every architecture. The outcome is committed.
 test-long: $(VENV)/.installed
 	$(PYTEST) -m "long and not gpu" --outcomes tests/fixtures/long.csv $(PYTEST_ARGS)
+
+# What works with which version of which framework: the tests marked so, their outcomes, and the table in docs/.
+frameworks: $(VENV)/.installed
+	$(PYTEST) -m "feature and not gpu" --features benchmarks/results/frameworks.csv $(PYTEST_ARGS)
+	$(BIN)/python -m benchmarks.frameworks
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

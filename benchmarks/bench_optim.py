@@ -102,6 +102,14 @@ CLIPPED = {  # memkern's is one read of the gradients (grad_norm_) and the step
 }
 
 
+BF16_WEIGHTS = {
+    "memkern AdamW8bit": of("memkern.optim", "AdamW8bit"),
+    "memkern AdamW8bit, stochastic rounding": of("memkern.optim", "AdamW8bit", stochastic_rounding=True),
+    "memkern AdamW8bit, bf16+8": of("memkern.optim", "AdamW8bit", master_weights="bf16+8"),
+    "memkern AdamW8bit, bf16+16": of("memkern.optim", "AdamW8bit", master_weights="bf16+16"),
+    "memkern AdamW8bit, fp32 copy": of("memkern.optim", "AdamW8bit", master_weights="fp32"),
+}
+
 GPT2 = 124_439_808  # parameters
 
 
@@ -159,6 +167,7 @@ def cases(size: int, device: str) -> list[Case]:
         ),
         Case(f"AdamW, {len(small):,} tensors of 1,000", 1000 * len(small), group(ADAMW, small, "torchao")),
         Case("AdamW, one bf16 tensor", numel, group(ADAMW, one, "torchao", dtype=torch.bfloat16)),
+        Case("AdamW8bit, one tensor of bf16 weights", numel, group(BF16_WEIGHTS, one, dtype=torch.bfloat16)),
         Case("AdamW clipped to a norm, one tensor", numel, group(CLIPPED, one)),
         Case("Adam, one tensor", numel, group(ADAM, one)),
         Case("Lion, one tensor", numel, group(LION, one)),

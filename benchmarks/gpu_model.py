@@ -1,14 +1,15 @@
-"""python -m benchmarks.gpu_model: what share of a card's copy bandwidth each CUDA kernel can reach, from counts alone.
+"""python -m benchmarks.gpu_model: the share of a card's copy bandwidth that each CUDA kernel can reach, from counts.
 
-Not a measurement: something to hold the first measurement against. A kernel that moves B bytes and issues I instructions
-per element takes at least the longer of ::
+Not a measurement: something to hold the first measurement against. A kernel that moves B bytes and issues I
+instructions per element takes at least the longer of ::
 
     t_memory = B / copy bandwidth
     t_issue  = I / (0.85 * multiprocessors * 128 * clock)
 
-128 lanes of a multiprocessor issue an instruction per cycle (CUDA C++ Programming Guide, Compute Capabilities); 0.85 is
-what loops with few stalls reach. Latencies, the tails of a grid and the filling of tables are left out. Instructions are
-those of the fast paths, from tests/support/cuda_kernels.json, counted in the machine code of each architecture.
+128 lanes of a multiprocessor issue an instruction per cycle (CUDA C++ Programming Guide, Compute Capabilities); 0.85
+is what loops with few stalls reach. Latencies, the tails of a grid and the filling of tables are left out.
+Instructions are those of the fast paths, from tests/support/cuda_kernels.json, counted in the machine code of each
+architecture.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def shares() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks.gpu_model", description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_model", description=__doc__.splitlines()[0]
+    ).parse_args()
     from rich.console import Console
     from rich.table import Table
 

@@ -1,20 +1,20 @@
 """python -m benchmarks.plan_truth: what memkern.plan predicts beside what a training step needs, on the CPU.
 
-Each case in processes of its own: one that notes by how much the resident set grows at most, one that notes the peak of
-torch's CPU allocator (profile_memory), after two steps and with everything loaded that a small model of the same kind
-needs. Memory that is freed goes back to the system (MALLOC_MMAP_THRESHOLD_=65536), which glibc else delays for blocks
-of up to 32 MiB. ``--published``: the bytes of a forward pass on fake CUDA tensors beside published ones.
+Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once all is
+loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
+Memory that is freed goes back to the system (mallopt's M_MMAP_THRESHOLD), which glibc else delays for blocks of up to
+32 MiB. ``--published``: the bytes of a forward pass on fake CUDA tensors beside published ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from memkern.planner.techniques import Techniques
 
 HERE = Path(__file__).parent
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 class Case(NamedTuple):
@@ -34,20 +35,18 @@ class Case(NamedTuple):
 
 FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "step_in_backward": True}
 CASES = (
-    Case("gpt2", 512, {}),
-    Case("gpt2", 512, {"checkpointing": "blocks"}),
-    Case("gpt2", 512, {"checkpointing": "sqrt", "optimizer": "torch.AdamW"}),
-    Case("gpt2", 512, {"precision": "amp"}),
-    Case("gpt2", 512, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
-    Case("gpt2", 512, {"saved_bits": 8, "micro_batch": 2}),
-    Case("gpt2", 512, {"step_in_backward": True, "loss_chunk": 4096}),
-    Case("gpt2-medium", 512, FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096}),
-    Case("bert-base", 256, {"randomized_linear": 0.2, "micro_batch": 4, "state_bits": 8}, None),
-    Case("roberta-base", 256, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 4}),
-    Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 8}),
-    Case(
-        "bert-large", 128, {"optimizer": "Lion", "state_bits": 8, "micro_batch": 4, "checkpointing": "sqrt"}
-    ),
+    Case("distilgpt2", 256, {}),
+    Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
+    Case("gpt2", 128, {"checkpointing": "sqrt", "optimizer": "torch.AdamW", "micro_batch": 2}),
+    Case("distilgpt2", 256, {"precision": "amp"}),
+    Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
+    Case("distilgpt2", 256, {"saved_bits": 8, "micro_batch": 2}),
+    Case("gpt2", 128, {"step_in_backward": True, "loss_chunk": 4096}),
+    Case("gpt2-medium", 128, FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096}),
+    Case("bert-base", 128, {"randomized_linear": 0.2, "micro_batch": 2, "state_bits": 8}, None),
+    Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
+    Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
+    Case("bert-large", 64, {"optimizer": "Lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
 )
 
 
@@ -70,7 +69,10 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     from memkern.planner import step
 
     torch.manual_seed(0)
-    model = source.build(step.weight_dtype(techniques), empty=False)
+    model = source.build(step.weight_dtype(techniques))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.01)  # memory that nobody has written is not resident
     step.prepare(model, techniques)
     gc.collect()
     optimizer = step.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
@@ -98,30 +100,35 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def resident_growth(case: Case) -> int:
-    """By how much the resident set grows at most over three steps."""
-    techniques = Techniques(**case.techniques)
-    held = trainer(source_of(case, small=True), techniques)
-    held[2]()
-    del held
-    gc.collect()
-    before = _status("VmRSS")
-    _model, _optimizer, take = trainer(source_of(case), techniques)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: not that of building the model
-    for _ in range(3):
-        take()
-    return _status("VmHWM") - before
+def predicted(case: Case) -> int:
+    """Bytes without those of the process."""
+    from memkern.planner.hardware import DEFAULTS
+    from memkern.planner.planning import Planner
+
+    planner = Planner(source_of(case), "cpu", "cpu", DEFAULTS["cpu"])
+    prediction = planner.predict(Techniques(**case.techniques))
+    return prediction.peak - prediction.categories["process and context"]
 
 
-def allocated_peak(case: Case) -> int:
-    """The peak of torch's allocator in the third step."""
+def measure(case: Case) -> dict[str, int]:
+    """What is predicted, by how much the resident set grows at most, and the peak of torch's allocator."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     from memkern import memory
 
-    model, optimizer, take = trainer(source_of(case), Techniques(**case.techniques))
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    figures = {"predicted": predicted(case)}
+    techniques = Techniques(**case.techniques)
+    trainer(source_of(case, small=True), techniques)[2]()  # loads what is loaded on first use
+    gc.collect()
+    before = _status("VmRSS")
+    model, optimizer, take = trainer(source_of(case), techniques)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: not that of building the model
     take()
     take()
+    figures["resident"] = _status("VmHWM") - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         take()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -129,59 +136,69 @@ def allocated_peak(case: Case) -> int:
     for event in sorted(events, key=lambda e: e.start_ns()):
         level += event.nbytes()
         peak = max(peak, level)
-    return (
-        peak
-        + memory.tensor_bytes([*model.parameters(), *model.buffers()])
-        + memory.optimizer_bytes(optimizer)
-    )
+    held = memory.tensor_bytes([*model.parameters(), *model.buffers()]) + memory.optimizer_bytes(optimizer)
+    return figures | {"allocated": peak + held}
 
 
-def measured(number: int, what: str) -> int:
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.plan_truth", "--measure", str(number), what]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE.parent)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return int(done.stdout.splitlines()[-1])
+def row(number: int) -> dict[str, str]:
+    """A case, measured in a process of its own."""
+    case = CASES[number]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        figures = pool.apply(measure, (case,))
+    words = json.dumps(case.techniques | ({} if case.dropout == 0 else {"dropout": "as configured"}))
+    sizes = [f"{figures[name] / MIB:.1f}" for name in ("predicted", "allocated", "resident")]
+    ratios = [f"{figures['predicted'] / figures[name]:.4f}" for name in ("allocated", "resident")]
+    return dict(zip(COLUMNS, (case.model, str(case.seq_len), words, *sizes, *ratios), strict=True))
 
 
 COLUMNS = (
     *("model", "seq_len", "techniques", "predicted_mib", "allocated_mib", "resident_mib"),
     *("predicted_over_allocated", "predicted_over_resident"),
 )
+PUBLISHED = (("none", "7202"), ("blocks", "1570"))
+"""What the forward pass of a GPT with 12 layers of width 768 adds, batch 8, 512 tokens: checkpoints, MB."""
 
 
-def row(number: int) -> dict[str, str]:
-    """A case: predicted and measured MiB, without the process."""
-    from memkern.planner.hardware import DEFAULTS
-    from memkern.planner.planning import Planner
+def forward_bytes(attention: str, checkpointing: str) -> int:
+    """Bytes that the forward pass of GPT-2 leaves, batch 8, 512 tokens; called where there is fake CUDA."""
+    from memkern.planner import step
 
-    case = CASES[number]
-    planner = Planner(source_of(case), "cpu", "cpu", DEFAULTS["cpu"])
-    prediction = planner.predict(Techniques(**case.techniques))
-    predicted = prediction.peak - prediction.categories["process and context"]
-    allocated, resident = measured(number, "allocated"), measured(number, "resident")
-    words = json.dumps(case.techniques | ({} if case.dropout == 0 else {"dropout": case.dropout}))
-    sizes = [f"{size / MIB:.1f}" for size in (predicted, allocated, resident)]
-    ratios = [f"{predicted / allocated:.4f}", f"{predicted / resident:.4f}"]
-    return dict(zip(COLUMNS, (case.model, str(case.seq_len), words, *sizes, *ratios), strict=True))
+    source = source_of(Case("gpt2", 512, {}, None))
+    source.config._attn_implementation = attention
+    techniques = Techniques(micro_batch=8, checkpointing=checkpointing)
+    return step.trace(source, techniques, "cuda").saved
+
+
+def published() -> None:
+    """Prints the published growth of memory in a forward pass beside ours."""
+    from memkern.planner import fake_cuda
+
+    for checkpointing, megabytes in PUBLISHED:
+        for attention in ("eager", "sdpa"):
+            request = (forward_bytes, {"attention": attention, "checkpointing": checkpointing})
+            found = fake_cuda.call(pickle.dumps(request))
+            print(
+                f"checkpoints {checkpointing:<7} published {megabytes} MB, {attention:<6} {found / 1e6:,.0f} MB",
+                flush=True,
+            )
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plan_truth", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--published", action="store_true", help="published figures instead")
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results", help="folder (default: benchmarks/results)"
     )
     args = parser.parse_args(argv)
-    if args.measure:
-        function = {"allocated": allocated_peak, "resident": resident_growth}[args.measure[1]]
-        print(function(CASES[int(args.measure[0])]))
+    if args.published:
+        published()
         return
     import transformers
+
+    from memkern.planner import step  # noqa: F401  (so that the processes need not import torch)
 
     from . import machine, report
 

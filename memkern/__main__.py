@@ -1,4 +1,4 @@
-"""``python -m memkern``: ``info`` shows what is installed, ``plan`` says what fits, ``train`` trains a GPT."""
+"""``python -m memkern``: ``info`` shows what is installed, ``plan`` what fits, ``train`` trains a language model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from .planner import cli as plan_cli
 from .planner.techniques import TechniqueError
@@ -31,6 +31,13 @@ def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         yield label, str(value) or "none"
 
 
+class Parser(argparse.ArgumentParser):
+    """One whose errors are a line, not a line after a page of options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
 def info(args: argparse.Namespace) -> None:
     """Prints ``memkern.backend.report()``."""
     from . import backend
@@ -47,13 +54,14 @@ def info(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; an option that cannot be used ends it with status 2 and a line that says why."""
-    parser = argparse.ArgumentParser(prog="python -m memkern", description=__doc__.replace("``", ""))
+    parser = Parser(prog="python -m memkern", description=__doc__.replace("``", ""))
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser("info", help="versions, backends, CPU features, build")
     info_parser.add_argument("--json", action="store_true", help="as JSON")
     help_ = "what a training step needs, and what to use so that it fits"
-    plan_cli.add_arguments(commands.add_parser("plan", help=help_))
-    train_parser = commands.add_parser("train", help="train a byte-level GPT on text")
+    plan_parser = commands.add_parser("plan", help=help_)
+    plan_cli.add_arguments(plan_parser)
+    train_parser = commands.add_parser("train", help="train a language model on text")
     train_cli.add_arguments(train_parser)
     args = parser.parse_args(argv)
     if args.command == "info":
@@ -62,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             sys.exit(plan_cli.main(args))
         except TechniqueError as error:
-            print(f"memkern plan: --{error.name.replace('_', '-')}: {error.message}", file=sys.stderr)
-            sys.exit(2)
+            plan_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
     try:
         train_cli.main(args)
     except ArgumentError as error:

@@ -64,6 +64,18 @@ def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     return (lambda *args: function(_aligned(StepArgs(*args)))) if name.endswith("_step_") else function
 
 
+def _one_by_one(op: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
+    """torch.vmap's rule: example by example, as codes are packed. (torch's own way to do so warns that it is slow.)"""
+    results = []
+    for i in range(info.batch_size):
+        example = (
+            x.select(dim, i).contiguous() if isinstance(x, Tensor) and dim is not None else x
+            for x, dim in zip(args, in_dims, strict=True)
+        )
+        results.append(op(*example))
+    return torch.stack(results), 0
+
+
 def _register() -> None:
     has_cpp = backend.load_library() is None
     for namespace in {*NAMESPACES.values()}:
@@ -77,6 +89,11 @@ def _register() -> None:
             library.impl(name, _kernel(namespace, name), "CompositeExplicitAutograd")
             fake = FAKES[ADAM_STEP.name if name in only else name]
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        for name in ("few_bit_backward", "few_bit_backward_from_output"):
+            op = getattr(getattr(torch.ops, namespace), name).default
+            torch.library.register_vmap(
+                f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library
+            )
         if defined:
             library.impl("few_bit_forward", _few_bit_forward_on_cpu, "CPU")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .fewbit.autograd import no_second_derivative
+from .autograd import SavesLess, apply, no_second_derivative
 from .randomized.linear import without_autocast
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -29,16 +29,17 @@ class _Rows(NamedTuple):
     """That of the sum of all classes' weighted log p: label_smoothing / classes, 0 where ignored. None without."""
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(SavesLess):
     """The loss of every row, ``chunk_size`` classes at a time, and its gradients from logits computed once more.
 
     Chunks of classes and not of rows: a chunk's rows of the weight's gradient are one matrix product, so that nothing
     is accumulated over chunks in a buffer as large as the weight, and half-precision gradients are rounded once.
     """
 
+    reason = "linear_cross_entropy computes its gradient in chunks"
+
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         linear_weight: Tensor,
         linear_bias: Tensor | None,
@@ -47,8 +48,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll: Tensor,
         smooth: Tensor | None,
         chunk_size: int,
-    ) -> Tensor:
-        rows, sums = _Rows(target, nll, smooth), []
+    ) -> tuple[Tensor, ...]:
+        sums = []
         picked, weighted = torch.zeros_like(nll), torch.zeros_like(nll)
         with without_autocast(x.device):
             for columns in _chunks(linear_weight, chunk_size):
@@ -66,19 +67,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += smooth * (_total(weight, linear_weight) * lse - weighted)
         # An ignored row may have infinite logits.
         loss = torch.where(nll + (0 if smooth is None else smooth) == 0, 0, loss)
-        ctx.save_for_backward(x, linear_weight, linear_bias, weight, *rows, lse)
-        ctx.chunk_size = chunk_size
-        return loss
+        return loss, lse, x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, linear_weight, linear_bias, weight, *given, lse = ctx.saved_tensors
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.chunk_size = inputs
+        _, lse, tag = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(*tensors, lse, tag)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        if grad is None:
+            return (None,) * 8
+        x, linear_weight, linear_bias, weight, *given, lse, tag = ctx.saved_tensors
         with torch.no_grad(), without_autocast(x.device):
             target, nll, smooth = _Rows(*given)
             rows = _Rows(target, _times(nll, grad), None if smooth is None else _times(smooth, grad))
             grads = _gradients(ctx, x, linear_weight, linear_bias, weight, rows, lse)
-        reason = "linear_cross_entropy computes its gradient in chunks"
-        return *(g if g is None else no_second_derivative(g, reason) for g in grads), *[None] * 5
+        reason = _LinearCrossEntropy.reason
+        return *(g if g is None else no_second_derivative(g, tag, reason) for g in grads), *[None] * 5
 
 
 def _times(factor: Tensor, grad: Tensor) -> Tensor:
@@ -244,7 +253,7 @@ def linear_cross_entropy(
     the forward pass, take three matrix products in place of four, but hold the weight's gradient in fp32 beside the
     one that is returned. See docs/what-does-not-fit.md.
 
-    The second derivative raises RuntimeError. Functions of torch.func are not supported.
+    torch.func.grad goes through it. The second derivative, forward-mode AD and ONNX export raise RuntimeError.
 
     Raises:
         ValueError, TypeError: an option, a shape or a dtype that is not as above.
@@ -267,7 +276,8 @@ def linear_cross_entropy(
     if weight is not None:
         weight = weight.detach().to(scale.dtype)
         scale = scale * weight[flat]
-    loss = _LinearCrossEntropy.apply(
+    loss = apply(
+        _LinearCrossEntropy,
         x,
         linear_weight,
         linear_bias,

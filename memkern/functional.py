@@ -6,7 +6,8 @@ element and less than 64 bytes more, where torch saves the input. Gradient: ``gr
 once. The levels and their errors: :mod:`memkern.fewbit.tables`, from :func:`memkern.nn.fit_levels`.
 
 fp32, bf16 and fp16, any shape and strides. Nothing is saved under ``no_grad`` or ``inference_mode``, or where the input
-needs no gradient. Double backward raises. A NaN input gives NaN in the output; its gradient is multiplied by one of
+needs no gradient. torch.func.grad and vmap go through them; double backward, forward-mode AD and ONNX export raise,
+and name the way out. A NaN input gives NaN in the output; its gradient is multiplied by one of
 the levels.
 
 torch saves the output of tanh, sigmoid, ReLU, leaky ReLU in place and hardtanh in place, or their input. Often the
@@ -20,9 +21,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .autograd import apply, constant, needs_gradient
 from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .cross_entropy import linear_cross_entropy
-from .fewbit.autograd import Codes, Output, Wrapped
+from .fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
 from .fewbit.tables import LEVELS, VALLEYS
@@ -51,31 +53,38 @@ __all__ = [
 ]
 
 
-def _needs_gradient(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
-def _apply(
-    x: Tensor, name: str, table: Levels, a: float = 0.0, b: float = 0.0, inplace: bool = False
-) -> Tensor:
+def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: bool = False) -> Tensor:
+    # a and b without defaults: with dynamic=True, TorchDynamo would make variables of them.
     fn = ACTIVATIONS[name]
-    if not _needs_gradient(x):
+    if not needs_gradient(x):
         return activate(x, fn, a, b, inplace)
+    if inplace and torch._C._are_functorch_transforms_active():
+        return x.copy_(apply(Codes, x, fn, a, b, table))  # vmap's examples are copies
     if inplace and x.is_leaf:
         raise RuntimeError(
             "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
         )
-    return Codes.apply(x, fn, a, b, table, inplace)
+    return apply(CodesInPlace if inplace else Codes, x, fn, a, b, table)
 
 
 def _levels(name: str, bits: int) -> Levels:
     check_bits(bits)
+    return _table(name, bits)
+
+
+@torch.compiler.assume_constant_result  # as for constant()
+def _table(name: str, bits: int) -> Levels:
     return LEVELS[name, bits]
+
+
+@torch.compiler.assume_constant_result
+def _scaled(name: str, bits: int, factor: float) -> Levels:
+    return LEVELS[name, bits].scaled(factor)
 
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
     """``fn(x)`` of any elementwise ``fn``, its derivative saved as codes; :func:`memkern.nn.few_bit` makes a module."""
-    return Wrapped.apply(x, fn, levels) if _needs_gradient(x) else fn(x)
+    return apply(Wrapped, x, fn, levels) if needs_gradient(x) else fn(x)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
@@ -104,9 +113,9 @@ def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes"
 def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> Tensor:
     table = _levels(name, bits)
     check_keep(keep, inplace)
-    if keep == "output" and _needs_gradient(x):
-        return Output.apply(x, ACTIVATIONS[name], VALLEYS[name])
-    return _apply(x, name, table, inplace=inplace)
+    if keep == "output" and needs_gradient(x):
+        return apply(Output, x, ACTIVATIONS[name], VALLEYS[name])
+    return _apply(x, name, table, 0.0, 0.0, inplace)
 
 
 def check_keep(keep: str, inplace: bool = False) -> None:
@@ -124,18 +133,20 @@ def check_keep(keep: str, inplace: bool = False) -> None:
 
 def tanh(x: Tensor, *, bits: int = 3) -> Tensor:
     """Hyperbolic tangent."""
-    return _apply(x, "tanh", _levels("tanh", bits))
+    return _apply(x, "tanh", _levels("tanh", bits), 0.0, 0.0)
 
 
 def sigmoid(x: Tensor, *, bits: int = 3) -> Tensor:
     """``1 / (1 + exp(-x))``."""
-    return _apply(x, "sigmoid", _levels("sigmoid", bits))
+    return _apply(x, "sigmoid", _levels("sigmoid", bits), 0.0, 0.0)
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> Tensor:
     """``log(1 + exp(beta x)) / beta``, and x where ``beta x > threshold``."""
     check_beta(beta)
-    return _apply(x, "softplus", _levels("softplus", bits).scaled(beta), beta, threshold)
+    check_bits(bits)
+    beta, threshold = constant(beta), constant(threshold)
+    return _apply(x, "softplus", _scaled("softplus", bits, beta), beta, threshold)
 
 
 def check_beta(beta: float) -> None:
@@ -146,33 +157,35 @@ def check_beta(beta: float) -> None:
 
 def mish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
     """``x tanh(softplus(x))``."""
-    return _apply(x, "mish", _levels("mish", bits), inplace=inplace)
+    return _apply(x, "mish", _levels("mish", bits), 0.0, 0.0, inplace)
 
 
 def hardswish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
     """``x min(max(x + 3, 0), 6) / 6``."""
-    return _apply(x, "hardswish", _levels("hardswish", bits), inplace=inplace)
+    return _apply(x, "hardswish", _levels("hardswish", bits), 0.0, 0.0, inplace)
 
 
 def quick_gelu(x: Tensor, *, bits: int = 3) -> Tensor:
     """``x sigmoid(1.702 x)``, CLIP's."""
-    return _apply(x, "quick_gelu", _levels("quick_gelu", bits))
+    return _apply(x, "quick_gelu", _levels("quick_gelu", bits), 0.0, 0.0)
 
 
 def relu(x: Tensor, inplace: bool = False) -> Tensor:
     """``max(x, 0)``; its derivative is exact in one bit."""
-    return _apply(x, "relu", relu_levels(), inplace=inplace)
+    return _apply(x, "relu", relu_levels(), 0.0, 0.0, inplace)
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """``x`` where positive, else ``negative_slope x``; its derivative is exact in one bit."""
-    return _apply(x, "leaky_relu", relu_levels(negative_slope), negative_slope, inplace=inplace)
+    negative_slope = constant(negative_slope)
+    return _apply(x, "leaky_relu", relu_levels(negative_slope), negative_slope, 0.0, inplace)
 
 
 def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """``min(max(x, min_val), max_val)``; its derivative is exact in one bit."""
     if not min_val < max_val:
         raise ValueError(f"max_val must be larger than min_val, got {max_val!r} and {min_val!r}")
+    min_val, max_val = constant(min_val), constant(max_val)
     return _apply(x, "hardtanh", hardtanh_levels(min_val, max_val), min_val, max_val, inplace)
 
 

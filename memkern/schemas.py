@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 STEP_SCHEMA = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] moments, Tensor(c!)[] scales, Tensor(d!)[] steps, "
     "Tensor(e!)[] trust_ratios, Tensor(f!)[] weight_states, int[] group, Tensor[] lr, float[] hyperparameters, "
-    "int[] codec, int[] block_size, int[] weight_storage, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    "int[] codec, int[] block_size, int[] weight_storage, "
+    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
 )
 
 
@@ -62,7 +63,7 @@ class StepArgs(NamedTuple):
 
 
 WEIGHT_STATES = {2: "int8", 3: "int16", 4: "float32"}
-"""weight_storage -> the dtype of its tensors' weight states: rounding errors of bf16 weights, or the weights in fp32."""
+"""weight_storage -> the dtype of weight states: rounding errors of bf16 weights, or the weights in fp32."""
 
 
 class StepOp(NamedTuple):

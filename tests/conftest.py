@@ -12,7 +12,14 @@ import torch
 from tests.support import cache
 from tests.support.simt import build
 
-pytest_plugins = ["tests.support.interpreted", "tests.support.outcomes", "tests.support.skips"]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
+
+pytest_plugins = [
+    "tests.support.features",
+    "tests.support.interpreted",
+    "tests.support.outcomes",
+    "tests.support.skips",
+]
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support import triton_interpreter  # noqa: F401  (repairs it)

@@ -36,16 +36,27 @@ struct AdamRule {
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
-  if (!work.find(table, Kind, fp32)) return;
-  with_state_types(
+  if (!work.find(table, Kind, fp32, false)) return;
+  with_state_types<false>(
       work.tensor, [&](auto... types) { adam_update_8bit<Kind, AdamRule>(work, types...); },
-      [&] { adam_update_fp32<AdamRule>(work); });
+      [&](auto type) { adam_update_fp32<AdamRule>(work, type); });
+}
+
+// The same for tensors that keep their weights, which takes more registers.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    adam_kept_tiles(AdamTable table, bool fp32) {
+  __shared__ TileWork<AdamTensor> work;
+  if (!work.find(table, Kind, fp32, true)) return;
+  with_state_types<true>(
+      work.tensor, [&](auto... types) { adam_update_8bit<Kind, AdamRule>(work, types...); },
+      [&](auto type) { adam_update_fp32<AdamRule>(work, type); });
 }
 
 void adam_step_cuda(const StepArgs& args) {
   step_in_one_pass<AdamHyperparameters, AdamTensor>(
       "adam_step_", kAdamStep, args, adam_prologue,
-      {adam_tiles<StateKind::kPower>, adam_tiles<StateKind::kDynamic>});
+      {adam_tiles<StateKind::kPower>, adam_tiles<StateKind::kDynamic>, adam_kept_tiles<StateKind::kPower>,
+       adam_kept_tiles<StateKind::kDynamic>});
 }
 
 }  // namespace memkern

@@ -30,18 +30,16 @@ template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
                                     float m_unit, float v_unit) {
   const TensorRecord& t = work.tensor;
-  Raw p, g, weight_state;
+  Raw p, g;
   Codes m, v;
   with_constant_span(at, [&](const Span& span) {
-    p = load_raw(t.param, param_type, span);
-    weight_state = load_weight_state(t, param_type, span);
+    p = load_weights(t, param_type, span);
     g = load_raw(work.grad, grad_type, span);
     m = load_codes(t.exp_avg, span);
     v = load_codes(t.exp_avg_sq, span);
   });
   AdamVector x;
-  to_floats(p, param_type, x.p);
-  join_weights(t, param_type, weight_state, x.p);
+  join_weights(t, param_type, p, x.p);
   to_floats(g, grad_type, x.g);
   decode<Kind, true>(m, m_unit, x.m);
   decode<Kind, false>(v, v_unit, x.v);
@@ -54,13 +52,11 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
 template <class P> MEMKERN_DEVICE AdamVector adam_load_fp32(const TensorRecord& t, P param_type,
                                                             const void* grad, const Span& at,
                                                             const AdamScalars& s) {
-  const Raw p = load_raw(t.param, param_type, at), g = load_raw(grad, t.grad_type, at),
-            weight_state = load_weight_state(t, param_type, at);
+  const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
   AdamVector x;
   load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
   load_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
-  to_floats(p, param_type, x.p);
-  join_weights(t, param_type, weight_state, x.p);
+  join_weights(t, param_type, p, x.p);
   to_floats(g, t.grad_type, x.g);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
@@ -145,12 +141,9 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
       float m_vector_max = absmax_or_nan<true>(x.m), v_vector_max = absmax_or_nan<false>(x.v), w[kVector];
       with_float_type(x, at.n, m_vector_max, v_vector_max, s,
                       [&](auto number) { adam_update_params<Rule, decltype(number)>(x, w, s); });
-      if (store_pass) {
-        const Raw weight_state = split_weights(
-            t, param_type, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
-        store_floats(t.param, param_type, at, x.p);
-        store_weight_state(t, param_type, at, weight_state);
-      }
+      if (store_pass)
+        store_weights(
+            t, param_type, at, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
       if (max_pass) {
         if (!(is_finite(m_vector_max) && is_finite(v_vector_max))) {
           finite = false;
@@ -178,24 +171,21 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
   });
 }
 
-template <class Rule> MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work) {
+template <class Rule, class P>
+MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  with_param_type(t, [&](auto param_type) {
-    for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
-      AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
-      float w[kVector];
-      adam_update_params<Rule, float>(x, w, s);
-      const Raw weight_state = split_weights(
-          t, param_type, work.scalars.step, [&](int i) { return position_in_block(t.blocks, at.offset + i); },
-          x.p);
-      store_floats(t.param, param_type, at, x.p);
-      store_weight_state(t, param_type, at, weight_state);
-      store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-      store_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
-    });
+  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+    AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
+    float w[kVector];
+    adam_update_params<Rule, float>(x, w, s);
+    store_weights(
+        t, param_type, at, work.scalars.step,
+        [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    store_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
   });
 }
 

@@ -72,15 +72,13 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
   return sum;
 }
 
-MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
+template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const LambScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  with_param_type(t, [&](auto param_type) {
-    for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-      lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s);
-    });
+  for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
+    lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s);
   });
   return sum;
 }
@@ -89,11 +87,23 @@ MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work) {
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group].h)) return;
+  if (!work.find(table, Kind, fp32, false) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
-  with_state_types(
+  with_state_types<false>(
       work.tensor, [&](auto... types) { sum = lamb_norms_8bit<Kind>(work, types...); },
-      [&] { sum = lamb_norms_fp32(work); });
+      [&](auto type) { sum = lamb_norms_fp32(work, type); });
+  store_squares(partial, sum);
+}
+
+// The same for tensors that keep their weights, which takes more registers.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lamb_norm_kept_tiles(LambTable table, bool fp32, Squares* partial) {
+  __shared__ TileWork<LambTensor> work;
+  if (!work.find(table, Kind, fp32, true) || !adapts(table.groups[work.tensor.group].h)) return;
+  Squares sum{0.0, 0.0};
+  with_state_types<true>(
+      work.tensor, [&](auto... types) { sum = lamb_norms_8bit<Kind>(work, types...); },
+      [&](auto type) { sum = lamb_norms_fp32(work, type); });
   store_squares(partial, sum);
 }
 
@@ -101,17 +111,29 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32)) return;
-  with_state_types(
+  if (!work.find(table, Kind, fp32, false)) return;
+  with_state_types<false>(
       work.tensor, [&](auto... types) { adam_update_8bit<Kind, LambRule>(work, types...); },
-      [&] { adam_update_fp32<LambRule>(work); });
+      [&](auto type) { adam_update_fp32<LambRule>(work, type); });
+}
+
+// The same for tensors that keep their weights, which takes more registers.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lamb_kept_tiles(LambTable table, bool fp32) {
+  __shared__ TileWork<LambTensor> work;
+  if (!work.find(table, Kind, fp32, true)) return;
+  with_state_types<true>(
+      work.tensor, [&](auto... types) { adam_update_8bit<Kind, LambRule>(work, types...); },
+      [&](auto type) { adam_update_fp32<LambRule>(work, type); });
 }
 
 void lamb_step_cuda(const StepArgs& args) {
   step_in_two_passes<LambHyperparameters, LambTensor>(
       "lamb_step_", kLambStep, args, lamb_prologue,
-      {lamb_norm_tiles<StateKind::kPower>, lamb_norm_tiles<StateKind::kDynamic>},
-      {lamb_tiles<StateKind::kPower>, lamb_tiles<StateKind::kDynamic>});
+      {lamb_norm_tiles<StateKind::kPower>, lamb_norm_tiles<StateKind::kDynamic>,
+       lamb_norm_kept_tiles<StateKind::kPower>, lamb_norm_kept_tiles<StateKind::kDynamic>},
+      {lamb_tiles<StateKind::kPower>, lamb_tiles<StateKind::kDynamic>, lamb_kept_tiles<StateKind::kPower>,
+       lamb_kept_tiles<StateKind::kDynamic>});
 }
 
 }  // namespace memkern

@@ -66,20 +66,17 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsTensor>& work, P param
   return sum;
 }
 
-MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTensor>& work) {
+template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const LarsScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  with_param_type(t, [&](auto param_type) {
-    for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-      LionVector x{};
-      load_floats(t.param, param_type, at, x.p);
-      join_weights(t, param_type, load_weight_state(t, param_type, at), x.p);
-      load_floats(grad, t.grad_type, at, x.g);
-      if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-      lars_squares(sum, x, s);
-    });
+  for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
+    LionVector x{};
+    join_weights(t, param_type, load_weights(t, param_type, at), x.p);
+    load_floats(grad, t.grad_type, at, x.g);
+    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    lars_squares(sum, x, s);
   });
   return sum;
 }
@@ -88,11 +85,23 @@ MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTensor>& work) {
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsTensor> work;
-  if (!work.find(table, Kind, fp32) || !adapts(table.groups[work.tensor.group].h)) return;
+  if (!work.find(table, Kind, fp32, false) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
-  with_state_types(
+  with_state_types<false>(
       work.tensor, [&](auto... types) { sum = lars_norms_8bit<Kind>(work, types...); },
-      [&] { sum = lars_norms_fp32(work); });
+      [&](auto type) { sum = lars_norms_fp32(work, type); });
+  store_squares(partial, sum);
+}
+
+// The same for tensors that keep their weights, which takes more registers.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lars_norm_kept_tiles(LarsTable table, bool fp32, Squares* partial) {
+  __shared__ TileWork<LarsTensor> work;
+  if (!work.find(table, Kind, fp32, true) || !adapts(table.groups[work.tensor.group].h)) return;
+  Squares sum{0.0, 0.0};
+  with_state_types<true>(
+      work.tensor, [&](auto... types) { sum = lars_norms_8bit<Kind>(work, types...); },
+      [&](auto type) { sum = lars_norms_fp32(work, type); });
   store_squares(partial, sum);
 }
 
@@ -100,17 +109,29 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsTensor> work;
-  if (!work.find(table, Kind, fp32)) return;
-  with_state_types(
+  if (!work.find(table, Kind, fp32, false)) return;
+  with_state_types<false>(
       work.tensor, [&](auto... types) { lion_update_8bit<Kind, LarsRule>(work, types...); },
-      [&] { lion_update_fp32<LarsRule>(work); });
+      [&](auto type) { lion_update_fp32<LarsRule>(work, type); });
+}
+
+// The same for tensors that keep their weights, which takes more registers.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lars_kept_tiles(LarsTable table, bool fp32) {
+  __shared__ TileWork<LarsTensor> work;
+  if (!work.find(table, Kind, fp32, true)) return;
+  with_state_types<true>(
+      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LarsRule>(work, types...); },
+      [&](auto type) { lion_update_fp32<LarsRule>(work, type); });
 }
 
 void lars_step_cuda(const StepArgs& args) {
   step_in_two_passes<LarsHyperparameters, LarsTensor>(
       "lars_step_", kLarsStep, args, lars_prologue,
-      {lars_norm_tiles<StateKind::kPower>, lars_norm_tiles<StateKind::kDynamic>},
-      {lars_tiles<StateKind::kPower>, lars_tiles<StateKind::kDynamic>});
+      {lars_norm_tiles<StateKind::kPower>, lars_norm_tiles<StateKind::kDynamic>,
+       lars_norm_kept_tiles<StateKind::kPower>, lars_norm_kept_tiles<StateKind::kDynamic>},
+      {lars_tiles<StateKind::kPower>, lars_tiles<StateKind::kDynamic>, lars_kept_tiles<StateKind::kPower>,
+       lars_kept_tiles<StateKind::kDynamic>});
 }
 
 }  // namespace memkern

@@ -107,7 +107,10 @@ template <class Group, class Scalars> struct UploadedStep {
   StepTable<Group, Scalars> table;
   char* scratch = nullptr;  // `bytes_per_tile` for each tile
   int64_t tiles = 0;
-  bool has_power = false, has_dynamic = false, has_fp32 = false;
+  // What its tensors' states are, without and with kept weights.
+  struct Kinds {
+    bool power = false, dynamic = false, fp32 = false;
+  } kinds[2];
 };
 
 template <class Group, class Scalars>
@@ -131,9 +134,10 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
     image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
     image.at<TensorRecord>(tensors_at)[i] = r;
     step.tiles += tiles_of(r);
-    step.has_power |= r.kind == StateKind::kPower;
-    step.has_dynamic |= r.kind == StateKind::kDynamic;
-    step.has_fp32 |= r.kind == StateKind::kFp32;
+    auto& kinds = step.kinds[r.weight_storage != WeightStorage::kNearest];
+    kinds.power |= r.kind == StateKind::kPower;
+    kinds.dynamic |= r.kind == StateKind::kDynamic;
+    kinds.fp32 |= r.kind == StateKind::kFp32;
   }
   const size_t scalars_at = image.bytes().size(),
                scratch_at = scalars_at + (n * sizeof(Scalars) + 15) / 16 * 16;
@@ -152,10 +156,10 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
 }
 
 // The kernels of a step. Those over tiles come in pairs, one for each codec, and take whether they also
-// update fp32 states.
+// update fp32 states; the second pair is for tensors that keep their weights.
 template <class Group, class Scalars> using PrologueKernel = void (*)(StepTable<Group, Scalars>);
 template <class Group, class Scalars, class... Args> using TileKernels =
-    std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 2>;
+    std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 4>;
 
 template <class Group, class Scalars>
 void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
@@ -163,15 +167,18 @@ void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
 }
 
-// At most two launches, one for each codec in use.
+// At most two launches, one for each codec in use; where weights are kept, two more.
 template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
                   const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
                   std::type_identity_t<Args>... args) {
-  const auto [power, dynamic] = kernels;
-  const bool power_first = step.has_power || !step.has_dynamic;
-  if (power_first) launch_checked(op, power, step.tiles, stream, step.table, true, args...);
-  if (step.has_dynamic) launch_checked(op, dynamic, step.tiles, stream, step.table, !power_first, args...);
+  for (int kept = 0; kept < 2; ++kept) {
+    const auto [power, dynamic, fp32] = step.kinds[kept];
+    const bool power_first = power || (fp32 && !dynamic);
+    if (power_first) launch_checked(op, kernels[2 * kept], step.tiles, stream, step.table, true, args...);
+    if (dynamic)
+      launch_checked(op, kernels[2 * kept + 1], step.tiles, stream, step.table, !power_first, args...);
+  }
 }
 
 // A step in one pass: at most three launches beside the table's.

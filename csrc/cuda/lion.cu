@@ -34,16 +34,27 @@ struct LionRule {
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionTensor> work;
-  if (!work.find(table, Kind, fp32)) return;
-  with_state_types(
+  if (!work.find(table, Kind, fp32, false)) return;
+  with_state_types<false>(
       work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
-      [&] { lion_update_fp32<LionRule>(work); });
+      [&](auto type) { lion_update_fp32<LionRule>(work, type); });
+}
+
+// The same for tensors that keep their weights, which takes more registers.
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+    lion_kept_tiles(LionTable table, bool fp32) {
+  __shared__ TileWork<LionTensor> work;
+  if (!work.find(table, Kind, fp32, true)) return;
+  with_state_types<true>(
+      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
+      [&](auto type) { lion_update_fp32<LionRule>(work, type); });
 }
 
 void lion_step_cuda(const StepArgs& args) {
   step_in_one_pass<LionHyperparameters, LionTensor>(
       "lion_step_", kLionStep, args, lion_prologue,
-      {lion_tiles<StateKind::kPower>, lion_tiles<StateKind::kDynamic>});
+      {lion_tiles<StateKind::kPower>, lion_tiles<StateKind::kDynamic>, lion_kept_tiles<StateKind::kPower>,
+       lion_kept_tiles<StateKind::kDynamic>});
 }
 
 }  // namespace memkern

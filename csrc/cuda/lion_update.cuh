@@ -17,17 +17,15 @@ template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE LionVector lion_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
                                     float unit, bool with_m = true) {
   const TensorRecord& t = work.tensor;
-  Raw p, g, weight_state;
+  Raw p, g;
   Codes m{0, 0};
   with_constant_span(at, [&](const Span& span) {
-    p = load_raw(t.param, param_type, span);
-    weight_state = load_weight_state(t, param_type, span);
+    p = load_weights(t, param_type, span);
     g = load_raw(work.grad, grad_type, span);
     if (with_m) m = load_codes(t.exp_avg, span);
   });
   LionVector x;
-  to_floats(p, param_type, x.p);
-  join_weights(t, param_type, weight_state, x.p);
+  join_weights(t, param_type, p, x.p);
   to_floats(g, grad_type, x.g);
   decode<Kind, true>(m, unit, x.m);
   return x;
@@ -83,41 +81,39 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
       }
       if (store_pass) {
         const Codes codes = encode<Kind, true>(x.m, factor, finite, j, rounding);
-        const Raw weight_state = split_weights(
-            t, param_type, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
-        const Raw p = to_raw(x.p, param_type);
-        with_constant_span(at, [&](const Span& span) {
-          store_raw(t.param, param_type, span, p);
-          store_weight_state(t, param_type, span, weight_state);
-          store_codes(t.exp_avg, span, codes);
-        });
+        if constexpr (std::is_same_v<P, KeptWeights>) {
+          store_weights(
+              t, param_type, at, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
+          with_constant_span(at, [&](const Span& span) { store_codes(t.exp_avg, span, codes); });
+        } else {
+          const Raw p = to_raw(x.p, param_type);
+          with_constant_span(at, [&](const Span& span) {
+            store_raw(t.param, param_type, span, p);
+            store_codes(t.exp_avg, span, codes);
+          });
+        }
       }
     }
   });
 }
 
-template <class Rule> MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work) {
+template <class Rule, class P>
+MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  with_param_type(t, [&](auto param_type) {
-    for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
-      const Raw p = load_raw(t.param, param_type, at), g = load_raw(grad, t.grad_type, at),
-                before = load_weight_state(t, param_type, at);
-      LionVector x;
-      load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-      to_floats(p, param_type, x.p);
-      join_weights(t, param_type, before, x.p);
-      to_floats(g, t.grad_type, x.g);
-      lion_update_vector<Rule>(x, s);
-      const Raw after = split_weights(
-          t, param_type, work.scalars.step, [&](int i) { return position_in_block(t.blocks, at.offset + i); },
-          x.p);
-      store_floats(t.param, param_type, at, x.p);
-      store_weight_state(t, param_type, at, after);
-      store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-    });
+  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+    const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
+    LionVector x;
+    load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    join_weights(t, param_type, p, x.p);
+    to_floats(g, t.grad_type, x.g);
+    lion_update_vector<Rule>(x, s);
+    store_weights(
+        t, param_type, at, work.scalars.step,
+        [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
+    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
   });
 }
 

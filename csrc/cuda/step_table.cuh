@@ -95,9 +95,10 @@ template <class Scalars> struct TileWork {
   int64_t tile_index;  // in the tensor
 
   // Finds the tile of blockIdx.x; all threads call it. Returns whether this launch processes it: not if the
-  // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true.
+  // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true; and if it keeps
+  // weights or not, as `kept` says.
   template <class Group>
-  MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32) {
+  MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool kept) {
     if (skipped(*table.header)) return false;
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
@@ -111,29 +112,35 @@ template <class Scalars> struct TileWork {
       }
     }
     __syncthreads();
+    if (keeps_weights(tensor) != kept) return false;
     return tensor.kind == kind || (tensor.kind == StateKind::kFp32 && fp32);
   }
 };
 
-// Calls fp32() if the states are fp32, else coded(param_type, grad_type, group). For blocks of 65 to 128
-// elements with both types fp32 or both bf16 these are compile-time constants, which saves a tenth of the
-// instructions. param_type is KeptWeights where it applies.
-template <class Coded, class Fp32>
+// Calls fp32(param_type) if the states are fp32, else coded(param_type, grad_type, group). For blocks of 65
+// to 128 elements with both types fp32 or both bf16 these are compile-time constants, which saves a tenth of
+// the instructions. Kept: of tensors that keep their weights, whose param_type is KeptWeights.
+template <bool Kept, class Coded, class Fp32>
 MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&& fp32) {
-  if (t.kind == StateKind::kFp32) return fp32();
   const LaneGroup group(t.blocks.block);
   const bool sixteen = group.shift == 4;
-  if (keeps_weights(t)) {
-    if (sixteen && t.grad_type == FloatType::kBf16)
+  if constexpr (Kept) {
+    if (t.kind == StateKind::kFp32)
+      fp32(KeptWeights{});
+    else if (sixteen && t.grad_type == FloatType::kBf16)
       coded(KeptWeights{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
     else
       coded(KeptWeights{}, t.grad_type, group);
-  } else if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
-    coded(ConstantType<FloatType::kFp32>{}, ConstantType<FloatType::kFp32>{}, SixteenLanes{});
-  else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
-    coded(ConstantType<FloatType::kBf16>{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
-  else
-    coded(t.param_type, t.grad_type, group);
+  } else {
+    if (t.kind == StateKind::kFp32)
+      fp32(t.param_type);
+    else if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
+      coded(ConstantType<FloatType::kFp32>{}, ConstantType<FloatType::kFp32>{}, SixteenLanes{});
+    else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
+      coded(ConstantType<FloatType::kBf16>{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
+    else
+      coded(t.param_type, t.grad_type, group);
+  }
 }
 
 // Calls visit(span) for this thread's vectors of a tile of fp32 states, or of gradients: arrays without

@@ -1,43 +1,52 @@
 // Vectors of bf16 weights that are not just rounded to the nearest: with their rounding errors or a copy in
-// fp32, or stochastically rounded. For types other than KeptWeights these functions do nothing beside.
+// fp32, or stochastically rounded; and of other types, which are just loaded and stored.
 #pragma once
 #include "core/weights.h"
 #include "step_table.cuh"
 
 namespace memkern {
 
-// What the weight state has of a vector: fp32 in 8 words, 16-bit errors in the first 4, 8-bit ones in 2.
-template <class Type> MEMKERN_DEVICE Raw load_weight_state(const TensorRecord& t, Type type, const Span& at) {
-  Raw raw{};
+// A vector of a parameter as it is in memory. KeptWeights: the copy in fp32 in 8 words, or bf16 in the first
+// 4 and its errors in the others.
+template <class Type> MEMKERN_DEVICE Raw load_weights(const TensorRecord& t, Type type, const Span& at) {
   if constexpr (std::is_same_v<Type, KeptWeights>) {
     if (t.weight_storage == WeightStorage::kFp32) return load_raw(t.weight_state, FloatType::kFp32, at);
-    if (t.weight_storage == WeightStorage::kError16) return load_raw(t.weight_state, type, at);
-    if (t.weight_storage == WeightStorage::kError8) {
+    Raw raw = load_raw(t.param, type, at);
+    if (t.weight_storage == WeightStorage::kError16) {
+      const Raw errors = load_raw(t.weight_state, type, at);
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) raw.word[kVector / 2 + i] = errors.word[i];
+    } else if (t.weight_storage == WeightStorage::kError8) {
       const Codes errors = load_codes(t.weight_state, at);
-      raw.word[0] = errors.x;
-      raw.word[1] = errors.y;
+      raw.word[kVector / 2] = errors.x;
+      raw.word[kVector / 2 + 1] = errors.y;
     }
+    return raw;
+  } else {
+    return load_raw(t.param, type, at);
   }
-  return raw;
 }
 
-// From the bf16 values of a vector to its weights.
+// The weights in fp32.
 template <class Type>
-MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type, const Raw& state, float (&p)[kVector]) {
+MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type, const Raw& raw, float (&p)[kVector]) {
   if constexpr (std::is_same_v<Type, KeptWeights>) {
     const WeightStorage storage = t.weight_storage;
+    if (storage == WeightStorage::kFp32) return to_floats(raw, FloatType::kFp32, p);
+    const uint32_t* const errors = raw.word + kVector / 2;
+    to_floats(raw, type, p);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      if (storage == WeightStorage::kFp32) {
-        p[i] = float_of(state.word[i]);
-      } else if (storage == WeightStorage::kError16) {
-        const int32_t error = static_cast<int32_t>(state.word[i / 2] << 16 * (1 - i % 2)) >> 16;
+      if (storage == WeightStorage::kError16) {
+        const int32_t error = static_cast<int32_t>(errors[i / 2] << 16 * (1 - i % 2)) >> 16;
         p[i] = float_of(join_weight(bits_of(p[i]), static_cast<uint32_t>(error)));
       } else if (storage == WeightStorage::kError8) {
-        const int32_t error = static_cast<int32_t>(state.word[i / 4] << 8 * (3 - i % 4)) >> 24;
+        const int32_t error = static_cast<int32_t>(errors[i / 4] << 8 * (3 - i % 4)) >> 24;
         p[i] = float_of(join_weight(bits_of(p[i]), static_cast<uint32_t>(error) << 8));
       }
     }
+  } else {
+    to_floats(raw, type, p);
   }
 }
 
@@ -47,62 +56,57 @@ MEMKERN_FN int dropped_bits(WeightStorage storage) {
                                                : 0;
 }
 
-// From the weights of a vector to its bf16 values; returns what is stored beside them. position(i): element
-// i's place in its block.
-template <class Type, class Position> MEMKERN_DEVICE Raw split_weights(const TensorRecord& t, Type type,
-                                                                       uint32_t step, Position position,
-                                                                       float (&p)[kVector]) {
-  Raw raw{};
-  if constexpr (std::is_same_v<Type, KeptWeights>) {
-    if (t.weight_storage == WeightStorage::kFp32) return to_raw(p, FloatType::kFp32);
-    const int dropped = dropped_bits(t.weight_storage);
-    const uint32_t mask = (1u << dropped) - 1;
-    uint32_t error[kVector];
+// Stores the bf16 values of a vector, and its errors in 16 bits or, Bytes, in 8.
+template <bool Bytes, class Position> MEMKERN_DEVICE void store_split(const TensorRecord& t, const Span& at,
+                                                                      uint32_t step, Position position,
+                                                                      const float (&p)[kVector]) {
+  const int dropped = dropped_bits(t.weight_storage);
+  const uint32_t mask = (1u << dropped) - 1;
+  Raw weights, errors;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      uint32_t weight;
-      split_weight(bits_of(p[i]), weight_random(position(i), step, dropped), mask, weight, error[i]);
-      const bool finite = is_finite(p[i]);
-      error[i] = finite ? error[i] : 0;
-      p[i] = finite ? float_of(weight) : p[i];
+  for (int i = 0; i < kVector; i += 2) {
+    uint32_t weight[2], error[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float x = p[i + k];
+      // Infinities and this NaN have no error.
+      const uint32_t bits = x == x ? bits_of(x) : 0x7FC00000u;
+      split_weight(bits, weight_random(position(i + k), step, dropped), mask, weight[k], error[k]);
     }
-    // The low halves of the errors, or their second bytes.
-    if (t.weight_storage == WeightStorage::kError8) {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 4)
-        raw.word[i / 4] = __byte_perm(__byte_perm(error[i], error[i + 1], 0x0051),
-                                      __byte_perm(error[i + 2], error[i + 3], 0x0051), 0x5410);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; i += 2) raw.word[i / 2] = __byte_perm(error[i], error[i + 1], 0x5410);
-    }
+    weights.word[i / 2] = __byte_perm(weight[0], weight[1], 0x7632);
+    // The second bytes of the errors, or their low halves.
+    const uint32_t pair = __byte_perm(error[0], error[1], Bytes ? 0x0051 : 0x5410);
+    if constexpr (Bytes)
+      errors.word[i / 4] = i % 4 == 0 ? pair : __byte_perm(errors.word[i / 4], pair, 0x5410);
+    else
+      errors.word[i / 2] = pair;
   }
-  return raw;
+  store_raw(t.param, FloatType::kBf16, at, weights);
+  if constexpr (Bytes)
+    store_codes(t.weight_state, at, {errors.word[0], errors.word[1]});
+  else if (t.weight_storage == WeightStorage::kError16)
+    store_raw(t.weight_state, FloatType::kBf16, at, errors);
 }
 
-template <class Type>
-MEMKERN_DEVICE void store_weight_state(const TensorRecord& t, Type type, const Span& at, const Raw& raw) {
-  if constexpr (std::is_same_v<Type, KeptWeights>) {
-    if (t.weight_storage == WeightStorage::kFp32)
-      store_raw(t.weight_state, FloatType::kFp32, at, raw);
-    else if (t.weight_storage == WeightStorage::kError16)
-      store_raw(t.weight_state, type, at, raw);
-    else if (t.weight_storage == WeightStorage::kError8)
-      store_codes(t.weight_state, at, {raw.word[0], raw.word[1]});
+// Stores a vector of a parameter. position(i): element i's place in its block.
+template <class Type, class Position>
+MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const Span& at, uint32_t step,
+                                  Position position, const float (&p)[kVector]) {
+  if constexpr (!std::is_same_v<Type, KeptWeights>) {
+    store_floats(t.param, type, at, p);
+  } else if (t.weight_storage == WeightStorage::kFp32) {
+    store_floats(t.weight_state, FloatType::kFp32, at, p);
+    store_floats(t.param, FloatType::kBf16, at, p);
+  } else if (t.weight_storage == WeightStorage::kError8) {
+    store_split<true>(t, at, step, position, p);
+  } else {
+    store_split<false>(t, at, step, position, p);
   }
 }
 
 // The place in its block of an element of a tensor whose states have no blocks of their own.
 MEMKERN_DEVICE uint32_t position_in_block(const Blocks& b, int64_t offset) {
   return static_cast<uint32_t>(offset % b.segment % b.block);
-}
-
-// Calls work(type) with the type of a tensor's parameter.
-template <class Work> MEMKERN_DEVICE void with_param_type(const TensorRecord& t, Work work) {
-  if (keeps_weights(t))
-    work(KeptWeights{});
-  else
-    work(t.param_type);
 }
 
 }  // namespace memkern

@@ -58,6 +58,7 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         function = functools.partial(original_class(self).forward, self)
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if traced or not (torch.is_grad_enabled() and x.requires_grad):
             return function(x)
         return Composite.apply(x, function)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..autograd import SavesLess, apply, needs_gradient
+
 SILU, GELU, GELU_TANH = "silu", "gelu", "gelu_tanh"
 
 
@@ -37,7 +39,11 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _backward_of_one(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
     gate, up = halves(gate_up, None)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+    ):
         by_gate = _activation_backward(grad * up, gate, activation)
         return torch.cat((by_gate, grad * _activate(gate, activation)), -1)
     result = torch.empty_like(gate_up)
@@ -52,15 +58,20 @@ def _backward_of_one(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     return result
 
 
-class Glu(torch.autograd.Function):
+class Glu(SavesLess):
     """act(gate) * up, from gate and up."""
 
+    reason = "swiglu and geglu save their inputs alone"
+
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
+    def forward(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         first, second = halves(gate, up)
         return _activate(first, activation) * second
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        gate, up, ctx.activation = inputs
+        ctx.save_for_backward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -89,8 +100,7 @@ def check(gate: Tensor, up: Tensor | None) -> None:
 
 def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     check(gate, up)
-    needs = gate.requires_grad or (up is not None and up.requires_grad)
-    if torch.is_grad_enabled() and needs:
-        return Glu.apply(gate, up, activation)
+    if needs_gradient(gate) or needs_gradient(up):
+        return apply(Glu, gate, up, activation)
     first, second = halves(gate, up)
     return _activate(first, activation) * second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -102,13 +103,23 @@ def is_composite(cls: type[nn.Module], module: nn.Module) -> bool:
     return isinstance(activation(cls, module, 3, "codes"), nn.Module)
 
 
+def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
+    """For transformers' own class a subclass of it: PEFT and others ask with isinstance."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    if library is None or library.Conv1D is not cls:
+        return RandomizedConv1D
+    from ..nn import conv1d
+
+    return conv1d.RandomizedConv1D
+
+
 def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:
     """As :func:`activation`, for linear layers; the counterpart has no memory of its own."""
     if cls is nn.Linear:
         shape = (module.in_features, module.out_features, module.bias is not None)
         return RandomizedLinear(*shape, device="meta", **options)
     if cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
-        return RandomizedConv1D(**options)
+        return _randomized_conv1d(cls)(**options)
     if issubclass(cls, nn.Linear) and not cls.__module__.startswith("memkern."):
         return "a subclass of torch.nn.Linear may do more"
     return None

@@ -202,7 +202,7 @@ class quantize_saved:
             rows of norms at most, and in most models by nothing.
 
     Bytes per element of what is left: 1.03 (codes and a scale for 128) in place of 4 or 2. Of four layers of width 512
-    at 512 tokens that is .12 to .17 of torch's in fp32 and .13 to .18 under autocast; ``"exact"`` .46 to .70 and .30 to
+    at 512 tokens that is .09 to .19 of torch's in fp32 and .12 to .19 under autocast; ``"exact"`` .36 to .70 and .29 to
     .44 (benchmarks/results/saved-models.csv). Relative error of the whole gradient by what alone is coded, of a small
     Llama (benchmarks/results/saved-errors.csv): queries and keys 1.4 % (it goes through an exponential),
     log-probabilities .8 %, values and attention's output .4 %, inputs of norms .3 %, gate and up .3 %; all of them

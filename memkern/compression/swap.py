@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..fewbit.levels import check_bits
@@ -19,6 +20,7 @@ from .class_swap import ORIGINAL, revert
 from .hooks import SavedBits
 from .measure import measure
 from .report import Report
+from .saved import EXACT
 from .worth import leave_what_saves_nothing
 
 
@@ -30,6 +32,15 @@ def _check_removed(arguments: Mapping[str, Any]) -> None:
                 "tokens of randomized linear layers, linear={'keep': 0.2})"
             )
         raise TypeError(f"compress() got an unexpected keyword argument {name!r}")
+
+
+def _check_float64(dtype: torch.dtype, activations: int | str | None, saved_bits: SavedBits) -> None:
+    exact = activations in (None, RECOMPUTE) or (activations == AUTO and saved_bits == EXACT)
+    if dtype == torch.float64 and not exact:
+        raise ValueError(
+            "activations must be 'recompute' or None for a float64 model (there are no codes for it), got "
+            f"{activations!r}"
+        )
 
 
 def compress(
@@ -84,7 +95,7 @@ def compress(
 
     Raises:
         TypeError: model is no module, or an argument that there is none of.
-        ValueError: an option out of range; before anything is changed.
+        ValueError: an option out of range, or few-bit activations of a float64 model; before anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -104,6 +115,7 @@ def compress(
     before = None if example is None else measure(model, example)
     covered = hooks.covered(model) if wanted is None else {module: bits for _, module, bits, _ in wanted}
     compression = Compression(model, predicate, covered)
+    _check_float64(compression.dtype, activations, saved_bits)
     if activations is not None:
         compression.activations(activations)
     if options is not None:

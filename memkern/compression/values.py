@@ -293,6 +293,8 @@ def _held_in_this_backward() -> _Held | None:
     if task == -1:
         return None
     if task not in _held:
+        # A pass that raised calls nothing at its end. One that runs around this one computes anew what it needs again.
+        _held.clear()
         _held[task] = OrderedDict()
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_forget, task))
     return _held[task]

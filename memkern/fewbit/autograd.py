@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
+from ..autograd import SavesLess, no_second_derivative
 from ..quant.codec import ACTIVATIONS
 from ..quant.layout import is_dense, same_layout
 from ..reference.activation import activate
@@ -20,8 +21,8 @@ _AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)
 
 def activate_and_encode(
     x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool = False
-) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
-    """The activation of ``x``, its codes, and the strides in whose memory order the codes are (None: contiguous)."""
+) -> tuple[Tensor, Tensor]:
+    """The activation of ``x``, and its codes, in the memory order of :func:`stride_of` the activation."""
     dense = x.is_contiguous() or is_dense(x.shape, x.stride())
     if inplace:
         codes = _ops.few_bit_encode(x if dense else torch.empty_like(x).copy_(x), table)
@@ -31,10 +32,11 @@ def activate_and_encode(
     else:
         y = activate(x, fn, a, b)
         codes = _ops.few_bit_encode(x if dense else torch.empty_like(y, dtype=x.dtype).copy_(x), table)
-    return y, codes, _stride_of(y)
+    return y, codes
 
 
-def _stride_of(x: Tensor) -> tuple[int, ...] | None:
+def stride_of(x: Tensor) -> tuple[int, ...] | None:
+    """The strides of a dense tensor like ``x``; None where that is contiguous."""
     return None if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
 
 
@@ -47,88 +49,103 @@ def with_stride(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     return grad.new_empty_strided(grad.shape, stride).copy_(grad)
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity on a gradient; its own backward raises.
-
-    torch's once_differentiable gives a wrong result without an error where the incoming gradient is a constant.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, reason: str) -> Tensor:
-        ctx.reason = reason
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError(
-            f"{ctx.reason}, so it has no second derivative: double backward is not possible; use "
-            "torch.nn.functional's own (memkern.restore(model)) where it is needed"
-        )
+def _save(ctx: Any, codes: Tensor, tag: Tensor, *others: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(codes)
+    ctx.save_for_backward(codes, tag, *others)
 
 
-def no_second_derivative(
-    grad: Tensor, reason: str = "a few-bit activation saves its derivative rounded"
-) -> Tensor:
-    """``grad``, made to raise RuntimeError with ``reason`` if it is differentiated in turn."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        return _NoSecondDerivative.apply(grad.detach().requires_grad_(), reason)
-    return grad
+def _backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    """The gradient times the levels that the codes stand for."""
+    if grad is None:
+        return None
+    codes, tag = ctx.saved_tensors
+    return no_second_derivative(_ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels), tag)
 
 
-class Codes(torch.autograd.Function):
+class Codes(SavesLess):
     """An activation, given by its number in ACTIVATIONS; saves codes of the derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool) -> Tensor:
-        y, codes, ctx.stride = activate_and_encode(x, fn, a, b, table, inplace)
-        ctx.save_for_backward(codes)
-        ctx.levels = table.levels
-        if inplace:
-            ctx.mark_dirty(x)
-            return x
-        return y
+    def forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, ...]:
+        return *activate_and_encode(x, fn, a, b, table), x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        table = inputs[4]
+        y, codes, tag = output
+        _save(ctx, codes, tag)
+        ctx.stride, ctx.levels = stride_of(y), table.levels
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        return _backward(ctx, grad), None, None, None, None
+
+
+class CodesInPlace(SavesLess):
+    """:class:`Codes` in place of x. With one result: torch takes no more of a function that changes a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels) -> Tensor:
+        _, codes = activate_and_encode(x, fn, a, b, table, inplace=True)
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(codes)
+        ctx.stride, ctx.levels = stride_of(x), table.levels
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
         (codes,) = ctx.saved_tensors
-        grad = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
-        return no_second_derivative(grad), None, None, None, None, None
+        result = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
+        # A second derivative would pass through a leaf of its own.
+        return no_second_derivative(result, grad.new_empty(0, requires_grad=True)), None, None, None, None
 
 
-class Output(torch.autograd.Function):
+class Output(SavesLess):
     """An activation with one minimum; saves its output, and a bit per element: on which side of the minimum x is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: int, valley: Valley) -> Tensor:
-        y, codes, ctx.stride = activate_and_encode(x, fn, 0.0, 0.0, Levels(1, (), (valley.at,), (1,)))
-        ctx.save_for_backward(y, codes)
-        ctx.valley = valley
-        return y
+    def forward(x: Tensor, fn: int, valley: Valley) -> tuple[Tensor, ...]:
+        y, codes = activate_and_encode(x, fn, 0.0, 0.0, Levels(1, (), (valley.at,), (1,)))
+        return y, codes, x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        y, codes = ctx.saved_tensors
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        y, codes, tag = output
+        _save(ctx, codes, tag, y)
+        ctx.stride, ctx.valley = stride_of(y), inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        if grad is None:
+            return None, None, None
+        codes, tag, y = ctx.saved_tensors
         grad = _ops.few_bit_backward_from_output(with_stride(grad, ctx.stride), y, codes, ctx.valley)
-        return no_second_derivative(grad), None, None
+        return no_second_derivative(grad, tag), None, None
 
 
-class Wrapped(torch.autograd.Function):
+class Wrapped(SavesLess):
     """A user's own activation; saves codes of the derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor], table: Levels) -> Tensor:
+    def forward(x: Tensor, fn: Callable[[Tensor], Tensor], table: Levels) -> tuple[Tensor, ...]:
         y = fn(x)
         if y.shape != x.shape:
             raise ValueError(f"fn must work elementwise: {tuple(x.shape)} given, {tuple(y.shape)} came back")
         dense = x if same_layout(x, y) and is_dense(x.shape, x.stride()) else None
         if dense is None:
             dense = torch.empty_like(y, dtype=x.dtype).copy_(x)
-        ctx.save_for_backward(_ops.few_bit_encode(dense, table))
-        ctx.stride, ctx.levels = _stride_of(dense), table.levels
-        return y
+        return y, _ops.few_bit_encode(dense, table), x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (codes,) = ctx.saved_tensors
-        grad = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
-        return no_second_derivative(grad), None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        y, codes, tag = output
+        _save(ctx, codes, tag)
+        ctx.stride, ctx.levels = stride_of(y), inputs[2].levels
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        return _backward(ctx, grad), None, None

@@ -9,18 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
+from ..autograd import SavesLess, apply, needs_gradient, no_second_derivative
 from ..quant.codec import ACTIVATIONS
-from .autograd import activate_and_encode, no_second_derivative, with_stride
+from .autograd import activate_and_encode
 from .levels import Levels, check_bits
 from .tables import LEVELS, VALLEYS
 
 KEEPS = ("codes", "output", "input")
 
 
-class _MLP(torch.autograd.Function):
+class _MLP(SavesLess):
+    """needs: whether x, weight1, bias1 and weight2 may need a gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         weight1: Tensor,
         bias1: Tensor | None,
@@ -29,40 +31,53 @@ class _MLP(torch.autograd.Function):
         name: str,
         bits: int,
         keep: str,
-    ) -> Tensor:
-        needs_x, needs_weight1, needs_bias1, needs_weight2 = ctx.needs_input_grad[:4]
-        needs_hidden = (
-            needs_x or needs_weight1 or needs_bias1
-        )  # a gradient that passes through the activation
-        hidden = F.linear(x, weight1, bias1)
-        codes, ctx.stride = None, None
-        if keep == "input" or not needs_hidden:
-            output = _gelu(hidden, name)
-        else:
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        *needs_hidden, needs_weight2 = needs
+        encodes = keep != "input" and any(needs_hidden)  # a gradient passes through the activation
+        hidden = F.linear(x, weight1, bias1).contiguous()
+        codes = None
+        if encodes:
             table = LEVELS[name, bits] if keep == "codes" else Levels(1, (), (VALLEYS[name].at,), (1,))
-            output, codes, ctx.stride = activate_and_encode(hidden, ACTIVATIONS[name], 0.0, 0.0, table)
+            output, codes = activate_and_encode(hidden, ACTIVATIONS[name], 0.0, 0.0, table)
+        else:
+            output = _gelu(hidden, name)
+        y = F.linear(output, weight2, bias2)
+        if keep == "input":
+            return y, hidden if any(needs) else None, None, None, x.new_empty(0)
+        saves_output = needs_weight2 or (encodes and keep == "output")
+        return y, None, output if saves_output else None, codes, x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        x, weight1, _, weight2, _, ctx.name, ctx.bits, ctx.keep, _ = inputs
+        _, hidden, activated, codes, tag = output
+        needs_x, needs_weight1, needs_bias1 = ctx.needs_input_grad[:3]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in (hidden, activated, codes) if t is not None))
         ctx.save_for_backward(
             x if needs_weight1 else None,
             weight1 if needs_x else None,
-            weight2 if needs_hidden else None,
-            hidden if keep == "input" and (needs_hidden or needs_weight2) else None,
-            output if keep != "input" and (needs_weight2 or (needs_hidden and keep == "output")) else None,
+            weight2 if needs_x or needs_weight1 or needs_bias1 else None,
+            hidden,
+            activated,
             codes,
+            tag,
         )
-        ctx.name, ctx.bits, ctx.keep = name, bits, keep
-        return F.linear(output, weight2, bias2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight1, weight2, hidden, output, codes = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        if grad is None:
+            return (None,) * 9
+        x, weight1, weight2, hidden, output, codes, tag = ctx.saved_tensors
         needs_x, needs_weight1, needs_bias1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
-        grads: list[Tensor | None] = [None] * 8
+        grads: list[Tensor | None] = [None] * 9
         if needs_weight2:
             grads[3] = _weight_gradient(grad, _gelu(hidden, ctx.name) if ctx.keep == "input" else output)
         if needs_bias2:
             grads[4] = _flat(grad).sum(0)
         if needs_x or needs_weight1 or needs_bias1:
-            grad = with_stride(grad @ weight2, ctx.stride)
+            grad = (grad @ weight2).contiguous()
             if ctx.keep == "input":
                 approximate = "tanh" if ctx.name == "gelu_tanh" else "none"
                 grad = torch.ops.aten.gelu_backward(grad, hidden, approximate=approximate)
@@ -76,7 +91,7 @@ class _MLP(torch.autograd.Function):
                 grads[1] = _weight_gradient(grad, x)
             if needs_bias1:
                 grads[2] = _flat(grad).sum(0)
-        return tuple(g if g is None else no_second_derivative(g) for g in grads)
+        return tuple(g if g is None else no_second_derivative(g, tag) for g in grads)
 
 
 def _gelu(x: Tensor, name: str) -> Tensor:
@@ -134,4 +149,8 @@ def mlp(
         dtype = torch.get_autocast_dtype(device)
         tensors = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
     name = "gelu" if approximate == "none" else "gelu_tanh"
-    return _MLP.apply(*tensors, name, bits, keep)
+    needs = tuple(map(needs_gradient, tensors))
+    if not any(needs):
+        hidden = F.linear(tensors[0], tensors[1], tensors[2])  # type: ignore[arg-type]
+        return F.linear(_gelu(hidden, name), tensors[3], tensors[4])  # type: ignore[arg-type]
+    return apply(_MLP, *tensors, name, bits, keep, needs[:4])

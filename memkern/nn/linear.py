@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +54,27 @@ class RandomizedLinear(nn.Linear):
             min_tokens=self.min_tokens,
         )
 
+    @property
+    def qconfig(self) -> NoReturn:
+        """torch.ao.quantization asks every module for it, and would leave a subclass of Linear alone without a word.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "torch.ao.quantization knows torch.nn.Linear and not memkern.nn.RandomizedLinear: call "
+            "memkern.restore(model) before it"
+        )
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, keep={self.keep}, projection={self.projection!r}"
 
 
 class RandomizedConv1D(nn.Module):
-    """What ``memkern.compress`` puts in place of transformers' Conv1D, a linear layer whose weight is (in, out)."""
+    """transformers' Conv1D, a linear layer whose weight is (in, out), by :func:`randomized_linear`.
+
+    ``memkern.compress`` puts the subclass of :mod:`memkern.nn.conv1d` in its place.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -75,7 +90,7 @@ class RandomizedConv1D(nn.Module):
         min_tokens: int = MIN_TOKENS,
     ) -> None:
         check_options(keep, projection, min_tokens)
-        super().__init__()
+        nn.Module.__init__(self)  # not Conv1D's, which makes a weight
         self.keep = keep
         self.projection = projection
         self.generator = generator

@@ -9,6 +9,7 @@ from .convert import (
     to_bitsandbytes_state_dict,
     to_torch_state_dict,
 )
+from .foreign import GlobalOptimManager as GlobalOptimManager  # not in __all__: every use of it raises
 from .groups import param_groups
 from .host import HostOffload
 from .lamb import LAMB, LAMB8bit

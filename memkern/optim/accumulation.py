@@ -9,61 +9,70 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ..quant.layout import is_dense, layout_of, memory_order
-from ..reference.blockwise import weight_random
-from ..reference.weights import split_weight
+from ..quant.codec import WEIGHTS
+from ..quant.layout import is_dense, laid_out_alike, layout_of
+from ..reference.blockwise import to_blocks
+from ..reference.weights import load_weight, store_weight
 
 BLOCK = 128  # positions with random bits of their own
-BITS = 16  # that bf16 drops
+ERRORS = {"stochastic": None, "bf16+8": torch.int8, "bf16+16": torch.int16}
+"""Values of ``storage``, and the dtype of the error that each keeps."""
 
 
 @torch.no_grad()
-def add_stochastic_(total: Tensor, x: Tensor, step: int) -> None:
-    """total = total + x in fp32, rounded to bf16 with the random bits of ``step``: without bias."""
+def add_(total: Tensor, x: Tensor, storage: str, step: int, error: Tensor | None = None) -> None:
+    """total = total + x in fp32, stored in bf16 as a step stores weights (``memkern.quant.codec.WEIGHTS``)."""
     layout = layout_of(total, BLOCK)
-    if layout.numel == 0:
-        return
-    added = total.float() + x  # in memory as total is
-    r = weight_random(layout.block, step, BITS, total.device)
-    r = r.repeat(layout.blocks_per_segment)[: layout.segment]
-    rounded, _ = split_weight(memory_order(added).view(-1, layout.segment), r, BITS)
-    memory_order(total).copy_(rounded.view(-1))
+    (x,) = laid_out_alike([x], [total])
+    added = load_weight(total, error, WEIGHTS[storage], layout) + to_blocks(x, layout)
+    store_weight(added, total, error, WEIGHTS[storage], layout, step)
+
+
+class _Sum:
+    """The gradient of one parameter while it is added up."""
+
+    def __init__(self, storage: str) -> None:
+        self.storage, self.count = storage, 0
+        self.total: Tensor | None = None  # held while autograd stores a micro-batch's gradient
+        self.error: Tensor | None = None
+        self.known: tuple[Tensor, int] | None = None  # what the error belongs to, and its version
+
+    def hold(self, p: Tensor) -> None:
+        g = p.grad
+        if g is not None and g.dtype == torch.bfloat16 and is_dense(g.shape, g.stride()):
+            self.total, p.grad = g, None
+
+    def add(self, p: Tensor) -> None:
+        total, x = self.total, p.grad
+        self.total = None
+        if total is None:
+            return
+        p.grad = total
+        if x is None:
+            return
+        dtype = ERRORS[self.storage]
+        unchanged = self.known is not None and self.known[0] is total and self.known[1] == total._version
+        if dtype is not None and not unchanged:  # a new sum, or one that something else has changed
+            self.error = torch.zeros_like(total, dtype=dtype)
+        self.count += 1
+        add_(total, x, self.storage, self.count, self.error)
+        self.known = (total, total._version) if dtype is not None else None
 
 
 class Accumulation:
     """What :func:`accumulate` returns: ``remove()`` ends it, as does leaving a ``with`` block."""
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: list[Tensor], storage: str) -> None:
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # a parameter holds its own but weakly
         for p in params:
-            self._add(p)
+            self._add(p, _Sum(storage))
 
-    def _add(self, p: Tensor) -> None:
+    def _add(self, p: Tensor, one: _Sum) -> None:
         node = get_gradient_edge(p).node
-        earlier: list[Tensor] = []  # the sum while autograd stores this micro-batch's gradient
-        count = 0
-
-        def before(_: Any) -> None:
-            if (
-                p.grad is not None
-                and p.grad.dtype == torch.bfloat16
-                and is_dense(p.grad.shape, p.grad.stride())
-            ):
-                earlier[:] = [p.grad]
-                p.grad = None
-
-        def after(p: Tensor) -> None:
-            nonlocal count
-            if earlier and p.grad is not None:
-                total = earlier.pop()
-                count += 1
-                add_stochastic_(total, p.grad, count)
-                p.grad = total
-
         self._nodes.append(node)
-        self._handles.append(node.register_prehook(before))
-        self._handles.append(p.register_post_accumulate_grad_hook(after))
+        self._handles.append(node.register_prehook(lambda _: one.hold(p)))
+        self._handles.append(p.register_post_accumulate_grad_hook(one.add))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -80,33 +89,38 @@ class Accumulation:
         self.remove()
 
 
-def accumulate(model: nn.Module) -> Accumulation:
-    """From here on, ``backward()`` adds to the bf16 gradients of a model with stochastic rounding.
+def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
+    """From here on, ``backward()`` adds to the bf16 gradients of a model without losing what is small.
 
     ::
 
-        p.grad = round(p.grad + g)          in fp32; up or down to a neighbouring bf16 with the probability of its nearness
+        p.grad = round(p.grad + g)    in fp32; up or down to a neighbouring bf16 with the probability of its nearness
 
     To the nearest, a sum that has grown to 256 times a micro-batch's gradient no longer changes. The random bits come
     from the position in blocks of 128 and a count of the additions, so runs repeat. ``zero_grad`` and optimizers need
-    not know of it; the first gradient after ``zero_grad()`` is taken as it is.
+    not know of it; the first gradient after ``zero_grad()`` is taken as it is, and a sum that something else changes
+    (clipping) goes on from there.
 
     Args:
         model: its bf16 parameters that require a gradient; others add as before. Not for gradients that a wrapper
             adds up in buffers of its own (DistributedDataParallel, fully_shard).
+        storage: "stochastic" keeps nothing, and is right on the average; "bf16+8" and "bf16+16" keep the sum's rounding
+            error too, in 1 or 2 bytes per parameter: sums of 24 or 32 bits (``master_weights`` has the same names).
 
     Returns:
         A handle: ``remove()`` ends it, and it is a context manager.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: the model has no bf16 parameter that requires a gradient.
+        ValueError: another ``storage``; the model has no bf16 parameter that requires a gradient.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if storage not in ERRORS:
+        raise ValueError(f"storage must be one of {', '.join(map(repr, ERRORS))}, got {storage!r}")
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if not params:
         raise ValueError(
             "model has no bfloat16 parameter that requires a gradient; others need no such rounding"
         )
-    return Accumulation(params)
+    return Accumulation(params, storage)

@@ -58,7 +58,8 @@ class Adam(BlockwiseOptimizer):
     ``model.to(memory_format=torch.channels_last)``. The state is
     ``step`` (fp32), ``exp_avg`` and ``exp_avg_sq``, in 8 bits with ``exp_avg_scale`` and ``exp_avg_sq_scale``;
     ``exp_avg_sq`` holds codes of sqrt(v) (``power``) or v (``dynamic``). 8-bit states take 2 + 8 / block_size bytes
-    per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16).
+    per parameter, and a step reads and writes 16.13 bytes per fp32 parameter (10.13 in bf16; 12.13 with bf16+8, 14.13
+    with bf16+16). ``weight_error`` or ``master_weight`` is there with ``master_weights``.
 
     Differs from torch.optim: states are fp32 (or 8 bits) whatever the parameter's dtype, gradients stay as they are
     under a GradScaler.

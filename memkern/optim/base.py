@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import _ops
 from ..quant.codec import CODECS
 from ..schemas import StepArgs, StepOp
-from . import apart, loading, sharded_step, sharding, weights
+from . import apart, foreign, loading, sharded_step, sharding, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -44,10 +44,14 @@ class BlockwiseOptimizer(Optimizer):
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
     _sharded = False  # whether there are DTensors
-    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, and a warning's flag.
+    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, a warning's flag.
     _versions: dict[Tensor, int]
     _is_compiled = False
     _said_changed = False
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        foreign.check_arguments(cls, options)  # Python would say no more than that there is none of that name
+        return super().__new__(cls)
 
     # ---- groups
 
@@ -57,6 +61,7 @@ class BlockwiseOptimizer(Optimizer):
         if params is not None and not isinstance(params, set):  # torch has messages for these
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
+            foreign.check_arguments(type(self), param_group)
             self._check_group({**self.defaults, **param_group})
             norm = self.defaults["max_grad_norm"]
             if param_group.get("max_grad_norm", norm) != norm:
@@ -64,8 +69,9 @@ class BlockwiseOptimizer(Optimizer):
                     f"max_grad_norm belongs to the whole optimizer, which has {norm}; a group cannot have "
                     f"{param_group['max_grad_norm']}"
                 )
-            for item in params:
-                p = item[1] if isinstance(item, tuple) else item
+            tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+            foreign.check_overrides(tensors)
+            for p in tensors:
                 if isinstance(p, Tensor):
                     check_param(p, {**self.defaults, **param_group})
                     sharding.check_flat_shard(p, self._needs_norms())

@@ -128,8 +128,8 @@ def remember(optimizer: BlockwiseOptimizer) -> None:
 def renew_changed(optimizer: BlockwiseOptimizer, group: Group, params: Sequence[Tensor]) -> None:
     """Before a step: what is kept of weights that were changed since their last step belongs to other weights.
 
-    It becomes what it is for new parameters, and one warning per optimizer says so. Not seen: changes through ``p.data``,
-    between the replays of a CUDA graph, and any once a step of the optimizer was compiled.
+    It becomes what it is for new parameters, and one warning per optimizer says so. Not seen: changes through
+    ``p.data``, between the replays of a CUDA graph, and any once a step of the optimizer was compiled.
     """
     versions = optimizer._versions
     if TracingContext.try_get() is not None:  # TorchDynamo runs this once, and the compiled steps never
@@ -193,12 +193,12 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer) -> dict[
 def load_fp32_state_dict(
     model: nn.Module, optimizer: BlockwiseOptimizer, state_dict: dict[str, Tensor]
 ) -> None:
-    """Loads fp32 weights into a bf16 model and what its optimizer keeps beside them: :func:`to_fp32_state_dict`'s inverse.
+    """Loads fp32 weights into a bf16 model and its optimizer: the inverse of :func:`to_fp32_state_dict`.
 
     Args:
         model: gets ``state_dict``; its bf16 parameters are rounded to the nearest.
-        optimizer: parameters in groups with ``master_weights`` get their errors or fp32 copies, exact but with "bf16+8",
-            whose 24 bits are rounded to the nearest. A parameter that has not stepped yet gets a state of zero moments.
+        optimizer: parameters in groups with ``master_weights`` get their errors or fp32 copies, exact but with
+            "bf16+8", whose 24 bits are rounded to the nearest. One that has not stepped yet gets a state of zeros.
         state_dict: for ``model.load_state_dict``, all keys.
 
     Raises:

@@ -44,20 +44,14 @@ def _group(blocks: list[nn.Module]) -> None:
         return checkpoint(run, x, noted, use_reentrant=False)
 
     for block in blocks[:-1]:
-        block.forward = note  # type: ignore[method-assign]
-    blocks[-1].forward = last  # type: ignore[method-assign]
+        block.forward = note
+    blocks[-1].forward = last
 
 
-def group_size(how: str, blocks: int) -> int:
-    """Blocks of a checkpoint."""
-    return 1 if how == "blocks" else math.isqrt(blocks - 1) + 1
-
-
-def checkpoint_blocks(model: nn.Module, how: str, size: int | None = None) -> None:
+def checkpoint_blocks(model: nn.Module, how: str) -> None:
     """Puts checkpoints around every block ("blocks"), or around groups of sqrt(L) of L blocks ("sqrt"), in place.
 
-    Blocks take a tensor and return it changed; what else they take may differ from block to block. size: of the groups,
-    in place of the square root.
+    Blocks take a tensor and return it changed; what else they take may differ from block to block.
 
     Raises:
         TechniqueError: the model has no list of blocks.
@@ -66,6 +60,6 @@ def checkpoint_blocks(model: nn.Module, how: str, size: int | None = None) -> No
     if not lists:
         raise TechniqueError("checkpointing", how, "'none' for a model without a list of like blocks")
     for blocks in lists:
-        step = size or group_size(how, len(blocks))
-        for start in range(0, len(blocks), step):
-            _group(blocks[start : start + step])
+        size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
+        for start in range(0, len(blocks), size):
+            _group(blocks[start : start + size])

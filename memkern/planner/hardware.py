@@ -31,6 +31,16 @@ DEFAULTS = {
 }
 
 
+def default(device: str) -> Hardware:
+    """The speeds of ``DEFAULTS``; of a CPU without instructions for bf16 those of fp32 for both."""
+    import torch
+
+    hardware = DEFAULTS[device]
+    if device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        return dataclasses.replace(hardware, half_flops=hardware.flops)
+    return hardware
+
+
 def seconds(
     hardware: Hardware,
     techniques: Techniques,

@@ -300,7 +300,7 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
 
 def _check_length(config: Any, seq_len: Any) -> None:
     positions = getattr(config, "max_position_embeddings", None)
-    if config.model_type == "roberta":
+    if config.model_type == "roberta" and positions is not None:
         positions -= 2  # the first two positions are for padding
     allowed = "a whole number, 1 or more" if positions is None else f"1 to {positions}, the model's positions"
     if not isinstance(seq_len, int) or seq_len < 1 or (positions is not None and seq_len > positions):

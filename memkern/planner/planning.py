@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import fake_cuda
-from .hardware import DEFAULTS, Hardware, seconds
+from .hardware import DEFAULTS, Hardware, default, seconds
 from .techniques import TechniqueError, Techniques
 
 CATEGORIES = (
@@ -76,8 +76,8 @@ class Prediction:
     """What a step with given techniques needs.
 
     categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
-    host: bytes of the optimizer on the host, with offload. seconds: of an optimizer step, by the model of
-    memkern/planner/hardware.py.
+    host: bytes on the host with offload: weights, states, and buffers for the transfers. seconds: of an optimizer step,
+    by the model of memkern/planner/hardware.py.
     """
 
     techniques: Techniques
@@ -190,6 +190,8 @@ class Planner:
     def fixed(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
         kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
+        if techniques.host_copies:
+            kept["master_weights"] = None
         return self._fixed(Techniques(precision=precision, **kept))
 
     def floor(self, techniques: Techniques) -> int:
@@ -205,11 +207,11 @@ class Planner:
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
         leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
         accumulates = techniques.accumulation > 1 and not leaves
-        host = fixed.errors + fixed.optimizer + fixed.gradients if techniques.offload else 0
         on_host = techniques.offload and self.device != "cpu"
+        copies = 4 * fixed.count if techniques.host_copies else fixed.parameters if on_host else 0
         static = {
             "parameters": fixed.parameters,
-            "errors": 0 if on_host else fixed.errors,
+            "errors": 0 if on_host else fixed.errors + copies,
             "gradients": fixed.gradients if accumulates else 0,
             "optimizer": 0 if on_host else fixed.optimizer,
             "process and context": self.hardware.process,
@@ -238,7 +240,7 @@ class Planner:
             techniques,
             {name: largest.get(name, 0) for name in CATEGORIES},
             sums,
-            host if on_host else 0,
+            copies + fixed.errors + fixed.optimizer + fixed.gradients if on_host else 0,
             self.seconds(techniques),
         )
 
@@ -263,10 +265,26 @@ class Planner:
 
     # ---- the choice
 
+    @functools.cached_property
+    def saving(self) -> tuple[dict[str, Any], ...]:
+        """``SAVING``, without checkpoints for a model that has no list of like blocks."""
+        import torch
+
+        from .checkpointing import block_lists
+        from .models import Given
+
+        if isinstance(self.source, Given):
+            model = self.source.model
+        else:
+            with torch.device("meta"):
+                model = self.source.build(torch.float32)
+        has_blocks = any(True for _ in block_lists(model))
+        return SAVING if has_blocks else tuple(each for each in SAVING if "checkpointing" not in each)
+
     def frugal(self, techniques: Techniques, pinned: Mapping[str, Any]) -> Techniques:
         """The same optimizer and weights, with the least activations."""
         chunk = LOSS_CHUNK if self.source.is_language_model else None
-        return techniques.replace(**({**SAVING[-1], "loss_chunk": chunk} | dict(pinned)))
+        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | dict(pinned)))
 
     def candidates(self, pinned: Mapping[str, Any], batch_size: int, clip: bool) -> list[Techniques]:
         """Every set that may be recommended. Randomized linear layers only where they are asked for."""
@@ -278,7 +296,7 @@ class Planner:
             shapes.append({**whole, "step_in_backward": True})
         found: dict[Techniques, None] = {}  # in order, each once
         for precision, bits, saving, chunk, offload, shape in itertools.product(
-            PRECISIONS, (32, 8), SAVING, chunks, offloads, shapes
+            PRECISIONS, (32, 8), self.saving, chunks, offloads, shapes
         ):
             choices = {
                 **precision,
@@ -386,8 +404,14 @@ def plan(
     pinned = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     _check_pinned(pinned)
     source = resolve(model, seq_len, inputs, loss, dropout)
-    arguments = {"memory": limit, "device": device, "pinned": pinned, "batch_size": batch_size, "clip": clip}
-    arguments |= {"source": source, "hardware": hardware or DEFAULTS[device]}
+    arguments: dict[str, Any] = {
+        "memory": limit,
+        "device": device,
+        "pinned": pinned,
+        "batch_size": batch_size,
+        "clip": clip,
+    }
+    arguments |= {"source": source, "hardware": hardware or default(device)}
     if device == "cpu":
         return _plan(counted_on="cpu", **arguments)
     return _plan_for_cuda(arguments)

@@ -69,9 +69,8 @@ def code(plan: Plan) -> str:
         body.append(f"(loss / {t.accumulation}).backward()")
         body = [f"for _ in range({t.accumulation}):", *_indented(body)]
     else:
-        body.append("loss.backward()" + ("  # steps too" if t.step_in_backward else ""))
-    if not t.step_in_backward:
-        body += ["optimizer.step()", "optimizer.zero_grad()"]
+        body.append("loss.backward()" + ("  # takes the steps" if t.step_in_backward else ""))
+    body += ["optimizer.step()", "optimizer.zero_grad()"]
     set_up = ["import torch, memkern", "", *_model_lines(t), _optimizer_line(t)]
     return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
 
@@ -102,11 +101,13 @@ def _optimizer_line(t: Techniques) -> str:
     if t.optimizer.startswith("torch."):
         return f"optimizer = torch.optim.{t.optimizer.removeprefix('torch.')}(model.parameters(), lr=lr)"
     options = f"lr=lr, state_bits={t.state_bits}"
-    options += f', master_weights="{t.master_weights}"' if t.master_weights else ""
+    options += f', master_weights="{t.master_weights}"' if t.master_weights and not t.host_copies else ""
     name = f"memkern.optim.{t.optimizer}"
-    if t.step_in_backward or t.offload:
-        wrapper = "StepInBackward" if t.step_in_backward else "HostOffload"
-        return f"optimizer = memkern.optim.{wrapper}({name}, model.parameters(), {options})"
+    if t.step_in_backward:
+        return f"optimizer = memkern.optim.StepInBackward({name}, model.parameters(), {options})"
+    if t.offload:
+        options += ", offload_gradients=True" + ("" if t.host_copies else ", host_dtype=None")
+        return f"optimizer = memkern.optim.HostOffload({name}, model.parameters(), {options})"
     return f"optimizer = {name}(model.parameters(), {options})"
 
 

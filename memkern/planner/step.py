@@ -14,47 +14,43 @@ from torch.utils._pytree import tree_leaves
 
 from .. import optim
 from ..compression.swap import compress
-from .checkpointing import checkpoint_blocks, group_size
-from .models import Source
+from .checkpointing import checkpoint_blocks
+from .models import Configured, Source
 from .techniques import TechniqueError, Techniques
 from .trace import Recorder, Trace, record
 
-FEW = 2  # groups of blocks, of which traces are made
-ERROR_BYTES = {None: 0, "fp32": 4, "bf16+16": 2, "bf16+8": 1}
-"""Per parameter, of ``master_weights``."""
+FEW = 2  # blocks of which traces are made
+ERRORS = ("weight_error", "master_weight")
+"""Entries of an optimizer's state that belong to the weights."""
 
 
 def weight_dtype(techniques: Techniques) -> torch.dtype:
     return torch.bfloat16 if techniques.precision == "bf16" else torch.float32
 
 
-def prepare(model: nn.Module, techniques: Techniques, group: int | None = None) -> None:
-    """Applies the techniques that change the model, in place: activations, linear layers, checkpoints.
-
-    group: blocks of a checkpoint, in place of what the model's own number asks for.
-    """
+def prepare(model: nn.Module, techniques: Techniques) -> None:
+    """Applies the techniques that change the model, in place: activations, linear layers, checkpoints."""
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
     if techniques.checkpointing != "none":
-        checkpoint_blocks(model, techniques.checkpointing, group)
+        checkpoint_blocks(model, techniques.checkpointing)
 
 
-def make_optimizer(
-    params: Iterable[nn.Parameter], techniques: Techniques, **options: Any
-) -> torch.optim.Optimizer:
+def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
     """The optimizer of the techniques; ``options`` beside theirs."""
     if techniques.optimizer.startswith("torch."):
         name = techniques.optimizer.removeprefix("torch.")
         return getattr(torch.optim, name)(params, foreach=False, **options)
     cls = getattr(optim, techniques.optimizer)
     options["state_bits"] = techniques.state_bits
-    if techniques.master_weights:
+    if techniques.master_weights and not techniques.host_copies:
         options["master_weights"] = techniques.master_weights
     if techniques.step_in_backward:
         return optim.StepInBackward(cls, params, **options)
     if techniques.offload:
-        return optim.HostOffload(cls, params, **options)
+        host_dtype = torch.float32 if techniques.host_copies else None
+        return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
     return cls(params, **options)
 
 
@@ -75,23 +71,23 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
             "loss_chunk", techniques.loss_chunk, "None for a model that is no language model"
         )
     depth = source.depth
-    if depth is None:
+    # With groups of sqrt(L) blocks the last one is smaller than the others, and few of them are most of the model.
+    if (
+        not isinstance(source, Configured)
+        or depth is None
+        or depth <= FEW + 1
+        or techniques.checkpointing == "sqrt"
+    ):
         return [trace(source, techniques, device)], 0
-    group = group_size(techniques.checkpointing, depth) if techniques.checkpointing == "sqrt" else 1
-    groups = -(-depth // group)
-    if groups <= FEW + 1:
-        return [trace(source, techniques, device)], 0
-    rest = depth - (groups - 1) * group  # of the last group
-    cut = [source.with_depth((n - 1) * group + rest) for n in (FEW, FEW + 1)]
-    return [trace(few, techniques, device, group) for few in cut], groups - FEW
+    return [trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1)], depth - FEW
 
 
-def trace(source: Source, techniques: Techniques, device: str, group: int | None = None) -> Trace:
+def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     """A forward and a backward pass on fake tensors of a device."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
-    prepare(model, techniques, group)  # outside of the mode: activations are matched on values
+    prepare(model, techniques)  # outside of the mode: activations are matched on values
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":
@@ -132,7 +128,7 @@ class Fixed:
 def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors."""
     depth = source.depth
-    if depth is None or depth <= FEW + 1:
+    if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
         return _fixed(source, techniques, device)
     few, many = (
         dataclasses.astuple(_fixed(source.with_depth(n), techniques, device)) for n in (FEW, FEW + 1)
@@ -145,13 +141,13 @@ def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
-        state, temporaries = _optimizer_bytes(trained, techniques)
+        errors, state, temporaries = _optimizer_bytes(trained, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]
         return Fixed(
             count=sum(p.numel() for p in model.parameters()),
             head=_head(model),
             parameters=_bytes([*model.parameters(), *model.buffers()]),
-            errors=ERROR_BYTES[techniques.master_weights] * sum(p.numel() for p in trained),
+            errors=errors,
             gradients=sum(gradients),
             optimizer=state,
             step_temporaries=temporaries,
@@ -169,10 +165,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int]:
-    """Bytes of the states, and the most that a step allocates beside them."""
-    plain = techniques.replace(master_weights=None, step_in_backward=False, offload=False)
-    optimizer = make_optimizer(params, plain)
+def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int, int]:
+    """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
+    optimizer = make_optimizer(params, techniques.replace(step_in_backward=False, offload=False))
     for p in params:
         p.grad = torch.empty_like(p)
     optimizer.step()
@@ -185,12 +180,13 @@ def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tupl
     for _, change in sorted(changes):
         level += change
         peak = max(peak, level)
-    state = _bytes(_states(optimizer))
+    errors = _bytes(state[key] for state in optimizer.state.values() for key in ERRORS if key in state)
+    states = _bytes(_states(optimizer)) - errors
     if techniques.optimizer.startswith("torch.") and params[0].device.type == "cuda":
         peak = max(
             peak, sum(p.numel() * p.element_size() for p in params)
         )  # foreach: a root of every second moment
-    return state, peak
+    return errors, states, peak
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -42,7 +42,9 @@ class Techniques:
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
-    offload: the optimizer's states, errors and gradients are on the host, where the step is computed.
+    offload: the optimizer's states, errors and gradients are on the host, where the step is computed
+        (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``); bf16 weights are there in fp32, or with
+        ``master_weights`` in 16 or 8 bits as these.
     micro_batch: sequences in a forward pass. accumulation: forward passes in an optimizer step.
 
     Raises:
@@ -106,6 +108,11 @@ class Techniques:
             raise TechniqueError(
                 "step_in_backward", True, "False with offload, which frees the gradients already"
             )
+
+    @property
+    def host_copies(self) -> bool:
+        """Whether offload holds bf16 weights in fp32 on the host."""
+        return self.offload and self.precision == "bf16" and self.master_weights in (None, "fp32")
 
     @property
     def linear_share(self) -> float | None:

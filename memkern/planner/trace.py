@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
 
             def freed(_: weakref.ref, key: int = key, entry: Storage | None = entry) -> None:
                 if entry is not None:
-                    entry.died = self.clock
+                    entry.died = self.clock + 1  # it was there when the last operator had returned
                 del self.alive[key]
 
             self.alive[key] = weakref.ref(storage, freed), entry
@@ -84,7 +84,7 @@ class Trace:
         return sum(s.size for s in self.storages if self._is_saved(s))
 
     def _is_saved(self, s: Storage) -> bool:
-        return s.born <= self.middle and (s.died is None or s.died > self.middle)
+        return s.born <= self.middle and (s.died is None or s.died > self.middle + 1)
 
     def levels(self, *, free_gradients: bool, unit: int) -> dict[str, dict[str, list[int]]]:
         """Bytes after each operator by phase and category, sizes rounded up to multiples of ``unit``.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..fewbit.autograd import no_second_derivative
+from ..autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = (
@@ -24,11 +24,20 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
-class _RandomizedLinear(torch.autograd.Function):
+def kept(keep: float, tokens: int) -> int:
+    """How many of the tokens' projections are saved."""
+    return max(1, round(keep * tokens))
+
+
+class _RandomizedLinear(SavesLess):
+    reason = "randomized_linear saves a random projection of its input"
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, k: int, projection: str
-    ) -> Tensor:
+        x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, keep: float, projection: str
+    ) -> tuple[Tensor, ...]:
+        tokens = x.shape[:-1].numel()
+        k = kept(keep, tokens)  # here, as TorchDynamo takes no symbolic result for an argument of a function
         if torch.compiler.is_compiling():
             # torch 2.13's partitioner recomputes a random number in the backward graph, where it is another one, unless
             # the forward graph's result depends on it. The seed's words are below 2^32, so this adds 0.
@@ -36,17 +45,26 @@ class _RandomizedLinear(torch.autograd.Function):
             y = F.linear(x, weight, zero.expand(len(weight)) if bias is None else bias + zero)
         else:
             y = F.linear(x, weight, bias)
-        ctx.tokens, ctx.shape, ctx.projection = x.shape[:-1].numel(), x.shape, projection
         with without_autocast(x.device):
-            projected = project(x.reshape(ctx.tokens, -1), k, projection, seed, y.dtype)
-        # The seed as a tensor, not as an attribute of ctx: under non-reentrant checkpointing an attribute would stay
-        # that of the first forward pass, beside the projection of the recomputed one.
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, projected, seed)
-        return y
+            projected = project(x.reshape(tokens, -1), k, projection, seed, y.dtype)
+        return y, projected, x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        weight, projected, seed = ctx.saved_tensors
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, _, seed, _, ctx.projection = inputs
+        _, projected, tag = output
+        ctx.tokens, ctx.shape = x.shape[:-1].numel(), x.shape
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(projected)
+        # The seed as a tensor, not as an attribute of ctx: under non-reentrant checkpointing an attribute would stay
+        # that of the first forward pass, beside the projection of the recomputed one.
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, projected, seed, tag)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
+        if grad is None:
+            return (None,) * 6
+        weight, projected, seed, tag = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         with torch.no_grad(), without_autocast(grad.device):
             rows = grad.reshape(ctx.tokens, -1)
@@ -57,9 +75,9 @@ class _RandomizedLinear(torch.autograd.Function):
                 grad_weight *= ctx.tokens / len(projected)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0)
-        reason = "randomized_linear saves a random projection of its input"
         grads = (
-            g if g is None else no_second_derivative(g, reason) for g in (grad_x, grad_weight, grad_bias)
+            g if g is None else no_second_derivative(g, tag, _RandomizedLinear.reason)
+            for g in (grad_x, grad_weight, grad_bias)
         )
         return *grads, None, None, None
 
@@ -107,7 +125,8 @@ def randomized_linear(
     Nothing where the weight needs no gradient. Every call draws its own seed on x's device and saves it with the
     projection, so that recomputation under checkpointing does not mix the two of different calls.
 
-    The second derivative raises RuntimeError. Functions of torch.func are not supported.
+    torch.func.grad and vmap (with its ``randomness`` given) go through it. The second derivative, forward-mode AD and
+    ONNX export raise RuntimeError.
 
     Raises:
         ValueError: keep, projection or min_tokens out of range.
@@ -116,7 +135,7 @@ def randomized_linear(
     """
     check_options(keep, projection, min_tokens)
     tokens = x.shape[:-1].numel()
-    k = max(1, round(keep * tokens))
-    if not torch.is_grad_enabled() or not weight.requires_grad or tokens < min_tokens or k >= tokens:
+    keep = constant(keep)
+    if not needs_gradient(weight) or tokens < min_tokens or kept(keep, tokens) >= tokens:
         return F.linear(x, weight, bias)
-    return _RandomizedLinear.apply(x, weight, bias, draw_seed(x.device, generator), k, projection)
+    return apply(_RandomizedLinear, x, weight, bias, draw_seed(x.device, generator), keep, projection)

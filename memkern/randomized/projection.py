@@ -32,6 +32,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..autograd import constant
+
 WORD = 0xFFFFFFFF
 CHUNK = 1 << 22  # elements of S, or of a transformed slice, that exist at a time
 
@@ -79,7 +81,7 @@ def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
     frequency = _sample(seed, 0, n, k)
     mirrored = frequency > n // 2  # there a real signal's spectrum is the conjugate of the first half's
     at = torch.where(mirrored, n - frequency, frequency)
-    angle = frequency.unsqueeze(1).to(wide) * (math.pi / (2 * n))
+    angle = frequency.unsqueeze(1).to(wide) * (constant(math.pi) / (2 * n))
     norm = torch.where(frequency == 0, 0.5, 1.0).to(wide).mul(2 / n).sqrt().unsqueeze(1)
     real = norm * angle.cos()
     imaginary = norm * angle.sin() * torch.where(mirrored, -1, 1).unsqueeze(1)
@@ -95,7 +97,7 @@ def _normals(seed: Tensor, rows: Tensor, first: int, count: int) -> Tensor:
     """Box and Muller's transform: a pair of words to a pair of normals."""
     pair = torch.arange(first // 2, (first + count + 1) // 2, device=seed.device)
     radius = ((words(seed, rows, 2 * pair) + 1) * 2.0**-32).log().mul(-2).sqrt()
-    angle = words(seed, rows, 2 * pair + 1) * (2 * math.pi * 2.0**-32)
+    angle = words(seed, rows, 2 * pair + 1) * (2 * constant(math.pi) * 2.0**-32)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(1)[:, :count]
 
 

@@ -29,8 +29,10 @@ def join_weight(p: Tensor, error: Tensor, dropped: int) -> Tensor:
 
 
 def split_weight(x: Tensor, r: Tensor | int, dropped: int) -> tuple[Tensor, Tensor]:
-    """The bf16 weights of fp32 ones, still in fp32, and their errors, int32. ``r``: random bits, or 2^dropped / 2, which
-    rounds to the nearest. What is not finite stays so and has no error."""
+    """The bf16 weights of fp32 ones, still in fp32, and their errors, int32.
+
+    ``r``: random bits, or 2^dropped / 2, which rounds to the nearest. What is not finite stays so and has no error.
+    """
     u = (bits_of(x) + r) & ~((1 << dropped) - 1)
     p = (u + 2**15) & ~0xFFFF
     finite = x.isfinite()

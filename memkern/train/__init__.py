@@ -1,13 +1,16 @@
-"""Training a byte-level GPT with memkern's optimizers: the library behind ``python -m memkern train``.
+"""Training language models with memkern's optimizers: the library behind ``python -m memkern train``.
 
-    config = TrainConfig(optimizer="adamw8bit", steps=100)
-    corpus = load_corpus(["src"], seq_len=config.seq_len)
-    [result] = run([Trainer(config, corpus)])
+    config = TrainConfig(model="gpt2", from_config=True, optimizer="adamw8bit", steps=100)
+    [result] = run([Trainer(config, load(config))])
 
-``config`` the options and their checks, ``data`` text to batches, ``model`` the GPT, ``loop`` the training,
-``checkpoint`` the files; ``progress``, ``report``, ``plot`` and ``cli`` need the extra ``[train]``.
+``config`` the options and their checks; ``data``, ``documents``, ``tokenizers`` and ``tokens`` text to batches;
+``model`` the byte-level GPT, ``huggingface`` transformers' models, ``objective`` a model with its loss; ``build`` all
+that from a config; ``loop`` the training, ``evaluation`` its validation, ``phases`` its memory; ``distributed`` and
+``sharding`` several processes; ``fit`` the planner's choice; ``checkpoint`` the files. ``progress``, ``report``,
+``plot`` and ``cli`` need the extra ``[train]``. docs/training.md says how the options work together.
 """
 
+from .build import Source, load
 from .config import ArgumentError, TrainConfig
 from .data import Corpus, load_corpus
 from .large_batch import scale_lr
@@ -21,9 +24,11 @@ __all__ = [
     "Diverged",
     "History",
     "RunResult",
+    "Source",
     "TrainConfig",
     "Trainer",
     "comparison",
+    "load",
     "load_corpus",
     "run",
     "scale_lr",

@@ -1,85 +1,26 @@
-"""``python -m memkern train``: its arguments, and the run from checks to files."""
+"""``python -m memkern train``: the run from checks to files."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import os
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .config import AMP, BASELINES, MODELS, OPTIMIZERS, ArgumentError, TrainConfig
-from .large_batch import LR_RULES
+from .arguments import add_arguments
+from .config import ArgumentError, TrainConfig
 
-DESCRIPTION = """\
-Trains a byte-level GPT on text: by default the running Python's own standard library, without its tests.
-The last tenth of every file is for validation. An option that is not given has its default, or with --resume
-the value that the resumed run began with."""
+if TYPE_CHECKING:
+    from ..planner.planning import Plan
+    from .build import Source
+    from .distributed import Processes
+    from .loop import Trainer
+    from .phases import Phases
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options: the fields of TrainConfig, and where to read and write."""
-    parser.description = DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    defaults = TrainConfig()
-
-    def add(group: Any, name: str, text: str, default: str | None = None, **options: Any) -> None:
-        shown = default or getattr(defaults, name)
-        options.setdefault("help", f"{text} (default: {shown})")
-        group.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
-
-    data = parser.add_argument_group("data and model")
-    text = "files, and folders of text files, to train on"
-    add(data, "data", text, "Python's standard library", nargs="+", action="extend", metavar="PATH")
-    sizes = "; ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in MODELS.items())
-    add(data, "model", f"layers x heads x width, {sizes}", choices=list(MODELS))
-    add(data, "layers", "number of blocks", "the model's", type=int, metavar="N")
-    add(data, "heads", "attention heads", "the model's", type=int, metavar="N")
-    add(data, "width", "size of the residual stream", "the model's", type=int, metavar="N")
-    add(data, "seq_len", "bytes in a window", type=int, metavar="N")
-
-    training = parser.add_argument_group("training")
-    add(training, "optimizer", "one of memkern.optim or torch.optim (torch-)", choices=list(OPTIMIZERS))
-    add(training, "steps", "optimizer steps", type=int, metavar="N")
-    add(training, "batch_size", "windows in a micro-batch", type=int, metavar="N")
-    add(training, "accumulate", "micro-batches in a step", type=int, metavar="N")
-    text = "micro-batches in a step for each of --accumulate; the learning rate is scaled by --lr-rule"
-    add(training, "batch_factor", text, type=int, metavar="N")
-    add(training, "lr_rule", "what the learning rate is multiplied by for it", choices=list(LR_RULES))
-    help_ = "save only the blocks' inputs and recompute the blocks in the backward pass"
-    add(training, "checkpoint_activations", "", action="store_true", help=help_)
-    text = "bits per element that GELU saves for the backward pass, 1 to 4"
-    add(training, "activation_bits", text, "torch's GELU", type=int, metavar="N")
-    text = "share of the tokens that linear layers save for their weights' gradients"
-    add(training, "linear_keep", text, "all", type=float, metavar="X")
-    add(training, "amp", "autocast type; fp16 scales the loss", choices=list(AMP))
-    rates = "1e-3, Lion 1e-4, LAMB 1e-2, LARS 3e-2"
-    add(training, "lr", "peak learning rate", rates, type=float, metavar="X")
-    add(
-        training,
-        "weight_decay",
-        "decay of matrices",
-        "AdamW and LAMB 0.1, Adam 0, Lion 1, LARS 1e-4",
-        type=float,
-        metavar="X",
-    )
-    add(training, "clip", "largest global gradient norm, 0 for none", type=float, metavar="X")
-    add(training, "warmup", "steps of linear warm-up", "a tenth, at most 100", type=int, metavar="N")
-    add(training, "seed", "initial values and batches", type=int, metavar="N")
-    add(training, "device", "cpu, cuda or cuda:N", "cuda if there is one", metavar="NAME")
-    add(training, "threads", "CPU threads", "torch's choice", type=int, metavar="N")
-    add(training, "eval_every", "steps between validations", type=int, metavar="N")
-    add(training, "eval_tokens", "bytes of validation text", type=int, metavar="N")
-
-    files = parser.add_argument_group("files and comparison")
-    pairs = ", ".join(f"{ours} with {baseline}" for ours, baseline in BASELINES.items())
-    files.add_argument("--compare", action="store_true", help=f"train the baseline beside it: {pairs}")
-    files.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json and losses.png")
-    help_ = "checkpoint to write, replaced as a whole, at Ctrl-C too (default: none, or that of --resume)"
-    files.add_argument("--save", type=Path, metavar="PATH", help=help_)
-    add(files, "save_every", "steps between checkpoints", type=int, metavar="N")
-    files.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to continue, bit for bit")
+__all__ = ["Stopped", "add_arguments", "main"]
 
 
 class Stopped(KeyboardInterrupt):
@@ -93,7 +34,7 @@ def check_installed(names: tuple[str, ...]) -> None:
         raise SystemExit(f"memkern train needs {' and '.join(absent)}: pip install memkern[train]")
 
 
-def check_paths(out: Path | None, save: Path | None) -> None:
+def check_paths(out: Path | None, save: Path | None, export: Path | None) -> None:
     """Raises ArgumentError for a path that could not be written at the end of the run. Writes nothing."""
     # os.path rather than pathlib, whose tests raise inside a folder that may not be searched.
     if save is not None:
@@ -103,70 +44,233 @@ def check_paths(out: Path | None, save: Path | None) -> None:
             raise ArgumentError(
                 "save", f"{str(save)!r} given; allowed: a file in an existing folder that can be written"
             )
-    if out is not None:
-        existing = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
+    for name, folder in (("out", out), ("export", export)):
+        if folder is None:
+            continue
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-            raise ArgumentError("out", f"{str(out)!r} given; allowed: a folder that exists or can be made")
+            raise ArgumentError(name, f"{str(folder)!r} given; allowed: a folder that exists or can be made")
+    if export is not None and os.path.isdir(export) and os.listdir(export):
+        raise ArgumentError(
+            "export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder"
+        )
 
 
-def main(args: argparse.Namespace) -> None:
-    """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
-    check_installed(("rich", "matplotlib") if args.out else ("rich",))
-    from . import checkpoint, report
-    from .data import load_corpus
-    from .interrupt import deferred
-    from .loop import Diverged, Trainer, comparison, run
-    from .progress import display
+def needed(args: argparse.Namespace) -> tuple[str, ...]:
+    """The packages of the extra [train] that the arguments need."""
+    names = ["rich"]
+    if args.out:
+        names.append("matplotlib")
+    if args.weights_on_host != "none":
+        names.append("accelerate")
+    return tuple(names)
 
+
+def read_config(args: argparse.Namespace, state: dict[str, Any] | None, world: int) -> TrainConfig:
+    """The options that are given, over those of the resumed run or the defaults; checked."""
     given = {name: value for name, value in vars(args).items() if name in TrainConfig.__dataclass_fields__}
     if "data" in given:
         given["data"] = tuple(given["data"])
-    if args.compare and (args.save or args.resume):
-        name = "save" if args.save else "resume"
-        raise ArgumentError("compare", f"given with --{name}; allowed: without --save and --resume")
-    state = checkpoint.load(args.resume) if args.resume else None
-    config = TrainConfig(**(state["config"] if state else {}) | given)
+    for name, other in (("epochs", "steps"), ("warmup_epochs", "warmup")):
+        if name in given and other in given:
+            raise ArgumentError(name, f"given with --{other}; allowed: one of the two")
+        if other in given:
+            given[name] = None
+    config = TrainConfig(**({"batch_factor": world} if state is None else state["config"]) | given)
     config.validate()
-    configs = comparison(config) if args.compare else [config]
-    check_paths(args.out, args.save)
+    return config
+
+
+def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -> None:
+    """Raises ArgumentError for arguments that exclude each other, and for paths that cannot be written."""
+    if args.compare and (args.save or args.resume or args.export):
+        name = "save" if args.save else "resume" if args.resume else "export"
+        raise ArgumentError("compare", f"given with --{name}; allowed: without --save, --resume and --export")
+    if args.fit and (args.compare or args.resume):
+        name = "compare" if args.compare else "resume"
+        raise ArgumentError("fit", f"given with --{name}; allowed: without --compare and --resume")
+    if args.weights_on_host != "none" and not args.evaluate:
+        raise ArgumentError(
+            "weights_on_host", "given without --evaluate; a run has --offload for its optimizer"
+        )
+    files = ("compare", "resume", "save", "out", "export", "fit")
+    if args.evaluate and (given := next((name for name in files if getattr(args, name)), None)):
+        raise ArgumentError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
+    for name in ("compare", "fit", "evaluate"):
+        if getattr(args, name) and world > 1:
+            raise ArgumentError(name, f"given in {world} processes; allowed in one")
+    if args.export and config.is_preset:
+        raise ArgumentError(
+            "export", f"given with --model {config.model}; allowed with models of transformers"
+        )
+    check_paths(args.out, args.save, args.export)
     if args.resume and not args.save and not os.access(args.resume.absolute().parent, os.W_OK | os.X_OK):
         raise ArgumentError(
             "resume",
             f"{str(args.resume)!r} given, in a folder that cannot be written, where the run would go on saving; "
             "allowed: with a --save elsewhere",
         )
-    save_to = args.save or args.resume
-    corpus = load_corpus(config.data, seq_len=config.seq_len)
-    trainers = [Trainer(each, corpus) for each in configs]
-    if state:
-        trainers[0].load_state_dict(state)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
 
-    print(
-        f"{corpus.name} ({corpus.files} files): {len(corpus.train):,} bytes for training, "
-        f"{len(corpus.validation):,} for validation"
-    )
-    with display(trainers) as show, deferred() if save_to else nullcontext(lambda: False) as interrupted:
+
+@contextmanager
+def process_group(group: Processes, device: str | None) -> Iterator[None]:
+    """torch.distributed's, where there are several processes: gloo on the CPU, nccl on CUDA devices."""
+    if group.world == 1:
+        yield
+        return
+    import torch
+
+    on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    torch.distributed.init_process_group("nccl" if on_cuda else "gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def saver(save_to: Path, interrupted: Callable[[], bool]) -> Callable[[Trainer], None]:
+    """Called after each step: writes checkpoints. At Ctrl-C in any process all write one and stop."""
+    import torch
+
+    from . import checkpoint
+
+    def after_step(trainer: Trainer) -> None:
+        done, config, group = trainer.steps_done, trainer.config, trainer.group
+        last = done == config.steps
+        noted = torch.tensor(float(interrupted()), device=trainer.device)
+        stop = bool(group.sum(noted) > 0) and not last
+        if stop or last or done % config.save_every == 0:
+            state = trainer.state_dict()
+            if group.first:
+                checkpoint.save(save_to, state)
+            group.barrier()
+        if stop:
+            raise Stopped(f"Saved after step {done} of {config.steps}: go on with --resume {save_to}")
+
+    return after_step
+
+
+def train(trainers: Sequence[Trainer], save_to: Path | None) -> Phases:
+    """Runs all to the end, with progress, checkpoints and, for a run alone, the memory of its phases."""
+    from .interrupt import deferred
+    from .loop import Diverged, run
+    from .phases import Phases
+    from .progress import display
+
+    phases = Phases(trainers[0].device)
+    if len(trainers) == 1:
+        trainers[0].phases = phases
+    shown = display(trainers) if trainers[0].group.first else nullcontext(lambda trainer: None)
+    with shown as show, deferred() if save_to else nullcontext(lambda: False) as interrupted, phases:
+        save = saver(save_to, interrupted) if save_to else lambda trainer: None
 
         def on_step(trainer: Trainer) -> None:
             show(trainer)
-            done = trainer.steps_done
-            last = done == config.steps
-            stop = interrupted() and not last
-            if save_to and (stop or last or done % config.save_every == 0):
-                checkpoint.save(save_to, trainer.state_dict())
-            if stop:
-                raise Stopped(f"Saved after step {done} of {config.steps}: go on with --resume {save_to}")
+            save(trainer)
 
         try:
-            results = run(trainers, on_step)
+            run(trainers, on_step)
         except Diverged as error:
             raise SystemExit(f"{error}; try a lower --lr or a longer --warmup") from error
-    report.print_report(results)
-    if args.out:
-        from .plot import write_png
+    return phases
 
-        report.write_json(args.out / "results.json", report.to_json(config, corpus, trainers, results))
-        write_png(args.out / "losses.png", config, results)
-        print(f"Written: {args.out / 'results.json'}, {args.out / 'losses.png'}")
+
+def write_results(
+    args: argparse.Namespace,
+    source: Source,
+    trainers: Sequence[Trainer],
+    phases: Phases,
+    plan: Plan | None,
+    weights: dict[str, Any],
+) -> None:
+    """The report, and the files that were asked for."""
+    from . import report
+
+    results = [trainer.result() for trainer in trainers]
+    alone = phases if len(trainers) == 1 else None
+    report.print_report(results)
+    if alone is not None:
+        report.print_phases(alone)
+    written = []
+    if args.out:
+        from .plot import write_memory_png, write_png
+
+        args.out.mkdir(parents=True, exist_ok=True)
+        content = report.to_json(trainers[-1].config, source.corpus, trainers, results, alone, plan)
+        report.write_json(args.out / "results.json", content)
+        write_png(args.out / "losses.png", trainers[-1].config, results)
+        written += [args.out / "results.json", args.out / "losses.png"]
+        if alone is not None and alone.curve:
+            write_memory_png(args.out / "memory.png", trainers[-1].config, alone)
+            written.append(args.out / "memory.png")
+    if args.export:
+        from .huggingface import export
+
+        export(trainers[-1].model, weights, source.tokenizer, args.export)
+        written.append(args.export)
+    if written:
+        print(f"Written: {', '.join(map(str, written))}")
+
+
+def fitted(
+    args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes
+) -> tuple[TrainConfig, Plan]:
+    """What the planner chooses for --fit, and its plan; printed too."""
+    from .build import resolve_device
+    from .fit import fit
+
+    config, plan = fit(config, source, args.fit, vars(args), resolve_device(config, group).type)
+    if group.first and plan.recommended is not None:
+        peak = plan.recommended.peak / 2**30
+        print(f"{args.fit} fit {plan.recommended.techniques}: {peak:.2f} GiB predicted", flush=True)
+    return config, plan
+
+
+def print_evaluation(config: TrainConfig, on_host: str) -> None:
+    """The validation loss of a model that is not trained."""
+    from .build import load
+    from .evaluation import check_on_host, evaluate
+
+    check_on_host(config, on_host)
+    source = load(config)
+    print(source.corpus.description(), flush=True)
+    found = evaluate(config, source, on_host)
+    accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f}"
+    print(f"Validation loss {found.loss:.4f} nats per {source.corpus.unit}{accuracy}.")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
+    check_installed(needed(args))
+    from . import checkpoint, heap
+    from .build import load
+    from .distributed import Processes
+    from .loop import Trainer, comparison
+
+    group = Processes.from_environment()
+    state = checkpoint.load(args.resume) if args.resume else None
+    config = read_config(args, state, group.world)
+    check_installed(() if config.is_preset else ("transformers",))  # of a resumed run too
+    check_arguments(args, config, group.world)
+    if args.evaluate:
+        return print_evaluation(config, args.weights_on_host)
+    configs = comparison(config) if args.compare else [config]
+    if args.fit:
+        heap.map_large_blocks()
+    with process_group(group, config.device):
+        source, plan = load(config), None
+        if args.fit:
+            config, plan = fitted(args, config, source, group)
+            configs = [config]
+        heap.trim()  # what reading the text and planning took
+        trainers = [Trainer(each, source, group) for each in configs]
+        if state:
+            trainers[0].load_state_dict(state)
+            state = None  # the model and the optimizer have it
+        if group.first:
+            print(source.corpus.description(), flush=True)
+        phases = train(trainers, args.save or args.resume)
+        weights = trainers[-1].weights() if args.export else {}
+        if group.first:
+            write_results(args, source, trainers, phases, plan, weights)
+        group.barrier()

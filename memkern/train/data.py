@@ -8,25 +8,82 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import ArgumentError
+from .config import ArgumentError, TrainConfig
 
 VALIDATION_SHARE = 10  # one byte in ten: the tail of every file
 SNIFF = 8192
+IGNORED = -100  # a target that is not predicted: torch's ignore_index
+
+
+class Batch(NamedTuple):
+    """A micro-batch of B windows or texts of T tokens."""
+
+    inputs: Tensor
+    """(B, T), int64."""
+    targets: Tensor
+    """int64: the next tokens, (B, T), or the classes, (B,); IGNORED where there is none."""
+    mask: Tensor | None = None
+    """(B, T), int64: 0 where a text is padded. None: nowhere."""
+
+    @property
+    def predicted(self) -> int:
+        """How many targets are predicted."""
+        return int((self.targets != IGNORED).sum())
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """``train`` and ``validation``: uint8, 1-D, on the CPU. ``digest`` identifies the two."""
+    """``train`` and ``validation``: 1-D, on the CPU, uint8. ``digest`` identifies the two."""
 
     train: Tensor
     validation: Tensor
     name: str
     files: int
     digest: str
+    unit: ClassVar[str] = "byte"
+    """Of the sizes, and of a loss."""
+    rate_unit: ClassVar[str] = "tokens"
+
+    def per_step(self, config: TrainConfig) -> int:
+        """How many of ``rate_unit`` a step has."""
+        return config.tokens_per_step
+
+    def description(self) -> str:
+        """Name and sizes in one line."""
+        return (
+            f"{self.name} ({self.files} files): {len(self.train):,} {self.unit}s for training, "
+            f"{len(self.validation):,} for validation"
+        )
+
+    def steps_per_epoch(self, config: TrainConfig) -> int:
+        """Steps that see as many targets as there are."""
+        return -(-(len(self.train) - 1) // config.tokens_per_step)
+
+    def step(self, config: TrainConfig, step: int) -> list[Batch]:
+        """The micro-batches of a step, of all processes."""
+        batches = step_batches(
+            self.train,
+            seed=config.seed,
+            step=step,
+            accumulate=config.micro_batches,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+        )
+        return [Batch(*batch) for batch in batches]
+
+    def validation_batches(self, config: TrainConfig) -> list[Batch]:
+        batches = validation_batches(
+            self.validation,
+            tokens=config.eval_tokens,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+        )
+        return [Batch(*batch) for batch in batches]
 
 
 def standard_library_files() -> list[Path]:
@@ -61,7 +118,7 @@ def _raise(error: OSError) -> None:
 
 
 def find_files(data: Sequence[str]) -> list[Path]:
-    """The files that ``data`` names, each once, in that order. Files given by name are taken as they are."""
+    """The files that ``data`` names, each once, in that order. Raises ArgumentError for a binary file."""
     if not data:
         return standard_library_files()
     files: dict[Path, None] = {}
@@ -71,12 +128,34 @@ def find_files(data: Sequence[str]) -> list[Path]:
             if path.is_dir():
                 files.update((file.resolve(), None) for file in text_files(path))
             elif path.is_file():
+                with path.open("rb") as file:
+                    if 0 in file.read(SNIFF):
+                        raise ArgumentError(
+                            "data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV"
+                        )
                 files[path.resolve()] = None
             else:
                 raise ArgumentError("data", f"{name!r} given, which is neither a file nor a folder")
         except OSError as error:
             raise ArgumentError("data", f"{name!r} given, which cannot be read: {error}") from error
     return list(files)
+
+
+def check_lengths(name: str, train: int, validation: int, seq_len: int, unit: str) -> None:
+    """Raises ArgumentError unless both are long enough for a window and its targets."""
+    if not train:
+        raise ArgumentError("data", f"{name!r} given, which holds no text; allowed: files or folders of text")
+    shortest = min(train, validation)
+    if shortest >= seq_len + 1:
+        return
+    if shortest <= 1:
+        text = f"{seq_len} given, but {name!r} has {train + validation} {unit}s in all; allowed: more text with --data"
+        raise ArgumentError("seq_len", text)
+    raise ArgumentError(
+        "seq_len",
+        f"{seq_len} given, but {name!r} has {train} {unit}s for training and {validation} for validation; "
+        f"allowed: 1 to {shortest - 1}, or more text with --data",
+    )
 
 
 def load_corpus(data: Sequence[str] = (), *, seq_len: int) -> Corpus:
@@ -96,18 +175,7 @@ def load_corpus(data: Sequence[str] = (), *, seq_len: int) -> Corpus:
         cut = len(content) - len(content) // VALIDATION_SHARE
         train += content[:cut]
         validation += content[cut:]
-    if not train:
-        raise ArgumentError("data", f"{name!r} given, which holds no text; allowed: files or folders of text")
-    shortest = min(len(train), len(validation))
-    if shortest < seq_len + 1:
-        raise ArgumentError(
-            "seq_len",
-            f"{seq_len} given, but {name!r} has {len(train)} bytes for training and {len(validation)} for "
-            f"validation; allowed: 1 to {shortest - 1}, or more text with --data"
-            if shortest > 1
-            else f"{seq_len} given, but {name!r} has {len(train) + len(validation)} bytes in all; "
-            "allowed: more text with --data",
-        )
+    check_lengths(name, len(train), len(validation), seq_len, "byte")
     digest = hashlib.blake2b(train, digest_size=16)
     digest.update(len(train).to_bytes(8, "little"))
     digest.update(validation)

@@ -6,21 +6,38 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from .. import memory
-from ..compression.swap import compress
+from .build import Source, build_objective, build_optimizer, resolve_device, resolved, schedule
 from .config import BASELINES, FREE_ON_RESUME, ArgumentError, TrainConfig
-from .data import Corpus, step_batches, validation_batches
-from .model import GPT
+from .data import Batch, Corpus
+from .distributed import (
+    Processes,
+    check_micro_batches,
+    data_parallel,
+    own_batches,
+    prepared,
+    synchronized,
+)
+from .evaluation import validate
+from .phases import Phases
 
-FORMAT = 1
+FORMAT = 2
+# What a baseline has of the techniques.
+PLAIN: dict[str, Any] = {
+    "activation_bits": None,
+    "linear_keep": None,
+    "saved_bits": "none",
+    "step_in_backward": False,
+    "offload": False,
+    "dtype": "fp32",
+    "master_weights": "none",
+}
 
 
 class Diverged(RuntimeError):
@@ -31,7 +48,8 @@ class Diverged(RuntimeError):
 class History:
     """The measurements of a run so far; part of its checkpoints, so that a resumed run reports on all its steps.
 
-    train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte.
+    train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte, token or text.
+    accuracy: (step, share of the validation texts whose class was found) pairs, of classifiers.
     peak_bytes: tensor bytes of the last step; saved_bytes: what the forward pass of its first micro-batch saves for
         the backward pass. Counting slows that step down, so it is left out of the speed.
     """
@@ -41,11 +59,13 @@ class History:
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     peak_bytes: int | None = None
     saved_bytes: int | None = None
+    accuracy: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """A finished run in figures; losses are nats per byte, tokens_per_second is that of the median step."""
+    """A finished run in figures; losses are nats per unit, tokens_per_second (texts, of labelled ones) is that of the
+    median step."""
 
     optimizer: str
     activations: str
@@ -58,141 +78,101 @@ class RunResult:
     median_step_seconds: float
     tokens_per_second: float
     history: History
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices (2-D or more) decay, biases and norms do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def build_optimizer(name: str, model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
-    groups = decay_groups(model, weight_decay)
-    if name == "torch-adamw":
-        return torch.optim.AdamW(groups, lr=lr, fused=True)
-    if name == "torch-adam":
-        return torch.optim.Adam(groups, lr=lr, fused=True)
-    from .. import optim
-
-    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw8bit": optim.AdamW8bit,
-        "adam8bit": optim.Adam8bit,
-        "lion8bit": optim.Lion8bit,
-        "lamb8bit": optim.LAMB8bit,
-        "lars8bit": optim.LARS8bit,
-        "adamw": optim.AdamW,
-        "adam": optim.Adam,
-        "lion": optim.Lion,
-        "lamb": optim.LAMB,
-        "lars": optim.LARS,
-    }
-    return classes[name](groups, lr=lr)
-
-
-def warmup_cosine(optimizer: torch.optim.Optimizer, *, warmup: int, steps: int) -> LRScheduler:
-    """lr * (t + 1) / (warmup + 1) for t < warmup, then a cosine from lr to lr / 10 at the last step."""
-    lr = optimizer.param_groups[0]["lr"]
-    linear = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
-    cosine = CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=lr / 10)
-    return SequentialLR(optimizer, [linear, cosine], milestones=[warmup])
-
-
-def resolve_device(config: TrainConfig) -> torch.device:
-    """The device to train on. Raises ArgumentError where it is absent or cannot do what --amp asks."""
-    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", f"{name!r} given; allowed: cpu, cuda, cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            others = f", cuda:0 to cuda:{count - 1}" if count else ""
-            raise ArgumentError("device", f"{name!r} given, of {count} CUDA devices; allowed: cpu{others}")
-        if config.amp == "bf16" and not torch.cuda.is_bf16_supported():
-            raise ArgumentError("amp", f"'bf16' given, which {name!r} does not support; allowed: fp16, off")
-    return device
+    unit: str = "byte"
 
 
 class Trainer:
-    """Model, optimizer, schedule and measurements of one run.
+    """Model, optimizer, schedule and measurements of one run, or of one process's share of it.
 
     Seeds torch's global generators with config.seed, from which the model's initial values come; batches
     depend on the seed and the step alone. ``step()`` and ``evaluate()`` advance the run; ``state_dict()`` is
-    all that is needed to continue it: bit for bit on the CPU with the same number of threads, and on CUDA with
-    deterministic kernels (``torch.use_deterministic_algorithms``).
+    all that is needed to continue it: bit for bit on the CPU with the same number of threads and processes, and on
+    CUDA with deterministic kernels (``torch.use_deterministic_algorithms``).
+
+    group: several processes; each has the same ``config`` and ``corpus``, and calls the same methods.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus | Source, group: Processes | None = None) -> None:
+        source = corpus if isinstance(corpus, Source) else Source(corpus)
         config.validate()
-        self.device = resolve_device(config)
-        self.config = config
-        self.corpus = corpus
+        self.group = group or Processes()
+        self.device = resolve_device(config, self.group)
+        self.corpus = source.corpus
+        self.config = config = resolved(config, self.corpus)
+        check_micro_batches(config, self.group.world)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        layers, heads, width = config.shape
-        self.model = GPT(
-            layers=layers,
-            heads=heads,
-            width=width,
-            seq_len=config.seq_len,
-            checkpoint_activations=config.checkpoint_activations,
-        ).to(self.device)
-        compress(self.model, config.activation_bits, linear=config.linear_keep)
-        self.optimizer = build_optimizer(
-            config.optimizer, self.model, lr=config.peak_lr, weight_decay=config.decay
-        )
-        self.scheduler = warmup_cosine(self.optimizer, warmup=config.warmup_steps, steps=config.steps)
+        self.objective = build_objective(config, source, self.device)
+        self.model = self.objective.model
+        self.parallel = data_parallel(self.objective, config, self.group, self.device)
+        self.optimizer = build_optimizer(config, self.model)
+        self.scheduler = schedule(config, self.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        if self.group.rank:
+            torch.manual_seed(config.seed + self.group.rank)  # dropout's
+        self.phases: Phases | None = None
         self.steps_done = 0
         self.history = History()
+        self._batches: Iterator[tuple[list[Batch], int]] | None = None
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte, computed in fp32."""
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
+    def loss(self, *batch: Tensor | None) -> Tensor:
+        """The sum of a batch's cross-entropies in nats, computed in fp32."""
+        on_device = (tensor if tensor is None else tensor.to(self.device) for tensor in batch)
         dtype = torch.float16 if self.config.amp == "fp16" else torch.bfloat16
+        objective = self.parallel if torch.is_grad_enabled() else self.objective
         with torch.autocast(self.device.type, dtype=dtype, enabled=self.config.amp != "off"):
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return objective(*on_device)
 
-    def _counted_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _counted_loss(self, *batch: Tensor | None) -> Tensor:
         losses: list[Tensor] = []
-        forward = lambda: losses.append(self.loss(inputs, targets))  # noqa: E731
+        forward = lambda: losses.append(self.loss(*batch))  # noqa: E731
         self.history.saved_bytes = memory.saved_bytes(forward, self.model)
         return losses[0]
+
+    def _mark(self, phase: str) -> None:
+        if self.phases is not None:
+            self.phases.mark(phase)
+
+    def _next_batches(self) -> tuple[list[Batch], int]:
+        """This process's micro-batches of the step, and how many targets all processes' have."""
+        if self._batches is None:
+            self._batches = prepared(self.corpus, self.config, self.group, self.steps_done)
+        return next(self._batches)
+
+    def _backward(self, batches: Sequence[Batch], count: int, counted: bool) -> Tensor:
+        """Forward and backward over the micro-batches; the mean loss over the targets of all processes.
+
+        DDP averages gradients over the processes, so that each one's are weighted with their number.
+        """
+        world = self.group.world
+        total = torch.zeros((), device=self.device)
+        for i, batch in enumerate(batches):
+            with synchronized(self.parallel, last=i + 1 == len(batches)):
+                loss = (self._counted_loss if counted and i == 0 else self.loss)(*batch) / count
+                self._mark("forward")
+                self.scaler.scale(loss * world if world > 1 else loss).backward()
+                self._mark("backward")
+            total += loss.detach()
+        return self.group.sum(total)
 
     def _update(self, counted: bool = False) -> float:
         """Forward and backward over the step's micro-batches, then the optimizer; the mean loss.
 
         counted: the first forward pass also counts what it saves for backward.
         """
-        config = self.config
-        batches = step_batches(
-            self.corpus.train,
-            seed=config.seed,
-            step=self.steps_done,
-            accumulate=config.micro_batches,
-            batch_size=config.batch_size,
-            seq_len=config.seq_len,
-        )
-        total = torch.zeros((), device=self.device)
-        for i, (inputs, targets) in enumerate(batches):
-            forward = self._counted_loss if counted and i == 0 else self.loss
-            loss = forward(inputs, targets) / config.micro_batches
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        if config.clip:
+        batches, count = self._next_batches()
+        self._mark("begin")
+        total = self._backward(batches, count, counted)
+        if self.config.max_norm and not self.config.clips_in_step:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self._mark("step")
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._mark("end")
         return total.item()
 
     def step(self) -> float:
@@ -216,37 +196,55 @@ class Trainer:
             raise Diverged(f"{self.config.optimizer}: the loss is {loss} at step {self.steps_done}")
         return loss
 
-    @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the validation windows (always the same ones), also recorded in the history."""
-        config = self.config
-        batches = validation_batches(
-            self.corpus.validation,
-            tokens=config.eval_tokens,
-            batch_size=config.batch_size,
-            seq_len=config.seq_len,
+        """Mean loss over the validation batches (always the same ones), also recorded in the history."""
+        batches = own_batches(self.corpus.validation_batches(self.config), self.group)
+        found = validate(
+            self.objective, batches, self.loss, lambda sums: self.group.sum(sums.to(self.device))
         )
-        total = count = 0.0
-        for inputs, targets in batches:
-            total += self.loss(inputs, targets).item() * targets.numel()
-            count += targets.numel()
-        loss = total / count
-        self.history.validation.append((self.steps_done, loss))
-        return loss
+        self.history.validation.append((self.steps_done, found.loss))
+        if found.accuracy is not None:
+            self.history.accuracy.append((self.steps_done, found.accuracy))
+        return found.loss
+
+    def _rng_states(self) -> list[Tensor]:
+        """Of the CPU, and of the CUDA device where that trains."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.group.world > 1 and self.config.parallel == "fsdp"
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict without shards."""
+        if not self.is_sharded:
+            return state
+        from .sharding import whole
+
+        return whole(state)
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict, without shards; all processes must call it."""
+        return self._whole(self.model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads back."""
+        """Plain tensors, numbers and strings: what ``torch.load(weights_only=True)`` reads back.
+
+        Of several processes all must call it, and each gets the same.
+        """
         return {
             "format": FORMAT,
             "config": dataclasses.asdict(self.config),
             "corpus": self.corpus.digest,
             "step": self.steps_done,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.weights(),
+            "optimizer": self._whole(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-            "rng_cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "rng": self.group.gather(self._rng_states()),
             "history": dataclasses.asdict(self.history),
         }
 
@@ -264,14 +262,28 @@ class Trainer:
                 "data",
                 f"{self.corpus.name!r} given; allowed: the text with which the resumed run began, unchanged",
             )
-        self.model.load_state_dict(state["model"])
+        models = (self.model.state_dict(), state["model"])
+        shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]
+        if shapes[0] != shapes[1]:
+            raise ArgumentError(
+                "resume", f"given a checkpoint of another model; allowed: one of {self.config.model}"
+            )
+        if self.is_sharded:
+            from .sharding import load_whole
+
+            load_whole(self.model, state["model"])
+        else:
+            self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda" and state["rng_cuda"] is not None:
-            torch.cuda.set_rng_state(state["rng_cuda"], self.device)
+        if len(state["rng"]) == self.group.world:
+            states = state["rng"][self.group.rank]
+            torch.set_rng_state(states[0])
+            if self.device.type == "cuda" and len(states) > 1:
+                torch.cuda.set_rng_state(states[1], self.device)
         self.steps_done = state["step"]
+        self._batches = None
         self.history = History(**state["history"])
 
     def result(self) -> RunResult:
@@ -292,19 +304,20 @@ class Trainer:
             peak_bytes=history.peak_bytes,
             saved_bytes=history.saved_bytes,
             median_step_seconds=median,
-            tokens_per_second=self.config.tokens_per_step / median,
+            tokens_per_second=self.corpus.per_step(self.config) / median,
             history=history,
+            unit=self.corpus.unit,
         )
 
 
 def comparison(config: TrainConfig) -> list[TrainConfig]:
-    """The same run with the optimizer that ``BASELINES`` names and torch's own layers, and ``config`` itself."""
+    """The same run with the optimizer that ``BASELINES`` names, fp32 weights and torch's own layers, and ``config``."""
     baseline = BASELINES.get(config.optimizer)
     if baseline is None:
         raise ArgumentError(
             "compare", f"given with optimizer {config.optimizer}; allowed with: {', '.join(BASELINES)}"
         )
-    plain = dataclasses.replace(config, optimizer=baseline, activation_bits=None, linear_keep=None)
+    plain = dataclasses.replace(config, optimizer=baseline, clip=config.max_norm, **PLAIN)
     return [plain, config]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 256
 
@@ -58,14 +57,10 @@ class GPT(nn.Module):
     """Bytes (B, T) int64 -> logits (B, T, 256), T at most seq_len; the head is the transposed embedding.
 
     Parameters: 12 layers width^2 + (256 + seq_len) width, and 13 layers width + 2 width in biases and norms.
-    checkpoint_activations saves only a block's input and recomputes the block in the backward pass.
     """
 
-    def __init__(
-        self, *, layers: int, heads: int, width: int, seq_len: int, checkpoint_activations: bool = False
-    ) -> None:
+    def __init__(self, *, layers: int, heads: int, width: int, seq_len: int) -> None:
         super().__init__()
-        self.checkpoint_activations = checkpoint_activations
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.empty(seq_len, width))
         self.blocks = nn.ModuleList(Block(heads, width) for _ in range(layers))
@@ -82,11 +77,12 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head's matrix is multiplied with: (B, T, C)."""
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.features(tokens), self.embedding.weight)

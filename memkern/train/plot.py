@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from .checkpoint import replacing
 from .config import TrainConfig
 from .loop import RunResult
+from .phases import Phases
 from .report import summary
 
 # The baseline is a broad pale line that stays visible under ours where the two coincide.
@@ -42,7 +43,7 @@ def _losses(axes: Axes, results: Sequence[RunResult], styles: Sequence[tuple[str
             label=f"{result.optimizer}, validation {losses[-1]:.4f}",
         )  # fmt: skip
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte")
+    axes.set_ylabel(f"loss, nats per {results[0].unit}")
     axes.grid(color=GRID, lw=0.8)
     axes.legend(frameon=False, fontsize=9)
 
@@ -68,6 +69,44 @@ def _bars(
     axes.tick_params(left=False, labelleft=False, bottom=False)
 
 
+def model_name(config: TrainConfig) -> str:
+    if config.is_preset:
+        return "GPT " + "x".join(map(str, config.shape))
+    return Path(config.model).name
+
+
+def memory_figure(config: TrainConfig, phases: Phases) -> Figure:
+    """Memory over time, and the peak of each phase."""
+    out = Figure(figsize=(12, 4.2), dpi=150, layout="constrained")
+    curve, bars = out.subplots(1, 2, width_ratios=(3, 2))
+    for axes in (curve, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK)
+        axes.set_axisbelow(True)
+    color = STYLES[-1][0]
+    seconds, values = zip(*phases.curve, strict=True)
+    curve.plot(seconds, [value / 2**30 for value in values], color=color, lw=1)
+    curve.set_ylim(bottom=0)
+    curve.set_xlabel("seconds")
+    curve.set_ylabel("allocated, GiB" if phases.device.type == "cuda" else "resident set, GiB")
+    curve.grid(color=GRID, lw=0.8)
+    rows = phases.table
+    drawn = bars.bar(range(len(rows)), [row.peak / 2**30 for row in rows.values()], color=color, width=0.6)
+    bars.set_xticks(range(len(rows)), list(rows))
+    bars.bar_label(
+        drawn, [f"{row.peak / 2**30:.2f}" for row in rows.values()], padding=3, fontsize=9, color=INK
+    )
+    bars.set_title("peak of each phase, GiB", fontsize=10, color=INK)
+    out.suptitle(f"{model_name(config)}, {config.optimizer}", fontsize=11, color=INK)
+    return out
+
+
+def write_memory_png(path: Path, config: TrainConfig, phases: Phases) -> None:
+    """Writes the figure to ``path``, atomically."""
+    with replacing(path) as file:
+        memory_figure(config, phases).savefig(file, format="png")
+
+
 def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
     """Training and validation losses over the steps, runs overlaid; bars of state bytes and of saved bytes."""
     styles = STYLES[-len(results) :]
@@ -89,10 +128,7 @@ def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
         [r.activations.replace(", ", ",\n") for r in results],
         saved,
     )
-    layers, heads, width = config.shape
-    title = (
-        f"GPT {layers}x{heads}x{width}, {results[0].parameters / 1e6:.1f} M parameters: {summary(results)}"
-    )
+    title = f"{model_name(config)}, {results[0].parameters / 1e6:.1f} M parameters: {summary(results)}"
     out.suptitle(textwrap.fill(title, 110), fontsize=11, color=INK)
     return out
 

@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import backend
+from ..planner.planning import Plan
 from .checkpoint import replacing
 from .config import TrainConfig
 from .data import Corpus
 from .loop import RunResult, Trainer
+from .phases import Phases
 
 SAME_LOSS = 0.01  # losses less than 1 % apart are called the same
 
@@ -68,14 +70,20 @@ def table(results: Sequence[RunResult]) -> Table:
         grid.add_column(result.optimizer, justify="right")
     rows: list[tuple[str, Any, Any]] = [
         ("activations", lambda r: r.activations, str),
-        ("validation loss, nats per byte", lambda r: r.validation_loss, "{:.4f}".format),
+        (f"validation loss, nats per {results[0].unit}", lambda r: r.validation_loss, "{:.4f}".format),
         ("optimizer state", lambda r: r.optimizer_bytes, size),
         ("optimizer state per parameter", lambda r: r.bytes_per_parameter, "{:.3f} B".format),
         ("saved for the backward pass", lambda r: r.saved_bytes, size),
         ("peak tensor bytes of a step", lambda r: r.peak_bytes, size),
         ("median step", lambda r: r.median_step_seconds * 1000, "{:.1f} ms".format),
-        ("tokens per second", lambda r: r.tokens_per_second, "{:,.0f}".format),
+        (
+            f"{'texts' if results[0].unit == 'text' else 'tokens'} per second",
+            lambda r: r.tokens_per_second,
+            "{:,.0f}".format,
+        ),
     ]
+    if all(result.history.accuracy for result in results):
+        rows.insert(2, ("validation accuracy", lambda r: r.history.accuracy[-1][1], "{:.4f}".format))
     if len(results) == 2:
         grid.add_column("ratio", justify="right")
     for title, value, form in rows:
@@ -94,8 +102,40 @@ def print_report(results: Sequence[RunResult], file: Any = None) -> None:
     console.print(summary(results))
 
 
+def phase_table(phases: Phases) -> Table:
+    """The memory at the end of each phase, in the first and the last step, and its peak."""
+    what = "allocated on the device" if phases.device.type == "cuda" else "resident set of the process"
+    grid = Table(title=f"Memory by phase: {what}", title_justify="left")
+    grid.add_column("")
+    for heading in ("first step", "last step", "peak"):
+        grid.add_column(heading, justify="right")
+    for phase, row in phases.table.items():
+        grid.add_row(phase, *(binary_size(value) for value in (row.first or 0, row.last or 0, row.peak)))
+    return grid
+
+
+def binary_size(count: float) -> str:
+    """Bytes in GiB, as devices are sold."""
+    return f"{count / 2**30:.3f} GiB"
+
+
+def print_phases(phases: Phases, file: Any = None) -> None:
+    """The table of the phases; nothing where the system does not tell."""
+    peak = phases.peak
+    if peak is None:
+        return
+    console = Console(file=file or sys.stdout, highlight=False)
+    console.print(phase_table(phases))
+    console.print(f"Peak: {binary_size(peak)}.")
+
+
 def to_json(
-    config: TrainConfig, corpus: Corpus, trainers: Sequence[Trainer], results: Sequence[RunResult]
+    config: TrainConfig,
+    corpus: Corpus,
+    trainers: Sequence[Trainer],
+    results: Sequence[RunResult],
+    phases: Phases | None = None,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """The figures and the conditions they were measured under, as plain JSON values."""
     device = trainers[0].device
@@ -111,14 +151,25 @@ def to_json(
         "data": {
             "name": corpus.name,
             "files": corpus.files,
-            "train_bytes": len(corpus.train),
-            "validation_bytes": len(corpus.validation),
+            f"train_{corpus.unit}s": len(corpus.train),
+            f"validation_{corpus.unit}s": len(corpus.validation),
             "digest": corpus.digest,
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "environment": backend.report(),
         "runs": [dataclasses.asdict(result) for result in results],
+        "memory": None if phases is None else memory_json(phases),
+        "plan": None if plan is None else plan.to_dict()["recommended"],
+    }
+
+
+def memory_json(phases: Phases) -> dict[str, Any]:
+    """The peak in bytes, the table of the phases and the curve: pairs of seconds and bytes."""
+    return {
+        "peak": phases.peak,
+        "phases": {phase: dataclasses.asdict(row) for phase, row in phases.table.items()},
+        "curve": [(round(seconds, 4), value) for seconds, value in phases.curve],
     }
 
 

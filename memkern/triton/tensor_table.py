@@ -174,11 +174,8 @@ class Plan:
             flat = not blocks or is_flat(layout, block)
             if flat:
                 layout = layout._replace(segment=layout.numel, block=block)
-            widest = max(
-                p.element_size(),
-                g.element_size(),
-                4 if (self.moments and not coded) or storage == WEIGHTS["fp32"] else 1,
-            )
+            has_fp32_states = (self.moments > 0 and not coded) or storage == WEIGHTS["fp32"]
+            widest = max(p.element_size(), g.element_size(), 4 if has_fp32_states else 1)
             vector = vector_of(layout, widest, addresses[t])
             key = (
                 kind,

@@ -1,4 +1,6 @@
-"""How a step reads and writes a parameter: the formulas of ``memkern.quant.codec.WEIGHTS``. Mirror: csrc/core/weights.h.
+"""How a step reads and writes a parameter: the formulas of ``memkern.quant.codec.WEIGHTS``.
+
+Mirror: ``csrc/core/weights.h``.
 
 PARAM_DTYPE of a kernel is the parameter's number in quant.layout.FLOATS, or that of a bf16 parameter which is not just
 rounded to the nearest: one of the four below.
@@ -58,7 +60,7 @@ def join_weights(p, state, PARAM_DTYPE: tl.constexpr):
     """The weights in fp32, from what :func:`load_weights` returns."""
     if PARAM_DTYPE == FP32_COPY:
         return state
-    elif PARAM_DTYPE == ERROR16 or PARAM_DTYPE == ERROR8:
+    elif PARAM_DTYPE == ERROR16 or PARAM_DTYPE == ERROR8:  # noqa: SIM109 (Triton has no `in`)
         error = state.to(tl.int32) << (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)
         return (p.to(tl.float32).to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
     else:
@@ -68,7 +70,7 @@ def join_weights(p, state, PARAM_DTYPE: tl.constexpr):
 @triton.jit
 def random_of(s, BLOCK_SIZE: tl.constexpr, PARAM_DTYPE: tl.constexpr):
     """The random bits of a tensor's step for each position of a block, (1, BLOCK_SIZE); ``s``: its scalars."""
-    if PARAM_DTYPE == STOCHASTIC or PARAM_DTYPE == ERROR8:
+    if PARAM_DTYPE == STOCHASTIC or PARAM_DTYPE == ERROR8:  # noqa: SIM109
         offset = tl.load(s + st.WEIGHT_OFFSET).to(tl.uint32, bitcast=True)
         h = tl.arange(0, BLOCK_SIZE).to(tl.uint32) * _J + offset
         shift: tl.constexpr = 32 - (_DROPPED8 if PARAM_DTYPE == ERROR8 else _DROPPED_STOCHASTIC)

@@ -17,7 +17,14 @@ MODULES = {
     for path in (ROOT / "memkern").rglob("*.py")
 }
 # What these import may not be installed.
-NEEDS = {"memkern.triton": "triton", "memkern.train": "rich"}
+NEEDS = {
+    "memkern.triton": "triton",
+    "memkern.train": "rich",
+    "memkern.nn.conv1d": "transformers",
+    "memkern.integrations.transformers": "transformers",
+    "memkern.integrations.lightning": "lightning",
+    "memkern.integrations.timm": "torchvision",  # which timm asks for
+}
 
 
 def top_level(tree: ast.Module) -> Iterator[ast.stmt]:

@@ -16,6 +16,7 @@ def p(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 ODD, LONG = (37, 53), (3, 1000)  # the shapes that step_args gives to the first two
+BF16_PARAMS = {"params": [p(*ODD, dtype=torch.bfloat16), p(*LONG, dtype=torch.bfloat16)]}
 BAD_STEPS: dict[str, dict[str, Any]] = {
     "a gradient fewer": {"grads": [p(*ODD)]},
     "a state fewer": {"exp_avgs": [p(*ODD).to(torch.int8)]},
@@ -49,6 +50,25 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
     "grad_scale of two numbers": {"grad_scale": torch.ones(2)},
     "found_inf of two numbers": {"found_inf": torch.zeros(2)},
     "grad_norm of two numbers": {"grad_norm": torch.zeros(2)},
+    "an unknown weight storage": {"weight_storage": [0, 5]},
+    "a weight storage fewer": {"weight_storage": [0]},
+    "weight storage of fp32 parameters": {"weight_storage": [0, 1]},
+    "a weight state too many": {"weight_states": [p(*ODD)]},
+    "a weight state fewer": {
+        **BF16_PARAMS,
+        "weight_storage": [2, 3],
+        "weight_states": [p(*ODD, dtype=torch.int8)],
+    },
+    "a weight state of another dtype": {
+        **BF16_PARAMS,
+        "weight_storage": [2, 0],
+        "weight_states": [p(*ODD, dtype=torch.int16)],
+    },
+    "a weight state of other strides": {
+        **BF16_PARAMS,
+        "weight_storage": [3, 0],
+        "weight_states": [p(*ODD[::-1], dtype=torch.int16).t()],
+    },
 }
 # Of ops that have such an argument.
 BAD_STEPS |= {

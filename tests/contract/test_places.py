@@ -26,10 +26,8 @@ LINES = {
     "csrc/cpu/kernels/jobs.h": "its job and its kernels",
     "csrc/cpu/kernels/all.h": "its header",
 }
-# For `python -m memkern train --optimizer`, and `plan`.
-OPTIONAL = {f"memkern/train/{name}.py" for name in ("cli", "config", "loop")} | {
-    "memkern/planner/techniques.py"
-}
+# For `python -m memkern train --optimizer` and `plan --optimizer`.
+OPTIONAL = {"memkern/train/arguments.py", "memkern/train/config.py", "memkern/planner/techniques.py"}
 GENERATED = {"csrc/common/schemas.h", "csrc/core/hyperparameters.h"}
 
 

@@ -132,6 +132,15 @@ def test_block_sizes(name: str, block_size: int) -> None:
 
 
 @over_steps
+@pytest.mark.parametrize("weights", [(1, 2), (2, 3), (3, 4), (4, 0)])
+@pytest.mark.parametrize("block_size", [128, 24, 1000])
+def test_weights(name: str, weights: tuple[int, int], block_size: int) -> None:
+    grad = FLOATS[weights[0] % 3] if block_size == 24 else torch.bfloat16
+    args = step_args(name, torch.bfloat16, grad, weights=weights, block_size=block_size)
+    compare_steps(name, args, scaler())
+
+
+@over_steps
 @over_orders
 def test_steps_in_any_order(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMT_ORDER", order)

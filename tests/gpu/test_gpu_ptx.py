@@ -101,6 +101,20 @@ def test_steps(compiled: Compiled, name: str, param: torch.dtype, grad: torch.dt
 
 
 @over_compiled
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("adam_step_", (2, 3)), ("adam_step_", (1, 4)), ("lion_step_", (2, 1)), ("lion_step_", (3, 4))],
+)
+def test_bf16_weights(compiled: Compiled, name: str, weights: tuple[int, int]) -> None:
+    args = drive.step_args(name, torch.bfloat16, torch.bfloat16, layouts=SOME_LAYOUTS, weights=weights)
+    expected = drive.cloned(args)
+    for step in range(2):
+        compiled.step(name, args)
+        getattr(reference, name)(expected)
+        assert_same([*args], [*expected], f"step {step}")
+
+
+@over_compiled
 @pytest.mark.parametrize("block_size", [24, 1024])
 def test_blocks_of_other_sizes(compiled: Compiled, block_size: int) -> None:
     args = drive.step_args("adam_step_", block_size=block_size, layouts=SOME_LAYOUTS[:3])

@@ -26,6 +26,7 @@ INTERPRETED = {  # of these files what has the mark
         "tests/quant/test_layout.py",
     ],
     "optimizers": ["tests/optim/test_numerics.py", "tests/optim/test_clip.py"],
+    "weights": ["tests/optim/test_weights.py"],
 }
 
 

@@ -126,7 +126,15 @@ def test_a_state_dict_of_another_dtype(plain: Any) -> None:
         params = [Parameter(p.detach().to(dtype)) for p in optimizer.param_groups[0]["params"]]
         other = plain(params)
         other.load_state_dict(saved(optimizer.state_dict()))
-        assert_same(snapshot(other)["states"], snapshot(optimizer)["states"])
+        # HostOffload has fp32 copies of bf16 parameters beside their moments.
+        states = [
+            [
+                {key: x for key, x in state.items() if key != "master_weight"}
+                for state in snapshot(o)["states"]
+            ]
+            for o in (other, optimizer)
+        ]
+        assert_same(*states)
         for p in params:
             p.grad = torch.randn_like(p)
         other.step()

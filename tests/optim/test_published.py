@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks import timm_optim
 from memkern import optim
+from memkern.train.build import decay_groups
 from memkern.train.data import windows
-from memkern.train.loop import decay_groups
 from memkern.train.model import GPT
 from tests.support.helpers import (
     make_params,

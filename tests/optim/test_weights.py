@@ -1,6 +1,8 @@
 """bf16 weights with their rounding errors, with fp32 copies, and stochastically rounded."""
 
 import copy
+import functools
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -10,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import streams
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
+from tests.optim import test_generic, test_generic_state
 from tests.optim.test_numerics import STATES, VARIANTS, spoilt, trained
-from tests.support.generic_optimizers import saved
+from tests.support.generic_optimizers import linear, saved
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -30,6 +34,7 @@ from tests.support.helpers import (
     snapshot,
     tensor,
 )
+from tests.support.interpreted import interpreted
 
 BF16 = torch.bfloat16
 KEPT: dict[str, dict[str, Any]] = {
@@ -74,7 +79,8 @@ def test_split_weights_join_to_the_same_bits() -> None:
     u = high * 2**16 + low
     x = torch.where(u >= 2**31, u - 2**32, u).int().view(torch.float32)
     p, error = split_weight(x, 0, 0)
-    assert error.min() == -(2**15) and error.max() == 2**15 - 1
+    assert error.min() == -(2**15)
+    assert error.max() == 2**15 - 1
     assert_same(p.to(BF16).float(), p)
     assert_same(join_weight(p.to(BF16), error.short(), 0), x)
     finite = x.isfinite() & p.isfinite()
@@ -161,6 +167,7 @@ CASES = [
 ]
 
 
+@interpreted(variant=("AdamW", "LAMB", "LARS", "Lion"), g_dtype=(BF16,))
 @over_fast
 @pytest.mark.parametrize(("variant", "g_dtype"), CASES, ids=name_of)
 @pytest.mark.parametrize("states", STATES)
@@ -480,9 +487,9 @@ def test_fp32_state_dicts(kept: str) -> None:
     with torch.no_grad():
         model[0].weight.zero_()
     assert (optim.to_fp32_state_dict(model, optimizer)["0.weight"] == 0).all()
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
         optim.to_fp32_state_dict({}, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="optimizer must be one of memkern.optim's, got torch.optim"):
+    with pytest.raises(TypeError, match=r"optimizer must be one of memkern.optim's, got torch.optim"):
         optim.load_fp32_state_dict(model, torch.optim.SGD(model.parameters()), state_dict)  # type: ignore[arg-type]
 
 
@@ -525,3 +532,71 @@ def test_a_compiled_step_is_no_change_from_outside() -> None:
                 step()
             runs.append(train(optimizer, 2, first=4))
     assert_same(*runs)
+
+
+# ---- what PyTorch asks of its own optimizers, and the closed loop
+
+GENERIC: list[tuple[Any, str, dict[str, Any]]] = [
+    *((test_generic, f"test_{name}", {}) for name in (
+        "goes_in_the_right_direction", "groups_differ_in_their_options", "a_closure_runs_once_with_gradients",
+    )),
+    *((test_generic, "test_goes_in_the_right_direction_on_a_schedule", {"schedule": s, "strided": strided})
+      for s in ("no schedule", "OneCycleLR") for strided in (False, True)),
+    (test_generic, "test_a_tensor_lr_is_its_number", {"shape": ()}),
+    *((test_generic_state, f"test_{name}", {}) for name in (
+        "state_dicts_repeat_a_run", "state_dicts_load_with_weights_only", "loading_leaves_the_state_dict_alone",
+        "state_dict_hooks", "load_state_dict_hooks", "step_hooks_fire_in_order", "can_be_printed",
+    )),
+    *((test_generic_state, "test_copies_have_everything", {"way": way}) for way in (copy.deepcopy,)),
+    *((test_generic_state, "test_state_dicts_repeat_a_run_whoever_has_names", {"names": names})
+      for names in test_generic_state.NAMES),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@over_optimizers
+@over_options
+@pytest.mark.parametrize(("module", "name", "values"), GENERIC)
+def test_generic_tests(
+    build: type,
+    option: str,
+    module: Any,
+    name: str,
+    values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(params: Any, **changes: Any) -> torch.optim.Optimizer:
+        return build(params, **{**options, **changes})
+
+    # Lion's default rate would not change what 20 steps of bf16 values compute.
+    options = {"lr": 1e-2, "min_8bit_size": 0, **OPTIONS[option]}
+    make.build, make.options = build, options  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "linear", functools.partial(linear, BF16))
+    torch.manual_seed(0)
+    test = getattr(module, name)
+    argument = "new" if "new" in inspect.signature(test).parameters else "plain"
+    test(**{argument: make}, **values)
+
+
+@pytest.mark.full
+@over_options
+@pytest.mark.parametrize("stream", ["base", "sparse"])
+def test_closed_loop(option: str, stream: str) -> None:
+    """The moments do not depend on how weights are stored; a step from zero is rounded to them."""
+
+    def run(dtype: torch.dtype, **options: Any) -> tuple[Tensor, list[Tensor]]:
+        p = torch.nn.Parameter(torch.zeros(streams.ROWS, streams.COLS, dtype=dtype))
+        optimizer = optim.Adam8bit([p], lr=1e-3, min_8bit_size=0, **options)
+        for gradient in streams.make(stream, 400):
+            set_grad(p, gradient.to(BF16))
+            optimizer.step()
+        state = optimizer.state[p]
+        return optim.weights.fp32_weight(p, state), [state[key] for key in ("exp_avg", "exp_avg_sq")]
+
+    exact, moments = run(torch.float32)
+    kept, same_moments = run(BF16, **OPTIONS[option])
+    assert_same(same_moments, moments)
+    error = ((kept - exact).norm() / exact.norm()).item()
+    nearest = ((run(BF16)[0] - exact).norm() / exact.norm()).item()
+    limit = {"fp32": 0.0, "bf16+16": 0.0, "bf16+8": 3e-4, "stochastic": 0.05}[option]
+    assert error <= limit < 2 * nearest

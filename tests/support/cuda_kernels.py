@@ -38,6 +38,14 @@ LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 5}
 PATHS = {
     "AdamW fp32": ("adam_tiles<1>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5}),
     "AdamW bf16": ("adam_tiles<1>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+    "AdamW bf16+8": (
+        "adam_kept_tiles<1>",
+        ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 6, "STG": 5},
+    ),
+    "AdamW bf16+16": (
+        "adam_kept_tiles<1>",
+        ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 6, "STG": 5},
+    ),
     "Lion fp32": ("lion_tiles<1>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
     "Lion bf16": ("lion_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }

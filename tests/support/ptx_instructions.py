@@ -213,7 +213,9 @@ class Instructions:
     def halves(self, operand: str, at: Array) -> tuple[Array, Array]:
         """Of each pair the first, in the low half, and the second, as fp32."""
         x = self.get(operand, "u32", at)
-        return tuple((h << np.uint32(16)).view(np.float32) for h in (x & np.uint32(0xFFFF), x >> np.uint32(16)))  # type: ignore[return-value]
+        return tuple(
+            (h << np.uint32(16)).view(np.float32) for h in (x & np.uint32(0xFFFF), x >> np.uint32(16))
+        )  # type: ignore[return-value]
 
     def of_halves(self, i: Instruction, at: Array, f: Callable[..., Array]) -> None:
         """``f`` of the operands' halves, fp32 that is rounded to bf16, or 16 bits."""

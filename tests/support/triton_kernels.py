@@ -11,6 +11,7 @@ from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import ACTIVATIONS
 from memkern.triton import activation, adam, affine, blockwise, grad_norm, lamb, lars, lion, trust_ratio
 from memkern.triton.launch import TILE, rows_of
+from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
@@ -65,6 +66,11 @@ STEP_TILES = {
     "dynamic, fp32": tile(DYNAMIC, FP32, FP32),
     "fp32 states, bf16": tile(PLAIN, BF16, BF16),
     "fp32 states, fp32, unaligned": tile(PLAIN, FP32, FP32, vector=1),
+    "power, bf16+8": tile(POWER, ERROR8.value, BF16),
+    "power, bf16+16": tile(POWER, ERROR16.value, BF16),
+    "power, bf16 and a copy": tile(POWER, FP32_COPY.value, BF16, vector=4),
+    "power, bf16, stochastic": tile(POWER, STOCHASTIC.value, BF16),
+    "fp32 states, bf16+8": tile(PLAIN, ERROR8.value, BF16),
 }
 EVERYWHERE = (
     "adam: power, fp32",

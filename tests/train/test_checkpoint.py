@@ -40,11 +40,9 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimiz
     assert straight.history.peak_bytes == resumed.history.peak_bytes
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: bool) -> None:
-    config = dataclasses.replace(
-        SMALL, activation_bits=3, linear_keep=0.25, checkpoint_activations=checkpointing
-    )
+@pytest.mark.parametrize("checkpointing", ["none", "blocks", "sqrt"])
+def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: str) -> None:
+    config = dataclasses.replace(SMALL, activation_bits=3, linear_keep=0.25, checkpointing=checkpointing)
     straight = Trainer(config, corpus)
 
     def on_step(trainer: Trainer) -> None:

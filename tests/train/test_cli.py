@@ -208,7 +208,23 @@ BAD = [
     (["--warmup", "4"], "--warmup", "4 given", "fewer than the 4 steps"),
     (["--heads", "3"], "--heads", "3 given", "divisors of the width, 64"),
     (["--width", "63"], "--heads", "2 given", "divisors of the width, 63"),
-    (["--model", "huge"], "--model", "'huge'", "tiny"),
+    (["--model", "tiny"], "--model", "'tiny' given", "its name is now byte-tiny"),
+    (["--model", "small"], "--model", "'small' given", "its name is now byte-small"),
+    (["--bytes"], "--bytes", "given with --model byte-tiny", "models of transformers"),
+    (["--model", "gpt2"], "--layers", "given with --model gpt2", "byte-tiny"),
+    (["--epochs", "2"], "--epochs", "given with --steps", "one of the two"),
+    (["--warmup-epochs", "9"], "--warmup-epochs", "9 given", "fewer than the 4 steps"),
+    (["--dropout", "1"], "--dropout", "1.0 given", "below 1"),
+    (["--checkpointing", "some"], "--checkpointing", "'some'", "sqrt"),
+    (["--master-weights", "bf16+8"], "--master-weights", "given", "--dtype bf16"),
+    (["--dtype", "bf16", "--amp", "bf16"], "--amp", "given with --dtype bf16", "off"),
+    (["--step-in-backward", "--clip", "1"], "--clip", "given with --step-in-backward", "0"),
+    (["--step-in-backward", "--accumulate", "2"], "--accumulate", "2 given with --step-in-backward", "1"),
+    (["--step-in-backward", "--amp", "fp16"], "--amp", "given with --step-in-backward", "off"),
+    (["--offload", "--amp", "fp16"], "--amp", "'fp16' given with --offload", "bf16"),
+    (["--loss-chunk", "0"], "--loss-chunk", "0 given", "1 or more"),
+    (["--export", "new2"], "--export", "given with --model byte-tiny", "models of transformers"),
+    (["--data", "binary"], "--data", "'binary' given, a binary file", "text"),
     (["--optimizer", "sgd"], "--optimizer", "'sgd'", "adamw8bit"),
     (["--amp", "fp8"], "--amp", "'fp8'", "bf16"),
     (["--device", "toaster"], "--device", "'toaster' given", "cpu, cuda"),
@@ -239,13 +255,14 @@ def test_bad_input_is_named_and_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"weights": torch.zeros(3)}, "other.pt")
+    Path("binary").write_bytes(bytes(9000))
     before = sorted(os.listdir())
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--save"} & {*arguments} else ["--out", "new"]
     with pytest.raises(SystemExit) as ended:
         main(["train", *data, *SMALL, *output, *arguments])
     assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    (last,) = capsys.readouterr().err.splitlines()  # and no page of usage before it
     assert last.startswith(f"python -m memkern train: error: argument {name}: ")
     assert all(piece in last for piece in pieces), last
     assert sorted(os.listdir()) == before

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from memkern.train import Corpus, load_corpus
+from memkern.train import ArgumentError, Corpus, load_corpus
 from memkern.train.data import standard_library_files, step_batches, validation_batches
 
 
@@ -28,7 +29,8 @@ def test_which_files_a_folder_gives(tmp_path: Path) -> None:
     corpus = load_corpus(given, seq_len=8)
     names = ["two.txt", "a/one.py", "z/last.txt"]
     assert bytes(corpus.train.tolist()) == b"".join((name * 100)[: 90 * len(name)].encode() for name in names)
-    assert load_corpus([str(tmp_path / "image")], seq_len=8).files == 1  # given by its name: taken
+    with pytest.raises(ArgumentError, match="image' given, a binary file"):
+        load_corpus([str(tmp_path / "image")], seq_len=8)
     assert load_corpus(given, seq_len=8).digest == corpus.digest
     (tmp_path / "two.txt").write_text("three.tx" * 100)
     assert load_corpus(given, seq_len=8).digest != corpus.digest

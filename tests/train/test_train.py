@@ -9,8 +9,8 @@ import torch
 
 from memkern import memory
 from memkern.train import Corpus, Diverged, Trainer, comparison, run, scale_lr
+from memkern.train.build import decay_groups, warmup_cosine
 from memkern.train.config import BASELINES, OPTIMIZERS
-from memkern.train.loop import decay_groups, warmup_cosine
 from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
 
 
@@ -77,7 +77,7 @@ def test_accumulation_is_a_larger_batch(corpus: Corpus) -> None:
 
 def test_checkpointed_activations_change_bytes_and_no_loss(corpus: Corpus) -> None:
     kept = trained(corpus, layers=6, batch_size=8)
-    again = trained(corpus, layers=6, batch_size=8, checkpoint_activations=True)
+    again = trained(corpus, layers=6, batch_size=8, checkpointing="blocks")
     assert_same_run(kept, again)
     assert kept.history.peak_bytes is not None
     assert again.history.peak_bytes is not None

@@ -11,5 +11,8 @@ if __name__ == "__main__":
     result = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     install()
+    from .gpu import patch  # only now: it imports torch
+
+    patch()
     function, arguments = pickle.load(sys.stdin.buffer)
     pickle.dump(function(**arguments), result)

@@ -49,13 +49,13 @@ def small(name: str, **options: Any) -> Any:
 # ---- the ops
 
 
-def steps_of(name: str, dtypes: int, codec: tuple[int, int]) -> Callable[[Machine], None]:
+def steps_of(name: str, dtypes: int, codec: tuple[int, int], **more: Any) -> Callable[[Machine], None]:
     def run(machine: Machine) -> None:
         from tests.support.helpers import FLOATS
         from tests.support.simt import drive
 
         options = drive.scaler()
-        args = small(name, param=FLOATS[dtypes], grad=FLOATS[dtypes], codec=codec)
+        args = small(name, param=FLOATS[dtypes], grad=FLOATS[dtypes], codec=codec, **more)
         stepped(machine, name, args._replace(**options))
 
     return run
@@ -64,6 +64,7 @@ def steps_of(name: str, dtypes: int, codec: tuple[int, int]) -> Callable[[Machin
 for _name in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_"):
     CASES[f"{_name} fp32, both codecs"] = steps_of(_name, 0, (0, 1))
     CASES[f"{_name} bf16"] = steps_of(_name, 1, (0, 0))
+    CASES[f"{_name} bf16, weights with errors of 8 and 16 bits"] = steps_of(_name, 1, (0, 0), weights=(2, 3))
 
 
 @case

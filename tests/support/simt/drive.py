@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memkern import reference
 from memkern.quant.layout import layout_of
-from memkern.schemas import STEP_OPS, StepArgs
+from memkern.schemas import STEP_OPS, WEIGHT_STATES, StepArgs
 from tests.support.activation_kernels import compare_activations
 from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 from tests.support.simt import build
@@ -63,9 +63,13 @@ def step_args(
     codec: tuple[int, int] = (0, 1),
     block_size: int = 128,
     layouts: Any = tuple(LAYOUTS),
+    weights: tuple[int, int] = (0, 0),
     **override: Any,
 ) -> StepArgs:
-    """A tensor of each layout, every third with fp32 states, in two groups. ``override``: other hyperparameters."""
+    """A tensor of each layout, every third with fp32 states, in two groups.
+
+    ``weights``: the groups' weight_storage. ``override``: other hyperparameters.
+    """
     params = [tensor(layout, param, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
     coded = [i % 3 != 2 for i in range(len(params))]
     lists: dict[str, Any] = HYPERPARAMETERS[name] | override
@@ -90,6 +94,12 @@ def step_args(
             "lr": [torch.tensor(1e-2, dtype=torch.float64), torch.tensor(3e-3)],
             "codec": [*codec],
             "block_size": [block_size] * 2,
+            "weight_storage": [*weights],
+            "weight_states": [
+                torch.zeros_like(p, dtype=getattr(torch, WEIGHT_STATES[weights[i % 2]]))
+                for i, p in enumerate(params)
+                if weights[i % 2] in WEIGHT_STATES
+            ],
         },
     )
 

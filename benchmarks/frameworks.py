@@ -1,0 +1,90 @@
+"""python -m benchmarks.frameworks: the table of docs/frameworks.md, from the outcomes of the tests of each feature.
+
+``make frameworks`` runs those tests (marked ``feature``), appends their outcomes to results/frameworks.csv, and calls
+this. Another torch: ``TORCH=torch==2.10.0 VENV=... make frameworks``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from . import machine, report
+
+COLUMNS = (*report.PROVENANCE, "framework", "version", "feature", "tests", "outcome")
+RESULTS = Path(__file__).parent / "results" / "frameworks.csv"
+PAGE = machine.ROOT / "docs" / "frameworks.md"
+MARKERS = re.compile(r"(<!-- features -->\n).*?(<!-- /features -->)", re.DOTALL)
+_PLAIN = re.compile(r"\d+(\.\d+)*")  # of a version, without a local part such as +cpu
+
+
+def row(framework: str, feature: str, outcomes: Sequence[str]) -> report.Row:
+    """A feature's row: passed if every test has, failed if one has, else skipped."""
+    found = set(outcomes)
+    outcome = "failed" if "failed" in found else "skipped" if "skipped" in found else "passed"
+    try:
+        version = metadata.version(framework)
+    except metadata.PackageNotFoundError:
+        version = "absent"
+    values = (framework, version, feature, str(len(outcomes)), outcome)
+    return dict(zip(COLUMNS[-len(values) :], values, strict=True))
+
+
+def _short(version: str) -> str:
+    found = _PLAIN.match(version)
+    return found[0] if found else version
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, _short(version).split("."))) if _PLAIN.match(version) else ()
+
+
+def table(rows: Sequence[report.Row]) -> str:
+    """Features by row, versions of torch by column: the outcome of the last run, and the framework's version then."""
+    last = {(r["framework"], r["feature"], _short(r["torch"])): r for r in rows}
+    torches = sorted({torch for *_, torch in last}, key=_order)
+    features = sorted(
+        {(framework, feature) for framework, feature, _ in last}, key=lambda f: (f[0] != "torch", f)
+    )
+    lines = [
+        "| framework | feature | " + " | ".join(f"torch {t}" for t in torches) + " |",
+        "|---|---|" + "---|" * len(torches),
+    ]
+    for framework, feature in features:
+        cells = []
+        for torch in torches:
+            r = last.get((framework, feature, torch))
+            version = "" if r is None or framework == "torch" else f" ({framework} {_short(r['version'])})"
+            cells.append("not run" if r is None else r["outcome"] + version)
+        lines.append(f"| {framework} | {feature} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def filled(page: str, rows: Sequence[report.Row]) -> str:
+    """The page with the table between its markers."""
+    return MARKERS.sub(lambda found: f"{found[1]}{table(rows)}\n{found[2]}", page)
+
+
+def read(path: Path = RESULTS) -> list[report.Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="what is rewritten (default: docs/frameworks.md)"
+    )
+    args = parser.parse_args(argv)
+    args.page.write_text(filled(args.page.read_text(), read()))
+    print(args.page)
+
+
+if __name__ == "__main__":
+    main()

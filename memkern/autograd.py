@@ -1,0 +1,128 @@
+"""What memkern's autograd functions have in common: torch.func, and what raises with the way out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WAY_OUT = "use torch.nn.functional's own (memkern.restore(model)) where it is needed"
+
+
+class SavesLess(torch.autograd.Function):
+    """Base of the functions: a first derivative in eager mode, under torch.compile, torch.func.grad and vmap.
+
+    A subclass has a ``forward`` without a context, which returns its result and then all that is saved, and a
+    ``setup_context``. vmap runs one example after another, as codes are packed and projections are of one example.
+    """
+
+    reason = "a few-bit activation saves its derivative rounded"
+    eager: type[torch.autograd.Function]
+    """The same function with a jvp, which raises. TorchDynamo takes no function that has one."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.vmap = staticmethod(functools.partial(_one_by_one, cls))  # type: ignore[method-assign]
+        if "jvp" not in vars(cls):
+            cls.eager = type(
+                cls.__name__, (cls,), {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
+            )
+
+
+def _one_by_one(function: type[SavesLess], info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, int]:
+    """torch.vmap's rule: the function of each example, stacked."""
+    results = []
+    for i in range(info.batch_size):
+        # Contiguous: the codes are in the memory order of the result, which torch.stack makes contiguous.
+        example = [
+            x.select(dim, i).contiguous() if isinstance(x, Tensor) and dim is not None else x
+            for x, dim in zip(args, in_dims, strict=True)
+        ]
+        results.append(function.apply(*example))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(
+        torch.stack(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*results, strict=True)
+    ), 0
+
+
+def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:
+    raise RuntimeError(f"{reason} for the backward pass, so forward-mode AD is not possible; {_WAY_OUT}")
+
+
+@torch.compiler.assume_constant_result  # TorchDynamo, which one of ONNX' ways of export runs, would not look
+def _exports_to_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def apply(function: type[SavesLess], *args: Any) -> Tensor:
+    """The first result of a function.
+
+    Raises:
+        RuntimeError: under torch.onnx.export, whose format has none of memkern's operations.
+    """
+    if _exports_to_onnx():
+        raise RuntimeError(
+            f"ONNX has no operation for memkern's functions ({function.__name__}): call memkern.restore(model) before "
+            "torch.onnx.export, or export under torch.no_grad(), where they are torch's own"
+        )
+    if torch.compiler.is_compiling():
+        results = function.apply(*args)
+    elif torch._C._are_functorch_transforms_active():
+        results = function.eager.apply(*args)
+    else:  # Function.apply but for inspect.signature, to find defaults that there are not: 60 us
+        results = super(torch.autograd.Function, function.eager).apply(*args)  # type: ignore[misc]
+    return results if isinstance(results, Tensor) else results[0]
+
+
+def needs_gradient(x: Tensor | None) -> bool:
+    """Whether a gradient of ``x`` may be asked for, by autograd or by a transform of torch.func at any level."""
+    if x is None or not torch.is_grad_enabled():
+        return False
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        # vmap's tensors do not show what those inside of them need.
+        while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def constant(x: float) -> float:
+    """A number that with dynamic=True TorchDynamo is not to make a variable of, as it does of a module's attributes."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(x)
+    return x
+
+
+class _NoSecondDerivative(SavesLess):
+    """The identity on a gradient; its own backward raises.
+
+    ``tag`` is a saved result without elements. Through it the gradient depends on the function's inputs, which neither
+    codes nor an incoming gradient that is a constant would tell. torch's once_differentiable gives a wrong result
+    without an error there.
+    """
+
+    @staticmethod
+    def forward(grad: Tensor, tag: Tensor, reason: str) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.reason = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.reason}, so it has no second derivative: double backward is not possible; {_WAY_OUT}"
+        )
+
+
+def no_second_derivative(grad: Tensor, tag: Tensor, reason: str = SavesLess.reason) -> Tensor:
+    """``grad``, made to raise RuntimeError with ``reason`` if it is differentiated in turn."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        return _NoSecondDerivative.apply(grad, tag, reason)
+    return grad

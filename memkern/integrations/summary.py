@@ -1,0 +1,85 @@
+"""The table of what training saves with memkern: optimizer states, and what autograd saves for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..compression.report import Report
+from ..memory import optimizer_bytes
+
+_FP32 = 4  # bytes of a moment of an element
+
+
+def blockwise(optimizer: Any) -> Any:
+    """memkern's optimizer inside of what a framework wraps around it (accelerate, Lightning); None if it is another."""
+    while optimizer is not None and not hasattr(optimizer, "moments"):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
+
+
+def state_row(optimizer: Optimizer | None) -> tuple[str, int, int] | None:
+    """Bytes of the states that memkern's optimizer has, beside fp32 moments of the same parameters."""
+    found = blockwise(optimizer)
+    if found is None or not found.state:
+        return None
+    numel = sum(p.numel() for p in found.state)
+    before = _FP32 * numel * len(found.moments)
+    return f"optimizer states ({type(found).__name__})", before, optimizer_bytes(found)
+
+
+def saved_row(report: Report) -> tuple[str, int, int] | None:
+    """What was measured on the example, if there was one."""
+    if report.before is None or report.after is None:
+        return None
+    return "saved for the backward pass (on the example)", report.before.total, report.after.total
+
+
+def table(rows: Iterable[tuple[str, int, int] | None]) -> str:
+    """Rows of a name, bytes with torch's, and bytes with memkern's."""
+    lines = [("memkern: bytes", "torch", "memkern", "share")]
+    lines += [
+        (row[0], f"{row[1]:,}", f"{row[2]:,}", f"{row[2] / row[1]:.1%}") for row in rows if row and row[1]
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
+
+
+class Compressing:
+    """What the callbacks of all frameworks do: compress a model once, and print what that saved and the states' bytes.
+
+    options: those of :func:`memkern.compress`; with an ``example`` it measures.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.report: Report | None = None
+        self._model: nn.Module | None = None
+        self._told = False
+
+    def compress(self, model: nn.Module, tell: bool) -> None:
+        """Once for a model; the same one again changes nothing."""
+        if self._model is model:
+            return
+        from ..compression.swap import compress
+
+        self.report, self._model, self._told = compress(model, **self.options), model, False
+        if tell:
+            print(self.report, flush=True)
+
+    def after_step(self, optimizer: Any, tell: bool) -> None:
+        """After the first step, when there are states: the table."""
+        if self._told or self.report is None:
+            return
+        self._told = True
+        rows = [row for row in (state_row(optimizer), saved_row(self.report)) if row]
+        if rows and tell:
+            print(table(rows), flush=True)

@@ -1,0 +1,59 @@
+"""For timm: memkern's optimizers in the registry of its factory.
+
+::
+
+    from memkern.integrations.timm import register
+
+    register()
+    optimizer = timm.optim.create_optimizer_v2(model, "memkern_adamw8bit", lr=1e-3, weight_decay=0.05, layer_decay=0.7)
+
+``register`` adds, for each optimizer, the name ``memkernNAME`` (``memkernadamw8bit``, ``memkernlamb``), as timm writes
+``bnbadamw8bit``. The factory cuts a name at its last underscore (``lookahead_adamw``): ``memkern_adamw8bit`` is found
+as ``adamw8bit``, so the 8-bit ones are registered under that too. ``memkern_adamw`` would be torch's: write
+``memkernadamw``. Parameter groups, decay and layer decay are timm's; ``opt_args`` reach the optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from timm.optim import OptimInfo
+from timm.optim._optim_factory import default_registry
+
+from . import names
+
+PREFIX = "memkern"
+
+
+def _info(name: str, cls: type) -> OptimInfo:
+    own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    return OptimInfo(
+        name=name,
+        opt_class=cls,
+        description=f"memkern {cls.__name__}",
+        has_eps="eps" in own,
+        has_momentum="momentum" in own,
+        has_betas="betas" in own,
+    )
+
+
+def register() -> list[str]:
+    """Adds memkern's optimizers to timm's registry, once; returns their names.
+
+    Raises:
+        ValueError: timm has another optimizer of one of the names; nothing is added then.
+    """
+    wanted: dict[str, type] = {}
+    for name, cls in names.optimizers().items():
+        wanted[f"{PREFIX}{name}"] = cls
+        if name.endswith("8bit"):
+            wanted[f"{PREFIX}_{name}"] = wanted[name] = cls
+    present = {*default_registry.list_optimizers()} & {*wanted}
+    for name in sorted(present):
+        if default_registry.get_optimizer_info(name).opt_class is not wanted[name]:
+            raise ValueError(
+                f"timm has an optimizer {name} of its own; take memkern.optim.{wanted[name].__name__} itself"
+            )
+    for name in wanted.keys() - present:
+        default_registry.register(_info(name, wanted[name]))
+    return sorted(wanted)

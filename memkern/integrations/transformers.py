@@ -1,0 +1,108 @@
+"""For transformers' Trainer: the pair ``optimizer_cls_and_kwargs``, and a callback that compresses the model.
+
+::
+
+    from memkern.integrations.transformers import CompressCallback, optimizer_cls_and_kwargs
+
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=...,
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(args, "adamw8bit"),
+        callbacks=[CompressCallback(example=batch)],
+    )
+
+Needs ``pip install transformers accelerate``. The Trainer itself is not changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..optim.base import BlockwiseOptimizer
+from . import names
+from .summary import Compressing
+
+
+def optimizer_cls_and_kwargs(
+    args: TrainingArguments,
+    optimizer: str = "adamw8bit",
+    *,
+    model: torch.nn.Module | None = None,
+    **options: Any,
+) -> tuple[type[BlockwiseOptimizer], dict[str, Any]]:
+    """The Trainer's argument of that name: an optimizer's class, and its options.
+
+    Args:
+        args: the Trainer's; ``learning_rate``, and for optimizers that have them ``adam_beta1``, ``adam_beta2`` and
+            ``adam_epsilon`` become options. ``args.optim`` is not read. The Trainer makes the groups, with
+            ``weight_decay`` or without, and clips to ``max_grad_norm`` itself.
+        optimizer: the name, see :func:`memkern.integrations.names.optimizers`. Default ``"adamw8bit"``.
+        model: with it, the groups are those of :func:`memkern.optim.param_groups`, in which parameters of modules
+            that ask for it (embeddings after ``compress(model, embeddings=True)``) have 32-bit states. For one
+            training only, as they name the model's parameters. Default None.
+        options: further options, which win.
+
+    Raises:
+        ValueError: there is no optimizer of that name.
+        TypeError: an option that it does not have.
+    """
+    cls = names.optimizer(optimizer)
+    own = inspect.signature(cls.__init__).parameters
+    kwargs: dict[str, Any] = {"lr": args.learning_rate}
+    if "betas" in own:
+        # Lion's own are other ones than Adam's, whose the arguments' defaults are.
+        defaults = {field.name: field.default for field in args.__dataclass_fields__.values()}
+        given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
+        if given or own["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):
+            kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
+        if "eps" in own and args.adam_epsilon != defaults["adam_epsilon"]:
+            kwargs["eps"] = args.adam_epsilon
+    kwargs |= options
+    cls(
+        [torch.nn.Parameter(torch.zeros(1))], **kwargs
+    )  # checks the options here rather than inside of the Trainer
+    if model is not None:
+        from ..optim import param_groups
+
+        kwargs["params"] = param_groups(model, weight_decay=args.weight_decay)
+    return cls, kwargs
+
+
+class CompressCallback(TrainerCallback):
+    """Compresses the Trainer's model before it is wrapped, and prints what that saves.
+
+    Args:
+        options: those of :func:`memkern.compress`. With ``example``, a batch as the model takes it, it measures.
+
+    ``report`` is compress' report. After the first step the table of the optimizer states' bytes is printed too. Only
+    the first process prints. ``memkern.restore(model)`` undoes it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._compressing = Compressing(options)
+
+    @property
+    def report(self) -> Any:
+        return self._compressing.report
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._compressing.compress(kwargs["model"], args.process_index == 0)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A model that ``model_init`` has made anew."""
+        model = kwargs["model"]
+        self._compressing.compress(getattr(model, "module", model), args.process_index == 0)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._compressing.after_step(kwargs.get("optimizer"), args.process_index == 0)

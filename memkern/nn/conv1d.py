@@ -1,0 +1,15 @@
+"""transformers' Conv1D that saves a random projection of its input: a subclass, as other libraries ask for one."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from . import linear
+
+
+class RandomizedConv1D(linear.RandomizedConv1D, Conv1D):
+    """What ``memkern.compress`` puts in place of transformers' own class."""
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)  # Conv1D's names Conv1D

@@ -1,0 +1,75 @@
+"""Arguments and classes that people bring from bitsandbytes and apex: errors that name memkern's own."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+_BNB, _APEX = "bitsandbytes", "apex"
+_GROUPS = (
+    "give the parameters a group of their own with its options, {'params': [...], 'state_bits': 32}; "
+    "memkern.optim.param_groups(model) does so for embeddings after memkern.compress(model, embeddings=True)"
+)
+CURES: dict[str, tuple[str, str]] = {
+    "optim_bits": (_BNB, "write state_bits={value}"),
+    "is_paged": (_BNB, "states are not paged; leave it out"),
+    "percentile_clipping": (
+        _BNB,
+        "write max_grad_norm=..., which clips all gradients together inside the step",
+    ),
+    "block_wise": (
+        _BNB,
+        "8-bit states are always block-wise; leave it out (block_size is the size of a block)",
+    ),
+    "args": (_BNB, "write its entries as arguments"),
+    "max_unorm": (
+        _BNB,
+        "trust ratios bound the update; write trust_clip=True for at most 1",
+    ),
+    "adam_w_mode": (_APEX, "take memkern.optim.AdamW for True, memkern.optim.Adam for False"),
+    "bias_correction": (_APEX, "Adam and AdamW always have it; leave it out (LAMB has the argument)"),
+    "set_grad_none": (_APEX, "leave it out; optimizer.zero_grad(set_to_none=...) has it"),
+    "use_nvlamb": (_APEX, "write always_adapt=True"),
+    "eps_inside_sqrt": (_APEX, "leave it out; eps is added to the root"),
+}
+"""An argument, where it comes from, and what to write."""
+
+
+def check_arguments(optimizer: type, arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument of another library's that the optimizer does not have."""
+    known = arguments.keys() & CURES.keys()
+    if not known:
+        return
+    own = inspect.signature(optimizer.__init__).parameters  # type: ignore[misc]
+    for name in (name for name in arguments if name in known and name not in own):
+        source, cure = CURES[name]
+        cure = cure.format(value=arguments[name])
+        raise TypeError(f"memkern.optim.{optimizer.__name__} has no argument {name} ({source}'s): {cure}")
+
+
+def check_overrides(params: Iterable[Any]) -> None:
+    """Raises ValueError for parameters whose options are set in bitsandbytes' GlobalOptimManager, by module."""
+    module = sys.modules.get("bitsandbytes.optim.optimizer")
+    manager = None if module is None else module.GlobalOptimManager._instance
+    if manager is None:
+        return
+    ours = {id(p) for p in params}
+    for owner, name, options in manager.module_weight_config_triple:
+        if id(getattr(owner, name, None)) in ours:
+            raise ValueError(
+                f"bitsandbytes' GlobalOptimManager has the options {options} for the {name} of {owner}, and memkern's "
+                f"optimizers do not read them: {_GROUPS}"
+            )
+
+
+class GlobalOptimManager:
+    """bitsandbytes' registry of options by parameter, which parameter groups stand for: every use raises."""
+
+    def __init__(self) -> None:
+        self.get_instance()
+
+    @classmethod
+    def get_instance(cls) -> NoReturn:
+        raise TypeError(f"memkern.optim has no GlobalOptimManager: {_GROUPS}")

@@ -1,0 +1,156 @@
+"""From the options of a run to its data, model, optimizer and schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from .. import optim
+from ..planner.step import make_optimizer, prepare
+from ..planner.techniques import TechniqueError
+from .config import ArgumentError, TrainConfig
+from .data import Corpus, load_corpus
+from .distributed import Processes
+from .model import GPT
+from .objective import ByteModel, Classifier, LanguageModel, Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A run's data, and what its model is made of: for models of transformers their configuration and tokenizer."""
+
+    corpus: Corpus
+    hf_config: Any = None
+    tokenizer: Any = None
+
+
+def load(config: TrainConfig) -> Source:
+    """Reads the text that ``config`` names, as its model needs it. Raises ArgumentError for what cannot be used."""
+    if config.is_preset:
+        return Source(load_corpus(config.data, seq_len=config.seq_len))
+    from . import huggingface
+    from .documents import read_documents
+    from .tokens import class_names, labelled_corpus, token_corpus
+
+    hf_config = huggingface.load_config(config)
+    classifier = huggingface.is_classifier(config, hf_config)
+    huggingface.auto_class(hf_config, classifier=classifier)
+    huggingface.check_seq_len(config, hf_config)
+    label_field = config.label_field or ("label" if classifier else None)
+    train, validation, files = read_documents(
+        config.data, text_field=config.text_field, label_field=label_field
+    )
+    tokenizer = huggingface.load_tokenizer(config, hf_config, train.texts)
+    if label_field is None:
+        return Source(token_corpus(config, train, validation, files, tokenizer), hf_config, tokenizer)
+    classes = huggingface.class_order(class_names(train, label_field), hf_config)
+    corpus = labelled_corpus(config, train, validation, files, tokenizer, classes)
+    return Source(corpus, hf_config, tokenizer)
+
+
+def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """With epochs as steps of this corpus. Raises ArgumentError for a warm-up that is no shorter than the run."""
+    per_epoch = corpus.steps_per_epoch(config)
+    if config.epochs is not None:
+        config = dataclasses.replace(config, steps=max(1, round(config.epochs * per_epoch)))
+    if config.warmup_epochs is not None:
+        config = dataclasses.replace(config, warmup=round(config.warmup_epochs * per_epoch))
+    config.validate()
+    return config
+
+
+def build_objective(config: TrainConfig, source: Source, device: torch.device) -> Objective:
+    """The model with its loss on the device, compressed and checkpointed as the options say."""
+    objective: Objective
+    if config.is_preset:
+        layers, heads, width = config.shape
+        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+        gpt = GPT(layers=layers, heads=heads, width=width, seq_len=config.seq_len).to(device, dtype)
+        objective = ByteModel(gpt, config.loss_chunk)
+    else:
+        from . import huggingface
+
+        classes = getattr(source.corpus, "classes", ())
+        model = huggingface.build(config, source.hf_config, classes, source.tokenizer.pad).to(device)
+        objective = Classifier(model) if classes else LanguageModel(model, config.loss_chunk)
+    try:
+        prepare(objective.model, config.techniques)
+    except TechniqueError as error:
+        raise ArgumentError(error.name, error.message) from error
+    return objective
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices (2-D or more) decay, biases and norms do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
+    groups = decay_groups(model, config.decay)
+    if not config.optimizer.startswith("torch-"):
+        more = {"max_grad_norm": config.max_norm} if config.clips_in_step else {}
+        return make_optimizer(groups, config.techniques, lr=config.peak_lr, **more)
+    cls = {"torch-adamw": torch.optim.AdamW, "torch-adam": torch.optim.Adam}[config.optimizer]
+    if config.step_in_backward:
+        return optim.StepInBackward(cls, groups, lr=config.peak_lr, fused=True)
+    if config.offload:
+        return optim.HostOffload(cls, groups, lr=config.peak_lr, fused=True)
+    return cls(groups, lr=config.peak_lr, fused=True)
+
+
+def schedule(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """``warmup_cosine`` with the options' warm-up."""
+    start = None if config.warmup_from == "zero" else config.base_lr / config.peak_lr
+    return warmup_cosine(optimizer, warmup=config.warmup_steps, steps=config.steps, start=start)
+
+
+def warmup_cosine(
+    optimizer: torch.optim.Optimizer, *, warmup: int, steps: int, start: float | None = None
+) -> LRScheduler:
+    """A linear warm-up by iteration, then a cosine from lr to lr / 10 at the last step.
+
+    ::
+
+        lr * (t + 1) / (warmup + 1)                       for t < warmup, by default
+        lr * (start + (1 - start) * t / warmup)           with start: from start * lr to lr
+
+    The second, from the rate of the base batch to the scaled one, is that of Goyal et al., arXiv 1706.02677, section
+    2.2.
+    """
+    lr = optimizer.param_groups[0]["lr"]
+    factor = 1 / (warmup + 1) if start is None else start
+    linear = LinearLR(optimizer, start_factor=factor, total_iters=warmup)
+    cosine = CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=lr / 10)
+    return SequentialLR(optimizer, [linear, cosine], milestones=[warmup])
+
+
+def resolve_device(config: TrainConfig, group: Processes | None = None) -> torch.device:
+    """The device to train on; of several processes each has the CUDA device of its local rank.
+
+    Raises ArgumentError where it is absent or cannot do what --amp asks.
+    """
+    name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and group is not None and group.world > 1:
+        name = f"cuda:{group.local_rank}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", f"{name!r} given; allowed: cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            others = f", cuda:0 to cuda:{count - 1}" if count else ""
+            raise ArgumentError("device", f"{name!r} given, of {count} CUDA devices; allowed: cpu{others}")
+        half = "amp" if config.amp == "bf16" else "dtype" if config.dtype == "bf16" else None
+        if half is not None and not torch.cuda.is_bf16_supported():
+            raise ArgumentError(half, f"'bf16' given, which {name!r} does not support; allowed: fp16, off")
+    return device

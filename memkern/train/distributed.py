@@ -1,0 +1,142 @@
+"""Several processes: who they are, which micro-batches each has, and sums over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from .config import ArgumentError, TrainConfig
+from .data import IGNORED, Batch, Corpus
+from .objective import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """This process among those that train together; alone by default."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """The one that writes files and prints."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls) -> Processes:
+        """As torchrun says: RANK, WORLD_SIZE and LOCAL_RANK."""
+        rank, world, local = (int(os.environ.get(name, default)) for name, default in VARIABLES)
+        return cls(rank, world, local)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Of each process, by rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def check_micro_batches(config: TrainConfig, world: int) -> None:
+    """Raises ArgumentError unless each process has as many micro-batches of a step as every other."""
+    if config.micro_batches % world:
+        raise ArgumentError(
+            "batch_factor",
+            f"{config.batch_factor} given with --accumulate {config.accumulate} in {world} processes; allowed: "
+            f"values whose product is a multiple of {world}, such as {world}",
+        )
+    if world > 1 and config.step_in_backward:
+        raise ArgumentError("step_in_backward", f"given in {world} processes; allowed in one")
+
+
+def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:
+    """Every world-th micro-batch, beginning with the rank-th; all processes have as many.
+
+    Where the last step of an epoch does not give each one, a process takes the first one without its targets: its
+    gradients are zeros, and it takes part in the sums.
+    """
+    own = list(batches[group.rank :: group.world])
+    if len(own) < -(-len(batches) // group.world):
+        first = batches[0]
+        own.append(first._replace(targets=torch.full_like(first.targets, IGNORED)))
+    return own
+
+
+class Steps(Dataset):
+    """Step number -> this process's micro-batches of it, and how many targets all processes' have."""
+
+    def __init__(self, corpus: Corpus, config: TrainConfig, group: Processes) -> None:
+        self.corpus, self.config, self.group = corpus, config, group
+
+    def __getitem__(self, step: int) -> tuple[list[Batch], int]:
+        batches = self.corpus.step(self.config, step)
+        return own_batches(batches, self.group), sum(batch.predicted for batch in batches)
+
+
+def prepared(
+    corpus: Corpus, config: TrainConfig, group: Processes, first: int
+) -> Iterator[tuple[list[Batch], int]]:
+    """The steps from ``first`` on, by config.workers processes ahead of time, or here where there are none."""
+    steps, left = Steps(corpus, config, group), range(first, config.steps)
+    if not config.workers:
+        return map(steps.__getitem__, left)
+    # With a generator of its own, the loader draws no number of torch's global one.
+    return iter(
+        DataLoader(
+            steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator()
+        )
+    )
+
+
+def data_parallel(
+    objective: Objective, config: TrainConfig, group: Processes, device: torch.device
+) -> nn.Module:
+    """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
+
+    Raises ArgumentError for what cannot be sharded.
+    """
+    if group.world == 1:
+        return objective
+    if config.parallel == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            objective, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+    if config.checkpointing == "sqrt":
+        raise ArgumentError(
+            "checkpointing", "'sqrt' given with --parallel fsdp, which shards by block; allowed: blocks"
+        )
+    from .sharding import shard
+
+    shard(objective, group.world, device)
+    return objective
+
+
+def synchronized(parallel: Any, last: bool) -> AbstractContextManager[Any]:
+    """Around the forward and backward pass of a micro-batch: gradients are reduced after the last one."""
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        return nullcontext() if last else parallel.no_sync()
+    if hasattr(parallel, "set_requires_gradient_sync"):  # fully_shard's
+        parallel.set_requires_gradient_sync(last)
+    return nullcontext()

@@ -1,0 +1,87 @@
+"""The validation loss: of a run, and of a model by itself, whose weights may wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .build import Source, build_objective, resolve_device
+from .config import ArgumentError, TrainConfig
+from .data import Batch
+from .objective import Classifier, Objective
+
+ON_HOST = ("none", "layers", "model")
+
+
+class Validation(NamedTuple):
+    """loss: the mean over the targets, nats. accuracy: the share of classes that were found; None without classes."""
+
+    loss: float
+    accuracy: float | None
+
+
+@torch.no_grad()
+def validate(
+    objective: Objective,
+    batches: Sequence[Batch],
+    loss: Callable[..., Tensor],
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> Validation:
+    """Over the batches; ``total`` adds up what several processes have."""
+    training = objective.training
+    objective.eval()
+    sums = torch.zeros(3, dtype=torch.float64)  # losses, correct classes, targets
+    for batch in batches:
+        value = loss(*batch).item()
+        correct = int(objective.correct) if isinstance(objective, Classifier) else 0
+        sums += torch.tensor([value, correct, batch.predicted], dtype=torch.float64)
+    objective.train(training)
+    losses, correct, count = total(sums).tolist()
+    return Validation(losses / count, correct / count if isinstance(objective, Classifier) else None)
+
+
+def check_on_host(config: TrainConfig, on_host: str) -> None:
+    """Raises ArgumentError where weights cannot wait on the host."""
+    if on_host != "none" and config.is_preset:
+        text = f"{on_host!r} given with --model {config.model}; allowed with models of transformers, or none"
+        raise ArgumentError("weights_on_host", text)
+    if on_host == "layers" and config.loss_chunk is not None:
+        raise ArgumentError(
+            "loss_chunk", "given with --weights-on-host layers; allowed: without, or with model"
+        )
+
+
+def evaluate(config: TrainConfig, source: Source, on_host: str = "none") -> Validation:
+    """The validation loss of a model that is not trained.
+
+    on_host: "layers", each layer's weights are on the device while it runs (accelerate.cpu_offload); "model", all of
+    them while the model runs (accelerate.cpu_offload_with_hook), and on the host again afterwards.
+    """
+    check_on_host(config, on_host)
+    device = resolve_device(config)
+    torch.manual_seed(config.seed)
+    objective = build_objective(config, source, device if on_host == "none" else torch.device("cpu"))
+    objective.eval()
+    hook: Any = None
+    if on_host == "layers":
+        from accelerate import cpu_offload
+
+        cpu_offload(objective.model, device)
+    elif on_host == "model":
+        from accelerate import cpu_offload_with_hook
+
+        _, hook = cpu_offload_with_hook(objective.model, device)
+
+    def loss(*batch: Tensor | None) -> Tensor:
+        dtype = torch.float16 if config.amp == "fp16" else torch.bfloat16
+        on_device = (tensor if tensor is None else tensor.to(device) for tensor in batch)
+        with torch.autocast(device.type, dtype=dtype, enabled=config.amp != "off"):
+            return objective(*on_device)
+
+    found = validate(objective, source.corpus.validation_batches(config), loss)
+    if hook is not None:
+        hook.offload()
+    return found

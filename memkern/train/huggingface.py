@@ -1,0 +1,208 @@
+"""Models and tokenizers of transformers: from a folder, from the Hub, or with random weights.
+
+Code that comes with a model is never run (``trust_remote_code=False``) and pickles are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..planner.models import MODELS as BUILT_IN
+from ..planner.models import resolve
+from .config import MODELS, ArgumentError, TrainConfig
+from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe
+
+SAFE = {"trust_remote_code": False}
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+CLASSIFIER = "ForSequenceClassification"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def named(what: str, given: str, cure: str) -> Iterator[None]:
+    """Whatever transformers raises for a file or a name becomes an ArgumentError of one line."""
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except (
+        Exception
+    ) as error:  # the libraries below raise all kinds: OSError, ValueError, SafetensorError, KeyError
+        raise ArgumentError("model", f"{given!r}: {what}: {first_line(error)}; {cure}") from error
+
+
+def quiet() -> None:
+    """transformers' warnings and bars off: what is wrong is said in one line, what was done in the report."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_config(config: TrainConfig) -> Any:
+    """The model's configuration. Raises ArgumentError for a folder that is none, and for a name that nobody has."""
+    from transformers import AutoConfig
+
+    quiet()
+    name, path = config.model, Path(config.model)
+    allowed = f"allowed: {', '.join(MODELS)}, a folder that save_pretrained wrote, or a name on the Hugging Face Hub"
+    if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
+        kind = "a file" if path.is_file() else "a folder without config.json"
+        raise ArgumentError("model", f"{name!r} given, {kind}; {allowed}")
+    if path.is_dir():
+        with named("config.json cannot be used", name, "allowed: a folder that save_pretrained wrote"):
+            return AutoConfig.from_pretrained(path, **SAFE)
+    if config.from_config and name in BUILT_IN:
+        source: Any = resolve(name, 1, None, None, None)
+        return source.config
+    if not HUB_NAME.fullmatch(name):
+        raise ArgumentError("model", f"{name!r} given, which is no folder and no name; {allowed}")
+    with named("no such model could be had from the Hugging Face Hub", name, allowed):
+        return AutoConfig.from_pretrained(name, **SAFE)
+
+
+def is_classifier(config: TrainConfig, hf_config: Any) -> bool:
+    """Where labels are asked for, and where the folder holds a classifier."""
+    if config.label_field is not None:
+        return True
+    return any(CLASSIFIER in name for name in getattr(hf_config, "architectures", None) or ())
+
+
+def longest(hf_config: Any) -> int | None:
+    """The positions that a model has; None where it names none."""
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    # RoBERTa's positions begin after that of the padding.
+    if positions is not None and hf_config.model_type in (
+        "roberta",
+        "camembert",
+        "xlm-roberta",
+        "longformer",
+    ):
+        positions -= hf_config.pad_token_id + 1
+    return positions
+
+
+def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
+    positions = longest(hf_config)
+    if positions is not None and config.seq_len > positions:
+        raise ArgumentError(
+            "seq_len", f"{config.seq_len} given; allowed: 1 to {positions}, the positions of {config.model}"
+        )
+
+
+def has_tokenizer(name: str) -> bool:
+    path = Path(name)
+    return (
+        any((path / file).is_file() for file in TOKENIZER_FILES)
+        if path.is_dir()
+        else HUB_NAME.fullmatch(name) is not None
+    )
+
+
+def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) -> Tokenizer:
+    """The model's own; where it has none, or the weights are random and it is in no folder, a BPE of the text's."""
+    tokenizer: Tokenizer
+    size = hf_config.get_text_config().vocab_size
+    if config.bytes:
+        tokenizer = Bytes()
+    elif has_tokenizer(config.model) and (Path(config.model).is_dir() or not config.from_config):
+        from transformers import AutoTokenizer
+
+        with named(
+            "its tokenizer cannot be read", config.model, "allowed: --bytes, or a folder without a tokenizer"
+        ):
+            tokenizer = FromTransformers(AutoTokenizer.from_pretrained(config.model, **SAFE))
+    else:
+        return train_bpe(texts, size)
+    if tokenizer.size > size:
+        raise ArgumentError(
+            "bytes" if config.bytes else "model",
+            f"given with {config.model}, whose vocabulary of {size} is smaller than the tokenizer's {tokenizer.size}",
+        )
+    return tokenizer
+
+
+def class_order(names: tuple[str, ...], hf_config: Any) -> tuple[str, ...]:
+    """The classes by number: the model's own, where it was trained for these, else the names as they come."""
+    trained = getattr(hf_config, "id2label", None) or {}
+    own = tuple(trained[number] for number in range(len(trained)) if number in trained)
+    return own if set(names) <= set(own) else names
+
+
+def set_dropout(hf_config: Any, rate: float) -> None:
+    """Sets every dropout rate of a configuration."""
+    for name, value in vars(hf_config).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or name.endswith("_drop")):
+            setattr(hf_config, name, rate)
+
+
+def auto_class(hf_config: Any, *, classifier: bool) -> Any:
+    """transformers' auto class for the task. Raises ArgumentError where this type of model has none for it."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    if type(hf_config) not in auto._model_mapping:
+        task = "sequence classifier" if classifier else "causal language model"
+        raise ArgumentError(
+            "model",
+            f"given with a model of type {hf_config.model_type}, of which transformers has no {task}; "
+            "allowed: a causal language model, or with --label-field a sequence classifier",
+        )
+    return auto
+
+
+def architecture(hf_config: Any, *, classifier: bool) -> str:
+    """The name of transformers' class for the task."""
+    found = auto_class(hf_config, classifier=classifier)._model_mapping[type(hf_config)]
+    return (found[0] if isinstance(found, tuple) else found).__name__
+
+
+def build(
+    config: TrainConfig, hf_config: Any, classes: Sequence[str] = (), pad: int | None = None
+) -> nn.Module:
+    """The model in config's dtype, built in it: no copy in another one is made.
+
+    classes: those of a sequence classifier, whose pad token is ``pad``; empty: a causal language model.
+    """
+    auto = auto_class(hf_config, classifier=bool(classes))
+    hf_config = copy.deepcopy(hf_config)
+    if config.dropout is not None:
+        set_dropout(hf_config, config.dropout)
+    hf_config.use_cache = False
+    options: dict[str, Any] = {}
+    if classes:
+        id2label = dict(enumerate(classes))
+        if hf_config.id2label != id2label:
+            hf_config.id2label = id2label
+            hf_config.label2id = {name: number for number, name in id2label.items()}
+            options["ignore_mismatched_sizes"] = True
+        hf_config.pad_token_id = pad
+    dtype = DTYPES[config.dtype]
+    cure = "allowed: a causal language model, or with --label-field a sequence classifier"
+    with named("cannot be built", config.model, cure):
+        if config.from_config:
+            return auto.from_config(hf_config, dtype=dtype, **SAFE).train()
+        model = auto.from_pretrained(
+            config.model, config=hf_config, dtype=dtype, weights_only=True, **SAFE, **options
+        )
+        return model.train()
+
+
+def export(model: Any, weights: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes what ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save(folder)

@@ -1,0 +1,103 @@
+"""What is trained: a model with its loss, the sum of the cross-entropies of a batch's targets, in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import functional
+from .config import ArgumentError
+from .data import IGNORED
+from .model import GPT
+
+
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """Their sum, nats."""
+    return F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+class Objective(nn.Module):
+    """forward(inputs, targets, mask): the sum of a :class:`~.data.Batch`'s losses. loss_chunk: classes at a time."""
+
+    def __init__(self, model: nn.Module, loss_chunk: int | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_chunk = loss_chunk
+
+    def chunked(self, features: Tensor, head: nn.Module | Tensor, targets: Tensor) -> Tensor:
+        weight: Any = head if isinstance(head, Tensor) else head.weight
+        bias: Any = None if isinstance(head, Tensor) else getattr(head, "bias", None)
+        return functional.linear_cross_entropy(
+            features,
+            weight,
+            targets,
+            linear_bias=bias,
+            ignore_index=IGNORED,
+            reduction="sum",
+            chunk_size=self.loss_chunk,
+        )
+
+
+class ByteModel(Objective):
+    """Of the byte-level GPT."""
+
+    model: GPT
+
+    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.loss_chunk is None:
+            return cross_entropies(self.model(inputs), targets)
+        return self.chunked(self.model.features(inputs), self.model.embedding.weight, targets)
+
+
+class LanguageModel(Objective):
+    """Of a causal language model of transformers.
+
+    Raises ArgumentError where the loss is asked for in chunks and the model's logits are not its head of its last
+    hidden states (some models scale or cap them).
+    """
+
+    def __init__(self, model: Any, loss_chunk: int | None = None) -> None:
+        super().__init__(model, loss_chunk)
+        if loss_chunk is not None and not self._head_is_linear():
+            raise ArgumentError(
+                "loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's"
+            )
+
+    @torch.no_grad()
+    def _head_is_linear(self) -> bool:
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or model.base_model is model:
+            return False
+        training = model.training
+        model.eval()
+        inputs = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
+        logits, features = model(input_ids=inputs, use_cache=False).logits, self.features(inputs)
+        model.train(training)
+        return torch.equal(logits, head(features))
+
+    def features(self, inputs: Tensor) -> Tensor:
+        model: Any = self.model
+        return model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+
+    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        model: Any = self.model
+        if self.loss_chunk is None:
+            return cross_entropies(model(input_ids=inputs, use_cache=False).logits, targets)
+        return self.chunked(self.features(inputs), model.get_output_embeddings(), targets)
+
+
+class Classifier(Objective):
+    """Of a sequence classifier of transformers. correct: of the last batch, how many targets have the largest logit."""
+
+    correct: Tensor
+
+    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits = self.model(input_ids=inputs, attention_mask=mask).logits
+        self.correct = (logits.detach().argmax(-1) == targets).sum()
+        return cross_entropies(logits, targets)

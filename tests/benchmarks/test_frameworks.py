@@ -1,0 +1,36 @@
+"""The table of docs/frameworks.md is that of the committed results, and says what the tests' outcomes say."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from benchmarks import frameworks
+
+
+def test_the_page_has_the_table_of_the_results() -> None:
+    rows, page = frameworks.read(), frameworks.PAGE.read_text()
+    assert page == frameworks.filled(page, rows), "run python -m benchmarks.frameworks"
+    assert len({row["framework"] for row in rows}) > 4
+    assert "failed" not in frameworks.table(rows)  # a later run has passed
+
+
+def result(framework: str, torch: str, *outcomes: str) -> dict[str, str]:
+    return {"torch": torch, **frameworks.row(framework, "works", outcomes)}
+
+
+def test_outcomes_become_cells() -> None:
+    assert frameworks.row("torch", "x", ["passed", "skipped", "failed"])["outcome"] == "failed"
+    assert frameworks.row("torch", "x", ["passed", "skipped"])["outcome"] == "skipped"
+    assert frameworks.row("no-such-package", "x", ["passed"])["version"] == "absent"
+    version = metadata.version("pytest")
+    rows = [
+        result("pytest", "2.13.0+cpu", "failed"),
+        result("pytest", "2.13.0+cpu", "passed", "passed"),  # a later run
+        result("torch", "2.9.1", "passed"),
+    ]
+    assert frameworks.table(rows).splitlines() == [
+        "| framework | feature | torch 2.9.1 | torch 2.13.0 |",
+        "|---|---|---|---|",
+        "| torch | works | passed | not run |",
+        f"| pytest | works | not run | passed (pytest {version}) |",
+    ]

@@ -1,0 +1,51 @@
+"""Small models of the real libraries, and data for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+VOCABULARY, TOKENS, WIDTH = 64, 16, 64
+
+
+def gpt2(seed: int = 0) -> Any:
+    """transformers' GPT-2, two layers of width 64, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=TOKENS,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        **dropout,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def tokens(rows: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random rows of tokens, as the Trainer takes them."""
+
+    def __init__(self, rows: int = 32) -> None:
+        self.rows = tokens(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
+
+
+def parameters_of(model: torch.nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]

@@ -1,0 +1,76 @@
+"""ONNX export and dynamic quantization of compressed models."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import memkern
+
+WAYS: dict[str, dict[str, Any]] = {
+    "activations": {},
+    "output": {"activations": "output"},
+    "linear": {"activations": None, "linear": {"keep": 0.5, "min_tokens": 0}},
+}
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+
+
+def texts(error: BaseException | None) -> str:
+    """An exception's message and those of what caused it."""
+    found = []
+    while error is not None:
+        found.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(found)
+
+
+@pytest.mark.feature("torch", "ONNX export of a compressed model names `restore`")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_onnx_export_names_restore(way: str, dynamo: bool) -> None:
+    if dynamo:
+        pytest.importorskip("onnxscript")
+    net, x = model(), torch.randn(8, 16)
+    memkern.compress(net, **WAYS[way])
+
+    def export() -> io.BytesIO:
+        file = io.BytesIO()
+        program = torch.onnx.export(net, (x,), None if dynamo else file, dynamo=dynamo, verbose=False)
+        if dynamo:
+            assert program is not None
+            program.save(file)
+        return file
+
+    with pytest.raises(Exception) as raised:  # noqa: PT011  (the exporters' own, around ours)
+        export()
+    assert "memkern.restore(model)" in texts(raised.value)
+    with torch.no_grad():
+        assert export().tell() > 0
+    memkern.restore(net)
+    assert export().tell() > 0
+
+
+@pytest.mark.feature("torch", "`quantize_dynamic` after `restore`; before it, randomized layers refuse")
+def test_dynamic_quantization_is_refused_or_right() -> None:
+    quantization = pytest.importorskip("torch.ao.quantization")
+    net, x = model(), torch.randn(8, 16)
+    memkern.compress(net, linear={"keep": 0.5, "min_tokens": 0})
+    with pytest.raises(RuntimeError, match=r"memkern\.restore\(model\)"):
+        quantization.quantize_dynamic(net, {torch.nn.Linear})
+    memkern.restore(net)
+    quantized = quantization.quantize_dynamic(net, {torch.nn.Linear})
+    assert "quantized" in type(quantized[0]).__module__
+    torch.testing.assert_close(
+        quantized(x), net(x), rtol=0, atol=0.1
+    )  # int8 weights, 1 / 127 of the largest each
+    activations = model()
+    memkern.compress(activations)
+    quantized = quantization.quantize_dynamic(activations, {torch.nn.Linear})
+    assert "quantized" in type(quantized[0]).__module__

@@ -1,0 +1,128 @@
+"""Lightning's Trainer with memkern's optimizers and callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memkern
+from memkern import optim
+from tests.integrations.models import Texts, gpt2, parameters_of, tokens
+from tests.support.helpers import assert_same
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from memkern.integrations.lightning import CompressCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice about workers and loggers
+]
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.model, self.losses = gpt2(seed), []
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.model(input_ids=input_ids, labels=input_ids)
+
+    def training_step(self, batch: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+        loss = self(batch["input_ids"]).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups = optim.param_groups(self, weight_decay=0.1)
+        optimizer = optim.AdamW8bit(groups, lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit(
+    module: Module,
+    folder: Path,
+    steps: int,
+    *callbacks: Any,
+    resume: str | None = None,
+    rows: int = 32,
+    **options: Any,
+) -> Any:
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[*callbacks],
+        **options,
+    )
+    data = torch.utils.data.DataLoader(Texts(rows), batch_size=4)
+    trainer.fit(module, data, ckpt_path=resume)
+    return trainer
+
+
+@pytest.mark.feature(
+    "lightning", "`configure_optimizers`: bits of the plain loop, with a schedule and clipping"
+)
+def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
+    module = Module()
+    fit(module, tmp_path, 4, gradient_clip_val=1.0)
+    plain = Module()
+    made = plain.configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    rows = Texts().rows
+    for i in range(4):
+        plain.training_step({"input_ids": rows[4 * i : 4 * i + 4]}, i).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert module.losses == plain.losses
+    assert_same(parameters_of(module), parameters_of(plain))
+
+
+@pytest.mark.feature("lightning", "callback: compresses and prints what is saved")
+def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module, callback = Module(), CompressCallback(example=tokens(4))
+    trainer = fit(module, tmp_path, 2, callback)
+    assert isinstance(module.model.transformer.h[0].mlp.act, memkern.nn.GELU)
+    printed = capsys.readouterr().out
+    assert printed.count("memkern.compress: 2 modules swapped") == printed.count("memkern: bytes") == 1
+    states = memkern.memory.optimizer_bytes(trainer.optimizers[0])
+    assert any(f"{states:,}" in line and "AdamW8bit" in line for line in printed.splitlines())
+    assert f"{callback.report.after.total:,}" in printed
+
+
+@pytest.mark.feature("lightning", "checkpoint: resumes bit for bit")
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
+    straight = Module()
+    fit(
+        straight, tmp_path, -1, rows=12, max_epochs=2
+    )  # of three steps: Lightning resumes data at an epoch's end
+    first = Module()
+    trainer = fit(first, tmp_path, -1, CompressCallback(activations=None), rows=12, max_epochs=1)
+    path = str(tmp_path / "step-3.ckpt")
+    trainer.save_checkpoint(path)
+    resumed = Module(seed=1)
+    fit(resumed, tmp_path, -1, resume=path, rows=12, max_epochs=2)
+    assert straight.losses[:3] == first.losses
+    assert straight.losses[3:] == resumed.losses
+    assert_same(parameters_of(resumed), parameters_of(straight))
+
+
+@pytest.mark.feature("lightning", '`precision="bf16-mixed"` and accumulation')
+def test_autocast_and_accumulation(tmp_path: Path) -> None:
+    module = Module()
+    fit(module, tmp_path, 4, CompressCallback(), precision="bf16-mixed", accumulate_grad_batches=2)
+    assert len(module.losses) == 8
+    assert all(p.isfinite().all() for p in module.parameters())
+    exact = Module()
+    fit(exact, tmp_path, 4, accumulate_grad_batches=2)
+    assert module.losses == pytest.approx(exact.losses, rel=0.02)  # bf16's own rounding is 0.4 %

@@ -1,0 +1,169 @@
+"""transformers' Trainer with memkern's optimizers and callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memkern
+from memkern import optim
+from tests.integrations.models import Texts, gpt2, parameters_of, tokens
+from tests.support.helpers import assert_same
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from memkern.integrations.transformers import CompressCallback, optimizer_cls_and_kwargs  # noqa: E402
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return transformers.TrainingArguments(**{**defaults, **options})
+
+
+def trainer(args: Any, model: Any, pair: Any = None, **options: Any) -> Any:
+    if pair is not None:
+        options["optimizer_cls_and_kwargs"] = pair
+    return transformers.Trainer(model, args, train_dataset=Texts(), **options)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+NAMES = ["adamw8bit", "adam8bit", "lion8bit", "lamb8bit", "lars8bit", "adamw"]
+
+
+@pytest.mark.feature("transformers", "Trainer, `optimizer_cls_and_kwargs`: every optimizer")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "adamw8bit" else pytest.mark.full) for n in NAMES]
+)
+def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> None:
+    args = arguments(tmp_path)
+    by_pair = trainer(args, gpt2(), optimizer_cls_and_kwargs(args, name))
+    by_pair.train()
+    cls = type(by_pair.optimizer.optimizer)
+    assert cls.__name__.lower() == name
+
+    model = gpt2()
+    decayed = by_pair.get_decay_parameter_names(model)
+    groups = [
+        {
+            "params": [p for n, p in model.named_parameters() if (n in decayed) == decays],
+            "weight_decay": decay,
+        }
+        for decays, decay in ((True, 0.1), (False, 0.0))
+    ]
+    by_hand = trainer(args, model, optimizers=(cls(groups, lr=1e-3), None))
+    by_hand.train()
+    assert_same(parameters_of(by_pair.model), parameters_of(by_hand.model))
+    assert losses(by_pair) == losses(by_hand)
+
+
+def test_arguments_become_options(tmp_path: Path) -> None:
+    args = arguments(tmp_path, adam_beta2=0.95, adam_epsilon=1e-6)
+    cls, options = optimizer_cls_and_kwargs(args, "adamw8bit", block_size=64)
+    assert cls is optim.AdamW8bit
+    assert options == {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "block_size": 64}
+    assert optimizer_cls_and_kwargs(args, "lion8bit")[1] == {"lr": 1e-3, "betas": (0.9, 0.95)}
+    plain = arguments(tmp_path)
+    assert "betas" not in optimizer_cls_and_kwargs(plain, "lion8bit")[1]  # Adam's are not its own
+    assert optimizer_cls_and_kwargs(plain, "lars8bit")[1] == {"lr": 1e-3}
+    assert optimizer_cls_and_kwargs(plain, "adamw", lr=5.0)[1]["lr"] == 5.0
+
+
+@pytest.mark.full
+def test_with_a_model_marked_embeddings_keep_32_bits(tmp_path: Path) -> None:
+    model = gpt2()
+    memkern.compress(model, activations=None, embeddings=True)
+    args = arguments(tmp_path, max_steps=1)
+    run = trainer(args, model, optimizer_cls_and_kwargs(args, model=model))
+    run.train()
+    state = run.optimizer.optimizer.state
+    assert state[model.transformer.wte.weight]["exp_avg"].dtype == torch.float32
+    assert state[model.transformer.h[0].mlp.c_fc.weight]["exp_avg"].dtype == torch.int8
+
+
+def test_bad_names_and_options(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    with pytest.raises(ValueError, match=r"optimizer must be one of adam, adam8bit, .*, got 'adamw_8bit'"):
+        optimizer_cls_and_kwargs(args, "adamw_8bit")
+    with pytest.raises(TypeError, match="write state_bits=8"):
+        optimizer_cls_and_kwargs(args, "adamw", optim_bits=8)
+    with pytest.raises(ValueError, match="block_size must be a multiple of 8"):
+        optimizer_cls_and_kwargs(args, "adamw", block_size=3)
+
+
+@pytest.mark.feature("transformers", "Trainer: resumes from a checkpoint bit for bit")
+@pytest.mark.full
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3, lr_scheduler_type="cosine")
+    straight = trainer(args, gpt2(), optimizer_cls_and_kwargs(args))
+    straight.train()
+    resumed = trainer(args, gpt2(seed=1), optimizer_cls_and_kwargs(args))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same(parameters_of(resumed.model), parameters_of(straight.model))
+    states = (list(t.optimizer.optimizer.state.values()) for t in (resumed, straight))
+    for ours, theirs in zip(*states, strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.feature("transformers", "Trainer callback: compresses and prints what is saved")
+def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tmp_path, max_steps=2)
+    rows = tokens(4)
+    callback = CompressCallback(example={"input_ids": rows, "labels": rows})
+    run = trainer(args, gpt2(), optimizer_cls_and_kwargs(args), callbacks=[callback])
+    assert isinstance(run.model.transformer.h[0].mlp.act, memkern.nn.GELU)
+    assert len(callback.report.swapped) == 2
+    run.train()
+    printed = capsys.readouterr().out
+    assert printed.count("memkern.compress: 2 modules swapped") == 1
+    assert printed.count("memkern: bytes") == 1
+    numel = sum(p.numel() for p in run.model.parameters())
+    states = next(line for line in printed.splitlines() if line.startswith("optimizer states (AdamW8bit)"))
+    assert f"{8 * numel:,}" in states
+    assert f"{memkern.memory.optimizer_bytes(run.optimizer.optimizer):,}" in states
+    saved = next(line for line in printed.splitlines() if line.startswith("saved for the backward pass"))
+    assert f"{callback.report.after.total:,}" in saved
+    assert callback.report.after.total < callback.report.before.total
+    assert memkern.restore(run.model) == 2
+
+
+@pytest.mark.full
+def test_the_callback_follows_model_init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tmp_path, max_steps=1)
+    callback = CompressCallback()
+    run = transformers.Trainer(
+        None, args, train_dataset=Texts(), model_init=lambda: gpt2(), callbacks=[callback]
+    )
+    run.train()
+    assert isinstance(run.model.transformer.h[0].mlp.act, memkern.nn.GELU)
+    assert "memkern: bytes" not in capsys.readouterr().out  # torch's optimizer, and no example
+
+
+@pytest.mark.feature("transformers", "Trainer with bf16 autocast, gradient checkpointing and accumulation")
+@pytest.mark.full
+def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
+    options = {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 8}
+    args = arguments(tmp_path, **options)
+    run = trainer(args, gpt2(), optimizer_cls_and_kwargs(args), callbacks=[CompressCallback()])
+    run.train()
+    plain = trainer(arguments(tmp_path, optim="adamw_torch", **options), gpt2())
+    plain.train()
+    for ours, theirs in zip(losses(run), losses(plain), strict=True):
+        assert ours == pytest.approx(theirs, rel=0.02)  # bf16's own rounding is 0.4 %

@@ -1,0 +1,119 @@
+"""memkern.optim.accumulate: bf16 gradients of micro-batches, added with stochastic rounding."""
+
+import pytest
+import torch
+
+from memkern import optim
+from memkern.optim.accumulation import ERRORS, add_
+from tests.support.helpers import assert_same, like, over_layouts, tensor
+
+BF16 = torch.bfloat16
+
+
+def summed(model: torch.nn.Module, x: torch.Tensor, micro_batches: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    for part in x.chunk(micro_batches):
+        model(part).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("storage", ERRORS)
+def test_small_gradients_are_not_lost(storage: str) -> None:
+    p = torch.nn.Parameter(torch.zeros(64, 128, dtype=BF16))
+    model = torch.nn.ParameterList([p])
+    handle = optim.accumulate(model, storage)
+    p.sum().backward()
+    for _ in range(200):
+        (p.sum() * 2**-10).backward()
+    assert abs(p.grad.double().mean().item() - (1 + 200 * 2**-10)) < 5e-3
+    handle.remove()
+    before = p.grad.clone()
+    for _ in range(200):
+        (p.sum() * 2**-10).backward()
+    assert_same(p.grad, before)  # to the nearest they are
+
+
+@pytest.mark.parametrize(("storage", "limit"), [("stochastic", 0.02), ("bf16+8", 2e-3), ("bf16+16", 2e-3)])
+def test_runs_repeat_and_sums_are_close(storage: str, limit: float) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)).to(BF16)
+    x = torch.randn(256, 32).to(BF16)
+    exact = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    for part in x.chunk(64):
+        for total, g in zip(exact, summed(model, part, 1), strict=True):
+            total += g
+    with optim.accumulate(model, storage):
+        first = summed(model, x, 64)
+    with optim.accumulate(model, storage):
+        assert_same(summed(model, x, 64), first)
+    plain = summed(model, x, 64)
+    for total, ours, theirs in zip(exact, first, plain, strict=True):
+        error = [((g.float() - total).norm() / total.norm()).item() for g in (ours, theirs)]
+        assert error[0] < limit  # the sum itself is bf16: half a unit in the last place is 2^-9
+        assert error[0] < 2 * error[1]
+
+
+def test_what_does_not_accumulate_is_left_alone() -> None:
+    model = torch.nn.Linear(8, 8).to(BF16)
+    other = torch.nn.Linear(8, 8)
+    both = torch.nn.Sequential(model, other)
+    x = torch.ones(4, 8, dtype=BF16)
+    with optim.accumulate(both):
+        loss = model(x).square().sum()
+        (g,) = torch.autograd.grad(loss, [model.weight], retain_graph=True)
+        assert model.weight.grad is None
+        loss.backward(retain_graph=True)
+        assert_same(model.weight.grad, g)  # the first is taken as it is
+        kept = model.weight.grad
+        torch.autograd.grad(loss, [model.weight], retain_graph=True)
+        assert model.weight.grad is kept
+        loss.backward()
+        assert model.weight.grad is kept  # in place
+        model.zero_grad(set_to_none=False)
+        model(x).square().sum().backward()
+        assert_same(model.weight.grad, g)
+    assert other.weight.grad is None
+
+
+@over_layouts
+def test_every_layout(layout: str) -> None:
+    total, x = tensor(layout, BF16), like(tensor(layout), 1)
+    exact = total.float() + x
+    add_(total, x, "stochastic", 7)
+    assert total.stride() == tensor(layout, BF16).stride()
+    below, above = exact.abs() * (1 - 2**-7) - 1e-38, exact.abs() * (1 + 2**-7) + 1e-38
+    assert ((total.abs().float() >= below) & (total.abs().float() <= above)).all()
+
+
+def test_what_is_not_finite() -> None:
+    total, x = torch.zeros(6, dtype=BF16), torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, 0.0, -0.0])
+    add_(total, x, "stochastic", 1)
+    assert total[:2].tolist() == [torch.inf, -torch.inf]
+    assert total[2].isnan()
+    assert total[3] > 2.9e38
+    assert (total[4:] == 0).all()
+
+
+def test_a_sum_that_something_else_changed_goes_on_from_there() -> None:
+    p = torch.nn.Parameter(torch.zeros(64, dtype=BF16))
+    with optim.accumulate(torch.nn.ParameterList([p]), "bf16+16"):
+        p.sum().backward()
+        (p.sum() * 2**-10).backward()  # kept beside the sum, which is still 1
+        assert (p.grad == 1).all()
+        p.grad.mul_(0.5)
+        (p.sum() * (2**-9 - 2**-11)).backward()  # with what was kept it would round up
+        assert (p.grad == 0.5).all()
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        ValueError, match="storage must be one of 'stochastic', 'bf16\\+8', 'bf16\\+16', got 'fp32'"
+    ):
+        optim.accumulate(torch.nn.Linear(2, 2).to(BF16), "fp32")
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+        optim.accumulate([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model has no bfloat16 parameter that requires a gradient"):
+        optim.accumulate(torch.nn.Linear(2, 2))
+    frozen = torch.nn.Linear(2, 2).to(BF16).requires_grad_(False)
+    with pytest.raises(ValueError, match="no bfloat16 parameter"):
+        optim.accumulate(frozen)

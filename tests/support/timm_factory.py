@@ -1,0 +1,33 @@
+"""timm's factory of optimizers where timm itself cannot be imported, as it asks for a torchvision.
+
+Its own code: the packages around it are made without running their __init__, and get the two names it takes of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.util import find_spec, module_from_spec
+
+NAMES = {
+    "timm": None,
+    "timm.layers": ("use_reentrant_ckpt", "timm.layers.config"),
+    "timm.models": ("group_parameters", "timm.models._manipulate"),
+}
+
+
+def load() -> None:
+    """Makes ``import timm.optim`` work. ModuleNotFoundError without timm."""
+    if find_spec("timm") is None:
+        raise ModuleNotFoundError("No module named 'timm'")
+    if find_spec("torchvision") is not None or "timm" in sys.modules:
+        return
+    for name, taken in NAMES.items():
+        spec = find_spec(name)
+        assert spec is not None
+        sys.modules[name] = package = module_from_spec(spec)
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, package)
+        if taken is not None:
+            setattr(package, taken[0], getattr(importlib.import_module(taken[1]), taken[0]))

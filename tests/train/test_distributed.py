@@ -1,0 +1,222 @@
+"""The recipe on several processes: gloo on the CPU."""
+
+import csv
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern.__main__ import main
+from memkern.train import ArgumentError, Corpus, Trainer
+from memkern.train import checkpoint as checkpoints
+from memkern.train.build import resolved, warmup_cosine
+from memkern.train.data import IGNORED
+from memkern.train.distributed import Processes, own_batches
+from tests.support.train_helpers import SMALL
+
+OPTIONS = [
+    *(
+        "--layers",
+        "2",
+        "--heads",
+        "2",
+        "--width",
+        "64",
+        "--seq-len",
+        "32",
+        "--batch-size",
+        "2",
+        "--steps",
+        "5",
+    ),
+    *("--eval-every", "2", "--eval-tokens", "320", "--device", "cpu", "--threads", "1", "--save-every", "3"),
+]
+
+
+def train(*arguments: str) -> list[str]:
+    """``python -m memkern train`` in two processes, as torchrun starts them; what each prints."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "memkern", "train", *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return printed
+
+
+def assert_same(a: Path, b: Path) -> dict[str, Any]:
+    """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
+    norm, as a code of nearly equal moments may differ by one; losses within 1e-5. And 1e-5 for
+    the bias of attention's keys, whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
+    one, two = checkpoints.load(a), checkpoints.load(b)
+    assert one["step"] == two["step"] == 5
+    for name in ("train_loss", "validation", "accuracy"):
+        losses = (torch.tensor(state["history"][name]) for state in (one, two))
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    for name, weight in one["model"].items():
+        assert (weight - two["model"][name]).norm() <= 1e-4 * weight.norm() + 1e-5, name
+    return two
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_and_two_processes_agree_at_equal_global_batch(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: str
+) -> None:
+    arguments = ["--data", str(text), *OPTIONS, "--optimizer", "lamb8bit", "--lr-rule", "linear"]
+    arguments += ["--warmup-from", "base", "--warmup-epochs", "0.003"]
+    main(["train", *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt")])
+    more = ["--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
+    first, second = train(*arguments, *more, "--parallel", parallel)
+    assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
+    assert "validation loss" in first
+    assert "validation loss" in capsys.readouterr().out
+    assert not second  # it prints nothing
+    assert (tmp_path / "out" / "memory.png").is_file()
+    if parallel == "fsdp":  # whole tensors, which load into shards and into one process
+        assert (
+            checkpoints.load(tmp_path / "2.pt")["model"].keys()
+            == checkpoints.load(tmp_path / "1.pt")["model"].keys()
+        )
+        again, _ = train("--resume", str(tmp_path / "2.pt"))
+        main(["train", "--resume", str(tmp_path / "2.pt"), "--parallel", "ddp"])
+        sentence = next(line for line in first.splitlines() if line.startswith("Validation loss"))
+        assert sentence.split(";")[0] in again
+        assert sentence.split(";")[0] in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_partial_group_and_padded_texts_agree(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, table = tmp_path / "model", tmp_path / "moods.csv"
+    transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300).save_pretrained(
+        folder
+    )
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "mood"])
+        writer.writerows(
+            ["very " * (i % 5) + ("good", "poor")[i % 2], ("good", "poor")[i % 2]] for i in range(30)
+        )
+    arguments = [
+        *("--data", str(table), "--model", str(folder), "--from-config", "--bytes", "--label-field", "mood"),
+        *(
+            "--dropout",
+            "0",
+            "--batch-size",
+            "2",
+            "--accumulate",
+            "4",
+            "--batch-factor",
+            "1",
+            "--seq-len",
+            "32",
+        ),
+        *("--steps", "5", "--eval-every", "2", "--optimizer", "adamw", "--device", "cpu", "--threads", "1"),
+        *("--workers", "1", "--lr", "1e-3"),
+    ]
+    # 27 texts: 4 steps an epoch, the last of them with two micro-batches, the second of one text.
+    main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
+    train(*arguments, "--save", str(tmp_path / "2.pt"))
+    state = assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
+    assert len(state["rng"]) == 2
+    main(["train", "--resume", str(tmp_path / "2.pt")])  # in another number of processes
+
+
+@pytest.mark.full
+def test_torchrun(text: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "memkern",
+    ]
+    arguments = ["train", "--data", str(text), *OPTIONS, "--save", str(tmp_path / "run.pt")]
+    subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=240)
+    assert checkpoints.load(tmp_path / "run.pt")["config"]["batch_factor"] == 2  # constant batch per process
+
+
+def test_processes_share_the_micro_batches(corpus: Corpus) -> None:
+    config = dataclasses.replace(SMALL, batch_size=2, accumulate=5)
+    batches = corpus.step(config, 0)
+    own = [own_batches(batches, Processes(rank, 3)) for rank in range(3)]
+    assert [len(each) for each in own] == [2, 2, 2]
+    real = [batch for each in own for batch in each if batch.predicted]
+    assert {id(batch.inputs) for batch in real} == {id(batch.inputs) for batch in batches}
+    [filled] = [batch for each in own for batch in each if not batch.predicted]
+    assert filled.targets.unique().tolist() == [IGNORED]
+
+
+def test_micro_batches_must_be_divisible(corpus: Corpus) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"batch_factor: 3 given .* in 2 processes; .* multiple of 2, such as 2"
+    ):
+        Trainer(dataclasses.replace(SMALL, batch_factor=3), corpus, Processes(0, 2))
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_warm_up_from_the_base_rate(corpus: Corpus, rule: str) -> None:
+    """From eta to k eta, a little at each iteration."""
+    config = dataclasses.replace(
+        SMALL,
+        batch_factor=16,
+        lr_rule=rule,
+        lr=1e-3,
+        warmup=None,
+        warmup_epochs=2,
+        warmup_from="base",
+        epochs=10,
+    )
+    steps = resolved(config, corpus)
+    per_epoch = corpus.steps_per_epoch(config)
+    assert (steps.warmup, steps.steps) == (2 * per_epoch, 10 * per_epoch)
+    peak = {"linear": 16e-3, "sqrt": 4e-3}[rule]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=steps.peak_lr)
+    start = steps.base_lr / steps.peak_lr
+    scheduler = warmup_cosine(optimizer, warmup=steps.warmup_steps, steps=steps.steps, start=start)
+    for step in range(steps.warmup_steps + 1):
+        expected = 1e-3 + (peak - 1e-3) * step / steps.warmup_steps
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] < peak
+
+
+def test_a_trainer_begins_at_the_base_rate(corpus: Corpus) -> None:
+    config = dataclasses.replace(
+        SMALL, batch_factor=4, lr_rule="linear", lr=1e-3, warmup=3, warmup_from="base"
+    )
+    trainer = Trainer(config, corpus)
+    rates = []
+    for _ in range(4):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.step()
+    assert rates == pytest.approx([1e-3, 2e-3, 3e-3, 4e-3])

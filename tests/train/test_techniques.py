@@ -1,0 +1,140 @@
+"""The recipe's techniques: what they change of a run, and what the planner chooses."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import memory, optim
+from memkern.train import ArgumentError, Corpus, TrainConfig, Trainer, run
+from memkern.train.build import Source
+from memkern.train.fit import chosen, fit
+from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion", "torch-adamw"])
+def test_a_step_in_backward_has_the_same_bits_and_fewer_bytes(
+    corpus: Corpus, dtype: str, optimizer: str
+) -> None:
+    options = {"dtype": dtype, "optimizer": optimizer, "clip": 0.0}
+    whole = trained(corpus, **options)
+    freed = trained(corpus, **options, step_in_backward=True)
+    assert isinstance(freed.optimizer, optim.StepInBackward)
+    assert_same_run(whole, freed)
+    assert freed.result().peak_bytes < whole.result().peak_bytes
+
+
+def test_a_step_in_backward_is_without_clipping_by_default(corpus: Corpus) -> None:
+    assert trained(corpus, step_in_backward=True).config.max_norm == 0
+    assert trained(corpus).config.max_norm == 1
+
+
+def test_the_loss_in_chunks_follows_and_saves_no_logits(corpus: Corpus) -> None:
+    whole = trained(corpus, steps=20)
+    chunked = trained(corpus, steps=20, loss_chunk=100)
+    assert chunked.history.train_loss == pytest.approx(whole.history.train_loss, rel=1e-4)
+    logits = 4 * 32 * 256 * 4
+    assert whole.result().saved_bytes - chunked.result().saved_bytes > 0.9 * logits
+
+
+@pytest.mark.parametrize(("master", "more"), [("none", 0), ("bf16+8", 1), ("bf16+16", 2), ("fp32", 4)])
+def test_bf16_weights_follow_fp32(corpus: Corpus, master: str, more: int) -> None:
+    options = {"width": 128, "steps": 20, "lr": 2e-3}
+    plain = trained(corpus, **options)
+    half = trained(corpus, **options, dtype="bf16", master_weights=master)
+    assert {weight.dtype for weight in weights(half)} == {torch.bfloat16}
+    assert half.result().validation_loss == pytest.approx(plain.result().validation_loss, rel=0.02)
+    added = half.result().bytes_per_parameter - plain.result().bytes_per_parameter
+    assert added == pytest.approx(more, abs=0.1)
+    assert memory.tensor_bytes(weights(half)) == memory.tensor_bytes(weights(plain)) // 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion", "torch-adam"])
+def test_offload_has_the_same_bits(corpus: Corpus, optimizer: str) -> None:
+    options = {"optimizer": optimizer, "accumulate": 2, "clip": 0.0}
+    here = trained(corpus, **options)
+    there = trained(corpus, **options, offload=True)
+    assert isinstance(there.optimizer, optim.HostOffload)
+    assert_same_run(here, there)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "torch-adam"])
+def test_offload_clips(corpus: Corpus, optimizer: str) -> None:
+    options = {"optimizer": optimizer, "accumulate": 2, "clip": 0.05, "steps": 10}
+    here, there = trained(corpus, **options), trained(corpus, **options, offload=True)
+    assert there.history.train_loss == pytest.approx(here.history.train_loss, rel=1e-3)
+    assert (there.optimizer.defaults.get("max_grad_norm") == 0.05) == (optimizer == "adamw8bit")
+
+
+# The planner
+
+PRESET = dataclasses.replace(SMALL, device="cpu")
+
+
+def test_what_fits_is_within_the_limit(corpus: Corpus) -> None:
+    config, plan = fit(PRESET, Source(corpus), "2GiB", {}, "cpu")
+    assert plan.recommended is not None
+    assert plan.recommended.peak < 2 * 2**30
+    techniques = plan.recommended.techniques
+    assert config.techniques == dataclasses.replace(
+        techniques, randomized_linear=techniques.linear_share or False
+    )
+    assert config.micro_batches * config.batch_size == 4
+    run([Trainer(dataclasses.replace(config, steps=2), corpus)])
+
+
+def test_options_that_are_given_stay(corpus: Corpus) -> None:
+    given = {"optimizer": "lion8bit", "checkpointing": "sqrt", "dtype": "bf16", "accumulate": 2, "clip": 1.0}
+    config, plan = fit(dataclasses.replace(PRESET, **given), Source(corpus), "2GiB", given, "cpu")
+    assert {name: getattr(config, name) for name in given} == given
+    assert not config.step_in_backward
+    assert plan.recommended is not None
+    assert plan.recommended.techniques.optimizer == "Lion"
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("1MiB", r"fit: 1MiB given; allowed: 0\.\d\d GiB or more, the least that could do, with "),
+        ("lots", "fit: 'lots' given; allowed: bytes as a number, or with a unit: 12GiB"),
+    ],
+)
+def test_what_cannot_fit(corpus: Corpus, size: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        fit(PRESET, Source(corpus), size, {}, "cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"amp": "bf16", "saved_bits": "8", "linear_keep": 0.25, "optimizer": "adamw"},
+        {"dtype": "bf16", "master_weights": "bf16+8", "checkpointing": "blocks", "loss_chunk": 64},
+        {"saved_bits": "exact", "activation_bits": 2, "step_in_backward": True, "optimizer": "torch-adam"},
+    ],
+    ids=str,
+)
+def test_techniques_and_options_are_the_same_things(changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(TrainConfig(batch_size=3), **changes)
+    assert chosen(config, config.techniques) == config
+
+
+def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    from memkern.__main__ import main
+
+    arguments = ["--layers", "2", "--heads", "2", "--width", "64", "--seq-len", "32", "--steps", "2"]
+    out = tmp_path / "out"
+    main(["train", "--data", str(text), *arguments, "--device", "cpu", "--fit", "2GiB", "--out", str(out)])
+    assert "2GiB fit " in capsys.readouterr().out
+    written = json.loads((out / "results.json").read_text())
+    assert written["plan"]["peak"] < 2 * 2**30
+    phases = written["memory"]["phases"]
+    assert list(phases) == ["begin", "forward", "backward", "step", "end"]
+    assert all(0 < row["first"] <= row["peak"] <= written["memory"]["peak"] for row in phases.values())
+    assert written["memory"]["curve"]
+    assert (out / "memory.png").read_bytes().startswith(b"\x89PNG")
