@@ -23,6 +23,8 @@ ERROR16 = tl.constexpr(_LAST_FLOAT.value + C.WEIGHTS["bf16+16"])
 FP32_COPY = tl.constexpr(_LAST_FLOAT.value + C.WEIGHTS["fp32"])
 _DROPPED8 = tl.constexpr(C.WEIGHT_DROPPED_BITS["bf16+8"])
 _DROPPED_STOCHASTIC = tl.constexpr(C.WEIGHT_DROPPED_BITS["stochastic"])
+_KEPT8 = tl.constexpr(-(1 << C.WEIGHT_DROPPED_BITS["bf16+8"]))
+_KEPT_STOCHASTIC = tl.constexpr(-(1 << C.WEIGHT_DROPPED_BITS["stochastic"]))
 _J = tl.constexpr(C.WEIGHT_J)
 _INF = tl.constexpr(float("inf"))
 
@@ -93,7 +95,10 @@ def store_weights(x, address, state, r, tile, PARAM_DTYPE: tl.constexpr, VECTOR:
             _DROPPED_STOCHASTIC if PARAM_DTYPE == STOCHASTIC else (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)
         )
         finite = tl.abs(x) < _INF
-        u = (x.to(tl.int32, bitcast=True) + r) & (-1 << dropped)
+        kept: tl.constexpr = (
+            _KEPT_STOCHASTIC if PARAM_DTYPE == STOCHASTIC else (_KEPT8 if PARAM_DTYPE == ERROR8 else -1)
+        )
+        u = (x.to(tl.int32, bitcast=True) + r) & kept
         p = (u + 0x8000) & -0x10000
         store_floats(tl.where(finite, p.to(tl.float32, bitcast=True), x), address, tile, _BF16, VECTOR)
         if PARAM_DTYPE != STOCHASTIC:
