@@ -196,6 +196,7 @@ class Viewed(nn.Module):
         return (self.act(gate) * up).sum(-1)
 
 
+@pytest.mark.full
 def test_a_swap_that_saves_nothing_on_the_example_is_taken_back() -> None:
     model, x = Viewed(), torch.randn(256, WIDTH)
     report = memkern.compress(model, example=x)

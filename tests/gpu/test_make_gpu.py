@@ -29,6 +29,7 @@ def part(code: str, seconds: float = 60, **options: object) -> Part:
 # ---- parts
 
 
+@pytest.mark.full
 def test_lines_are_kept_as_they_come_whatever_happens(tmp_path: Path) -> None:
     said: list[str] = []
     results = Results(tmp_path / "folder")

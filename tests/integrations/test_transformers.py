@@ -122,6 +122,7 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert_same(ours, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.feature("transformers", "Trainer callback: compresses and prints what is saved")
 def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path, max_steps=2)

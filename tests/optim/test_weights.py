@@ -95,6 +95,7 @@ def test_split_weights_join_to_the_same_bits() -> None:
         assert ((joined - x).abs() <= unit)[finite & joined.isfinite()].all()
 
 
+@pytest.mark.full
 def test_rounding_is_without_bias() -> None:
     x = hard((64, 4096), 0, scale=1.0)
     steps = 512
@@ -228,6 +229,7 @@ def test_a_shard_of_rows_has_the_bits_of_the_whole(backend: str, option: str) ->
     assert_same(torch.cat([p.detach() for p in shards]), whole.detach())
 
 
+@pytest.mark.full
 @over_optimizers
 @over_options
 def test_small_updates_add_up(build: type, option: str) -> None:

@@ -305,6 +305,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert_same(results[2], results[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
 def test_one_graph(bits: int, granularity: str) -> None:

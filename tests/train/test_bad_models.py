@@ -92,6 +92,7 @@ BAD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "name", "pieces"), [(a, n, p) for a, n, *p in BAD], ids=lambda x: " ".join(x)
 )

@@ -127,6 +127,7 @@ def test_a_failed_save_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: Path) -> None:
     steps, path = 200, tmp_path / "run.pt"
     config = dataclasses.replace(SMALL, steps=steps, warmup=None, eval_every=25, save_every=5, threads=1)

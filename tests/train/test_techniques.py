@@ -40,6 +40,7 @@ def test_the_loss_in_chunks_follows_and_saves_no_logits(corpus: Corpus) -> None:
     assert whole.result().saved_bytes - chunked.result().saved_bytes > 0.9 * logits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("master", "more"), [("none", 0), ("bf16+8", 1), ("bf16+16", 2), ("fp32", 4)])
 def test_bf16_weights_follow_fp32(corpus: Corpus, master: str, more: int) -> None:
     options = {"width": 128, "steps": 20, "lr": 2e-3}
@@ -74,6 +75,7 @@ def test_offload_clips(corpus: Corpus, optimizer: str) -> None:
 PRESET = dataclasses.replace(SMALL, device="cpu")
 
 
+@pytest.mark.full
 def test_what_fits_is_within_the_limit(corpus: Corpus) -> None:
     config, plan = fit(PRESET, Source(corpus), "2GiB", {}, "cpu")
     assert plan.recommended is not None
@@ -86,6 +88,7 @@ def test_what_fits_is_within_the_limit(corpus: Corpus) -> None:
     run([Trainer(dataclasses.replace(config, steps=2), corpus)])
 
 
+@pytest.mark.full
 def test_options_that_are_given_stay(corpus: Corpus) -> None:
     given = {"optimizer": "lion8bit", "checkpointing": "sqrt", "dtype": "bf16", "accumulate": 2, "clip": 1.0}
     config, plan = fit(dataclasses.replace(PRESET, **given), Source(corpus), "2GiB", given, "cpu")
@@ -122,6 +125,7 @@ def test_techniques_and_options_are_the_same_things(changes: dict[str, Any]) -> 
     assert chosen(config, config.techniques) == config
 
 
+@pytest.mark.full
 def test_fit_on_the_command_line(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import json
 

@@ -14,6 +14,7 @@ from memkern.train.config import BASELINES, OPTIMIZERS
 from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_learns(corpus: Corpus, optimizer: str) -> None:
     layerwise = optimizer.startswith(("lamb", "lars"))
