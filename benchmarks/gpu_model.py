@@ -50,6 +50,8 @@ SCALES = 2 * 2 * 4 / 256
 BYTES = {
     "AdamW fp32": 4 + 8 + 4 + SCALES,
     "AdamW bf16": 2 + 4 + 4 + SCALES,
+    "AdamW bf16+8": 2 + 4 + 4 + 2 + SCALES,
+    "AdamW bf16+16": 2 + 4 + 4 + 4 + SCALES,
     "Lion fp32": 4 + 8 + 2 + SCALES / 2,
     "Lion bf16": 2 + 4 + 2 + SCALES / 2,
     "GELU 3-bit forward bf16": 4 + 3 / 8,

@@ -34,7 +34,7 @@ FLAGS = [
 
 # Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
 ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
-LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 5}
+LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
 PATHS = {
     "AdamW fp32": ("adam_tiles<1>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5}),
     "AdamW bf16": ("adam_tiles<1>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
