@@ -60,6 +60,12 @@ PATHS |= {
         {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4},
     ),
 }
+PATHS |= {  # of quantize_blockwise, blocks of 256: saved tensors
+    "power codes fp32": ("quantize_tiles<1, 1>", {"LDG.128": 2, "STG.64": 1, "SHFL": 5}),
+    "power codes bf16": ("quantize_tiles<1, 1>", {"LDG.128": 1, "STG.64": 1, "SHFL": 5}),
+    "power values fp32": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 2}),
+    "power values bf16": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
+}
 PATHS |= {
     "affine codes fp32": ("quantize_affine_tiles<0, 0>", {"LDG.128": 2, "STG.64": 1, "SHFL": 10}),
     "affine codes bf16": ("quantize_affine_tiles<0, 0>", {"LDG.128": 1, "STG.64": 1, "SHFL": 10}),
