@@ -30,8 +30,11 @@ INTERPRETED = {  # of these files what has the mark
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("what", INTERPRETED)
+# Weights take 3 minutes; of those kernels' PTX test_gpu_ptx.py has some cases.
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(w, marks=pytest.mark.long if w == "weights" else pytest.mark.full) for w in INTERPRETED],
+)
 def test_interpreted(what: str) -> None:
     what_to_run, options = INTERPRETED[what], ["-q", "-x", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
