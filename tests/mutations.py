@@ -168,9 +168,9 @@ MUTATIONS = (
     Mutation(
         "training: micro-batches are not averaged",
         PYTHON,
-        "loss = forward(inputs, targets) / config.micro_batches",
-        "loss = forward(inputs, targets) * config.micro_batches",
-        ("test_accumulation_is_a_larger_batch",),
+        "self.loss)(*batch) / count",
+        "self.loss)(*batch) * count",
+        ("test_accumulation_is_a_larger_batch", "test_accumulation_weighs_tokens_alike"),
     ),
     Mutation(
         "training: the last window is never drawn",
