@@ -214,18 +214,29 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bf16_weights", description=__doc__)
-    parser.add_argument("part", choices=PARTS)
+def run_part(
+    module: str,
+    description: str | None,
+    parts: Mapping[str, Callable[[], Iterator[tuple[Any, ...]]]],
+    columns: tuple[str, ...],
+    argv: list[str] | None,
+) -> None:
+    """The command of a module of parts: prints the figures of one, and appends them to the results of its name."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
+    parser.add_argument("part", choices=parts)
     default = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     provenance, console = machine.provenance("cpu"), Console()
-    for figure in PARTS[args.part]():
+    for figure in parts[args.part]():
         text = [f"{x:.5g}" if isinstance(x, float) else str(x) for x in figure]
-        row = provenance | dict(zip(COLUMNS[-7:], [args.part, *text], strict=True))
-        report.append(args.out / "bf16-weights.csv", [row], COLUMNS)
+        row = provenance | dict(zip(columns[-7:], [args.part, *text], strict=True))
+        report.append(args.out / f"{module.replace('_', '-')}.csv", [row], columns)
         console.print(args.part, *text, sep=" | ", highlight=False)
+
+
+def main(argv: list[str] | None = None) -> None:
+    run_part("bf16_weights", __doc__, PARTS, COLUMNS, argv)
 
 
 if __name__ == "__main__":

@@ -113,9 +113,10 @@ def predicted(case: Case) -> int:
 def measure(case: Case) -> dict[str, int]:
     """What is predicted, by how much the resident set grows at most, and the peak of torch's allocator."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     from memkern import memory
+
+    from .harness import largest_temporary
 
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
@@ -129,13 +130,7 @@ def measure(case: Case) -> dict[str, int]:
     take()
     take()
     figures["resident"] = _status("VmHWM") - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        take()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
+    peak = largest_temporary(take, "cpu")
     held = memory.tensor_bytes([*model.parameters(), *model.buffers()]) + memory.optimizer_bytes(optimizer)
     return figures | {"allocated": peak + held}
 

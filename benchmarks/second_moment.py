@@ -10,21 +10,18 @@ dither of the step.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from memkern.quant.layout import layout_of
 from memkern.reference.blockwise import POWER, decode, dither, encode, from_blocks, to_blocks
 
-from . import bf16_weights, machine, report, streams
+from . import bf16_weights, report, streams
 
 COLUMNS = (*report.PROVENANCE, "part", "states", "stream", "seed", "steps", "figure", "value")
 LEVELS = 15
@@ -156,17 +153,7 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {"closed-loop": closed_loop, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.second_moment", description=__doc__)
-    parser.add_argument("part", choices=PARTS)
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
-    args = parser.parse_args(argv)
-    provenance, console = machine.provenance("cpu"), Console()
-    for figure in PARTS[args.part]():
-        text = [f"{x:.5g}" if isinstance(x, float) else str(x) for x in figure]
-        row = provenance | dict(zip(COLUMNS[-7:], [args.part, *text], strict=True))
-        report.append(args.out / "second-moment.csv", [row], COLUMNS)
-        console.print(args.part, *text, sep=" | ", highlight=False)
+    bf16_weights.run_part("second_moment", __doc__, PARTS, COLUMNS, argv)
 
 
 if __name__ == "__main__":

@@ -186,22 +186,17 @@ template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTa
     table[i] = table_entry<Fn>(Bf16Range<Fn>::kFirst + i / 2 + (i % 2 << 15), a, b, thresholds);
   __syncthreads();
 
-  const uint32_t whole = static_cast<uint32_t>(t.numel / kVector), step = gridDim.x * kTableThreads;
-  uint32_t vector = blockIdx.x * kTableThreads + threadIdx.x;
-  for (; vector < whole; vector += step) {
-    Raw raw = load_raw(t.input, type, whole_span(vector));
-    const Planes planes = look_up<Fn>(raw, table);
-    store_raw(t.result, type, whole_span(vector), raw);
-    store_planes(t, Bits, vector, planes);
-  }
-  // The last elements, and the planes' padding.
-  for (; vector < t.plane; vector += step) {
-    const Span at = span_of_vector(t, vector);
+  const auto forward = [&](const Span& at, int64_t vector) {
     Raw raw = load_raw(t.input, type, at);
     const Planes planes = look_up<Fn>(raw, table);
     store_raw(t.result, type, at, raw);
     store_planes(t, Bits, vector, planes & first_elements(at.n));
-  }
+  };
+  const uint32_t whole = static_cast<uint32_t>(t.numel / kVector), step = gridDim.x * kTableThreads;
+  uint32_t vector = blockIdx.x * kTableThreads + threadIdx.x;
+  for (; vector < whole; vector += step) forward(whole_span(vector), vector);
+  // The last elements, and the planes' padding.
+  for (; vector < t.plane; vector += step) forward(span_of_vector(t, vector), vector);
 }
 
 // ---- backward

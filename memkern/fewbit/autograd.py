@@ -90,18 +90,15 @@ class CodesInPlace(SavesLess):
         _, codes = activate_and_encode(x, fn, a, b, table, inplace=True)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(codes)
+        ctx.save_for_backward(
+            codes, x.new_empty(0, requires_grad=True)
+        )  # a leaf that stands for a second derivative
         ctx.stride, ctx.levels = stride_of(x), table.levels
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None, None, None
-        (codes,) = ctx.saved_tensors
-        result = _ops.few_bit_backward(with_stride(grad, ctx.stride), codes, ctx.levels)
-        # A second derivative would pass through a leaf of its own.
-        return no_second_derivative(result, grad.new_empty(0, requires_grad=True)), None, None, None, None
+        return _backward(ctx, grad), None, None, None, None
 
 
 class Output(SavesLess):

@@ -244,12 +244,20 @@ def _from_folder(folder: Path) -> Any:
         raise TechniqueError("model", str(folder), allowed) from error
 
 
-def _set_dropout(config: Any, dropout: float) -> Any:
-    config = copy.deepcopy(config)
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and (name.endswith(("pdrop", "dropout", "dropout_prob"))):
-            setattr(config, name, dropout)
-    return config
+def set_dropout(config: Any, rate: float) -> None:
+    """Sets every dropout rate of a transformers configuration."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or name.endswith("_drop")):
+            setattr(config, name, rate)
+
+
+def positions(config: Any) -> int | None:
+    """The tokens of the longest sequence that a transformers configuration allows; None where it names none."""
+    count = getattr(config, "max_position_embeddings", None)
+    # RoBERTa's positions begin after that of the padding.
+    if count is not None and config.model_type in ("roberta", "camembert", "xlm-roberta", "longformer"):
+        count -= config.pad_token_id + 1
+    return count
 
 
 def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dropout: float | None) -> Source:
@@ -291,7 +299,8 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
             f"{type(model).__name__}"
         )
     if dropout is not None:
-        config = _set_dropout(config, dropout)
+        config = copy.deepcopy(config)
+        set_dropout(config, dropout)
     source = Configured(name, config, seq_len or 0, loss or model_output_loss)
     if not source.takes_images:
         _check_length(config, seq_len)
@@ -299,11 +308,9 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
 
 
 def _check_length(config: Any, seq_len: Any) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if config.model_type == "roberta" and positions is not None:
-        positions -= 2  # the first two positions are for padding
-    allowed = "a whole number, 1 or more" if positions is None else f"1 to {positions}, the model's positions"
-    if not isinstance(seq_len, int) or seq_len < 1 or (positions is not None and seq_len > positions):
+    most = positions(config)
+    allowed = "a whole number, 1 or more" if most is None else f"1 to {most}, the model's positions"
+    if not isinstance(seq_len, int) or seq_len < 1 or (most is not None and seq_len > most):
         raise TechniqueError("seq_len", seq_len, allowed)
 
 

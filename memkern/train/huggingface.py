@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..planner.models import MODELS as BUILT_IN
-from ..planner.models import resolve
+from ..planner.models import positions, resolve, set_dropout
 from .config import MODELS, ArgumentError, TrainConfig
 from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe
 
@@ -81,25 +81,11 @@ def is_classifier(config: TrainConfig, hf_config: Any) -> bool:
     return any(CLASSIFIER in name for name in getattr(hf_config, "architectures", None) or ())
 
 
-def longest(hf_config: Any) -> int | None:
-    """The positions that a model has; None where it names none."""
-    positions = getattr(hf_config, "max_position_embeddings", None)
-    # RoBERTa's positions begin after that of the padding.
-    if positions is not None and hf_config.model_type in (
-        "roberta",
-        "camembert",
-        "xlm-roberta",
-        "longformer",
-    ):
-        positions -= hf_config.pad_token_id + 1
-    return positions
-
-
 def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
-    positions = longest(hf_config)
-    if positions is not None and config.seq_len > positions:
+    most = positions(hf_config)
+    if most is not None and config.seq_len > most:
         raise ArgumentError(
-            "seq_len", f"{config.seq_len} given; allowed: 1 to {positions}, the positions of {config.model}"
+            "seq_len", f"{config.seq_len} given; allowed: 1 to {most}, the positions of {config.model}"
         )
 
 
@@ -140,13 +126,6 @@ def class_order(names: tuple[str, ...], hf_config: Any) -> tuple[str, ...]:
     trained = getattr(hf_config, "id2label", None) or {}
     own = tuple(trained[number] for number in range(len(trained)) if number in trained)
     return own if set(names) <= set(own) else names
-
-
-def set_dropout(hf_config: Any, rate: float) -> None:
-    """Sets every dropout rate of a configuration."""
-    for name, value in vars(hf_config).items():
-        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or name.endswith("_drop")):
-            setattr(hf_config, name, rate)
 
 
 def auto_class(hf_config: Any, *, classifier: bool) -> Any:
