@@ -33,21 +33,11 @@ struct AdamRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
-  if (!work.find(table, Kind, fp32, false)) return;
-  with_state_types<false>(
-      work.tensor, [&](auto... types) { adam_update_8bit<Kind, AdamRule>(work, types...); },
-      [&](auto type) { adam_update_fp32<AdamRule>(work, type); });
-}
-
-// The same for tensors that keep their weights, which takes more registers.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
-    adam_kept_tiles(AdamTable table, bool fp32) {
-  __shared__ TileWork<AdamTensor> work;
-  if (!work.find(table, Kind, fp32, true)) return;
-  with_state_types<true>(
+  if (!work.find(table, Kind, fp32, Master)) return;
+  with_state_types<Master>(
       work.tensor, [&](auto... types) { adam_update_8bit<Kind, AdamRule>(work, types...); },
       [&](auto type) { adam_update_fp32<AdamRule>(work, type); });
 }
@@ -55,8 +45,8 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 void adam_step_cuda(const StepArgs& args) {
   step_in_one_pass<AdamHyperparameters, AdamTensor>(
       "adam_step_", kAdamStep, args, adam_prologue,
-      {adam_tiles<StateKind::kPower>, adam_tiles<StateKind::kDynamic>, adam_kept_tiles<StateKind::kPower>,
-       adam_kept_tiles<StateKind::kDynamic>});
+      {adam_tiles<StateKind::kPower, false>, adam_tiles<StateKind::kDynamic, false>,
+       adam_tiles<StateKind::kPower, true>, adam_tiles<StateKind::kDynamic, true>});
 }
 
 }  // namespace memkern

@@ -84,45 +84,23 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTen
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, 4)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32, false) || !adapts(table.groups[work.tensor.group].h)) return;
+  if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
-  with_state_types<false>(
-      work.tensor, [&](auto... types) { sum = lamb_norms_8bit<Kind>(work, types...); },
-      [&](auto type) { sum = lamb_norms_fp32(work, type); });
-  store_squares(partial, sum);
-}
-
-// The same for tensors that keep their weights, which takes more registers.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
-    lamb_norm_kept_tiles(LambTable table, bool fp32, Squares* partial) {
-  __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32, true) || !adapts(table.groups[work.tensor.group].h)) return;
-  Squares sum{0.0, 0.0};
-  with_state_types<true>(
+  with_state_types<Master>(
       work.tensor, [&](auto... types) { sum = lamb_norms_8bit<Kind>(work, types...); },
       [&](auto type) { sum = lamb_norms_fp32(work, type); });
   store_squares(partial, sum);
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32, false)) return;
-  with_state_types<false>(
-      work.tensor, [&](auto... types) { adam_update_8bit<Kind, LambRule>(work, types...); },
-      [&](auto type) { adam_update_fp32<LambRule>(work, type); });
-}
-
-// The same for tensors that keep their weights, which takes more registers.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
-    lamb_kept_tiles(LambTable table, bool fp32) {
-  __shared__ TileWork<LambTensor> work;
-  if (!work.find(table, Kind, fp32, true)) return;
-  with_state_types<true>(
+  if (!work.find(table, Kind, fp32, Master)) return;
+  with_state_types<Master>(
       work.tensor, [&](auto... types) { adam_update_8bit<Kind, LambRule>(work, types...); },
       [&](auto type) { adam_update_fp32<LambRule>(work, type); });
 }
@@ -130,10 +108,10 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 void lamb_step_cuda(const StepArgs& args) {
   step_in_two_passes<LambHyperparameters, LambTensor>(
       "lamb_step_", kLambStep, args, lamb_prologue,
-      {lamb_norm_tiles<StateKind::kPower>, lamb_norm_tiles<StateKind::kDynamic>,
-       lamb_norm_kept_tiles<StateKind::kPower>, lamb_norm_kept_tiles<StateKind::kDynamic>},
-      {lamb_tiles<StateKind::kPower>, lamb_tiles<StateKind::kDynamic>, lamb_kept_tiles<StateKind::kPower>,
-       lamb_kept_tiles<StateKind::kDynamic>});
+      {lamb_norm_tiles<StateKind::kPower, false>, lamb_norm_tiles<StateKind::kDynamic, false>,
+       lamb_norm_tiles<StateKind::kPower, true>, lamb_norm_tiles<StateKind::kDynamic, true>},
+      {lamb_tiles<StateKind::kPower, false>, lamb_tiles<StateKind::kDynamic, false>,
+       lamb_tiles<StateKind::kPower, true>, lamb_tiles<StateKind::kDynamic, true>});
 }
 
 }  // namespace memkern

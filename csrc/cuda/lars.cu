@@ -82,45 +82,23 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, 4)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsTensor> work;
-  if (!work.find(table, Kind, fp32, false) || !adapts(table.groups[work.tensor.group].h)) return;
+  if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
-  with_state_types<false>(
-      work.tensor, [&](auto... types) { sum = lars_norms_8bit<Kind>(work, types...); },
-      [&](auto type) { sum = lars_norms_fp32(work, type); });
-  store_squares(partial, sum);
-}
-
-// The same for tensors that keep their weights, which takes more registers.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
-    lars_norm_kept_tiles(LarsTable table, bool fp32, Squares* partial) {
-  __shared__ TileWork<LarsTensor> work;
-  if (!work.find(table, Kind, fp32, true) || !adapts(table.groups[work.tensor.group].h)) return;
-  Squares sum{0.0, 0.0};
-  with_state_types<true>(
+  with_state_types<Master>(
       work.tensor, [&](auto... types) { sum = lars_norms_8bit<Kind>(work, types...); },
       [&](auto type) { sum = lars_norms_fp32(work, type); });
   store_squares(partial, sum);
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsTensor> work;
-  if (!work.find(table, Kind, fp32, false)) return;
-  with_state_types<false>(
-      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LarsRule>(work, types...); },
-      [&](auto type) { lion_update_fp32<LarsRule>(work, type); });
-}
-
-// The same for tensors that keep their weights, which takes more registers.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
-    lars_kept_tiles(LarsTable table, bool fp32) {
-  __shared__ TileWork<LarsTensor> work;
-  if (!work.find(table, Kind, fp32, true)) return;
-  with_state_types<true>(
+  if (!work.find(table, Kind, fp32, Master)) return;
+  with_state_types<Master>(
       work.tensor, [&](auto... types) { lion_update_8bit<Kind, LarsRule>(work, types...); },
       [&](auto type) { lion_update_fp32<LarsRule>(work, type); });
 }
@@ -128,10 +106,10 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 void lars_step_cuda(const StepArgs& args) {
   step_in_two_passes<LarsHyperparameters, LarsTensor>(
       "lars_step_", kLarsStep, args, lars_prologue,
-      {lars_norm_tiles<StateKind::kPower>, lars_norm_tiles<StateKind::kDynamic>,
-       lars_norm_kept_tiles<StateKind::kPower>, lars_norm_kept_tiles<StateKind::kDynamic>},
-      {lars_tiles<StateKind::kPower>, lars_tiles<StateKind::kDynamic>, lars_kept_tiles<StateKind::kPower>,
-       lars_kept_tiles<StateKind::kDynamic>});
+      {lars_norm_tiles<StateKind::kPower, false>, lars_norm_tiles<StateKind::kDynamic, false>,
+       lars_norm_tiles<StateKind::kPower, true>, lars_norm_tiles<StateKind::kDynamic, true>},
+      {lars_tiles<StateKind::kPower, false>, lars_tiles<StateKind::kDynamic, false>,
+       lars_tiles<StateKind::kPower, true>, lars_tiles<StateKind::kDynamic, true>});
 }
 
 }  // namespace memkern

@@ -107,7 +107,7 @@ template <class Group, class Scalars> struct UploadedStep {
   StepTable<Group, Scalars> table;
   char* scratch = nullptr;  // `bytes_per_tile` for each tile
   int64_t tiles = 0;
-  // What its tensors' states are, without and with kept weights.
+  // What its tensors' states are, without and with master weights.
   struct Kinds {
     bool power = false, dynamic = false, fp32 = false;
   } kinds[2];
@@ -156,7 +156,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
 }
 
 // The kernels of a step. Those over tiles come in pairs, one for each codec, and take whether they also
-// update fp32 states; the second pair is for tensors that keep their weights.
+// update fp32 states; the second pair is for tensors with master weights, and takes more registers.
 template <class Group, class Scalars> using PrologueKernel = void (*)(StepTable<Group, Scalars>);
 template <class Group, class Scalars, class... Args> using TileKernels =
     std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 4>;
@@ -167,17 +167,17 @@ void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
 }
 
-// At most two launches, one for each codec in use; where weights are kept, two more.
+// At most two launches, one for each codec in use; for tensors with master weights two more.
 template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
                   const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
                   std::type_identity_t<Args>... args) {
-  for (int kept = 0; kept < 2; ++kept) {
-    const auto [power, dynamic, fp32] = step.kinds[kept];
+  for (int master = 0; master < 2; ++master) {
+    const auto [power, dynamic, fp32] = step.kinds[master];
     const bool power_first = power || (fp32 && !dynamic);
-    if (power_first) launch_checked(op, kernels[2 * kept], step.tiles, stream, step.table, true, args...);
+    if (power_first) launch_checked(op, kernels[2 * master], step.tiles, stream, step.table, true, args...);
     if (dynamic)
-      launch_checked(op, kernels[2 * kept + 1], step.tiles, stream, step.table, !power_first, args...);
+      launch_checked(op, kernels[2 * master + 1], step.tiles, stream, step.table, !power_first, args...);
   }
 }
 

@@ -31,21 +31,11 @@ struct LionRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 5)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionTensor> work;
-  if (!work.find(table, Kind, fp32, false)) return;
-  with_state_types<false>(
-      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
-      [&](auto type) { lion_update_fp32<LionRule>(work, type); });
-}
-
-// The same for tensors that keep their weights, which takes more registers.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
-    lion_kept_tiles(LionTable table, bool fp32) {
-  __shared__ TileWork<LionTensor> work;
-  if (!work.find(table, Kind, fp32, true)) return;
-  with_state_types<true>(
+  if (!work.find(table, Kind, fp32, Master)) return;
+  with_state_types<Master>(
       work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
       [&](auto type) { lion_update_fp32<LionRule>(work, type); });
 }
@@ -53,8 +43,8 @@ template <StateKind Kind> __global__ void __launch_bounds__(kThreads, 4)
 void lion_step_cuda(const StepArgs& args) {
   step_in_one_pass<LionHyperparameters, LionTensor>(
       "lion_step_", kLionStep, args, lion_prologue,
-      {lion_tiles<StateKind::kPower>, lion_tiles<StateKind::kDynamic>, lion_kept_tiles<StateKind::kPower>,
-       lion_kept_tiles<StateKind::kDynamic>});
+      {lion_tiles<StateKind::kPower, false>, lion_tiles<StateKind::kDynamic, false>,
+       lion_tiles<StateKind::kPower, true>, lion_tiles<StateKind::kDynamic, true>});
 }
 
 }  // namespace memkern

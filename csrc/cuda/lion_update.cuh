@@ -81,7 +81,7 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
       }
       if (store_pass) {
         const Codes codes = encode<Kind, true>(x.m, factor, finite, j, rounding);
-        if constexpr (std::is_same_v<P, KeptWeights>) {
+        if constexpr (std::is_same_v<P, MasterWeights>) {
           store_weights(
               t, param_type, at, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
           with_constant_span(at, [&](const Span& span) { store_codes(t.exp_avg, span, codes); });

@@ -49,13 +49,13 @@ struct TensorRecord {
   int32_t unused;  // no padding, whose bytes would be undefined
 };
 
-MEMKERN_DEVICE bool keeps_weights(const TensorRecord& t) {
+MEMKERN_DEVICE bool has_master_weights(const TensorRecord& t) {
   return t.weight_storage != WeightStorage::kNearest;
 }
 
-// The type of a bf16 parameter that is not just rounded to the nearest (weights.cuh), in place of its
-// FloatType.
-struct KeptWeights {
+// The type of a bf16 parameter with master weights, rounding errors or stochastic rounding (weights.cuh), in
+// place of its FloatType.
+struct MasterWeights {
   MEMKERN_FN constexpr operator FloatType() const { return FloatType::kBf16; }
 };
 
@@ -95,10 +95,10 @@ template <class Scalars> struct TileWork {
   int64_t tile_index;  // in the tensor
 
   // Finds the tile of blockIdx.x; all threads call it. Returns whether this launch processes it: not if the
-  // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true; and if it keeps
-  // weights or not, as `kept` says.
+  // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true; and if it has
+  // master weights or not, as `master` says.
   template <class Group>
-  MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool kept) {
+  MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool master) {
     if (skipped(*table.header)) return false;
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
@@ -112,25 +112,25 @@ template <class Scalars> struct TileWork {
       }
     }
     __syncthreads();
-    if (keeps_weights(tensor) != kept) return false;
+    if (has_master_weights(tensor) != master) return false;
     return tensor.kind == kind || (tensor.kind == StateKind::kFp32 && fp32);
   }
 };
 
 // Calls fp32(param_type) if the states are fp32, else coded(param_type, grad_type, group). For blocks of 65
 // to 128 elements with both types fp32 or both bf16 these are compile-time constants, which saves a tenth of
-// the instructions. Kept: of tensors that keep their weights, whose param_type is KeptWeights.
-template <bool Kept, class Coded, class Fp32>
+// the instructions. Master: for tensors whose param_type is MasterWeights.
+template <bool Master, class Coded, class Fp32>
 MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&& fp32) {
   const LaneGroup group(t.blocks.block);
   const bool sixteen = group.shift == 4;
-  if constexpr (Kept) {
+  if constexpr (Master) {
     if (t.kind == StateKind::kFp32)
-      fp32(KeptWeights{});
+      fp32(MasterWeights{});
     else if (sixteen && t.grad_type == FloatType::kBf16)
-      coded(KeptWeights{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
+      coded(MasterWeights{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
     else
-      coded(KeptWeights{}, t.grad_type, group);
+      coded(MasterWeights{}, t.grad_type, group);
   } else {
     if (t.kind == StateKind::kFp32)
       fp32(t.param_type);

@@ -6,10 +6,10 @@
 
 namespace memkern {
 
-// A vector of a parameter as it is in memory. KeptWeights: the copy in fp32 in 8 words, or bf16 in the first
-// 4 and its errors in the others.
+// A vector of a parameter as it is in memory. MasterWeights: the copy in fp32 in 8 words, or bf16 in the
+// first 4 and its errors in the others.
 template <class Type> MEMKERN_DEVICE Raw load_weights(const TensorRecord& t, Type type, const Span& at) {
-  if constexpr (std::is_same_v<Type, KeptWeights>) {
+  if constexpr (std::is_same_v<Type, MasterWeights>) {
     if (t.weight_storage == WeightStorage::kFp32) return load_raw(t.weight_state, FloatType::kFp32, at);
     Raw raw = load_raw(t.param, type, at);
     if (t.weight_storage == WeightStorage::kError16) {
@@ -30,7 +30,7 @@ template <class Type> MEMKERN_DEVICE Raw load_weights(const TensorRecord& t, Typ
 // The weights in fp32.
 template <class Type>
 MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type, const Raw& raw, float (&p)[kVector]) {
-  if constexpr (std::is_same_v<Type, KeptWeights>) {
+  if constexpr (std::is_same_v<Type, MasterWeights>) {
     const WeightStorage storage = t.weight_storage;
     if (storage == WeightStorage::kFp32) return to_floats(raw, FloatType::kFp32, p);
     const uint32_t* const errors = raw.word + kVector / 2;
@@ -92,7 +92,7 @@ template <bool Bytes, class Position> MEMKERN_DEVICE void store_split(const Tens
 template <class Type, class Position>
 MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const Span& at, uint32_t step,
                                   Position position, const float (&p)[kVector]) {
-  if constexpr (!std::is_same_v<Type, KeptWeights>) {
+  if constexpr (!std::is_same_v<Type, MasterWeights>) {
     store_floats(t.param, type, at, p);
   } else if (t.weight_storage == WeightStorage::kFp32) {
     store_floats(t.weight_state, FloatType::kFp32, at, p);

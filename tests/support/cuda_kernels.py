@@ -36,18 +36,18 @@ FLAGS = [
 ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
 LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
 PATHS = {
-    "AdamW fp32": ("adam_tiles<1>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5}),
-    "AdamW bf16": ("adam_tiles<1>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+    "AdamW fp32": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5}),
+    "AdamW bf16": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
     "AdamW bf16+8": (
-        "adam_kept_tiles<1>",
+        "adam_tiles<1, 1>",
         ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 6, "STG": 5},
     ),
     "AdamW bf16+16": (
-        "adam_kept_tiles<1>",
+        "adam_tiles<1, 1>",
         ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 6, "STG": 5},
     ),
-    "Lion fp32": ("lion_tiles<1>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
-    "Lion bf16": ("lion_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+    "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
+    "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }
 PATHS |= {
     "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
@@ -76,7 +76,7 @@ PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
 
 
 def short_name(mangled: str) -> str:
-    """adam_tiles<1> for _ZN7memkern10adam_tilesILNS_9StateKindE1EEE...: the name and its constants."""
+    """adam_tiles<1, 0> for _ZN7memkern10adam_tilesILNS_9StateKindE1ELb0EEE...: the name and its constants."""
     rest = mangled.removeprefix("_ZN7memkern")
     while (length := re.match(r"\d+", rest)) is not None:
         name, rest = (

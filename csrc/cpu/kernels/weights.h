@@ -8,7 +8,7 @@ namespace memkern::MEMKERN_ISA {
 namespace {
 
 // A bf16 parameter that is not just rounded to the nearest: in place of bf16 as a kernel's type.
-struct kept_bf16 {
+struct master_bf16 {
   bf16 p;
 };
 
@@ -22,7 +22,7 @@ template <class P> struct Weights {
 
 // One type for all other ways, so that there are a third more kernels and not twice as many: a branch per
 // vector, always the same, costs nothing that can be measured.
-template <> struct Weights<kept_bf16> {
+template <> struct Weights<master_bf16> {
   bf16* p;
   WeightStorage storage;
   char* state;
@@ -71,7 +71,7 @@ template <> struct Weights<kept_bf16> {
 // Calls f(P(), G()) with the C++ types of a tensor's parameter and gradient.
 template <class Call> auto with_types(const StepTensor& t, Call f) {
   return with_type(t.grad_type, [&](auto g) {
-    if (t.weight_storage != WeightStorage::kNearest) return f(kept_bf16(), g);
+    if (t.weight_storage != WeightStorage::kNearest) return f(master_bf16(), g);
     return with_type(t.param_type, [&](auto p) { return f(p, g); });
   });
 }
