@@ -83,6 +83,13 @@ LION = {
     "bitsandbytes Lion8bit": of("bitsandbytes.optim", "Lion8bit"),
     "DeepSpeed CPULion": of("deepspeed.ops.lion", "DeepSpeedCPULion"),
 }
+SGD = {
+    "memkern SGD8bit": of("memkern.optim", "SGD8bit"),
+    "memkern SGD": of("memkern.optim", "SGD"),
+    "torch SGD fused": of("torch.optim", "SGD", momentum=0.9, fused=True),
+    "torch SGD foreach": of("torch.optim", "SGD", momentum=0.9, foreach=True),
+    "bitsandbytes SGD8bit": of("bitsandbytes.optim", "SGD8bit", lr=1e-3, momentum=0.9),
+}
 
 
 def torch_clipped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -171,4 +178,5 @@ def cases(size: int, device: str) -> list[Case]:
         Case("AdamW clipped to a norm, one tensor", numel, group(CLIPPED, one)),
         Case("Adam, one tensor", numel, group(ADAM, one)),
         Case("Lion, one tensor", numel, group(LION, one)),
+        Case("SGD with momentum, one tensor", numel, group(SGD, one)),
     ]

@@ -113,7 +113,12 @@ LION_STEP = StepOp(
     {"exp_avg": True},
     ("beta1", "beta2", "weight_decay", "maximize"),
 )
-STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP)}
+SGD_STEP = StepOp(
+    "sgd_step_",
+    {"momentum_buffer": True},
+    ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+)
+STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, SGD_STEP)}
 
 # ---- every op
 

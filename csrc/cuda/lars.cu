@@ -39,7 +39,7 @@ static __global__ void lars_prologue(LarsTable table) {
 MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsScalars& s) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    float d = lars_gradient(x.g[i], s);
+    float d = sgd_gradient(x.g[i], s);
     add_square(sum.param, x.p[i]);
     if (s.classic)
       add_square(sum.update, d);

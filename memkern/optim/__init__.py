@@ -15,11 +15,13 @@ from .host import HostOffload
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
+from .sgd import SGD, SGD8bit
 from .weights import load_fp32_state_dict, to_fp32_state_dict
 
 __all__ = [
     "LAMB",
     "LARS",
+    "SGD",
     "Adam",
     "Adam8bit",
     "AdamW",
@@ -29,6 +31,7 @@ __all__ = [
     "LARS8bit",
     "Lion",
     "Lion8bit",
+    "SGD8bit",
     "StepInBackward",
     "accumulate",
     "from_bitsandbytes_state_dict",

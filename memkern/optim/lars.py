@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..schemas import LARS_STEP
 from .layerwise import LayerwiseOptimizer
-from .options import check_torch_options
+from .options import check_momentum, check_torch_options
 
 
 class LARS(LayerwiseOptimizer):
@@ -123,20 +123,13 @@ class LARS(LayerwiseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        momentum, dampening, coeff = group["momentum"], group["dampening"], group["trust_coeff"]
-        if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
-            raise ValueError(f"momentum must be from 0 to below 1, got {momentum!r}")
-        if not (isinstance(dampening, (int, float)) and 0 <= dampening <= 1):
-            raise ValueError(f"dampening must be from 0 to 1, got {dampening!r}")
+        check_momentum(group)
+        coeff = group["trust_coeff"]
         if coeff is not None and not (isinstance(coeff, (int, float)) and 0 < coeff < math.inf):
             raise ValueError(f"trust_coeff must be None or above 0 and finite, got {coeff!r}")
-        if coeff is None and (dampening or group["nesterov"]):
+        if coeff is None and (group["dampening"] or group["nesterov"]):
             raise ValueError(
                 "dampening and nesterov are of LARS's classic form: they need a trust_coeff (1e-3 in most recipes)"
-            )
-        if group["nesterov"] and (momentum == 0 or dampening):
-            raise ValueError(
-                f"nesterov needs a momentum above 0 and no dampening, got momentum {momentum}, dampening {dampening}"
             )
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:

@@ -56,6 +56,19 @@ def check_betas(betas: Any) -> None:
         raise ValueError(f"betas must be two floats from 0 to below 1, got {betas}")
 
 
+def check_momentum(group: dict[str, Any]) -> None:
+    """The options of SGD's momentum."""
+    momentum, dampening = group["momentum"], group["dampening"]
+    if not (isinstance(momentum, Real) and 0 <= float(momentum) < 1):
+        raise ValueError(f"momentum must be from 0 to below 1, got {momentum!r}")
+    if not (isinstance(dampening, Real) and 0 <= float(dampening) <= 1):
+        raise ValueError(f"dampening must be from 0 to 1, got {dampening!r}")
+    if group["nesterov"] and (momentum == 0 or dampening):
+        raise ValueError(
+            f"nesterov needs a momentum above 0 and no dampening, got momentum {momentum}, dampening {dampening}"
+        )
+
+
 def check_group(group: dict[str, Any]) -> None:
     """The options that every optimizer has."""
     check_lr(group["lr"])

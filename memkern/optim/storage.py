@@ -11,12 +11,14 @@ from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
 from ..reference.blockwise import sqrt
-from ..schemas import StepOp
+from ..schemas import STEP_OPS, StepOp
 from . import sharded_step, sharding, weights
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
 MIN_1D_FACTOR = 16
+SIGNED = {name: signed for op in STEP_OPS.values() for name, signed in op.moments.items()}
+"""Whether a moment's codes have a sign."""
 
 
 def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
@@ -48,7 +50,7 @@ def store_moment(
         raise ValueError(f"the second moment of a parameter of shape {tuple(p.shape)} has negative entries")
     if not coded:
         return {name: x}
-    codec, signed = group["codec"], name == "exp_avg"
+    codec, signed = group["codec"], SIGNED[name]
     rooted = codec == "power" and not signed
     quantize = sharded_step.quantize if sharding.is_dtensor(p) else _ops.quantize_blockwise
     codes, scale = quantize(sqrt(x) if rooted else x, codec, signed, group["block_size"], step)

@@ -11,6 +11,7 @@ from .grad_norm import grad_norm_
 from .lamb import lamb_step_
 from .lars import lars_step_
 from .lion import lion_step_
+from .sgd import sgd_step_
 
 __all__ = [
     "adam_step_",
@@ -27,4 +28,5 @@ __all__ = [
     "lion_step_",
     "quantize_affine",
     "quantize_blockwise",
+    "sgd_step_",
 ]

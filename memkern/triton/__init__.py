@@ -1,8 +1,8 @@
 """The ops as Triton kernels, for CUDA and ROCm devices: the bits of :mod:`memkern.reference`.
 
 Functions have the ops' names and take their arguments. Each family has a module: ``adam``, ``lamb``, ``lars``,
-``lion``, ``grad_norm``, ``blockwise``, ``affine``, ``activation``. Kernels share ``codec``, ``block_state`` and
-``tile``; steps on many tensors share ``step_table``, ``tensor_table``, ``launch_step`` and ``trust_ratio``.
+``lion``, ``sgd``, ``grad_norm``, ``blockwise``, ``affine``, ``activation``. Kernels share ``codec``, ``block_state``
+and ``tile``; steps on many tensors share ``step_table``, ``tensor_table``, ``launch_step`` and ``trust_ratio``.
 """
 
 from .activation import (
@@ -18,6 +18,7 @@ from .grad_norm import grad_norm_
 from .lamb import lamb_step_
 from .lars import lars_step_
 from .lion import lion_step_
+from .sgd import sgd_step_
 
 __all__ = [
     "adam_step_",
@@ -33,4 +34,5 @@ __all__ = [
     "lion_step_",
     "quantize_affine",
     "quantize_blockwise",
+    "sgd_step_",
 ]

@@ -11,6 +11,7 @@ from . import trust_ratio as tr
 from .block_state import dequantize
 from .launch_step import step_in_two_passes
 from .lion import lion_addresses, lion_load, lion_store
+from .sgd import COUPLED_DECAY, MOMENTUM, NESTEROV, WEIGHT, sgd_decayed, sgd_momentum, sgd_parameter
 from .tile import tile_of
 from .weights import random_of
 
@@ -21,12 +22,8 @@ _WEIGHT_DECAY = st.word_of(LARS_STEP, "weight_decay")
 _GROUP_NESTEROV = st.word_of(LARS_STEP, "nesterov")
 _TRUST_COEFF = st.word_of(LARS_STEP, "trust_coeff")
 _EPS = st.word_of(LARS_STEP, "eps")
-# Words of a layer's scalars (LarsScalars in csrc/core/lars.h), beside those of step_table.py and trust_ratio.py.
-_MOMENTUM = tl.constexpr(1)
-_WEIGHT = tl.constexpr(2)
-_COUPLED_DECAY = tl.constexpr(3)
+# Words of a layer's scalars (LarsScalars in csrc/core/lars.h), beside those of step_table, sgd and trust_ratio.
 _CLASSIC = tl.constexpr(4)
-_NESTEROV = tl.constexpr(5)
 _GRAD_RATIO = tl.constexpr(12)
 
 
@@ -47,11 +44,11 @@ def lars_prologue(table, scalars, groups, tensors):
 
     out = scalars + t * st.SCALARS
     tl.store(out + st.GRAD_FACTOR, factor.to(tl.float32), mask=mask)
-    tl.store(out + _MOMENTUM, momentum.to(tl.float32), mask=mask)
-    tl.store(out + _WEIGHT, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
-    tl.store(out + _COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
+    tl.store(out + MOMENTUM, momentum.to(tl.float32), mask=mask)
+    tl.store(out + WEIGHT, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
+    tl.store(out + COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
     tl.store(out + _CLASSIC, tl.where(classic, 1.0, 0.0), mask=mask)
-    tl.store(out + _NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
+    tl.store(out + NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
     st.store_step_offset(out, step, mask)
     tl.store(out + _GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
     tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay)
@@ -61,9 +58,9 @@ def lars_prologue(table, scalars, groups, tensors):
 def load_step_scalars(s):
     return (
         tl.load(s + st.GRAD_FACTOR),
-        tl.load(s + _MOMENTUM),
-        tl.load(s + _WEIGHT),
-        tl.load(s + _COUPLED_DECAY),
+        tl.load(s + MOMENTUM),
+        tl.load(s + WEIGHT),
+        tl.load(s + COUPLED_DECAY),
         tl.load(s + _GRAD_RATIO),
     )
 
@@ -76,11 +73,8 @@ def lars_load(
     """Loads a tile; returns p, the gradient, what is added to the moment (times weight), and the updated moment."""
     grad_factor, momentum, weight, weight_decay, grad_ratio = step_scalars
     p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
-    d = g
-    if weight_decay != 0.0:
-        d = d + weight_decay * p
-    d = grad_ratio * d
-    return p, g, d, momentum * dequantize(m, scale, 1.0, tables, KIND, True) + weight * d
+    d = grad_ratio * sgd_decayed(p, g, weight_decay)
+    return p, g, d, sgd_momentum(d, dequantize(m, scale, 1.0, tables, KIND, True), momentum, weight)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
@@ -134,12 +128,12 @@ def lars_tiles(
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
-    momentum, rate, nesterov = tl.load(s + _MOMENTUM), tl.load(s + tr.RATE), tl.load(s + _NESTEROV) != 0.0
+    momentum, rate, nesterov = tl.load(s + MOMENTUM), tl.load(s + tr.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, _g, d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
-        p = p - rate * tl.where(nesterov, d + momentum * m, m)
+        p = sgd_parameter(p, d, m, rate, momentum, nesterov)
         lion_store(p, m, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 

@@ -27,9 +27,14 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
     assert callable(getattr(reference, name))
     assert name in schemas.FAKES
     assert name in SAMPLES
-    word = {"adam": "AdamW8bit", "lamb": "LAMB8bit", "lars": "LARS8bit", "lion": "Lion8bit"}.get(
-        public, public
-    )
+    steps = {
+        "adam": "AdamW8bit",
+        "lamb": "LAMB8bit",
+        "lars": "LARS8bit",
+        "lion": "Lion8bit",
+        "sgd": "SGD8bit",
+    }
+    word = steps.get(public, public)
     for folder, pattern in (("tests", "**/test_*.py"), ("benchmarks", "bench_*.py")):
         files = {*(root / folder).glob(pattern)} - {Path(__file__)}  # which has every word
         assert any(word in file.read_text() for file in files), f"{folder}/ does not mention {word}"

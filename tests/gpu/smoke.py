@@ -40,11 +40,13 @@ OPTIMIZERS = (
     "Lion8bit",
     "LAMB8bit",
     "LARS8bit",
+    "SGD8bit",
     "AdamW",
     "Adam",
     "Lion",
     "LAMB",
     "LARS",
+    "SGD",
 )
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"codec": "dynamic"}, {"block_size": 1024}, {"max_grad_norm": 1.0})
 STEPS = 3

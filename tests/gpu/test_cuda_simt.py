@@ -47,7 +47,7 @@ pytestmark = [
 ORDERS = ("fwd", "rev", "rand")
 over_orders = pytest.mark.parametrize("order", ORDERS)
 over_steps = pytest.mark.parametrize("name", STEP_OPS)
-MOST_LAUNCHES = {"adam_step_": 4, "lamb_step_": 7, "lars_step_": 7, "lion_step_": 4}
+MOST_LAUNCHES = {"adam_step_": 4, "lamb_step_": 7, "lars_step_": 7, "lion_step_": 4, "sgd_step_": 4}
 
 
 @pytest.fixture(scope="module")

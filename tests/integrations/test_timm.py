@@ -103,10 +103,12 @@ def test_registering_again_says_nothing(caplog: pytest.LogCaptureFixture, regist
 
 
 def test_a_name_that_timm_has_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "optimizers", lambda: {"lion8bit": optim.Lion8bit, "sgd8bit": optim.AdamW8bit})
+    monkeypatch.setattr(
+        names, "optimizers", lambda: {"lion8bit": optim.Lion8bit, "rprop8bit": optim.AdamW8bit}
+    )
     from timm.optim._optim_factory import default_registry
 
-    default_registry.register(timm.OptimInfo(name="sgd8bit", opt_class=torch.optim.SGD))
-    with pytest.raises(ValueError, match="timm has an optimizer sgd8bit of its own"):
+    default_registry.register(timm.OptimInfo(name="rprop8bit", opt_class=torch.optim.SGD))
+    with pytest.raises(ValueError, match="timm has an optimizer rprop8bit of its own"):
         register()
-    assert "memkernsgd8bit" not in timm.list_optimizers()
+    assert "memkernrprop8bit" not in timm.list_optimizers()

@@ -11,6 +11,7 @@ from memkern import optim
 from memkern.optim.storage import load_moment
 from tests.support.helpers import (
     assert_same,
+    first_moment,
     give_gradients,
     hard,
     like,
@@ -24,7 +25,7 @@ from tests.support.helpers import (
     train,
 )
 
-FULL = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS]
+FULL = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD]
 over_full = pytest.mark.parametrize("build", FULL, ids=name_of)
 
 
@@ -80,7 +81,7 @@ def test_bad_gradients_of_a_second_device_raise_before_the_first_steps(build: ty
             optimizer.step()
         assert_same(here, before)
         assert here._version == version
-        assert all((optimizer.state[here][key] == 0).all() for key in ("exp_avg",))
+        assert (first_moment(optimizer, here) == 0).all()
     there.grad = torch.empty(6, 4, device="meta")
     optimizer.step()
     assert here._version > version
@@ -112,7 +113,7 @@ def test_channels_last_after_a_step_changes_nothing(backend: str, build: type) -
                 p.grad = hard(p.shape, step)
                 optimizer.step()
     (p,), (q,) = (o.param_groups[0]["params"] for o in (changed, straight))
-    assert changed.state[p]["exp_avg"].stride() == p.stride() != q.stride()
+    assert first_moment(changed, p).stride() == p.stride() != q.stride()
     if build in (optim.LAMB, optim.LARS):  # norms are summed in another order
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
     else:
@@ -163,10 +164,10 @@ def test_options_of_storage_convert_the_state_at_the_next_step(build: type, chan
     train(straight, 4)
     assert_close_as_codes(moments_of(optimizer), moments_of(straight))
     coded = change.get("state_bits", 8) == 8
-    assert (optimizer.state[group["params"][0]]["exp_avg"].dtype == torch.int8) == coded
+    assert (first_moment(optimizer, group["params"][0]).dtype == torch.int8) == coded
     group.update({key: old[key] for key in change})
     train(optimizer, 1, first=4)
-    assert optimizer.state[group["params"][0]]["exp_avg"].dtype == torch.int8
+    assert first_moment(optimizer, group["params"][0]).dtype == torch.int8
 
 
 def test_options_that_are_set_back_convert_nothing() -> None:
@@ -268,7 +269,7 @@ def test_a_model_turns_to_fp64_and_back(build: type) -> None:
             p.data = p.data.to(dtype)
         train(optimizer, 2)
         floats = torch.float64 if dtype == torch.float64 else torch.float32
-        assert {optimizer.state[p]["exp_avg"].dtype for p in params} == {floats}
+        assert {first_moment(optimizer, p).dtype for p in params} == {floats}
         assert all(p.isfinite().all() for p in params)
 
 

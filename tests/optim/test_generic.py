@@ -236,6 +236,10 @@ def forloop(name: str, p: Tensor, g: Tensor, s: Options, o: Options) -> Tensor:
         p = p * (1 - lr * decay) - lr * torch.sign(b1 * m + (1 - b1) * g)
         s["m"] = b2 * m + (1 - b2) * g
         return p
+    if name == "SGD":
+        d = g + decay * p
+        s["m"] = d if s["t"] == 1 else o["momentum"] * m + (1 - o["dampening"]) * d
+        return p - lr * (d + o["momentum"] * s["m"] if o["nesterov"] else s["m"])
     clip = (lambda r, limit=1.0: min(r, limit)) if o.get("trust_clip") else (lambda r, limit=1.0: r)
     adapts = decay != 0 or o.get("always_adapt")
     if name == "LARS":

@@ -7,6 +7,7 @@ from torch.optim import lr_scheduler
 from memkern import memory, optim
 from tests.support.helpers import (
     assert_same,
+    first_moment,
     give_gradients,
     make_params,
     name_of,
@@ -53,7 +54,7 @@ def test_min_8bit_size_moves_the_border(build: type) -> None:
     params = make_params()
     optimizer = build(params, min_8bit_size=100)
     train(optimizer, 1)
-    assert [optimizer.state[p]["exp_avg"].dtype for p in params] == [torch.int8, torch.int8, torch.float32]
+    assert [first_moment(optimizer, p).dtype for p in params] == [torch.int8, torch.int8, torch.float32]
 
 
 @over_8bit

@@ -42,6 +42,11 @@ OWN: dict[str, dict[str, Options]] = {
         "no bias correction": {"bias_correction": False, "trust_clip": True},
         "decoupled_decay": {"decoupled_decay": True, "always_adapt": True, "weight_decay": 0.0},
     },
+    "SGD": {
+        "plain": {"momentum": 0.0},
+        "dampening": {"momentum": 0.9, "dampening": 0.5},
+        "nesterov": {"nesterov": True, "weight_decay": 0.1},
+    },
     "LARS": {
         "momentum": {"momentum": 0.5, "trust_clip": True, "always_adapt": True},
         "classic": {"trust_coeff": 1e-2, "lr": 0.1},

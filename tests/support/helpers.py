@@ -196,14 +196,19 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
 
 # ---- optimizers
 
-EIGHT_BIT = [optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit, optim.LAMB8bit, optim.LARS8bit]
-OPTIMIZERS = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, *EIGHT_BIT]
+EIGHT_BIT = [optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit, optim.LAMB8bit, optim.LARS8bit, optim.SGD8bit]
+OPTIMIZERS = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD, *EIGHT_BIT]
 LAYERWISE = [optim.LAMB, optim.LARS, optim.LAMB8bit, optim.LARS8bit]
 over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 over_layerwise = pytest.mark.parametrize("build", LAYERWISE, ids=name_of)
 over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
 # A matrix that takes 8-bit states, a small one and a bias that do not.
 SHAPES = [(64, 128), (10, 10), (300,)]
+
+
+def first_moment(optimizer: Any, p: Tensor) -> Tensor:
+    """exp_avg, or what the optimizer calls it."""
+    return optimizer.state[p][next(iter(optimizer.moments))]
 
 
 def make_params(shapes: Any = SHAPES, seed: int = 0) -> list[torch.nn.Parameter]:

@@ -171,7 +171,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     **{
         step: {name: lambda s=step, o=options: step_args(s, **o) for name, options in STEPS.items()}
-        for step in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_")
+        for step in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_", "sgd_step_")
     },
 }
 SAMPLES["grad_norm_"] = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import ACTIVATIONS
-from memkern.triton import activation, adam, affine, blockwise, grad_norm, lamb, lars, lion, trust_ratio
+from memkern.triton import activation, adam, affine, blockwise, grad_norm, lamb, lars, lion, sgd, trust_ratio
 from memkern.triton.launch import TILE, rows_of
 from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
 
@@ -141,6 +141,8 @@ KERNELS: dict[str, Variant] = {
     "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
     **_steps("lion", lion.lion_tiles),
     "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
+    **_steps("sgd", sgd.sgd_tiles, COMMON),
+    "sgd: prologue": Variant(sgd.sgd_prologue, {}, {}, 0, False),
     **_steps("lamb", lamb.lamb_tiles, COMMON),
     **_steps("lamb norms", lamb.lamb_norm_tiles, COMMON),
     "lamb: prologue": Variant(lamb.lamb_prologue, {}, {}, 0, True),

@@ -9,3 +9,4 @@
 #include "cpu/kernels/lamb.h"
 #include "cpu/kernels/lars.h"
 #include "cpu/kernels/lion.h"
+#include "cpu/kernels/sgd.h"

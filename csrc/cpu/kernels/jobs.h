@@ -9,6 +9,7 @@
 #include "core/lamb.h"
 #include "core/lars.h"
 #include "core/lion.h"
+#include "core/sgd.h"
 
 namespace memkern {
 
@@ -27,6 +28,7 @@ template <class Scalars> struct Job : StepTensor {
 };
 using AdamJob = Job<AdamScalars>;
 using LionJob = Job<LionScalars>;
+using SgdJob = Job<SgdScalars>;
 using LambJob = Job<LambScalars>;
 using LarsJob = Job<LarsScalars>;
 
@@ -90,6 +92,7 @@ struct ActivationJob {
   namespace ISA {                                                                                   \
   decltype(AdamJob::run) adam_kernel(const StepTensor&);                                            \
   decltype(LionJob::run) lion_kernel(const StepTensor&);                                            \
+  decltype(SgdJob::run) sgd_kernel(const StepTensor&);                                              \
   decltype(LambJob::run) lamb_kernel(const StepTensor&);                                            \
   Norms<LambJob> lamb_norms(const StepTensor&);                                                     \
   decltype(LarsJob::run) lars_kernel(const StepTensor&);                                            \

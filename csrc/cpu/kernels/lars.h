@@ -17,7 +17,7 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
   const LarsScalars s = *job.scalars;
   SquareSum params, updates;
   const auto add_moment = [&](F x, F g, F m) MEMKERN_LAMBDA {
-    F d = lars_gradient(g, s);
+    F d = sgd_gradient(g, s);
     params.add(x);
     updates.add(lars_moment(x, d, m, s));
   };
@@ -28,7 +28,7 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
         prefetch<kAgain>(i, weights.p, g);
         params.add(weights.get(i, load_from));
-        updates.add(lars_gradient(load_from(g + i), s));
+        updates.add(sgd_gradient(load_from(g + i), s));
       });
     } else if constexpr (Kind == StateKind::kFp32) {
       const float* exp_avg = static_cast<const float*>(job.exp_avg) + offset;

@@ -1,0 +1,17 @@
+// SGD's update; the loop is Lion's. Compiled once per instruction set (simd/compile_*.cpp).
+#pragma once
+#include "cpu/kernels/lion.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+struct SgdRule {
+  using Scalars = SgdScalars;
+  static MEMKERN_FN void update(F& p, F g, F& m, const Scalars& s) { sgd_update(p, g, m, s); }
+};
+
+}  // namespace
+
+decltype(SgdJob::run) sgd_kernel(const StepTensor& t) { return lion_runs<SgdRule>(t); }
+
+}  // namespace memkern::MEMKERN_ISA
