@@ -130,7 +130,7 @@ def hyperparameters(name: str, decoupled: int, maximize: int) -> dict[str, list[
         "decoupled_decay": [1 - decoupled, decoupled],
         "bias_correction": [1, 0],
         "momentum": [0.9, 0.95],
-        "dampening": [0.0, 0.0],
+        "dampening": [0.5, 0.0] if name == "sgd_step_" else [0.0, 0.0],
         "nesterov": [0, 1],
         "trust_coeff": [0.0, 1e-2],
         "trust_clip": [maximize, 0],

@@ -22,7 +22,7 @@ from memkern.schemas import STEP_OPS, WEIGHT_STATES, StepArgs
 from tests.support.activation_kernels import compare_activations
 from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
 from tests.support.simt import build
-from tests.support.step_lists import pack
+from tests.support.step_lists import MOMENTS, pack
 
 # Of two groups.
 HYPERPARAMETERS: dict[str, dict[str, list[Any]]] = {
@@ -42,6 +42,10 @@ HYPERPARAMETERS: dict[str, dict[str, list[Any]]] = {
     },
     "lion_step_": {
         "beta1": [0.9, 0.8], "beta2": [0.999, 0.9], "weight_decay": [0.1, 0.2], "maximize": [0, 1]
+    },
+    "sgd_step_": {
+        "momentum": [0.9, 0.8], "dampening": [0.5, 0.0], "weight_decay": [0.0, 0.1], "nesterov": [0, 1],
+        "maximize": [0, 1],
     },
 }  # fmt: skip
 NON_FINITE = {3: torch.nan, 500: torch.inf, 700: -torch.inf}
@@ -73,7 +77,7 @@ def step_args(
     params = [tensor(layout, param, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
     coded = [i % 3 != 2 for i in range(len(params))]
     lists: dict[str, Any] = HYPERPARAMETERS[name] | override
-    for moment, signed in STEP_OPS[name].moments.items():
+    for moment, signed in zip(MOMENTS, STEP_OPS[name].moments.values(), strict=False):
         code = torch.int8 if signed else torch.uint8
         lists[f"{moment}s"] = [
             torch.zeros_like(p, dtype=code if c else torch.float32)
