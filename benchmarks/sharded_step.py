@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memkern import optim
+from memkern.optim import sharding
 
 from . import machine, report
 from .bench_optim import GPT2, gpt2_shapes
@@ -30,6 +31,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": optim.AdamW,
     "Lion8bit": optim.Lion8bit,
     "LAMB8bit": optim.LAMB8bit,
+    "LARS8bit": optim.LARS8bit,
 }
 
 
@@ -44,10 +46,12 @@ def shards(size: int) -> list[Tensor]:
     ]
 
 
-def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Tensor]) -> Callable[[], Any]:
-    params = [torch.nn.Parameter(x) for x in tensors]
+def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Any]) -> Callable[[], Any]:
+    params: list[Any] = [torch.nn.Parameter(x) for x in tensors]
     for p in params:
-        p.grad = p.detach() * 1e-2
+        own = sharding.local(p.detach()) * 1e-2
+        spec = getattr(p, "_spec", None)  # fully_shard's gradients have their parameter's
+        p.grad = own if spec is None else type(p)(own, spec, requires_grad=False)
     return make(params).step
 
 

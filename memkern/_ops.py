@@ -160,7 +160,7 @@ def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
         _triton(step.name, _aligned(args))
     else:
         op(*args)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not args.squares_only:
         # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
         torch.autograd.graph.increment_version(args.params)
 

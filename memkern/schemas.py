@@ -20,7 +20,8 @@ STEP_SCHEMA = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] moments, Tensor(c!)[] scales, Tensor(d!)[] steps, "
     "Tensor(e!)[] trust_ratios, Tensor(f!)[] weight_states, int[] group, Tensor[] lr, float[] hyperparameters, "
     "int[] codec, int[] block_size, int[] weight_storage, "
-    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()"
+    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, float max_grad_norm=0.0, "
+    "Tensor(g!)? squares=None, bool squares_only=False) -> ()"
 )
 
 
@@ -47,6 +48,10 @@ class StepArgs(NamedTuple):
     found_inf: Tensor | None = None  # a GradScaler's: the step is skipped whole where it is not 0
     grad_norm: Tensor | None = None  # the norm of all gradients, unscaled
     max_grad_norm: float = 0.0  # what gradients are clipped to, where there is a grad_norm
+    squares: Tensor | None = (
+        None  # (layers of all tensors, 2) float64: what trust ratios are made of, in place of own
+    )
+    squares_only: bool = False  # such sums are written there, and nothing else is changed
 
     def moment(self, k: int) -> Sequence[Tensor]:
         """The k-th moment of all tensors."""

@@ -39,6 +39,8 @@ class StepArgs {
   std::optional<Tensor> found_inf = stack_.take<std::optional<Tensor>>();
   std::optional<Tensor> grad_norm = stack_.take<std::optional<Tensor>>();
   double max_grad_norm = stack_.take<double>();
+  std::optional<Tensor> squares = stack_.take<std::optional<Tensor>>();
+  bool squares_only = stack_.take<bool>();
 
   // The hyperparameters of each group, as the optimizer's struct of them (core/hyperparameters.h).
   template <class Hyperparameters> std::vector<Hyperparameters> groups() const {

@@ -1,6 +1,7 @@
 // From a step's arguments to one StepTensor per parameter, with every check before anything is changed.
 #pragma once
 #include "common/step_args.h"
+#include "core/trust_ratio.h"
 
 namespace memkern {
 
@@ -38,6 +39,8 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
     STD_TORCH_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
                     "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
                     storage);
+  STD_TORCH_CHECK(op.has_trust_ratios || !(args.squares || args.squares_only),
+                  "squares and squares_only are of steps with trust ratios");
   const DeviceOf device(args.params);
   for (size_t i = 0; i < args.steps.size(); ++i) {
     const Tensor& step = args.steps[i];
@@ -143,11 +146,13 @@ template <class J> void add_layers(std::vector<J>& layers, J tensor, const Tenso
   for (int64_t k = 0; k < count; ++k) layers.push_back(layer_of(tensor, k, count));
 }
 
-// Checks that there is a trust ratio for each layer of each tensor.
+// Checks that there is a trust ratio for each layer of each tensor, and a row of squares where they are
+// given.
 template <class J, class Hyperparameters>
 void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
                         const std::vector<Hyperparameters>& groups) {
   const DeviceOf device(args.params);
+  int64_t layers = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t wish = static_cast<int64_t>(groups[args.group[i]].layers);
     const int64_t count = layer_count(tensors[i].layout, args.params[i].dim(), wish);
@@ -159,7 +164,20 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
                         ratios.numel() == count && ratios.is_contiguous() && device.holds(ratios),
                     name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
                     ",) on its parameter's device");
+    layers += count;
   }
+  STD_TORCH_CHECK(args.squares || !args.squares_only, "squares_only needs squares to write to");
+  if (!args.squares) return;
+  const Tensor& s = *args.squares;
+  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Double && s.dim() == 2 && s.size(0) == layers &&
+                      s.size(1) == 2 && s.is_contiguous() && (tensors.empty() || device.holds(s)),
+                  "squares must be contiguous float64 of shape (", layers,
+                  ", 2) on the device of the parameters");
+}
+
+// The rows of squares, if they are given.
+inline Squares* squares_of(const StepArgs& args) {
+  return args.squares ? static_cast<Squares*>(args.squares->data_ptr()) : nullptr;
 }
 
 }  // namespace memkern

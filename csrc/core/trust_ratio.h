@@ -4,7 +4,7 @@
 
 namespace memkern {
 
-// Sums of squares over a layer, in fp64.
+// Sums of squares over a layer, in fp64: a row of StepArgs' squares.
 struct Squares {
   double param, update;  // update: of what is in the ratio's denominator
 };

@@ -20,7 +20,7 @@ void lamb_step_cpu(const StepArgs& args) {
   for (size_t i = 0; i < jobs.size(); ++i) {
     Layer<LambScalars> job = jobs[i];
     const int64_t k = args.group[i];
-    const uint64_t step = next_step(args.steps[i]);
+    const uint64_t step = next_step(args.steps[i], args.squares_only);
     job.own = lamb_scalars(lr[k], groups[k], grad_factor, step);
     job.trust = trust_rule(lr[k], groups[k]);
     if (job.kind != StateKind::kFp32) job.dither = dithers.at(job.layout.block, step);
@@ -29,7 +29,7 @@ void lamb_step_cpu(const StepArgs& args) {
     job.norms = MEMKERN_PICK(lamb_norms, job);
     add_layers(all, job, args.trust_ratios[i]);
   }
-  run_layers(all);
+  run_layers(all, squares_of(args), args.squares_only);
 }
 
 }  // namespace memkern

@@ -33,9 +33,12 @@ inline std::vector<double> read_rates(const StepArgs& args) {
   return rates;
 }
 
-// Counts a step, and returns its number.
-inline uint64_t next_step(const Tensor& step) {
-  return static_cast<uint64_t>(*static_cast<float*>(step.data_ptr()) += 1.0f);
+// Counts a step, unless only squares are wanted, and returns its number.
+inline uint64_t next_step(const Tensor& step, bool squares_only = false) {
+  float& count = *static_cast<float*>(step.data_ptr());
+  const float next = count + 1.0f;
+  if (!squares_only) count = next;
+  return static_cast<uint64_t>(next);
 }
 
 // The dither by block size and step, which tensors share.

@@ -77,7 +77,8 @@ template <class L> void run_passes(Batch<L>& second, Batch<L>& first) {
   });
 }
 
-template <class L> void set_trust_ratios(const Batch<L>& batch) {
+// Calls use(layer, sums of its squares) for each layer of a batch.
+template <class L, class Use> void add_pieces(const Batch<L>& batch, Use&& use) {
   for (auto piece = batch.pieces.begin(); piece != batch.pieces.end();) {
     L& layer = *piece->layer;
     Squares all{0.0, 0.0};
@@ -85,23 +86,41 @@ template <class L> void set_trust_ratios(const Batch<L>& batch) {
       all.param += piece->sum.param;
       all.update += piece->sum.update;
     }
-    if (layer.trust.adapt) *layer.trust_ratio = trust_ratio(all, layer.trust);
-    set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
+    use(layer, all);
   }
 }
 
-template <class L> void run_layers(std::vector<L>& layers) {
+template <class L> void adapt(L& layer, const Squares& squares) {
+  *layer.trust_ratio = layer.trust.adapt ? trust_ratio(squares, layer.trust) : 1.0f;
+  set_trust_ratio(layer.own, layer.trust.lr, *layer.trust_ratio);
+}
+
+// One of the passes alone: the first, which writes `squares`, or the second, with those of all ranks.
+template <class L> void run_one_pass(std::vector<L>& layers, Squares* squares, bool squares_only) {
+  Batch<L> all, none;
+  for (L& layer : layers) {
+    layer.scalars = &layer.own;
+    all.add(layer);
+    if (!squares_only) adapt(layer, squares[&layer - layers.data()]);
+  }
+  run_passes(squares_only ? none : all, squares_only ? all : none);
+  if (squares_only)
+    add_pieces(all, [&](L& layer, const Squares& sum) { squares[&layer - layers.data()] = sum; });
+}
+
+template <class L> void run_layers(std::vector<L>& layers, Squares* squares, bool squares_only) {
+  if (squares) return run_one_pass(layers, squares, squares_only);
   const int64_t enough = kBatchElements * torch::stable::get_num_threads();
   Batch<L> before, batch;
   const auto advance = [&] {
     run_passes(before, batch);
-    set_trust_ratios(batch);
+    add_pieces(batch, adapt<L>);
     before = std::move(batch);
     batch = {};
   };
   for (L& layer : layers) {
     layer.scalars = &layer.own;
-    *layer.trust_ratio = 1.0f;
+    *layer.trust_ratio = 1.0f;  // of a layer without elements
     batch.add(layer);
     if (batch.elements >= enough) advance();
   }

@@ -199,6 +199,7 @@ void step_in_one_pass(const char* op, const StepOp& description, const StepArgs&
 }
 
 // A step in two passes, with the layers' trust ratios between them: at most six launches beside the table's.
+// Or one of the passes alone, where StepArgs has squares.
 template <class Hyperparameters, class Scalars>
 void step_in_two_passes(const char* op, const StepOp& description, const StepArgs& args,
                         PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
@@ -215,10 +216,12 @@ void step_in_two_passes(const char* op, const StepOp& description, const StepArg
       op, header, records, layer_entries(jobs, args), args.params[0], scope.stream, sizeof(Squares));
   Squares* partial = reinterpret_cast<Squares*>(step.scratch);
   launch_prologue(op, step, prologue, scope.stream);
-  launch_tiles(op, step, norms, scope.stream, partial);
+  Squares* squares = squares_of(args);
+  if (!squares || args.squares_only) launch_tiles(op, step, norms, scope.stream, partial);
   launch_checked(op, layer_ratios<StepGroup<Hyperparameters>, Scalars>, step.table.count, scope.stream,
-                 step.table, static_cast<const Squares*>(partial), static_cast<int>(step.tiles));
-  launch_tiles(op, step, update, scope.stream);
+                 step.table, static_cast<const Squares*>(partial), static_cast<int>(step.tiles), squares,
+                 args.squares_only);
+  if (!args.squares_only) launch_tiles(op, step, update, scope.stream);
 }
 
 }  // namespace memkern

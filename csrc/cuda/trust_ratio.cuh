@@ -20,16 +20,18 @@ MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
 
 // One thread block per layer: adds its tiles' sums in a fixed order, and stores the ratio in `trust_ratio`
 // and in the layer's scalars. The first layer of a tensor increments the step here, as the prologue reads it
-// for every layer.
+// for every layer. With `squares`, a row per layer, the sums are read there; with squares_only they are
+// stored there, and nothing else.
 template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads)
-    layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles) {
+    layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles, Squares* squares,
+                 bool squares_only) {
   if (skipped(*table.header)) return;
   const int i = blockIdx.x;
   const TensorRecord& t = table.tensors[i];
   const TrustRule rule = trust_rule(read(table.groups[t.group].lr), table.groups[t.group].h);
   const int first = table.first_tiles[i], end = i + 1 < table.count ? table.first_tiles[i + 1] : tiles;
   Squares sum{0.0, 0.0};
-  if (rule.adapt) {
+  if (rule.adapt && (!squares || squares_only)) {
 #pragma unroll 4
     for (int k = first + static_cast<int>(threadIdx.x); k < end; k += kThreads) {
       sum.param += partial[k].param;
@@ -38,6 +40,11 @@ template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads
   }
   sum = {sum_over_block(sum.param), sum_over_block(sum.update)};
   if (threadIdx.x != 0) return;
+  if (squares_only) {
+    squares[i] = sum;
+    return;
+  }
+  if (squares) sum = squares[i];
   const float ratio = rule.adapt ? trust_ratio(sum, rule) : 1.0f;
   *t.trust_ratio = ratio;
   set_trust_ratio(scalars_of(table.scalars[i]), rule.lr, ratio);

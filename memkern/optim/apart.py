@@ -27,7 +27,7 @@ def is_needed(group: dict[str, Any]) -> bool:
     return bool(group.get("amsgrad")) or any(
         p.dtype == torch.float64
         or not is_dense(p.shape, p.stride())
-        or sharding.needs_numbers(p, group, takes_8bit_state(p, group))
+        or sharding.needs_reference(p, group, takes_8bit_state(p, group))
         for p in group["params"]
     )
 
@@ -42,12 +42,16 @@ def step(optimizer: BlockwiseOptimizer, args: StepArgs) -> None:
         optimizer._restore(p, group, group)
     norms = _grad_norms(optimizer, args)
     calls: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether kernels can do it
-    strided, with_numbers = [], []
+    with_numbers: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone
+    strided = []
     for i, (p, group) in enumerate(zip(args.params, groups, strict=True)):
         op = optimizer._op_of(group)
         by_reference = op is not optimizer.op or p.dtype == torch.float64
-        if sharding.needs_numbers(p, group, any(key.endswith("_scale") for key in optimizer.state[p])):
-            with_numbers.append((i, op))
+        coded = any(key.endswith("_scale") for key in optimizer.state[p])
+        alone = sharding.needs_reference(p, group, coded)
+        if alone or (op.has_trust_ratios and sharding.ranks_of(p) is not None):
+            _, together, each = with_numbers.setdefault(op.name, (op, [], []))
+            (each if alone or by_reference else together).append(i)
         elif is_dense(p.shape, p.stride()):
             calls.setdefault((p.device, op.name, by_reference), (op, []))[1].append(i)
         else:
@@ -55,12 +59,11 @@ def step(optimizer: BlockwiseOptimizer, args: StepArgs) -> None:
     for (device, _, by_reference), (op, own) in calls.items():
         part = _part(optimizer, args, op, own)._replace(grad_norm=norms.get(device))
         _ops.step_(op, sharded_step.local_args(part) if optimizer._sharded else part, by_reference)
-    if with_numbers:
-        parts = [_part(optimizer, args, op, [i]) for i, op in with_numbers]
-        norm = [norms.get(part.params[0].device) for part in parts]
-        sharded_step.step_with_numbers(
-            with_numbers[0][1], [part._replace(grad_norm=x) for part, x in zip(parts, norm, strict=True)]
-        )
+    for op, together, each in with_numbers.values():
+        parts = [_part(optimizer, args, op, own) for own in (together, *([i] for i in each)) if own]
+        parts = [part._replace(grad_norm=norms.get(part.params[0].device)) for part in parts]
+        first = parts.pop(0) if together else None
+        sharded_step.step_with_numbers(op, first, parts)
     for i, p, op, by_reference in strided:
         part, dense = _part(optimizer, args, op, [i]), _buffer(optimizer, p).copy_(p)
         _ops.step_(op, part._replace(params=[dense], grad_norm=norms.get(p.device)), by_reference)
@@ -102,7 +105,8 @@ def _grad_norms(optimizer: BlockwiseOptimizer, args: StepArgs) -> dict[torch.dev
     grads = args.grads
     first = grads[0].device
     if optimizer._sharded:
-        total = sharded_step.grad_norm(optimizer._scaled(args, first), sharded_step.local_args(args).grads)
+        own = sharded_step.local_args(optimizer._scaled(args, first))
+        total = sharded_step.grad_norm(own, [*map(sharding.ranks_of, args.params)])
     else:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(first) for g in grads]
         total = torch.linalg.vector_norm(torch.stack(norms))

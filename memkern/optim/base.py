@@ -44,6 +44,7 @@ class BlockwiseOptimizer(Optimizer):
     _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
     _apart = False  # whether a step needs more than one call of the op
     _sharded = False  # whether there are DTensors
+    _ranks: dict[Tensor, sharding.Ranks]  # of those of which other ranks have other elements
     # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, a warning's flag.
     _versions: dict[Tensor, int]
     _is_compiled = False
@@ -84,7 +85,14 @@ class BlockwiseOptimizer(Optimizer):
     def _look_at_groups(self) -> None:
         """What a step has to know of the parameters."""
         self._apart = any(map(apart.is_needed, self.param_groups))
-        self._sharded = any(sharding.is_dtensor(p) for group in self.param_groups for p in group["params"])
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._sharded = any(map(sharding.is_dtensor, params))
+        found: dict[sharding.Ranks, sharding.Ranks] = {}  # one object for those that are equal
+        self._ranks = {
+            p: found.setdefault(ranks, ranks)
+            for p in params
+            if self._sharded and (ranks := sharding.ranks_of(p))
+        }
 
     def _needs_norms(self) -> str | None:
         """What needs norms of whole tensors, if anything does."""
@@ -231,7 +239,8 @@ class BlockwiseOptimizer(Optimizer):
             if not self._apart and len({p.device for p in args.params}) == 1:
                 args = self._scaled(args, args.params[0].device)
                 if self._sharded:
-                    sharded_step.step(self.op, args, self.defaults["max_grad_norm"])
+                    ranks = [self._ranks.get(p) for p in args.params]
+                    sharded_step.step(self.op, args, self.defaults["max_grad_norm"], ranks)
                 else:
                     _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
                 weights.remember(self)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _ops, reference
-from ..quant.codec import CODECS, WEIGHTS
+from ..quant.codec import CODECS
 from ..quant.layout import BlockLayout, block_layout, layout_of
 from ..reference.blockwise import code_blocks, decode
-from ..reference.shard import KINDS, Shard, ShardArgs, ShardLayout
-from ..reference.state import encode_moment, skipped
-from ..reference.trust import both_or_one
-from ..schemas import LAMB_STEP, StepArgs, StepOp
-from .sharding import Ranks, cuts_blocks, is_dtensor, local, new_scale, ranks_of
+from ..reference.shard import Shard, ShardArgs, ShardLayout
+from ..reference.state import encode_moment
+from ..schemas import StepArgs, StepOp
+from .sharding import Ranks, cuts_blocks, is_dtensor, local, locals_of, new_scale, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh
@@ -67,12 +67,12 @@ def reduced_found_inf(optimizer: BlockwiseOptimizer, params: Sequence[Tensor]) -
     optimizer.found_inf = found
 
 
-def grad_norm(args: StepArgs, local_grads: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients, fp64, unscaled, of tensors whose shards ``local_grads`` are."""
+def grad_norm(args: StepArgs, ranks: Sequence[Ranks | None]) -> Tensor:
+    """The norm of all gradients, fp64, unscaled, of tensors of which these ranks have others' elements."""
     of_ranks: dict[Ranks | None, list[Tensor]] = {}
-    for p, g in zip(args.params, local_grads, strict=True):
-        of_ranks.setdefault(ranks_of(p), []).append(g)
-    device = local_grads[0].device
+    for g, found in zip(args.grads, ranks, strict=True):
+        of_ranks.setdefault(found, []).append(g)
+    device = args.grads[0].device
     squares = []
     for grads in of_ranks.values():
         norm = torch.zeros((), dtype=torch.float64, device=device)
@@ -93,6 +93,8 @@ def grad_norm(args: StepArgs, local_grads: Sequence[Tensor]) -> Tensor:
 
 def _matching(g: Tensor, p: Tensor) -> Tensor:
     """A gradient with its parameter's placements."""
+    if getattr(g, "_spec", None) is getattr(p, "_spec", g):
+        return g  # so are fully_shard's, and looking closer takes four times as long
     if is_dtensor(g) and is_dtensor(p) and g.device_mesh == p.device_mesh:
         return g if g.placements == p.placements else g.redistribute(placements=p.placements)
     if is_dtensor(g) or is_dtensor(p):
@@ -105,124 +107,103 @@ def _matching(g: Tensor, p: Tensor) -> Tensor:
 
 def local_args(args: StepArgs) -> StepArgs:
     """The step of what this rank has."""
-    grads = [local(_matching(g, p)) for g, p in zip(args.grads, args.params, strict=True)]
-    scales = [local(s) for s in args.scales]
+    grads = [_matching(g, p) for g, p in zip(args.grads, args.params, strict=True)]
     return args._replace(
-        params=[local(p) for p in args.params],
-        grads=grads,
-        moments=[local(x) for x in args.moments],
-        scales=[s if s.numel() else s.reshape(0) for s in scales],
-        weight_states=[local(x) for x in args.weight_states],
+        params=locals_of(args.params),
+        grads=locals_of(grads),
+        moments=locals_of(args.moments),
+        scales=[s if s.numel() else s.reshape(0) for s in locals_of(args.scales)],
+        weight_states=locals_of(args.weight_states),
     )
 
 
-def step(op: StepOp, args: StepArgs, max_grad_norm: float | None) -> None:
-    """One call of the op for all local tensors, where no rank needs anything of another's but the norm."""
+def step(op: StepOp, args: StepArgs, max_grad_norm: float | None, ranks: Sequence[Ranks | None]) -> None:
+    """A step where no rank needs more of another's than norms: one call of the op, or one for each of its passes."""
     own = local_args(args)
     if max_grad_norm is not None:
-        own = own._replace(grad_norm=grad_norm(args, own.grads))
+        own = own._replace(grad_norm=grad_norm(own, ranks))
+    if op.has_trust_ratios:
+        own = own._replace(squares=_new_squares(own))
+        _ops.step_(op, own._replace(squares_only=True))
+        _reduce_squares([own], [ranks])
     _ops.step_(op, own)
     torch.autograd.graph.increment_version(args.params)
 
 
-def step_with_numbers(op: StepOp, parts: Sequence[StepArgs]) -> None:
-    """The step of tensors, each in args of its own, whose ranks need numbers of each other."""
-    run = getattr(reference, op.name)
-    layouts, ranks, own = [], [], []
-    for args in parts:
+def step_with_numbers(op: StepOp, together: StepArgs | None, alone: Sequence[StepArgs]) -> None:
+    """The step of tensors whose ranks need numbers of each other: squares of layers, largest values of blocks.
+
+    ``together``: those that the op takes as they are. ``alone``: of one tensor each, for the reference.
+    """
+    calls: list[tuple[StepArgs, Callable[[StepArgs], None], list[Ranks | None]]] = []
+    layouts = []
+    if together is not None:
+        calls.append((local_args(together), partial(_ops.step_, op), [*map(ranks_of, together.params)]))
+    for args in alone:
         (p,), (group,) = args.params, args.group
-        hyperparameters = op.of_groups(args)[group]
-        count = len(args.trust_ratios[0]) if hasattr(hyperparameters, "layers") else 1
+        count = len(args.trust_ratios[0]) if op.has_trust_ratios else 1
         layout = _layout(p, args.block_size[group], count, coded=bool(args.scales))
-        layouts.append(layout)
-        ranks.append(ranks_of(p))
         args = local_args(args)
-        own.append(args._replace(scales=[s.view(layout.scale_shape) for s in args.scales]))
-    fused = [op is LAMB_STEP and _is_fused(args, layout) for args, layout in zip(own, layouts, strict=True)]
-    if any(fused):
-        _lamb_step(*_where(fused, own, ranks))
-        own, ranks, layouts = _where([not x for x in fused], own, ranks, layouts)
-    for kind in KINDS:
-        asks = [op.has_trust_ratios if kind == "sum" else layout.cut for layout in layouts]
-        for args, layout, asked in zip(own, layouts, asks, strict=True):
-            layout.shard.begin()
-            if asked:
-                run(ShardArgs.of(_copies(args), [layout]))
-        _reduce(kind, [layout.shard for layout in layouts], ranks)
-    for args, layout in zip(own, layouts, strict=True):
-        layout.shard.begin()
-        run(ShardArgs.of(args, [layout]))
+        args = args._replace(scales=[s.view(layout.scale_shape) for s in args.scales])
+        layouts.append(layout)
+        calls.append((args, partial(_run_on_reference, op, layout), [ranks_of(p)]))
+    if op.has_trust_ratios:
+        calls = [(args._replace(squares=_new_squares(args)), run, ranks) for args, run, ranks in calls]
+        for args, run, _ in calls:
+            run(args._replace(squares_only=True))
+        _reduce_squares([args for args, _, _ in calls], [ranks for _, _, ranks in calls])
+    with_layouts = calls[len(calls) - len(layouts) :]
+    for layout, (args, run, _) in zip(layouts, with_layouts, strict=True):
+        if layout.cut:
+            run(_copies(args))
+    _reduce_magnitudes([layout.shard for layout in layouts], [ranks[0] for _, _, ranks in with_layouts])
+    for args, run, _ in calls:
+        run(args)
+    parts = [*([] if together is None else [together]), *alone]
     torch.autograd.graph.increment_version([p for args in parts for x in args.params for p in (x, local(x))])
 
 
-def _where(chosen: list[bool], *lists: list[Any]) -> list[list[Any]]:
-    return [[x for x, yes in zip(one, chosen, strict=True) if yes] for one in lists]
+def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:
+    layout.shard.begin()
+    getattr(reference, op.name)(ShardArgs.of(args, [layout]))
 
 
-def _is_fused(args: StepArgs, layout: ShardLayout) -> bool:
-    """Whether :func:`_lamb_step` takes a tensor: one layer of whole blocks, stored as its values to the nearest."""
-    stored = args.storage_of(args.group[0]) == WEIGHTS["nearest"]
-    return layout.places is None and stored and args.params[0].dtype != torch.float64
+def _new_squares(args: StepArgs) -> Tensor:
+    """Room for StepArgs.squares."""
+    count = sum(map(Tensor.numel, args.trust_ratios))
+    return torch.zeros((count, 2), dtype=torch.float64, device=args.params[0].device)
 
 
-def _lamb_step(parts: Sequence[StepArgs], ranks: Sequence[Ranks | None]) -> None:
-    """LAMB's step of shards, by one call of the op for all.
-
-    Of a parameter of zeros, without decay and at a learning rate of 1, the op makes minus LAMB's direction, with the
-    moments as they should be. Decay, norms and the update are torch's operations. 4 bytes per element at a time.
-    """
-    first = parts[0]
-    if skipped(first.found_inf):
-        return
-    groups, device = LAMB_STEP.of_groups(first), first.params[0].device
-    plain = {"weight_decay": 0.0, "decoupled_decay": 0.0, "always_adapt": 0.0, "layers": 1.0}
-    updates = [torch.zeros_like(args.params[0], dtype=torch.float32) for args in parts]
-    one_step = first._replace(
-        params=updates,
-        grads=[args.grads[0] for args in parts],
-        moments=[args.moments[k] for k in range(2) for args in parts],
-        scales=[args.scales[k] for k in range(2) for args in parts if args.scales],
-        steps=[args.steps[0] for args in parts],
-        trust_ratios=[args.trust_ratios[0] for args in parts],
-        group=[args.group[0] for args in parts],
-        lr=[torch.ones((), dtype=torch.float64)] * len(first.lr),
-        hyperparameters=[
-            plain.get(name, getattr(h, name)) for h in groups for name in LAMB_STEP.hyperparameters
-        ],
-    )
-    _ops.step_(LAMB_STEP, one_step)
-    params, sums = [], []
-    for args, u in zip(parts, updates, strict=True):
-        h, lr, x = groups[args.group[0]], args.lr[args.group[0]].to(device).double(), args.params[0].float()
-        u.neg_()
-        if h.decoupled_decay:
-            x = x * (1.0 - lr * h.weight_decay).float()
-        elif h.weight_decay:
-            u.add_(x, alpha=h.weight_decay)
-        params.append(x)
-        norms = torch.zeros(2, dtype=torch.float64, device=device)
-        for norm, y in zip(norms, (x, u), strict=True):
-            _ops.grad_norm_(norm, [y], None)  # a third of torch.linalg.vector_norm's time in fp64
-        sums.append(norms.square())
-    all_reduce("sum", sums, ranks)
-    for args, x, u, squares in zip(parts, params, updates, sums, strict=True):
-        h, lr, ratio = groups[args.group[0]], args.lr[args.group[0]].to(device).double(), args.trust_ratios[0]
-        if h.weight_decay or h.always_adapt:
-            x_norm, norm = squares.sqrt()
-            ratio.copy_(both_or_one(x_norm, norm, x_norm / norm))
-            if h.trust_clip:
-                ratio.clamp_(max=1.0)
-        x.sub_(u.mul_((lr * ratio.double()).float()))
-        if x is not args.params[0]:
-            args.params[0].copy_(x)
+def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | None]]) -> None:
+    """Makes ``squares`` of the parts, whose tensors are on these ranks, those of all ranks."""
+    values: list[tuple[Tensor, list[int], Tensor]] = []
+    of_values: list[Ranks] = []
+    for args, of_tensors in zip(parts, ranks, strict=True):
+        squares = args.squares
+        assert squares is not None
+        if len({*map(id, of_tensors)}) == 1:  # mostly
+            rows = {of_tensors[0]: [*range(len(squares))]}
+        else:
+            rows, first = {}, 0
+            for ratios, found in zip(args.trust_ratios, of_tensors, strict=True):
+                rows.setdefault(found, []).extend(range(first, first + ratios.numel()))
+                first += ratios.numel()
+        for found, own in rows.items():
+            if found is not None:
+                values.append((squares, own, squares if len(rows) == 1 else squares[own]))
+                of_values.append(found)
+    all_reduce("sum", [x for _, _, x in values], of_values)
+    for squares, own, x in values:
+        if x is not squares:
+            squares[own] = x
 
 
-def _reduce(kind: str, shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -> None:
+def _reduce_magnitudes(shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -> None:
     """Makes what the shards have noted the numbers of all ranks."""
-    values = [(x, of) for shard, of in zip(shards, ranks, strict=True) for x in shard.noted[kind]]
-    all_reduce(kind, [x for x, _ in values], [of for _, of in values])
+    values = [(x, of) for shard, of in zip(shards, ranks, strict=True) for x in shard.noted]
+    all_reduce("max", [x for x, _ in values], [of for _, of in values])
     for shard in shards:
-        shard.reduced[kind] = shard.noted[kind]
+        shard.reduced = shard.noted
 
 
 def _copies(args: StepArgs) -> StepArgs:
@@ -278,7 +259,7 @@ def quantize(x: Tensor, codec: str, signed: bool, block_size: int, step: int) ->
         layout.shard.begin()
         q, found = encode_moment(layout.to_blocks(own), layout, CODECS[codec], signed, step)
         if not layout.shard.reduced:
-            _reduce("max", [layout.shard], [ranks_of(x)])
+            _reduce_magnitudes([layout.shard], [ranks_of(x)])
     layout.from_blocks(q, local(codes))
     s.copy_(found.reshape(s.shape))
     return codes, scale

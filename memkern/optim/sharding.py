@@ -14,6 +14,7 @@ process alone would have. Ranks only exchange what no rank knows alone, in one c
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,8 +64,20 @@ def local(x: Tensor) -> Tensor:
     """The elements that this rank has."""
     if not is_dtensor(x):
         return x
-    own = x._local_tensor  # to_local() makes a view of a parameter, at each step
-    return own.wait() if hasattr(own, "wait") else own  # a collective that has not ended
+    return _ended(x._local_tensor)  # to_local() makes a view of a parameter, at each step
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`local` of each, in a third of the time: a step has six tensors for each parameter."""
+    from torch.distributed.tensor import DTensor
+
+    own = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+    return [x if type(x) is Tensor else _ended(x) for x in own]
+
+
+def _ended(x: Any) -> Tensor:
+    """The result of a collective, after it."""
+    return x.wait() if hasattr(x, "wait") else x
 
 
 def ranks_of(p: Tensor) -> Ranks | None:
@@ -129,14 +142,14 @@ def check_flat_shard(p: Tensor, needs_norms: str | None) -> None:
     )
 
 
-def needs_numbers(p: Tensor, group: dict[str, Any], coded: bool) -> bool:
-    """Whether a step of p needs numbers of other ranks: norms of its layers, or largest values of its blocks."""
+def needs_reference(p: Tensor, group: dict[str, Any], coded: bool) -> bool:
+    """Whether a shard has parts of blocks or of layers, which no kernel knows."""
     if ranks_of(p) is None:
         return False
     cut = coded and cuts_blocks(p, group["block_size"])
     if cut:
         _cut[p] = True
-    return cut or "layers" in group
+    return cut or group.get("layers", 1) != 1
 
 
 # ---- states

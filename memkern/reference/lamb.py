@@ -15,7 +15,7 @@ from .state import (
     store_moment,
     tensors_of,
 )
-from .trust import both_or_one, check_trust_ratios, norms, of_blocks
+from .trust import both_or_one, check_trust_ratios, of_blocks, squares_of_layers
 
 
 def lamb_step_(args: StepArgs) -> None:
@@ -42,9 +42,12 @@ def lamb_step_(args: StepArgs) -> None:
         update = number(root2 / bias1, x) * adam_direction(m, v, h.eps * root2)
         if not h.decoupled_decay and (decay := number(h.weight_decay, x)) != 0:
             update = update + decay * x
+        squares = squares_of_layers(t, x, update)
+        if t.squares_only:
+            continue
         ratio.fill_(1.0)
         if h.weight_decay != 0 or h.always_adapt:
-            x_norm, norm = norms(x, t.layout, len(ratio)), norms(update, t.layout, len(ratio))
+            x_norm, norm = squares.sqrt().unbind(1)
             ratio.copy_(both_or_one(x_norm, norm, x_norm / norm))
             if h.trust_clip:
                 ratio.clamp_(max=1.0)

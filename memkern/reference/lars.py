@@ -16,7 +16,7 @@ from .state import (
     store_moment,
     tensors_of,
 )
-from .trust import both_or_one, check_trust_ratios, norms, of_blocks
+from .trust import both_or_one, check_trust_ratios, of_blocks, squares_of_layers
 
 
 def lars_step_(args: StepArgs) -> None:
@@ -38,27 +38,28 @@ def lars_step_(args: StepArgs) -> None:
         adapt = h.weight_decay != 0 or h.always_adapt != 0
         x = t.load_param()
         g = gradient(t.grad, t.layout, h.maximize, factor)
-        x_norm = norms(x, t.layout, len(ratio))
-        ratio.fill_(1.0)
-        if classic and adapt:
-            norm = norms(g, t.layout, len(ratio))
-            found = h.trust_coeff * x_norm / (norm + x_norm * h.weight_decay + h.eps)
-            found = both_or_one(x_norm, norm, found)
-            ratio.copy_((found / t.lr).clamp(max=1.0) if h.trust_clip else found)
         d = g if (decay := number(h.weight_decay, x)) == 0 else g + decay * x
+        m = number(h.momentum, x) * load_moment(exp_avg, m_scale, t.layout, t.codec)
+        if not classic:
+            m = m + number(1.0 - h.momentum, x) * d
+        x_norm, norm = squares_of_layers(t, x, g if classic else m).sqrt().unbind(1)
+        if t.squares_only:
+            continue
+        ratio.fill_(1.0)
+        if adapt:
+            found = (
+                h.trust_coeff * x_norm / (norm + x_norm * h.weight_decay + h.eps)
+                if classic
+                else x_norm / norm
+            )
+            found = both_or_one(x_norm, norm, found)
+            if h.trust_clip:
+                found = (found / t.lr if classic else found).clamp(max=1.0)
+            ratio.copy_(found)
         if classic:
             d = of_blocks(ratio, t.layout, x) * d
             # As in torch.optim.SGD, the first step's gradient is not dampened.
-            weight = 1.0 if step == 1 else 1.0 - h.dampening
-        else:
-            weight = 1.0 - h.momentum
-        m = load_moment(exp_avg, m_scale, t.layout, t.codec)
-        m = number(h.momentum, x) * m + number(weight, x) * d
-        if not classic and adapt:
-            norm = norms(m, t.layout, len(ratio))
-            ratio.copy_(both_or_one(x_norm, norm, x_norm / norm))
-            if h.trust_clip:
-                ratio.clamp_(max=1.0)
+            m = m + number(1.0 if step == 1 else 1.0 - h.dampening, x) * d
         update = d + number(h.momentum, x) * m if h.nesterov else m
         rate = of_blocks(t.lr * (torch.ones_like(ratio) if classic else ratio).double(), t.layout, x)
         t.store_param(x - rate * update, step)

@@ -1,7 +1,7 @@
-"""A step of one rank's shard of a tensor that needs numbers of the whole: norms of layers, largest values of blocks.
+"""A step of one rank's shard of a tensor of which other ranks have elements of the same blocks.
 
-Such a step runs more than once. First on copies, where each number is noted as this rank alone has it; the noted
-numbers are reduced over the ranks, and are what the run on the tensors themselves gets in their place.
+Such a step runs twice. First on copies, where the largest value of each block is noted as this rank alone has it; the
+noted values are reduced over the ranks, and are what the run on the tensors themselves gets in their place.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ from torch import Tensor
 from ..quant.layout import BlockLayout, memory_order
 from ..schemas import StepArgs
 
-KINDS = ("sum", "max")
-
 
 class Shard:
-    """What a shard's step needs of other ranks: sums of squares of layers, and largest magnitudes of blocks."""
+    """What a shard's step needs of other ranks: the largest magnitudes of blocks, of one moment after the other."""
 
     def __init__(self) -> None:
-        self.noted: dict[str, list[Tensor]] = {}
-        self.reduced: dict[str, list[Tensor]] = {}
-        self._asked: dict[str, int] = {}
+        self.noted: list[Tensor] = []
+        self.reduced: list[Tensor] = []
+        self._asked = 0
 
     def begin(self) -> None:
         """Before each run."""
-        self.noted = {kind: [] for kind in KINDS}
-        self._asked = dict.fromkeys(KINDS, 0)
+        self.noted, self._asked = [], 0
 
-    def of_all(self, kind: str, own: Tensor) -> Tensor:
-        """The number of all ranks, or this rank's own while the others' are not known."""
-        i = self._asked[kind]
-        self._asked[kind] += 1
-        if kind in self.reduced:
-            return self.reduced[kind][i]
-        self.noted[kind].append(own.clone())
+    def of_all(self, own: Tensor) -> Tensor:
+        """The magnitudes of all ranks, or this rank's own while the others' are not known."""
+        self._asked += 1
+        if self.reduced:
+            return self.reduced[self._asked - 1]
+        self.noted.append(own.clone())
         return own
 
 

@@ -45,6 +45,8 @@ class StepTensor(NamedTuple):
     codec: int
     lr: float
     h: SimpleNamespace  # hyperparameters by name
+    squares: Tensor | None  # (layers, 2): StepArgs.squares of this tensor
+    squares_only: bool
 
     def load_param(self) -> Tensor:
         """The parameter in blocks, in what it is computed in."""
@@ -61,8 +63,10 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
     ranges = [*enumerate(op.moments)]
     scales = [iter(args.scales_of(k, len(op.moments))) for k, _ in ranges]
     weight_states = iter(args.weight_states)
+    layers = 0  # of the tensors before it
     for i, (p, g, group) in enumerate(zip(args.params, args.grads, args.group, strict=True)):
         moments = [args.moment(k)[i] for k, _ in ranges]
+        first, layers = layers, layers + (len(args.trust_ratios[i]) if op.has_trust_ratios else 0)
         yield StepTensor(
             param=p,
             grad=g.double() if p.dtype == torch.float64 else g,
@@ -79,6 +83,8 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
             codec=args.codec[group],
             lr=rates[group],
             h=groups[group],
+            squares=None if args.squares is None else args.squares[first:layers],
+            squares_only=args.squares_only,
         )
 
 
@@ -171,6 +177,8 @@ def _check_lists(op: StepOp, args: StepArgs) -> None:
     ):
         if len(values) != n * each:
             raise ValueError(f"{name} must have {n * each} entries, {each} per parameter, got {len(values)}")
+    if (args.squares is not None or args.squares_only) and not op.has_trust_ratios:
+        raise ValueError(f"squares and squares_only are of steps with trust ratios, which {op.name} has not")
 
 
 def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
@@ -218,6 +226,8 @@ def power_of(beta: float, step: int) -> float:
 
 def next_step(t: StepTensor) -> int:
     """Counts a tensor's step; the number of the step that begins."""
+    if t.squares_only:
+        return int(t.step) + 1
     t.step.add_(1)
     return int(t.step)
 
@@ -289,7 +299,7 @@ def encode_moment(
     u = dither(layout.block, step, x.device) if codec == POWER else None
     q, s = encode(x, codec, signed, u, keep_positive=True)
     if isinstance(layout, ShardLayout) and layout.cut:
-        s = layout.shard.of_all("max", s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
+        s = layout.shard.of_all(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))
         # The scale of a block is its largest value: with that in a column of its own it is the whole block's.
         x = torch.cat([x, s[layout.numbers][:, None]], 1)
         u = None if u is None else torch.nn.functional.pad(u, (0, 1))

@@ -1,4 +1,4 @@
-"""What LAMB and LARS share: the norms of a tensor's layers and the trust ratios."""
+"""What LAMB and LARS share: sums of squares of a tensor's layers, and the trust ratios that are made of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from ..quant.layout import BlockLayout, layer_count
 from ..schemas import StepArgs, StepOp
 from .blockwise import arithmetic, from_blocks
 from .shard import ShardArgs, ShardLayout
+from .state import StepTensor
 
 
 def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
     """Raises before anything is changed unless there is a ratio for each layer of each tensor."""
+    count = sum(len(ratios) for ratios in args.trust_ratios)
+    if args.squares is None:
+        if args.squares_only:
+            raise ValueError("squares_only needs squares to write to")
+    elif (
+        args.squares.dtype != torch.float64
+        or tuple(args.squares.shape) != (count, 2)
+        or not args.squares.is_contiguous()
+    ):
+        raise ValueError(
+            f"squares must be contiguous float64 of shape ({count}, 2), got {args.squares.dtype} of shape "
+            f"{tuple(args.squares.shape)}"
+        )
     if isinstance(args, ShardArgs):
         return  # a shard does not tell how many layers its tensor has
     groups = op.of_groups(args)
@@ -26,20 +40,32 @@ def check_trust_ratios(op: StepOp, args: StepArgs) -> None:
             )
 
 
-def norms(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
-    """|x| of each of ``count`` layers, from blocks: fp64, summed in fp64. The order of the sum is free."""
+def _sums(x: Tensor, layout: BlockLayout, count: int) -> Tensor:
+    """The squares of x, in blocks, summed over each of ``count`` layers in fp64. The order of the sum is free."""
     elements = torch.empty(layout.numel, dtype=x.dtype, device=x.device)
     from_blocks(x, layout, elements)
     squares = elements.double().square()
     if not isinstance(layout, ShardLayout):
-        return squares.reshape(count, -1).sum(1).sqrt()
+        return squares.reshape(count, -1).sum(1)
     if count == 1:
-        sums = squares.sum().reshape(1)
-    else:
-        assert layout.places is not None
-        layers = layout.layers_of_blocks(count)[layout.places // layout.block]
-        sums = squares.new_zeros(count).index_add_(0, layers, squares)
-    return layout.shard.of_all("sum", sums).sqrt()
+        return squares.sum().reshape(1)
+    assert layout.places is not None
+    layers = layout.layers_of_blocks(count)[layout.places // layout.block]
+    return squares.new_zeros(count).index_add_(0, layers, squares)
+
+
+def squares_of_layers(t: StepTensor, x: Tensor, update: Tensor) -> Tensor:
+    """(layers, 2) fp64: the sums of squares of a parameter and of what is in the ratio's denominator, in blocks.
+
+    Those that were given to the step, or else the tensor's own; with squares_only these are stored.
+    """
+    assert t.trust_ratios is not None
+    if t.squares is not None and not t.squares_only:
+        return t.squares
+    found = torch.stack([_sums(y, t.layout, len(t.trust_ratios)) for y in (x, update)], 1)
+    if t.squares is not None:
+        t.squares.copy_(found)
+    return found
 
 
 def both_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:

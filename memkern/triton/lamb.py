@@ -24,8 +24,8 @@ _BIAS_CORRECTION = st.word_of(LAMB_STEP, "bias_correction")
 _UPDATE_DECAY = tl.constexpr(12)  # weight_decay where it is part of the update, else 0
 
 
-@triton.jit(do_not_specialize=["groups", "tensors"])
-def lamb_prologue(table, scalars, groups, tensors):
+@triton.jit(do_not_specialize=["groups", "tensors", "passes"])
+def lamb_prologue(table, scalars, groups, tensors, passes):
     """Computes each layer's scalars (``LambScalars`` in csrc/core/lamb.h)."""
     columns, t, mask = st.tensors_of_program(table, groups, tensors)
     at = st.group_of(table, columns, tensors, t, mask)
@@ -48,7 +48,7 @@ def lamb_prologue(table, scalars, groups, tensors):
     tl.store(out + st.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + COUPLED_DECAY, tl.zeros(t.shape, tl.float32), mask=mask)
     tl.store(out + _UPDATE_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
-    tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay)
+    tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay, passes)
 
 
 @triton.jit
@@ -88,13 +88,19 @@ def lamb_norm_tiles(
     tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 
-@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs"])
-def lamb_ratios(table, scalars, sums, programs_before, programs, groups, tensors, first, count):
+@triton.jit(
+    do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs", "passes"]
+)
+def lamb_ratios(
+    table, scalars, sums, programs_before, programs, groups, tensors, first, count, squares, passes
+):
     """A program for each layer computes its trust ratio and its rate."""
     _, columns = st.columns_of(table, groups, tensors)
-    tensor, p_norm, norm = tr.norms_of_layer(columns, sums, programs_before, programs, tensors, first, count)
+    tensor, p_norm, norm = tr.norms_of_layer(
+        columns, sums, programs_before, programs, tensors, first, count, squares, passes
+    )
     s = scalars + tensor * st.SCALARS
-    if tl.load(s + tr.ADAPT) != 0.0:
+    if (tl.load(s + tr.ADAPT) != 0.0) & (passes != tr.FIRST):
         yes = tensor >= 0
         at = st.group_of(table, columns, tensors, tensor, yes)
         ratio = tr.ratio_or_one(p_norm, norm, p_norm / norm)

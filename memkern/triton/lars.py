@@ -27,8 +27,8 @@ _CLASSIC = tl.constexpr(4)
 _GRAD_RATIO = tl.constexpr(12)
 
 
-@triton.jit(do_not_specialize=["groups", "tensors"])
-def lars_prologue(table, scalars, groups, tensors):
+@triton.jit(do_not_specialize=["groups", "tensors", "passes"])
+def lars_prologue(table, scalars, groups, tensors, passes):
     """Computes each layer's scalars (``LarsScalars`` in csrc/core/lars.h)."""
     columns, t, mask = st.tensors_of_program(table, groups, tensors)
     at = st.group_of(table, columns, tensors, t, mask)
@@ -51,7 +51,7 @@ def lars_prologue(table, scalars, groups, tensors):
     tl.store(out + NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
     st.store_step_offset(out, step, mask)
     tl.store(out + _GRAD_RATIO, tl.full(t.shape, 1.0, tl.float32), mask=mask)
-    tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay)
+    tr.store_layer_scalars(table, columns, tensors, t, mask, out, at, lr, weight_decay, passes)
 
 
 @triton.jit
@@ -98,13 +98,19 @@ def lars_norm_tiles(
     tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 
-@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs"])
-def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors, first, count):
+@triton.jit(
+    do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs", "passes"]
+)
+def lars_ratios(
+    table, scalars, sums, programs_before, programs, groups, tensors, first, count, squares, passes
+):
     """A program for each layer computes its trust ratio and the scalars that depend on it."""
     _, columns = st.columns_of(table, groups, tensors)
-    tensor, p_norm, norm = tr.norms_of_layer(columns, sums, programs_before, programs, tensors, first, count)
+    tensor, p_norm, norm = tr.norms_of_layer(
+        columns, sums, programs_before, programs, tensors, first, count, squares, passes
+    )
     s = scalars + tensor * st.SCALARS
-    if tl.load(s + tr.ADAPT) != 0.0:
+    if (tl.load(s + tr.ADAPT) != 0.0) & (passes != tr.FIRST):
         yes = tensor >= 0
         at = st.group_of(table, columns, tensors, tensor, yes)
         lr, weight_decay = st.read_scalar(at, yes), st.read_fp64(at + _WEIGHT_DECAY, yes)

@@ -15,7 +15,7 @@ from .codec import dynamic_tables
 from .launch import guard
 from .step_args import check_step
 from .tensor_table import plan_for
-from .trust_ratio import increment_steps
+from .trust_ratio import BOTH, FIRST, SECOND, increment_steps
 
 
 def step_in_one_pass(op: StepOp, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
@@ -74,7 +74,10 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
 def step_in_two_passes(
     op: StepOp, args: StepArgs, prologue: Any, norms: Any, ratios: Any, update: Any
 ) -> None:
-    """The prologue, the steps' increment, then three launches for each combination of constants that occurs."""
+    """The prologue, the steps' increment, then three launches for each combination of constants that occurs.
+
+    Of one of the passes alone, where there are ``squares``, those that it needs.
+    """
     device = args.params[0].device if args.params else torch.device("cpu")
 
     def check() -> None:
@@ -82,7 +85,7 @@ def step_in_two_passes(
         check_trust_ratios(op, args)
 
     has_layers = any(x.numel() != 1 for x in args.trust_ratios)
-    if has_layers or not args.params:
+    if has_layers or not args.params or args.squares is not None or args.squares_only:
         check()
     if not args.params:
         return
@@ -91,12 +94,16 @@ def step_in_two_passes(
         plan = plan_for(op.name, split, device, check, tiles=8, sums_per_program=2)
         memory, tables = plan.memory, dynamic_tables(device)
         table, scalars, sums = memory.table, memory.scalars, memory.sums
-        plan.prologue(prologue, table, scalars, *plan.sizes)
-        plan.prologue(increment_steps, table, scalars, *plan.sizes)
+        passes = (BOTH if args.squares is None else FIRST if args.squares_only else SECOND).value
+        squares = sums if args.squares is None else args.squares
+        plan.prologue(prologue, table, scalars, *plan.sizes, passes)
+        if not args.squares_only:
+            plan.prologue(increment_steps, table, scalars, *plan.sizes)
         for launch, reduction in zip(plan.launches, plan.reductions, strict=True):
             run = launch.first, launch.count
-            launch(norms, table, scalars, tables, sums, launch.programs_before, *plan.sizes, *run)
-            reduction(
-                ratios, table, scalars, sums, launch.programs_before, launch.programs, *plan.sizes, *run
-            )
-            launch(update, table, scalars, tables, *plan.sizes, *run)
+            programs = launch.programs_before, launch.programs
+            if passes != SECOND.value:
+                launch(norms, table, scalars, tables, sums, launch.programs_before, *plan.sizes, *run)
+            reduction(ratios, table, scalars, sums, *programs, *plan.sizes, *run, squares, passes)
+            if not args.squares_only:
+                launch(update, table, scalars, tables, *plan.sizes, *run)

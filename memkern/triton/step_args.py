@@ -82,3 +82,5 @@ def check_step(op: StepOp, args: StepArgs, device: torch.device) -> None:
         for i, x in enumerate(getattr(args, name)):
             if x.device != device:
                 raise ValueError(f"{name}[{i}] must be on {device} like the first parameter, got {x.device}")
+    if args.squares is not None and args.squares.device != device:
+        raise ValueError(f"squares must be on {device} like the first parameter, got {args.squares.device}")

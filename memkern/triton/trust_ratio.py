@@ -24,6 +24,10 @@ def _word_of_all(hyperparameter: str) -> tl.constexpr:
 TRUST_CLIP = _word_of_all("trust_clip")
 ALWAYS_ADAPT = _word_of_all("always_adapt")
 MAXIMIZE = _word_of_all("maximize")
+# The passes of a step: both, or one of them, with rows of StepArgs' squares (one per layer) written or read.
+BOTH = tl.constexpr(0)
+FIRST = tl.constexpr(1)
+SECOND = tl.constexpr(2)
 _LANES = tl.constexpr(1024)
 
 
@@ -35,14 +39,14 @@ def next_step(columns, tensors, t, mask):
 
 
 @triton.jit
-def store_layer_scalars(table, columns, tensors, t, mask, out, group, lr, weight_decay):
+def store_layer_scalars(table, columns, tensors, t, mask, out, group, lr, weight_decay, passes):
     """Stores the scalars that both optimizers have, with a trust ratio of 1."""
     run = st.skipped(table) == 0
     adapt = (weight_decay != 0.0) | (st.read_fp64(group + ALWAYS_ADAPT, mask) != 0.0)
     ratio = tl.load(columns + st.TRUST_RATIO * tensors + t, mask=mask, other=0).to(
         tl.pointer_type(tl.float32)
     )
-    tl.store(ratio, tl.where(run, 1.0, tl.load(ratio, mask=mask, other=0.0)), mask=mask)
+    tl.store(ratio, 1.0, mask=mask & run & (passes != FIRST))
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
     tl.store(out + RATE, lr.to(tl.float32), mask=mask)
     tl.store(out + ADAPT, tl.where(run, tl.where(adapt, 1.0, 0.0), 0.0), mask=mask)
@@ -57,7 +61,7 @@ def store_squares(sums, program, params, updates):
 
 
 @triton.jit
-def norms_of_layer(columns, sums, programs_before, programs, tensors, first, count):
+def norms_of_layer(columns, sums, programs_before, programs, tensors, first, count, squares, passes):
     """This program's layer, and the norms of its parameter and update: partial sums are added in a fixed order."""
     i = tl.program_id(0)
     slot = columns + first + i
@@ -65,17 +69,24 @@ def norms_of_layer(columns, sums, programs_before, programs, tensors, first, cou
     end = tl.where(
         i + 1 < count, tl.load(slot + st.FIRST_PROGRAM * tensors + 1, mask=i + 1 < count, other=0), programs
     )
+    end = tl.where(passes == SECOND, begin, end)
     lane = tl.arange(0, _LANES)
     params, updates = tl.zeros((_LANES,), tl.float64), tl.zeros((_LANES,), tl.float64)
     for k in range(begin, end, _LANES):
         at = sums + 2 * (programs_before + k + lane)
         params += tl.load(at, mask=k + lane < end, other=0.0)
         updates += tl.load(at + 1, mask=k + lane < end, other=0.0)
-    return (
+    tensor, param, update = (
         tl.load(slot + st.ORDER * tensors),
-        tl.sqrt(tl.sum(params, axis=0)),
-        tl.sqrt(tl.sum(updates, axis=0)),
+        tl.sum(params, axis=0),
+        tl.sum(updates, axis=0),
     )
+    row = squares + 2 * tensor
+    tl.store(row, param, mask=passes == FIRST)
+    tl.store(row + 1, update, mask=passes == FIRST)
+    param += tl.load(row, mask=passes == SECOND, other=0.0)
+    update += tl.load(row + 1, mask=passes == SECOND, other=0.0)
+    return tensor, tl.sqrt(param), tl.sqrt(update)
 
 
 @triton.jit

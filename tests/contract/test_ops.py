@@ -1,6 +1,8 @@
 """torch.ops.memkern and torch.ops.memkern_reference: complete, alike, and checked by opcheck."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,46 @@ def test_meta_tensors(name: str) -> None:
         for r, f in zip(*((x if isinstance(x, tuple) else (x,)) for x in (real, fake)), strict=True):
             assert (r.shape, r.dtype) == (f.shape, f.dtype)
             assert r.numel() < 2 or r.stride() == f.stride()
+
+
+TWO_PASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LAMB": ("lamb_step_", {}),
+    "LAMB, layers": ("lamb_step_", {"layers": [1, 3, 1], "trust_ratios": [torch.ones(n) for n in (1, 3, 1)]}),
+    "LARS": ("lars_step_", {}),
+    "LARS, classic": ("lars_step_", {"trust_coeff": [1e-2] * 3, "nesterov": [1] * 3}),
+}
+
+
+@interpreted(case=("LAMB", "LARS, classic"))
+@over_namespaces
+@pytest.mark.parametrize("case", TWO_PASSES)
+def test_two_passes_one_after_the_other(namespace: str, case: str) -> None:
+    """Squares of layers by one call, and the step with them by another: the bits of a step in one call."""
+    name, options = TWO_PASSES[case]
+
+    def new() -> schemas.StepArgs:
+        return copy.deepcopy(step_args(name, ["codes", "fp32", "codes"], **options))
+
+    whole, halves, expected = new(), new(), new()
+    squares, truth = (
+        torch.zeros(sum(map(len, whole.trust_ratios)), 2, dtype=torch.float64) for _ in range(2)
+    )
+    step = op(namespace, name)
+    op("memkern_reference", name)(*new()._replace(squares=truth, squares_only=True))
+    step(*whole)
+    step(*halves._replace(squares=squares, squares_only=True))
+    assert_same([*halves], [*expected])
+    torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
+    assert (squares > 0).all()
+    step(*halves._replace(squares=squares))
+    assert_same([*halves], [*whole])
+
+
+@over_namespaces
+def test_opcheck_of_squares(namespace: str) -> None:
+    squares = torch.zeros(2, 2, dtype=torch.float64)
+    args = step_args("lamb_step_", ["codes", "fp32"], squares=squares, squares_only=True)
+    torch.library.opcheck(op(namespace, "lamb_step_"), args)
 
 
 @over_namespaces

@@ -87,6 +87,10 @@ BAD_STEPS |= {
     "layers that do not divide": {"layers": [2, 1]},
     "layers that end inside a block": {"layers": [37, 1], "trust_ratios": [torch.ones(37), torch.ones(1)]},
     "layers below 0": {"layers": [-1, 1]},
+    "squares in fp32": {"squares": torch.zeros(2, 2)},
+    "squares of a layer fewer": {"squares": torch.zeros(1, 2, dtype=torch.float64)},
+    "squares of other strides": {"squares": torch.zeros(2, 2, dtype=torch.float64).t()},
+    "squares_only without squares": {"squares_only": True},
 }
 BAD_CASES = [
     (name, case)

@@ -174,6 +174,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
         for step in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_", "sgd_step_")
     },
 }
+for step in ("lamb_step_", "lars_step_"):
+    SAMPLES[step]["squares of others"] = lambda s=step: step_args(
+        s, ["codes", "fp32"], squares=torch.tensor([[9.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
+    )
 SAMPLES["grad_norm_"] = {
     name: lambda s=scale, d=dtypes: (
         torch.zeros((), dtype=torch.float64),
