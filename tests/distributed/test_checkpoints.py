@@ -63,6 +63,10 @@ def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int
     return everything(model, optimizer)
 
 
+@pytest.mark.feature(
+    "torch",
+    "`torch.distributed.checkpoint`: saved and loaded by 2, 3, 1 and 4 processes in turn, bit for bit",
+)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("build", "new"), [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit)]
@@ -179,6 +183,7 @@ def async_saved(path: str) -> Any:
     return everything(model, optimizer)
 
 
+@pytest.mark.feature("torch", "`torch.distributed.checkpoint.async_save`")
 @pytest.mark.full
 def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
     expected = alone(Odd, optim.AdamW8bit, OPTIONS, 5)

@@ -40,6 +40,7 @@ def refused(use_orig_params: bool) -> None:
             new(model.parameters(), **options)
 
 
+@pytest.mark.feature("torch", "FSDP1: `max_grad_norm`, LAMB and LARS raise and name `fully_shard`")
 @pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_norms_of_flat_shards_are_refused(ranks: Ranks, use_orig_params: bool) -> None:
@@ -65,6 +66,7 @@ def gathered(use_orig_params: bool) -> Any:
     return expected, found, before, after
 
 
+@pytest.mark.feature("torch", "FSDP1: `optim_state_dict`")
 @pytest.mark.full
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_optim_state_dict(ranks: Ranks, use_orig_params: bool) -> None:

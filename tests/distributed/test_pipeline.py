@@ -50,6 +50,7 @@ def in_pipeline(new: Any, count: int) -> Any:
     return found, [p.detach() for p in module.parameters()], len(optimizer.state)
 
 
+@pytest.mark.feature("torch", "`torch.distributed.pipelining`: an optimizer for each stage")
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit])
 def test_a_stage_has_its_optimizer(ranks: Ranks, new: Any) -> None:

@@ -45,6 +45,7 @@ def test_a_few_steps(ranks: Ranks) -> None:
         assert_same(rank, alone(Odd, optim.AdamW8bit, options, 3))
 
 
+@pytest.mark.feature("torch", "`fully_shard` on 2 and 3 processes: 200 steps with the bits of one process")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit])
@@ -57,6 +58,7 @@ def test_200_steps(ranks: Ranks, build: Any, least: int, last: int, new: Any, wo
         assert_same(rank, expected)
 
 
+@pytest.mark.feature("torch", "HSDP, two replicas of two shards: bits of one process")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("new", "codec"), [(optim.Adam8bit, "power"), (optim.AdamW, "power"), (optim.Lion8bit, "dynamic")]
@@ -108,6 +110,7 @@ def test_placements(ranks: Ranks, sizes: Any, shape: Any, placements: Any, scale
         assert at == tuple(scales)
 
 
+@pytest.mark.feature("torch", "`fully_shard`: LAMB and LARS within 1e-6 of one process")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("build", "case", "world"),
@@ -249,6 +252,9 @@ def losses(new: Any, options: dict[str, Any], shards: bool, policy: Any = None) 
     return torch.stack(found), [p.detach().clone() for p in params]
 
 
+@pytest.mark.feature(
+    "torch", "DistributedDataParallel (replicas with the same bits) and `fully_shard`: losses of one process"
+)
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
 def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
@@ -263,6 +269,7 @@ def test_losses_end_to_end(ranks: Ranks, new: Any) -> None:
                 assert_same(params, results[0][1])  # DDP's replicas
 
 
+@pytest.mark.feature("torch", "`fully_shard`: mixed precision, CPU offload, no reshard after forward")
 @pytest.mark.full
 @pytest.mark.parametrize(
     "policy",

@@ -44,6 +44,7 @@ def losses(data: int, tensor: int, new: Any, options: dict[str, Any]) -> Any:
     return found, states
 
 
+@pytest.mark.feature("torch", "tensor parallel DTensors: losses of one process")
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit])
 def test_losses(ranks: Ranks, new: Any) -> None:

@@ -82,6 +82,9 @@ def assert_same(a: Path, b: Path) -> dict[str, Any]:
     return two
 
 
+@pytest.mark.feature(
+    "torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`"
+)
 @pytest.mark.full
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_one_and_two_processes_agree_at_equal_global_batch(
@@ -147,6 +150,7 @@ def test_a_partial_group_and_padded_texts_agree(tmp_path: Path) -> None:
     main(["train", "--resume", str(tmp_path / "2.pt")])  # in another number of processes
 
 
+@pytest.mark.feature("torch", "`torchrun -m memkern train`")
 @pytest.mark.full
 def test_torchrun(text: Path, tmp_path: Path) -> None:
     command = [
