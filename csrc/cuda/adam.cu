@@ -1,6 +1,6 @@
 // memkern::adam_step_ on CUDA devices. Lower bound of a step's time: its bytes (16.13 per parameter in
 // fp32, 10.13 in bf16) over the copy bandwidth.
-#include "adam_update.cuh"
+#include "adam_whole.cuh"
 #include "common/ops.h"
 #include "core/adam.h"
 #include "launch_step.h"
@@ -27,6 +27,7 @@ static __global__ void adam_prologue(AdamTable table) {
 struct AdamRule {
   using Tensor = AdamTensor;
   using Scalars = AdamScalars;
+  static constexpr bool kOneProduct = true;  // a parameter changes by step_size times the direction
   template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
     return adam_param(p, m, w, s);
   }
@@ -38,7 +39,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
   __shared__ TileWork<AdamTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { adam_update_8bit<Kind, AdamRule>(work, types...); },
+      work.tensor, [&](auto... types) { adam_update<Kind, AdamRule>(work, types...); },
       [&](auto type) { adam_update_fp32<AdamRule>(work, type); });
 }
 

@@ -13,11 +13,16 @@ struct AdamVector {
   float p[kVector], g[kVector], m[kVector], v[kVector];
 };
 
+// Whether moments see the gradients as they are.
+MEMKERN_DEVICE bool plain_gradients(const AdamScalars& s) {
+  return s.grad_factor == 1.0f && s.coupled_decay == 0.0f;
+}
+
 // m and v are already multiplied by beta1 and beta2.
-MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s) {
+MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s, bool plain) {
   // One branch for the whole vector: most steps neither scale gradients nor have coupled decay, and applying
   // both to each element would take three instructions.
-  if (s.grad_factor != 1.0f || s.coupled_decay != 0.0f) {
+  if (!plain) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) x.g[i] = adam_gradient(x.g[i], x.p[i], s);
   }
@@ -45,7 +50,7 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
   decode<Kind, false>(v, v_unit, x.v);
   if constexpr (Kind == StateKind::kPower)
     for (float& w : x.v) w = w * w;  // power codes hold w = sqrt(v)
-  adam_update_moments(x, work.scalars.scalars);
+  adam_update_moments(x, work.scalars.scalars, plain_gradients(work.scalars.scalars));
   return x;
 }
 
@@ -63,7 +68,7 @@ template <class P> MEMKERN_DEVICE AdamVector adam_load_fp32(const TensorRecord& 
     x.m[i] = s.beta1 * x.m[i];
     x.v[i] = s.beta2 * x.v[i];
   }
-  adam_update_moments(x, s);
+  adam_update_moments(x, s, plain_gradients(s));
   return x;
 }
 
@@ -80,7 +85,7 @@ MEMKERN_DEVICE void adam_update_params(AdamVector& x, float (&w)[kVector], const
 
 // Whether roots and divisions of all 8 elements are within the range of Fast (fast_path.cuh).
 MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_absmax, const AdamScalars& s) {
-  bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f;
+  bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= kMaxDenominator / 2;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) fast = fast && x.v[i] >= kMinRadicand && fabsf(x.m[i]) >= kMinNumerator;
   return fast;
@@ -90,8 +95,8 @@ MEMKERN_DEVICE bool in_fast_range(const AdamVector& x, float m_absmax, float v_a
 // not occurred yet, and fill up the last vector of a tensor.
 MEMKERN_DEVICE bool in_fast_range_or_zero(const AdamVector& x, float m_absmax, float v_absmax,
                                           const AdamScalars& s) {
-  bool fast =
-      m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= 0x1p40f && s.eps >= kMinDenominator;
+  bool fast = m_absmax <= kMaxNumerator && v_absmax <= kMaxRadicand && s.eps <= kMaxDenominator / 2 &&
+              s.eps >= kMinDenominator;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     fast = fast && (x.v[i] == 0.0f || x.v[i] >= kMinRadicand);

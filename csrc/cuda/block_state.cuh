@@ -119,11 +119,11 @@ constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either
 
 // power_encode_signed(x, factor, rest) of a finite x, in the low byte, from an approximate square root: the
 // comparison makes up for its error.
-MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float rest) {
+MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float rest, float twice_rest) {
   const float a = fabsf(x) * factor;
   const float q = __fadd_rd(approximate_sqrt(a), kDown) - kDown;
   // rest * (2 q + 1) is rounded once, as in the formula; the difference is exact.
-  const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(rest + rest, q, rest);
+  const bool up = __fmaf_rn(-q, q, a) >= __fmaf_rn(twice_rest, q, rest);
   return bits_of(copysignf(up ? q + 1.0f : q, x) + kRound);
 }
 
@@ -141,7 +141,8 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (Signed && !rounding.nearest) {
-      code[i] = signed_code(x[i], factor, rounding.rest(j + i));
+      const float rest = rounding.rest(j + i);
+      code[i] = signed_code(x[i], factor, rest, rest + rest);
       continue;
     }
     const float root = approximate_sqrt((Signed ? fabsf(x[i]) : x[i]) * factor);

@@ -93,4 +93,11 @@ void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&
 
 #endif
 
+// Whether any lane of a warp says so. A branch on it keeps the warp together, as the compiler then knows: it
+// leaves out what checks that at each shuffle (two instructions), and stack entries for divergent lanes.
+MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
+
+// A number that is the same in all lanes, for the same reason: a loop's count.
+MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
+
 }  // namespace memkern

@@ -38,11 +38,44 @@ template <bool AllowZero> struct FastFloat {
 using Fast = FastFloat<false>;
 using FastOrZero = FastFloat<true>;
 
-// The range: with radicands from kMinRadicand to kMaxRadicand, numerators from 2^-80 to 2^60 and denominators
-// from 2^-51 to 2^41, all quotients, remainders and reciprocals on the way are normal numbers. Numerators of
-// +0 and -0 are right too, and for FastOrZero radicands of +0.
-constexpr float kMinRadicand = 0x1p-101f, kMaxRadicand = 0x1p80f;
-constexpr float kMinNumerator = 0x1p-80f, kMaxNumerator = 0x1p60f;
-constexpr float kMinDenominator = 0x1p-51f;
+// As good as fp32 allows in few instructions: an approximate root and an approximate reciprocal, each off by
+// up to 2^-23 of itself (PTX ISA: sqrt.approx, rcp.approx), and a product that is rounded with the sum or
+// difference that it becomes a part of.
+struct Approximate {
+  struct Product {
+    float a, b;
+    MEMKERN_DEVICE operator Approximate() const { return Approximate(a * b); }
+  };
+  float x;
+  MEMKERN_DEVICE explicit Approximate(float value) : x(value) {}
+  MEMKERN_DEVICE explicit operator float() const { return x; }
+
+  friend MEMKERN_DEVICE Approximate operator+(Approximate a, Approximate b) { return Approximate(a.x + b.x); }
+  friend MEMKERN_DEVICE Product operator*(Approximate a, Approximate b) { return {a.x, b.x}; }
+  friend MEMKERN_DEVICE Approximate operator-(Approximate a, Product b) {
+    return Approximate(__fmaf_rn(-b.a, b.b, a.x));
+  }
+  friend MEMKERN_DEVICE Approximate operator/(Approximate a, Approximate b) {
+    return Approximate(a.x * approximate_reciprocal(b.x));
+  }
+  friend MEMKERN_DEVICE Approximate sqrt(Approximate a) { return Approximate(approximate_sqrt(a.x)); }
+};
+
+// x / divisor, correctly rounded, from the divisor's rounded reciprocal: for the squares of power_levels, and
+// x of kMinDividend or more (tests/gpu/test_gpu_exact.py tries every mantissa).
+constexpr float kMinDividend = 0x1p-100f;
+MEMKERN_DEVICE float divide(float x, float divisor, float reciprocal) {
+  const float quotient = x * reciprocal;
+  return __fmaf_rn(__fmaf_rn(-divisor, quotient, x), reciprocal, quotient);
+}
+
+// The range: with radicands from kMinRadicand to kMaxRadicand, numerators from kMinNumerator to kMaxNumerator
+// and denominators from kMinDenominator to kMaxDenominator, all quotients, remainders and reciprocals on the
+// way are normal numbers. Numerators of +0 and -0 are right too, and radicands of +0 but for Fast.
+constexpr float kMinRadicand = 0x1p-101f, kMaxRadicand = 0x1p40f;
+constexpr float kMinNumerator = 0x1p-64f, kMaxNumerator = 0x1p60f;
+constexpr float kMinDenominator = 0x1p-51f, kMaxDenominator = 0x1p21f;
+// A quotient's product with a step size of at least this is a normal number.
+constexpr float kMinStepSize = 0x1p-40f;
 
 }  // namespace memkern

@@ -1,6 +1,6 @@
 // memkern::lamb_step_ on CUDA devices. Lower bound of a step's time: its bytes (26.19 per parameter in
 // fp32, 16.19 in bf16) over the copy bandwidth.
-#include "adam_update.cuh"
+#include "adam_whole.cuh"
 #include "common/ops.h"
 #include "core/lamb.h"
 #include "launch_step.h"
@@ -15,6 +15,7 @@ using LambTensor = Stepped<LambScalars>;
 struct LambRule {
   using Tensor = LambTensor;
   using Scalars = LambScalars;
+  static constexpr bool kOneProduct = false;
   template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
     return lamb_param(p, m, w, s);
   }
@@ -101,7 +102,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
   __shared__ TileWork<LambTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { adam_update_8bit<Kind, LambRule>(work, types...); },
+      work.tensor, [&](auto... types) { adam_update<Kind, LambRule>(work, types...); },
       [&](auto type) { adam_update_fp32<LambRule>(work, type); });
 }
 

@@ -99,7 +99,7 @@ template <class Scalars> struct TileWork {
   // master weights or not, as `master` says.
   template <class Group>
   MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool master) {
-    if (skipped(*table.header)) return false;
+    if (any_lane(skipped(*table.header))) return false;
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
       if (threadIdx.x == 0) {
@@ -112,8 +112,8 @@ template <class Scalars> struct TileWork {
       }
     }
     __syncthreads();
-    if (has_master_weights(tensor) != master) return false;
-    return tensor.kind == kind || (tensor.kind == StateKind::kFp32 && fp32);
+    return any_lane(has_master_weights(tensor) == master &&
+                    (tensor.kind == kind || (tensor.kind == StateKind::kFp32 && fp32)));
   }
 };
 
@@ -125,18 +125,18 @@ MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&
   const LaneGroup group(t.blocks.block);
   const bool sixteen = group.shift == 4;
   if constexpr (Master) {
-    if (t.kind == StateKind::kFp32)
+    if (any_lane(t.kind == StateKind::kFp32))
       fp32(MasterWeights{});
-    else if (sixteen && t.grad_type == FloatType::kBf16)
+    else if (any_lane(sixteen && t.grad_type == FloatType::kBf16))
       coded(MasterWeights{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
     else
       coded(MasterWeights{}, t.grad_type, group);
   } else {
-    if (t.kind == StateKind::kFp32)
+    if (any_lane(t.kind == StateKind::kFp32))
       fp32(t.param_type);
-    else if (sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32)
+    else if (any_lane(sixteen && t.param_type == FloatType::kFp32 && t.grad_type == FloatType::kFp32))
       coded(ConstantType<FloatType::kFp32>{}, ConstantType<FloatType::kFp32>{}, SixteenLanes{});
-    else if (sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16)
+    else if (any_lane(sixteen && t.param_type == FloatType::kBf16 && t.grad_type == FloatType::kBf16))
       coded(ConstantType<FloatType::kBf16>{}, ConstantType<FloatType::kBf16>{}, SixteenLanes{});
     else
       coded(t.param_type, t.grad_type, group);

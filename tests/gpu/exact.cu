@@ -63,6 +63,19 @@ __global__ void approximate_roots(unsigned first, unsigned count, Found* out) {
   out[thread] = found;
 }
 
+// rcp.approx within 2^-23 of the reciprocal, where that is a normal number.
+__global__ void approximate_reciprocals(unsigned first, unsigned count, Found* out) {
+  const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  Found found{};
+  for (unsigned long long i = thread; i < count; i += threads) {
+    const float x = __uint_as_float(first + static_cast<unsigned>(i));
+    const double reciprocal = 1.0 / static_cast<double>(x);
+    if (!(fabs(static_cast<double>(approximate_reciprocal(x)) - reciprocal) <= reciprocal * 0x1p-23))
+      note(found, x, 0.0f);
+  }
+  out[thread] = found;
+}
+
 // Numerators of 2^-80 to 2^60, of both signs, and zeros; denominators of 2^-51 to 2^41.
 __global__ void divisions(unsigned long long first, unsigned long long count, Found* out) {
   const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
@@ -113,6 +126,10 @@ int main(int argc, char** argv) {
   bool right = report("root", most - least + 1.0, device, host);
   approximate_roots<<<kBlocks, kThreads>>>(0x00800000, 0x7F800000 - 0x00800000, device);
   right &= report("approximate root", 0x7F800000 - 0x00800000, device, host);
+  const unsigned low = std::bit_cast<unsigned>(kMinDenominator),
+                 high = std::bit_cast<unsigned>(kMaxDenominator);
+  approximate_reciprocals<<<kBlocks, kThreads>>>(low, high - low, device);
+  right &= report("approximate reciprocal", high - low, device, host);
   divisions<<<kBlocks, kThreads>>>(0, pairs, device);
   right &= report("division", static_cast<double>(pairs), device, host);
   return right ? 0 : 1;

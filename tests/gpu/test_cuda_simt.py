@@ -199,6 +199,22 @@ def test_small_moments_over_large_ones(scale: float) -> None:
         compare_steps("adam_step_", args._replace(grads=grads), {}, steps=1)
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-14, 1e-3, 1.0])
+def test_bf16_parameters_rounded_from_approximations(lr: float) -> None:
+    """Changes as large as the parameters, so that some of them are near the middle between two bf16 numbers."""
+    args = step_args("adam_step_", torch.bfloat16, torch.bfloat16, codec=(0, 0), layouts=("whole blocks",))
+    p = hard((64, 1024), 3, scale=lr or 1.0).bfloat16()
+    p.view(-1)[::5] = 0.0
+    args = args._replace(
+        params=[p],
+        grads=[like(p, 1)],
+        moments=[torch.zeros_like(p, dtype=x.dtype) for x in args.moments],
+        scales=[torch.zeros(64, 8) for _ in args.scales],
+        lr=[torch.tensor(lr, dtype=torch.float64)] * 2,
+    )
+    compare_steps("adam_step_", args, {})
+
+
 @pytest.mark.parametrize("eps", [1e-8, 1e-30, 0.0])
 @pytest.mark.parametrize("g", [0.0, -0.0, 1e-3])
 def test_zeros(g: float, eps: float) -> None:

@@ -36,8 +36,8 @@ FLAGS = [
 ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
 LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
 PATHS = {
-    "AdamW fp32": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5}),
-    "AdamW bf16": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+    "AdamW fp32": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34}),
+    "AdamW bf16": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 8, "MUFU": 34}),
     "AdamW bf16+8": (
         "adam_tiles<1, 1>",
         ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 6, "STG": 5},

@@ -250,6 +250,11 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
 }
 inline bool __any_sync(unsigned mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
 
+inline int __reduce_max_sync(unsigned mask, int x) {  // of numbers that are alike
+  if (__shfl_sync(mask, x, 0) != x) simt::die("lanes disagree on a loop's count");
+  return x;
+}
+
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T x) { *p = x; }
@@ -273,7 +278,12 @@ inline float __fadd_rd(float a, float b) {
 
 namespace memkern {
 
-inline float approximate_reciprocal(float x) { return 1.0f / x; }
+// With errors as a GPU may have them: the next float above or below the rounded quotient, for some numbers.
+inline float approximate_reciprocal(float x) {
+  const float quotient = 1.0f / x;
+  const uint32_t kind = bits_of(x) * 2654435769u >> 30;
+  return kind > 1 || !(std::fabs(quotient) < 1e38f) ? quotient : std::nextafterf(quotient, kind ? INFINITY : 0.0f);
+}
 inline float approximate_reciprocal_sqrt(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline uint32_t to_bf16x2(float low, float high) {

@@ -1,0 +1,211 @@
+// The main path of a step: power codes in blocks of 128 elements that all are whole, in arrays that are
+// aligned to 16 bytes. What other tensors need for each element or each block is computed once per tile here,
+// and what few values need is behind branches that a whole warp takes or does not take.
+#pragma once
+#include "block_state.cuh"
+#include "fast_path.cuh"
+#include "step_table.cuh"
+#include "weights.cuh"
+
+namespace memkern {
+
+constexpr int kWholeBlock = 128;
+MEMKERN_DEVICE constexpr Span whole_vector() { return {0, kVector, true}; }
+
+// Blocks are consecutive then, whatever the rows are.
+MEMKERN_DEVICE bool has_whole_blocks(const TensorRecord& t, const void* grad) {
+  return t.blocks.block == kWholeBlock && t.blocks.segment % kWholeBlock == 0 && t.aligned &&
+         on_16_bytes(grad);
+}
+
+// One moment's scale, by half of a block's lanes (MomentHalves).
+struct ScaleFormula {
+  float squared_levels, reciprocal, decay;
+  bool is_root;  // of the second moment: the scale is the root of its maximum
+
+  // power_unit(scale, decay, levels)
+  MEMKERN_DEVICE float unit(float scale) const {
+    const float x = decay * scale;
+    float unit = divide(x, squared_levels, reciprocal);
+    if (any_lane(x < kMinDividend && x != 0.0f)) unit = x / squared_levels;
+    return unit;
+  }
+
+  // power_factor(scale, levels) of the scale that the block's maximum gives; scale: before, the maximum.
+  MEMKERN_DEVICE float factor(float& scale) const {
+    const float absmax = scale, root = static_cast<float>(sqrt(Fast(absmax)));
+    scale = is_root ? root : absmax;
+    float factor = static_cast<float>(Fast(squared_levels) / Fast(scale));
+    if (any_lane(!(absmax >= kMinRadicand && absmax <= kMaxRadicand))) {
+      if (absmax == 0.0f) return scale = 0.0f;
+      scale = is_root ? sqrt(absmax) : absmax;
+      factor = squared_levels / scale;
+      if (!is_finite(factor)) factor = 0.0f;
+    }
+    return factor;
+  }
+};
+
+// A lane's vectors in the blocks of a tile, one after the other; 16 lanes share a block.
+template <class P, class G> struct WholeVectors {
+  static constexpr int kLanes = kWholeBlock / kVector, kGroups = kThreads / kLanes;
+  TensorRecord tensor;  // these three point to the vector, and to its block's scale
+  const void* grad;
+  float* scale;
+  P param_type;
+  G grad_type;
+  MomentHalves half;
+  ScaleFormula formula;
+  int lane, rounds, left;
+
+  template <class Work>
+  MEMKERN_DEVICE WholeVectors(const Work& work, P param_type_, G grad_type_, float m_decay, float w_decay)
+      : tensor(work.tensor),
+        grad(work.grad),
+        param_type(param_type_),
+        grad_type(grad_type_),
+        half(SixteenLanes{}),
+        lane(threadIdx.x % kLanes),
+        rounds(same_in_all_lanes((work.tile.blocks + kGroups - 1) / kGroups)),
+        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kLanes) {
+    const float levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
+    formula = {levels * levels, 1.0f / (levels * levels), half.pick(m_decay, w_decay), half.upper};
+    const int64_t block = work.tile.first_block + (left > 0 ? threadIdx.x / kLanes : 0);
+    scale = half.pick(tensor.exp_avg_scale, tensor.exp_avg_sq_scale) + block;
+    move(block * kWholeBlock + position());
+  }
+
+  // In its block.
+  MEMKERN_DEVICE int position() const { return lane * kVector; }
+  // A group without a block left reads another one again, and stores nothing.
+  MEMKERN_DEVICE bool exists() const { return left > 0; }
+  // Of each moment one lane.
+  MEMKERN_DEVICE bool stores_scale() const { return exists() && lane % (kLanes / 2) == 0; }
+
+  MEMKERN_DEVICE void next() {
+    left -= kGroups;
+    const int blocks = left > 0 ? kGroups : 0;
+    scale += blocks;
+    move(blocks * kWholeBlock);
+  }
+
+ private:
+  MEMKERN_DEVICE void move(int64_t elements) {
+    const auto forward = [&](auto* array, int bytes) {
+      return static_cast<decltype(array)>(static_cast<char*>(const_cast<void*>(array)) + elements * bytes);
+    };
+    tensor.param = forward(tensor.param, param_type == FloatType::kFp32 ? 4 : 2);
+    grad = forward(grad, grad_type == FloatType::kFp32 ? 4 : 2);
+    tensor.exp_avg = forward(tensor.exp_avg, 1);
+    tensor.exp_avg_sq = forward(tensor.exp_avg_sq, 1);
+    tensor.weight_state = forward(tensor.weight_state, weight_state_bytes(tensor.weight_storage));
+  }
+};
+
+// The dithers of a block's positions, which are the same in all blocks of a tensor. Three instructions
+// compute one, and three more what signed codes need of it; from shared memory each takes a quarter of an
+// instruction.
+struct DitherTable {
+  // Of elements 0 to 3 of each lane, then of elements 4 to 7: loads of 16 bytes without bank conflicts.
+  using Row = float[2][kWholeBlock / kVector][4];
+  alignas(16) Row u, rest, twice_rest;
+
+  // All threads call it.
+  MEMKERN_DEVICE void fill(uint32_t step) {
+    static_assert(kThreads == kWholeBlock);
+    const int j = threadIdx.x, half = j / 4 % 2, lane = j / kVector;
+    const Rounding rounding{false, step};
+    u[half][lane][j % 4] = rounding.u(j);
+    rest[half][lane][j % 4] = rounding.rest(j);
+    twice_rest[half][lane][j % 4] = 2.0f * rounding.rest(j);
+    __syncthreads();
+  }
+
+  static MEMKERN_DEVICE void load(const Row& row, int lane, float (&x)[kVector]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 four = *reinterpret_cast<const uint4*>(row[half][lane]);
+      const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * half + i] = float_of(words[i]);
+    }
+  }
+};
+
+MEMKERN_DEVICE DitherTable& dither_table() {
+  __shared__ DitherTable table;
+  return table;
+}
+
+// decode<kPower, false>: unit * (q * q), rounded once. q * q is added to the bits of 2^23, and the fused
+// product takes 2^23 * unit off again, which is exact as no scale of a second moment's root is above 2^64.
+MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const uint32_t q = __byte_perm(i < 4 ? codes.x : codes.y, 0, 0x4440u + i % 4);
+    w[i] = __fmaf_rn(float_of(0x4B000000u + q * q), unit, -8388608.0f * unit);
+  }
+}
+
+// The smallest magnitude; NaN is passed over.
+MEMKERN_DEVICE float absmin(const float (&x)[kVector]) {
+  float least = fabsf(x[0]);
+#pragma unroll
+  for (int i = 1; i < kVector; ++i) least = fminf(least, fabsf(x[i]));
+  return least;
+}
+
+// The smallest and the largest of numbers that are not negative. As integers, of which sm_90 compares three
+// in one instruction; a NaN is above infinity then, or below 0.
+MEMKERN_DEVICE void least_and_most(const float (&x)[kVector], float& least, float& most) {
+  int low = static_cast<int>(bits_of(x[0])), high = low;
+#pragma unroll
+  for (int i = 1; i < kVector; ++i) {
+    const int next = static_cast<int>(bits_of(x[i]));
+    low = low < next ? low : next;
+    high = high > next ? high : next;
+  }
+  least = float_of(static_cast<uint32_t>(low));
+  most = float_of(static_cast<uint32_t>(high));
+}
+
+// Codes of the first moment, all of them certain.
+MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, const DitherTable& dithers,
+                                   int lane) {
+  float rest[kVector], twice_rest[kVector];
+  DitherTable::load(dithers.rest, lane, rest);
+  DitherTable::load(dithers.twice_rest, lane, twice_rest);
+  uint32_t code[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) code[i] = signed_code(m[i], factor, rest[i], twice_rest[i]);
+  return pack(code);
+}
+
+// Codes of w > 0 with a factor above 0, as estimate() has them, for a w that may be off by 2^-23 of itself.
+// They are certain if `farthest`, the largest distance from the middle of a code's interval, stays below
+// kCertain; then none is above 255.
+constexpr float kCertain = 0.5f - (255 * 0x1p-22f + 0x1p-16f);
+MEMKERN_DEVICE Codes estimate_positive(const float (&w)[kVector], float factor, const DitherTable& dithers,
+                                       int lane, float& farthest) {
+  float u[kVector];
+  DitherTable::load(dithers.u, lane, u);
+  uint32_t code[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float c = fmaxf(approximate_sqrt(w[i] * factor), 1.0f) + u[i];
+    const float down = __fadd_rd(c, kDown);
+    farthest = fmaxf(farthest, fabsf(c - (down - (kDown - 0.5f))));
+    code[i] = bits_of(down);
+  }
+  return pack(code);
+}
+
+// Without the codes of zeros, or any if the factor is 0.
+MEMKERN_DEVICE Codes clear_zeros(const float (&w)[kVector], float factor, Codes codes) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i)
+    if (w[i] == 0.0f || factor == 0.0f) (i < 4 ? codes.x : codes.y) &= ~(0xFFu << 8 * (i % 4));
+  return codes;
+}
+
+}  // namespace memkern
