@@ -29,8 +29,9 @@ CATEGORIES = (
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
 """What the allocator rounds sizes up to."""
+ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
-"""Of what a step allocates: for scratch memory inside of operators, which is not seen, and for fragmentation."""
+"""Of what a step has allocated: for scratch memory inside of operators, which is not seen, and for fragmentation."""
 BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": (0.05, 0.25)}
 """How far the truth may be above a prediction, and below it."""
 
@@ -224,7 +225,6 @@ class Planner:
                 "gradients": static["gradients"] + peak["gradients"],
                 "saved activations": peak["saved"],
                 "temporaries": peak["temporaries"]
-                + int(MARGIN[self.counted_on] * (peak["saved"] + peak["temporaries"]))
                 + (fixed.step_temporaries if techniques.step_in_backward and phase == "backward" else 0),
             }
             for phase, peak in found.items()
@@ -234,6 +234,9 @@ class Planner:
             "gradients": 0 if leaves else fixed.gradients,
             "temporaries": 0 if on_host else fixed.step_temporaries,
         }
+        for row in rows.values():
+            allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
+            row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated)
         sums = {phase: sum(rows[phase].values()) for phase in PHASES}
         largest = rows[max(sums, key=sums.__getitem__)]
         return Prediction(

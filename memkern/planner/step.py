@@ -17,7 +17,7 @@ from ..compression.swap import compress
 from .checkpointing import checkpoint_blocks
 from .models import Configured, Source
 from .techniques import TechniqueError, Techniques
-from .trace import Recorder, Trace, record
+from .trace import Recorder, Trace, aligned, record
 
 FEW = 2  # blocks of which traces are made
 ERRORS = ("weight_error", "master_weight")
@@ -79,7 +79,10 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         or techniques.checkpointing == "sqrt"
     ):
         return [trace(source, techniques, device)], 0
-    return [trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1)], depth - FEW
+    few, many = (trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1))
+    if aligned(few, many) is None:
+        return [trace(source, techniques, device)], 0
+    return [few, many], depth - FEW
 
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:

@@ -264,6 +264,7 @@ def main(args: argparse.Namespace) -> None:
             configs = [config]
         heap.trim()  # what reading the text and planning took
         trainers = [Trainer(each, source, group) for each in configs]
+        trainers[0].counts_peak = not args.fit
         if state:
             trainers[0].load_state_dict(state)
             state = None  # the model and the optimizer have it

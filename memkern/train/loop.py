@@ -50,8 +50,9 @@ class History:
 
     train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte, token or text.
     accuracy: (step, share of the validation texts whose class was found) pairs, of classifiers.
-    peak_bytes: tensor bytes of the last step; saved_bytes: what the forward pass of its first micro-batch saves for
-        the backward pass. Counting slows that step down, so it is left out of the speed.
+    peak_bytes: tensor bytes of the last step, None where they are not counted; saved_bytes: what the forward pass
+        of its first micro-batch saves for the backward pass. Counting slows that step down, so it is left out of the
+        speed.
     """
 
     train_loss: list[float] = dataclasses.field(default_factory=list)
@@ -73,7 +74,7 @@ class RunResult:
     optimizer_bytes: int
     bytes_per_parameter: float
     validation_loss: float
-    peak_bytes: int
+    peak_bytes: int | None
     saved_bytes: int
     median_step_seconds: float
     tokens_per_second: float
@@ -90,6 +91,8 @@ class Trainer:
     CUDA with deterministic kernels (``torch.use_deterministic_algorithms``).
 
     group: several processes; each has the same ``config`` and ``corpus``, and calls the same methods.
+    counts_peak: whether the last step's tensor bytes are counted. Autograd then adds the two gradients of a tied weight
+    in a third buffer, which a run close to its limit (--fit) has no room for.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus | Source, group: Processes | None = None) -> None:
@@ -112,6 +115,7 @@ class Trainer:
         if self.group.rank:
             torch.manual_seed(config.seed + self.group.rank)  # dropout's
         self.phases: Phases | None = None
+        self.counts_peak = True
         self.steps_done = 0
         self.history = History()
         self._batches: Iterator[tuple[list[Batch], int]] | None = None
@@ -176,19 +180,20 @@ class Trainer:
         return total.item()
 
     def step(self) -> float:
-        """One optimizer step; returns its training loss. The last one also measures the peak of tensor bytes.
+        """One optimizer step; returns its training loss. The last one also counts saved bytes and the peak.
 
         Raises Diverged where the loss is not finite.
         """
         began = time.perf_counter()
-        if self.steps_done + 1 == self.config.steps:
+        last = self.steps_done + 1 == self.config.steps
+        if last and self.counts_peak:
             losses: list[float] = []
             self.history.peak_bytes = memory.peak_bytes(
                 lambda: losses.append(self._update(counted=True)), self.model, self.optimizer
             )
             loss = losses[0]
         else:
-            loss = self._update()
+            loss = self._update(counted=last)
         self.history.seconds.append(time.perf_counter() - began)
         self.history.train_loss.append(loss)
         self.steps_done += 1
@@ -289,7 +294,7 @@ class Trainer:
     def result(self) -> RunResult:
         """The figures of a run whose last step is done and validated."""
         history = self.history
-        if history.peak_bytes is None or history.saved_bytes is None or not history.validation:
+        if history.saved_bytes is None or not history.validation:
             raise RuntimeError(f"no result after {self.steps_done} of {self.config.steps} steps")
         median = statistics.median(history.seconds[:-1] or history.seconds)
         parameters = sum(parameter.numel() for parameter in self.model.parameters())

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from memkern.planner import TechniqueError, Techniques, checkpoint_blocks
 from memkern.planner import step as planner_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import MODELS, resolve
-from memkern.planner.planning import ALONE, CATEGORIES, Planner, parse_memory
-from memkern.planner.trace import peaks
+from memkern.planner.planning import ALONE, CATEGORIES, MARGIN, Planner, parse_memory
+from memkern.planner.trace import Recorder, Trace, aligned, peaks
 
 MIB = 2**20
 WIDTH, DEPTH = 64, 4
@@ -89,6 +90,98 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     assert max(sum(phase.values()) for phase in found.values()) == real
 
 
+class Tied(nn.Module):
+    """A language model without blocks: what it needs most of is for the embedding's gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3000, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, chunked: bool) -> torch.Tensor:
+        x, weight = self.embedding(tokens), self.embedding.weight
+        if chunked:
+            return memkern.functional.linear_cross_entropy(x[:-1], weight, tokens[1:], chunk_size=500)
+        return nn.functional.cross_entropy(nn.functional.linear(x[:-1], weight).float(), tokens[1:])
+
+
+@pytest.mark.parametrize(
+    ("precision", "chunked", "gradients"), [("fp32", False, 3), ("amp", False, 2), ("fp32", True, 2)]
+)
+def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
+    precision: str, chunked: bool, gradients: int
+) -> None:
+    """In a buffer of its own where the first gradient is a view, as a linear layer's is; else over the first."""
+    loss = lambda model, batch: model(batch[0], chunked)  # noqa: E731
+    tokens = torch.arange(8)
+    source = resolve(Tied(), None, (tokens,), loss, None)
+    techniques = Techniques(precision=precision, micro_batch=8)
+    found = peaks(
+        *Planner(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1
+    )
+    model = Tied()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
+            value = loss(model, (tokens,))
+        value.backward()
+
+    real = allocated(step)
+    weight = model.embedding.weight.nbytes
+    assert gradients * weight <= real < (gradients + 1) * weight
+    assert abs(sum(found["backward"].values()) - real) < 0.1 * weight
+
+
+def allocated(call: Callable[[], None]) -> int:
+    """The peak of torch's CPU allocator above what was there."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+class Headed(Stack):
+    """A head that takes more operators than the blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for _ in range(100):
+            x = x.sin()
+        return x.mean()
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}], ids=str)
+def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict[str, Any]) -> None:
+    def traced(depth: int) -> Trace:
+        model = Headed()
+        model.blocks = nn.ModuleList(Block() for _ in range(depth))
+        source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
+        return planner_step.trace(source, Techniques(micro_batch=100, **changes), "cpu")
+
+    for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
+        found = peaks([traced(2), traced(3)], 7, **options)
+        assert found == peaks([traced(9)], 0, **options)
+        assert all(size >= 0 for phase in found.values() for size in phase.values())
+
+
+def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
+    x = torch.zeros(2, WIDTH)
+    other = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
+    few, many = (
+        planner_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other)
+    )
+    assert aligned(few, many) is None
+
+
+def test_what_is_on_no_device_has_no_bytes() -> None:
+    with Recorder([]) as recorder:
+        torch.empty(1000, device="meta")
+        torch.empty(10)
+    assert [s.size for s in recorder.storages] == [40]
+
+
 def test_categories_add_up_and_are_as_counted() -> None:
     planner = planner_of(Stack(), torch.zeros(2, WIDTH))
     count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)
@@ -117,10 +210,12 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
         planner.predict(Techniques(**changes))
         for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
-    assert plain.phases["step"] - plain.phases["begin"] == fixed.gradients
+    scratch = 1 + MARGIN["cpu"]
+    assert plain.phases["step"] - plain.phases["begin"] == int(scratch * fixed.gradients)
     assert leaving.categories["gradients"] <= 2 * fixed.largest
     assert accumulating.categories["gradients"] >= fixed.gradients
-    assert accumulating.phases["forward"] - plain.phases["forward"] == fixed.gradients
+    more = accumulating.phases["forward"] - plain.phases["forward"]
+    assert abs(more - scratch * fixed.gradients) <= 1
 
 
 def test_offload_leaves_the_gpu_without_states() -> None:
