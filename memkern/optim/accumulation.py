@@ -10,22 +10,35 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..quant.codec import WEIGHTS
-from ..quant.layout import is_dense, laid_out_alike, layout_of
+from ..quant.layout import is_dense, laid_out_alike, layout_of, memory_order
 from ..reference.blockwise import to_blocks
 from ..reference.weights import load_weight, store_weight
 
 BLOCK = 128  # positions with random bits of their own
+PIECE = 2**20  # elements
 ERRORS = {"stochastic": None, "bf16+8": torch.int8, "bf16+16": torch.int16}
 """Values of ``storage``, and the dtype of the error that each keeps."""
 
 
 @torch.no_grad()
 def add_(total: Tensor, x: Tensor, storage: str, step: int, error: Tensor | None = None) -> None:
-    """total = total + x in fp32, stored in bf16 as a step stores weights (``memkern.quant.codec.WEIGHTS``)."""
-    layout = layout_of(total, BLOCK)
+    """total = total + x in fp32, stored in bf16 as a step stores weights (``memkern.quant.codec.WEIGHTS``).
+
+    About PIECE elements at a time, so that what is computed in fp32 takes little beside the gradients.
+    """
+    whole = layout_of(total, BLOCK)
     (x,) = laid_out_alike([x], [total])
-    added = load_weight(total, error, WEIGHTS[storage], layout) + to_blocks(x, layout)
-    store_weight(added, total, error, WEIGHTS[storage], layout, step)
+    total, x = memory_order(total), memory_order(x)
+    error = None if error is None else memory_order(error)
+    unit = whole.segment if whole.segment < whole.numel else whole.block
+    size = max(PIECE // max(unit, 1), 1) * unit  # whole blocks, so that each has the same random bits
+    for start in range(0, whole.numel, max(size, 1)):
+        some, more = total[start : start + size], x[start : start + size]
+        rest = None if error is None else error[start : start + size]
+        count = len(some)
+        layout = whole._replace(numel=count, segment=min(whole.segment, count), scale_shape=())
+        added = load_weight(some, rest, WEIGHTS[storage], layout) + to_blocks(more, layout)
+        store_weight(added, some, rest, WEIGHTS[storage], layout, step)
 
 
 class _Sum:
@@ -60,19 +73,28 @@ class _Sum:
 
 
 class Accumulation:
-    """What :func:`accumulate` returns: ``remove()`` ends it, as does leaving a ``with`` block."""
+    """What :func:`accumulate` returns: ``remove()`` ends it, as does leaving a ``with`` block.
+
+    ``restart(count)`` sets the count of additions.
+    """
 
     def __init__(self, params: list[Tensor], storage: str) -> None:
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # a parameter holds its own but weakly
-        for p in params:
-            self._add(p, _Sum(storage))
+        self._sums = [_Sum(storage) for _ in params]
+        for p, one in zip(params, self._sums, strict=True):
+            self._add(p, one)
 
     def _add(self, p: Tensor, one: _Sum) -> None:
         node = get_gradient_edge(p).node
         self._nodes.append(node)
         self._handles.append(node.register_prehook(lambda _: one.hold(p)))
         self._handles.append(p.register_post_accumulate_grad_hook(one.add))
+
+    def restart(self, count: int) -> None:
+        """Sets the count of additions, from which the random bits come: a loop that goes on repeats every bit."""
+        for one in self._sums:
+            one.count = count
 
     def remove(self) -> None:
         for handle in self._handles:

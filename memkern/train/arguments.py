@@ -11,6 +11,7 @@ from .config import (
     BASELINES,
     CHECKPOINTING,
     DTYPES,
+    GRADIENT_ROUNDING,
     MASTER_WEIGHTS,
     MODELS,
     OPTIMIZERS,
@@ -107,6 +108,8 @@ def add_techniques(group: Any) -> None:
     add(group, "dtype", "type of the weights, gradients and activations", choices=list(DTYPES))
     text = "beside bf16 weights: a copy in fp32, or the rounding errors in 16 or 8 bits"
     add(group, "master_weights", text, choices=list(MASTER_WEIGHTS))
+    text = "of bf16 gradients that are added up over micro-batches; stochastic loses nothing on the average"
+    add(group, "gradient_rounding", text, choices=list(GRADIENT_ROUNDING))
     text = "bits per element that activations save for the backward pass, 1 to 4"
     add(group, "activation_bits", text, "torch's activations", type=int, metavar="N")
     text = "share of the tokens that linear layers save for their weights' gradients"

@@ -59,6 +59,7 @@ DTYPES = ("fp32", "bf16")
 MASTER_WEIGHTS = ("none", "fp32", "bf16+16", "bf16+8")
 CHECKPOINTING = ("none", "blocks", "sqrt")
 SAVED_BITS = ("none", "exact", "8")
+GRADIENT_ROUNDING = ("nearest", "stochastic")
 WARMUP_FROM = ("zero", "base")
 PARALLEL = ("ddp", "fsdp")
 
@@ -69,6 +70,7 @@ CHOICES = {
     "master_weights": MASTER_WEIGHTS,
     "checkpointing": CHECKPOINTING,
     "saved_bits": SAVED_BITS,
+    "gradient_rounding": GRADIENT_ROUNDING,
     "lr_rule": LR_RULES,
     "warmup_from": WARMUP_FROM,
     "parallel": PARALLEL,
@@ -123,6 +125,7 @@ class TrainConfig:
         warmup_epochs: in epochs. warmup_from: "zero", or "base", the rate before lr_rule scaled it.
     amp: autocast type of the forward pass; fp16 adds a GradScaler. dtype: that of the weights; master_weights: what an
         optimizer keeps beside weights in bf16, a copy in fp32 or the rounding errors in 16 or 8 bits.
+    gradient_rounding: of the sums over micro-batches in bf16; "stochastic" is :func:`memkern.optim.accumulate`.
     checkpointing: save the inputs of "blocks", or of every sqrt(L)-th of L blocks ("sqrt"), and recompute the rest.
     activation_bits: bits per element that activations save for the backward pass, default torch's activations.
     linear_keep: share of the tokens that linear layers save for their weights' gradients, default all.
@@ -163,6 +166,7 @@ class TrainConfig:
     amp: str = "off"
     dtype: str = "fp32"
     master_weights: str = "none"
+    gradient_rounding: str = "nearest"
     lr: float | None = None
     weight_decay: float | None = None
     clip: float | None = None
@@ -338,6 +342,15 @@ def check_techniques(config: TrainConfig) -> None:
         raise ArgumentError(
             "master_weights", f"given with {config.optimizer}; allowed with memkern's optimizers"
         )
+    if config.gradient_rounding == "stochastic":
+        for name, stands, cure in (
+            ("dtype", config.dtype != "bf16", "bf16"),
+            ("step_in_backward", config.step_in_backward, "not with it: there is one micro-batch to a step"),
+            ("offload", config.offload, "not with it: gradients are added up on the host"),
+        ):
+            if stands:
+                text = f"{getattr(config, name)} given with --gradient-rounding stochastic; allowed: {cure}"
+                raise ArgumentError(name, text)
     if config.offload and config.amp == "fp16":
         text = "'fp16' given with --offload; allowed: off, bf16: a GradScaler looks at all gradients before the step"
         raise ArgumentError("amp", text)

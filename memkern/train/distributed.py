@@ -69,6 +69,9 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
         )
     if world > 1 and config.step_in_backward:
         raise ArgumentError("step_in_backward", f"given in {world} processes; allowed in one")
+    if world > 1 and config.gradient_rounding != "nearest":
+        text = f"{config.gradient_rounding!r} given in {world} processes, whose wrappers add up; allowed: nearest"
+        raise ArgumentError("gradient_rounding", text)
 
 
 def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:

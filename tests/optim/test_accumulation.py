@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memkern import optim
+from memkern.optim import accumulation
 from memkern.optim.accumulation import ERRORS, add_
 from tests.support.helpers import assert_same, like, over_layouts, tensor
 
@@ -83,6 +84,36 @@ def test_every_layout(layout: str) -> None:
     assert total.stride() == tensor(layout, BF16).stride()
     below, above = exact.abs() * (1 - 2**-7) - 1e-38, exact.abs() * (1 + 2**-7) + 1e-38
     assert ((total.abs().float() >= below) & (total.abs().float() <= above)).all()
+
+
+@over_layouts
+@pytest.mark.parametrize("storage", ERRORS)
+def test_pieces_have_the_bits_of_the_whole(
+    layout: str, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def added(piece: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        monkeypatch.setattr(accumulation, "PIECE", piece)
+        total, x = tensor(layout, BF16), like(tensor(layout), 1)
+        dtype = ERRORS[storage]
+        error = None if dtype is None else torch.ones_like(total, dtype=dtype)
+        add_(total, x, storage, 7, error)
+        return total, error
+
+    assert_same(added(1), added(2**30))
+
+
+def test_a_count_repeats_the_random_bits() -> None:
+    p = torch.nn.Parameter(torch.zeros(300, dtype=BF16))
+    handle = optim.accumulate(torch.nn.ParameterList([p]))
+    found = []
+    for count in (5, 6, 5):
+        p.grad = None
+        handle.restart(count)
+        for scale in (1, 2**-10):
+            (p.sum() * scale).backward()
+        found.append(p.grad)
+    assert_same(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
 
 
 def test_what_is_not_finite() -> None:

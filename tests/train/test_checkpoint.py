@@ -58,6 +58,21 @@ def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, ch
     assert_same_run(straight, trained(corpus, activation_bits=3, linear_keep=0.25))
 
 
+def test_sums_with_stochastic_rounding_resume_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
+    config = dataclasses.replace(SMALL, dtype="bf16", accumulate=3, gradient_rounding="stochastic")
+    straight = Trainer(config, corpus)
+
+    def on_step(trainer: Trainer) -> None:
+        if trainer.steps_done == 3:
+            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
+
+    run([straight], on_step)
+    resumed = Trainer(config, corpus)
+    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
+    run([resumed])
+    assert_same_run(straight, resumed)
+
+
 def test_a_finished_run_resumes_to_its_result(corpus: Corpus, tmp_path: Path) -> None:
     done = trained(corpus)
     checkpoints.save(tmp_path / "run.pt", done.state_dict())

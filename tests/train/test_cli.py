@@ -221,6 +221,13 @@ BAD = [
     (["--step-in-backward", "--clip", "1"], "--clip", "given with --step-in-backward", "0"),
     (["--step-in-backward", "--accumulate", "2"], "--accumulate", "2 given with --step-in-backward", "1"),
     (["--step-in-backward", "--amp", "fp16"], "--amp", "given with --step-in-backward", "off"),
+    (["--gradient-rounding", "stochastic"], "--dtype", "given with --gradient-rounding", "bf16"),
+    (
+        ["--gradient-rounding", "stochastic", "--dtype", "bf16", "--offload"],
+        "--offload",
+        "given with --gradient-rounding",
+        "not with it",
+    ),
     (["--offload", "--amp", "fp16"], "--amp", "'fp16' given with --offload", "bf16"),
     (["--loss-chunk", "0"], "--loss-chunk", "0 given", "1 or more"),
     (["--export", "new2"], "--export", "given with --model byte-tiny", "models of transformers"),

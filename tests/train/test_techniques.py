@@ -70,6 +70,16 @@ def test_offload_clips(corpus: Corpus, optimizer: str) -> None:
     assert (there.optimizer.defaults.get("max_grad_norm") == 0.05) == (optimizer == "adamw8bit")
 
 
+def test_gradients_are_added_with_stochastic_rounding(corpus: Corpus) -> None:
+    options = {"dtype": "bf16", "accumulate": 4, "clip": 0.05}
+    nearest = trained(corpus, **options)
+    stochastic = trained(corpus, **options, gradient_rounding="stochastic")
+    assert stochastic.history.train_loss != nearest.history.train_loss
+    assert stochastic.history.train_loss == pytest.approx(nearest.history.train_loss, rel=0.02)
+    alone = {"dtype": "bf16", "clip": 0.05}
+    assert_same_run(trained(corpus, **alone), trained(corpus, **alone, gradient_rounding="stochastic"))
+
+
 # The planner
 
 PRESET = dataclasses.replace(SMALL, device="cpu")
