@@ -3,7 +3,7 @@
 Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once all is
 loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
 Memory that is freed goes back to the system (mallopt's M_MMAP_THRESHOLD), which glibc else delays for blocks of up to
-32 MiB. ``--published``: the bytes of a forward pass on fake CUDA tensors beside published ones.
+32 MiB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import ctypes
 import gc
 import json
 import multiprocessing
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,47 +149,17 @@ COLUMNS = (
     *("model", "seq_len", "techniques", "predicted_mib", "allocated_mib", "resident_mib"),
     *("predicted_over_allocated", "predicted_over_resident"),
 )
-PUBLISHED = (("none", "7202"), ("blocks", "1570"))
-"""What the forward pass of a GPT with 12 layers of width 768 adds, batch 8, 512 tokens: checkpoints, MB."""
-
-
-def forward_bytes(attention: str, checkpointing: str) -> int:
-    """Bytes that the forward pass of GPT-2 leaves, batch 8, 512 tokens; called where there is fake CUDA."""
-    from memkern.planner import step
-
-    source = source_of(Case("gpt2", 512, {}, None))
-    source.config._attn_implementation = attention
-    techniques = Techniques(micro_batch=8, checkpointing=checkpointing)
-    return step.trace(source, techniques, "cuda").saved
-
-
-def published() -> None:
-    """Prints the published growth of memory in a forward pass beside ours."""
-    from memkern.planner import fake_cuda
-
-    for checkpointing, megabytes in PUBLISHED:
-        for attention in ("eager", "sdpa"):
-            request = (forward_bytes, {"attention": attention, "checkpointing": checkpointing})
-            found = fake_cuda.call(pickle.dumps(request))
-            print(
-                f"checkpoints {checkpointing:<7} published {megabytes} MB, {attention:<6} {found / 1e6:,.0f} MB",
-                flush=True,
-            )
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plan_truth", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--published", action="store_true", help="published figures instead")
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
     parser.add_argument(
         "--out", type=Path, default=HERE / "results", help="folder (default: benchmarks/results)"
     )
     args = parser.parse_args(argv)
-    if args.published:
-        published()
-        return
     import transformers
 
     from memkern.planner import step  # noqa: F401  (so that the processes need not import torch)
