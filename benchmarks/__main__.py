@@ -1,6 +1,7 @@
 """python -m benchmarks: measures, prints a table per case, writes the CSV and draws it.
 
-python -m benchmarks table: writes the README's tables from the results that are there.
+python -m benchmarks table: writes the tables of the README and of docs/benchmarks.md, and the README's picture, from
+the results that are there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import benchmarks
 
 BYTES_PER_PARAMETER = 120  # of all contenders of the largest case together
+PAGES = ("README.md", "docs/benchmarks.md")
 QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2
 
 
@@ -38,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds per case (default: 30)")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; not into results/")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results, with --quick out/bench")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="what `table` rewrites")
+    pages = ", ".join(PAGES)
+    parser.add_argument("--page", type=Path, help=f"what `table` rewrites (default: {pages} and the picture)")
     return parser
 
 
@@ -97,12 +100,23 @@ def run(args: argparse.Namespace, out: Path) -> None:
                 console.print(f"{path}\n{plot.draw(path)}")
 
 
-def table(readme: Path, out: Path) -> None:
-    from . import report
+def filled(page: Path, out: Path) -> str:
+    """A page with the tables of the results in ``out``."""
+    from . import overview, report
 
     found = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in topics()}
-    readme.write_text(report.fill_markers(readme.read_text(), found))
-    print(f"{readme}: {', '.join(topic for topic, paths in found.items() if paths)}")
+    root = "../" if page.parent.name == "docs" else ""
+    return overview.fill(report.fill_markers(page.read_text(), found, root))
+
+
+def table(page: Path | None, out: Path) -> None:
+    from . import machine, overview
+
+    for path in [page] if page else [machine.ROOT / name for name in PAGES]:
+        path.write_text(filled(path, out))
+        print(path)
+    if page is None:
+        print(overview.draw())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -114,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     out = args.out or (Path("out/bench") if args.quick else Path(benchmarks.__path__[0]) / "results")
     if args.action == "table":
-        table(args.readme, out)
+        table(args.page, out)
     else:
         run(args, out)
 

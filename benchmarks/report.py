@@ -104,10 +104,10 @@ def case_table(case_rows: Sequence[Row], topic: str) -> Table:
     return table
 
 
-def markdown(paths: Iterable[Path], only: Sequence[str] = ()) -> str:
-    """The README's tables: per results file the conditions and one table, a line per case and contender.
+def markdown(paths: Iterable[Path], only: Sequence[str] = (), root: str = "") -> str:
+    """The tables of docs/benchmarks.md: per results file the conditions and one table, a line per case and contender.
 
-    ``only``: the cases to show, by the beginning of their names; default all.
+    ``only``: the cases to show, by the beginning of their names; default all. ``root``: what links begin with.
     """
     tables = []
     for path in sorted(paths):
@@ -122,7 +122,7 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = ()) -> str:
             ", ".join(sorted({row["peer"] for row in everything if row["peer"]})),
             "commit " + ", ".join(sorted(commits)),
             ", ".join(sorted({row["date"][:10] for row in everything})),
-            f"medians of interleaved rounds ([all figures](benchmarks/results/{path.name}))",
+            f"medians of interleaved rounds ([all figures]({root}benchmarks/results/{path.name}))",
         )
         lines = [
             "; ".join(conditions) + ".",
@@ -139,7 +139,7 @@ def markdown(paths: Iterable[Path], only: Sequence[str] = ()) -> str:
     return "\n\n".join(tables)
 
 
-def fill_markers(readme: str, results: dict[str, list[Path]]) -> str:
+def fill_markers(page: str, results: dict[str, list[Path]], root: str = "") -> str:
     """The text with each `<!-- bench:TOPIC: CASE; CASE -->` ... `<!-- /bench -->` holding its topic's table.
 
     Without cases (`<!-- bench:TOPIC -->`) all of the topic's are shown.
@@ -150,6 +150,6 @@ def fill_markers(readme: str, results: dict[str, list[Path]]) -> str:
         if not results.get(topic):
             raise KeyError(f"no results for bench:{topic}; run python -m benchmarks --only {topic}")
         head = match[0].split("-->")[0]
-        return f"{head}-->\n{markdown(results[topic], only)}\n<!-- /bench -->"
+        return f"{head}-->\n{markdown(results[topic], only, root)}\n<!-- /bench -->"
 
-    return re.sub(r"<!-- bench:(\w+)(?::([^>]*?))? -->.*?<!-- /bench -->", replaced, readme, flags=re.DOTALL)
+    return re.sub(r"<!-- bench:(\w+)(?::([^>]*?))? -->.*?<!-- /bench -->", replaced, page, flags=re.DOTALL)

@@ -84,7 +84,7 @@ def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
     out, rows = results
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench:optim -->\nold\n<!-- /bench -->\nafter\n")
-    arguments = ["table", "--readme", str(readme), "--out", str(out)]
+    arguments = ["table", "--page", str(readme), "--out", str(out)]
     main(arguments)
     once = readme.read_text()
     main(arguments)
@@ -101,7 +101,7 @@ def test_a_marker_may_name_cases(results, tmp_path):
     out, _ = results
     readme = tmp_path / "README.md"
     readme.write_text("<!-- bench:optim: Lion, one; Adam, one -->\n<!-- /bench -->")
-    main(["table", "--readme", str(readme), "--out", str(out)])
+    main(["table", "--page", str(readme), "--out", str(out)])
     assert readme.read_text().startswith("<!-- bench:optim: Lion, one; Adam, one -->\n")
     shown = [line for line in readme.read_text().splitlines() if line.startswith("| **")]
     assert [line.split(":")[0] for line in shown] == ["| **Adam, one tensor", "| **Lion, one tensor"]

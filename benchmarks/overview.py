@@ -1,0 +1,203 @@
+"""The README's tables and its picture, from the results: what is saved, and times beside those of peers.
+
+``python -m benchmarks table`` writes them, with the tables of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from . import machine, report
+from .plot import OTHERS, OURS
+
+RESULTS = Path(__file__).parent / "results"
+PICTURE = machine.ROOT / "docs" / "assets" / "saves.png"
+XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two moments in fp32
+# topic, case, ours, peer: the peers that a reader compares with, and the cases in which memkern loses
+TIMES = (
+    ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torch AdamW fused"),
+    ("optim", "AdamW, one bf16 tensor", "memkern AdamW8bit", "torch AdamW fused"),
+    ("optim", "AdamW, 1,000 tensors of 1,000", "memkern AdamW8bit", "torch AdamW fused"),
+    ("optim", "AdamW, one tensor", "memkern AdamW", "torch AdamW fused"),
+    ("optim", "AdamW, one tensor", "memkern AdamW8bit", "bitsandbytes AdamW8bit"),
+    ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torchao AdamW8bit"),
+    ("optim", "Adam, one tensor", "memkern Adam8bit", "torch Adam fused"),
+    ("lamb", "LAMB, 148 tensors like GPT-2's", "memkern LAMB8bit", "timm Lamb"),
+    ("lamb", "LAMB, 148 tensors like GPT-2's", "memkern LAMB8bit", "torch AdamW fused"),
+    ("lamb", "LARS, one tensor", "memkern LARS8bit", "torch SGD fused"),
+    ("activation", "GELU, fp32", "memkern GELU, 3 bits", "torch GELU"),
+    ("activation", "tanh-GELU, bf16", "memkern GELU, 3 bits", "torch GELU"),
+    ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
+)
+PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # the beginning of a results file's hardware
+SAVED_MODES = {"exact": '`saved_bits="exact"`', "8": "`saved_bits=8`"}
+
+
+def _last(name: str, *columns: str) -> dict[tuple[str, ...], report.Row]:
+    """The last row of each case of a results file, by the columns that name it."""
+    with (RESULTS / name).open(newline="") as file:
+        return {tuple(row[column] for column in columns): row for row in csv.DictReader(file)}
+
+
+def _topic(topic: str) -> dict[str, dict[tuple[str, str], report.Row]]:
+    """The last run of each case and contender of a topic, by processor."""
+    found = {}
+    for path in sorted(RESULTS.glob(f"{topic}_*.csv")):
+        processor = next(title for start, title in PROCESSORS.items() if start in path.stem)
+        cases = report.latest(path)
+        found[processor] = {(case, row["contender"]): row for case, rows in cases.items() for row in rows}
+    return found
+
+
+def _state(processor_rows: dict[tuple[str, str], report.Row], case: str, contender: str) -> float:
+    return float(processor_rows[case, contender]["state_bytes_per_param"])
+
+
+def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, float]]]]:
+    """What is cut, its unit, torch's figure, and those of ways to cut it."""
+    rows = next(iter(_topic("optim").values()))
+    adam, lion = "AdamW, one tensor", "Lion, one tensor"
+    yield (
+        "optimizer state",
+        "bytes per parameter",
+        ("`torch.optim.AdamW`", _state(rows, adam, "torch AdamW fused")),
+        [
+            ("`AdamW8bit`", _state(rows, adam, "memkern AdamW8bit")),
+            ("`Lion8bit`", _state(rows, lion, "memkern Lion8bit")),
+        ],
+    )
+    block = _last("saved-bytes.csv", "width", "way")
+    kb = {way: float(row["bytes_per_token"]) / 1000 for (width, way), row in block.items() if width == "768"}
+    yield (
+        "saved for the backward pass, GPT-2 block (width 768, fp32)",
+        "kB per token",
+        ("as it is", kb["as it is (gelu_new)"]),
+        [
+            ("torch's fused GELU in it", kb["torch's fused tanh-GELU"]),
+            ("`compress(model)`", kb["compress, 3 bits"]),
+            ('`compress(model, saved_bits="exact")`', kb["compress, what is saved once, exactly"]),
+            ("`compress(model, saved_bits=8)`", kb["compress, what is saved in 8 bits"]),
+        ],
+    )
+    models = _last("saved-models.csv", "model", "precision", "tokens", "mode")
+    for precision in ("fp32", "bf16 autocast"):
+        llama = {
+            mode: float(models["Llama", precision, "2048", mode]["saved_per_token"]) / 1000
+            for mode in ("torch", "exact", "8")
+        }
+        yield (
+            f"saved for the backward pass, Llama-like model (4 layers of width 512, {precision})",
+            "kB per token",
+            ("as it is", llama["torch"]),
+            [
+                ('`compress(model, saved_bits="exact")`', llama["exact"]),
+                ("`compress(model, saved_bits=8)`", llama["8"]),
+            ],
+        )
+    if (RESULTS / "gpt2-xl.csv").exists():
+        run = _last("gpt2-xl.csv", "run").get(("a",))
+        if run:
+            yield (
+                "GPT-2-XL, one sequence of 1,024 tokens, on a CPU",
+                "GiB",
+                (
+                    "weights, gradients and AdamW's states in fp32 alone",
+                    XL_PARAMETERS * FP32_ADAMW_BYTES / 2**30,
+                ),
+                [("peak of the whole process, `train --fit 9GiB`", float(run["peak_rss_gib"]))],
+            )
+
+
+def saves_table() -> str:
+    lines = ["| | before | after | by |", "|---|---:|---:|---|"]
+    for what, unit, (_, before), ways in savings():
+        for i, (how, after) in enumerate(ways):
+            digits = ".2f" if before < 30 else ".1f"
+            cells = [f"{what}: {unit}", f"{before:{digits}}"] if i == 0 else ["", ""]
+            lines.append("| " + " | ".join([*cells, f"{after:{digits}}", how]) + " |")
+    return "\n".join(lines)
+
+
+def speed_table() -> str:
+    """Times of memkern over those of a peer, by processor; below 1 memkern is faster."""
+    topics = {topic: _topic(topic) for topic, *_ in TIMES}
+    names = list(PROCESSORS.values())
+    lines = [
+        "| CPU, 2 threads: time of | over that of | case | " + " | ".join(names) + " |",
+        "|---|---|---|" + "---:|" * len(names),
+    ]
+    for topic, case, ours, peer in TIMES:
+        cells = [_ratio(topics[topic].get(name, {}), case, ours, peer) for name in names]
+        lines.append(f"| {ours.removeprefix('memkern ')} | {peer} | {case} | " + " | ".join(cells) + " |")
+    for (model, precision, tokens, mode), row in _last(
+        "saved-time.csv", "model", "precision", "tokens", "mode"
+    ).items():
+        if mode in SAVED_MODES:
+            how, case = SAVED_MODES[mode], f"{model}, {precision}, {int(tokens):,} tokens, 1 thread"
+            cells = [
+                f"{float(row['ratio']):.2f}" if n.split()[0] in row["hardware"] else "not run" for n in names
+            ]
+            lines.append(f"| forward and backward, {how} | torch | {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratio(rows: dict[tuple[str, str], report.Row], case: str, ours: str, peer: str) -> str:
+    mine, theirs = rows.get((case, ours)), rows.get((case, peer))
+    if not mine or not theirs or not theirs["ms_median"]:
+        return "not run"
+    ratio = float(mine["ms_median"]) / float(theirs["ms_median"])
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
+
+
+TABLES: dict[str, Callable[[], str]] = {"saves": saves_table, "speed": speed_table}
+
+
+def fill(page: str) -> str:
+    """The text with each `<!-- table:NAME -->` ... `<!-- /table -->` holding that table."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"<!-- table:{match[1]} -->\n{TABLES[match[1]]()}\n<!-- /table -->"
+
+    return re.sub(r"<!-- table:(\w+) -->.*?<!-- /table -->", replaced, page, flags=re.DOTALL)
+
+
+def draw(path: Path = PICTURE) -> Path:
+    """Bars of ``savings``: what is there without memkern, and with it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = list(savings())
+    heights = [len(ways) + 2.2 for *_, ways in shown]
+    figure, axes = plt.subplots(
+        len(shown),
+        figsize=(9, 0.3 * sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, (what, unit, before, ways) in zip(axes.flat, shown, strict=True):
+        _draw_bars(axis, f"{what}: {unit}", before, ways)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _draw_bars(axis: Any, title: str, before: tuple[str, float], ways: list[tuple[str, float]]) -> None:
+    axis.set_title(title[0].upper() + title[1:], fontsize=10, loc="left")
+    bars = [before, *ways]
+    for y, (way, value) in enumerate(bars):
+        ours = y > 0 and not way.startswith("torch")
+        axis.barh(y, value, height=0.72, color=OURS if ours else OTHERS)
+        axis.text(value + before[1] * 0.01, y, f"{value:.3g}", va="center", fontsize=9)
+    axis.set_yticks(range(len(bars)), [way.replace("`", "") for way, _ in bars], fontsize=9)
+    axis.set_ylim(len(bars) - 0.5, -0.6)
+    axis.set_xlim(0, before[1] * 1.08)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0, labelbottom=False)
