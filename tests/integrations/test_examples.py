@@ -1,0 +1,102 @@
+"""Every example runs, with tiny shapes, and its loss falls."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import timm_factory
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS = {
+    "trainer": ["accelerate"],
+    "accelerate_loop": ["accelerate"],
+    "lightning_module": ["lightning"],
+    "peft_lora": ["peft"],
+}
+TINY: dict[str, Any] = {"steps": 12, "width": 32, "layers": 2, "length": 32}
+
+
+def run(name: str, **arguments: Any) -> list[float]:
+    """The losses that the example's main returns."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    losses: list[float] = module.main(**arguments)
+    return losses
+
+
+def assert_falls(losses: list[float]) -> None:
+    third = len(losses) // 3
+    assert sum(losses[-third:]) < sum(losses[:third])
+
+
+def test_they_are_short_and_listed() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text()
+    for path in EXAMPLES:
+        assert len(path.read_text().splitlines()) < 60, path.name
+        assert f"[{path.name}]({path.name})" in listed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["plain_loop", "trainer", "accelerate_loop", "lightning_module", "peft_lora"]
+)
+@pytest.mark.filterwarnings("ignore")  # the frameworks' advice about workers and loggers
+def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("transformers", *NEEDS.get(name, ())):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    assert_falls(run(name, **TINY))
+
+
+@pytest.mark.full
+def test_timm_s_factory() -> None:
+    timm_factory.load()
+    pytest.importorskip("timm.optim")
+    torch.manual_seed(0)
+    layers = torch.nn.Flatten(), torch.nn.Linear(192, 64), torch.nn.GELU(), torch.nn.Linear(64, 10)
+    assert_falls(run("timm_factory", model=torch.nn.Sequential(*layers), steps=6, size=8))
+
+
+@pytest.mark.full
+def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
+    arguments = ", ".join(f"{name}={value}" for name, value in TINY.items())
+    begin = f"import runpy; m = runpy.run_path({str(ROOT / 'examples' / 'fsdp2.py')!r}, run_name='fsdp2')"
+    script = tmp_path / "two.py"
+    script.write_text(
+        f"{begin}\nm['dist'].init_process_group()\nlosses = m['main']({arguments})\nm['dist'].destroy_process_group()\n"
+        "assert sum(losses[-4:]) < sum(losses[:4]), losses\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "parameters have states" in done.stdout
+
+
+@pytest.mark.full
+def test_gpt2_xl_s_techniques_on_a_small_gpt() -> None:
+    pytest.importorskip("transformers")
+    losses = run("gpt2_xl", steps=9, sizes={"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64})
+    assert_falls(losses)
