@@ -12,7 +12,7 @@ JOBS   ?= 2
 # worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-long frameworks lint format bench gpu gpu-wheels gpu-rehearse clean
+.PHONY: demo test test-all test-long frameworks docs lint format bench gpu gpu-wheels gpu-rehearse clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
@@ -35,6 +35,10 @@ test-long: $(VENV)/.installed
 frameworks: $(VENV)/.installed
 	$(PYTEST) -m "feature and not gpu" --features benchmarks/results/frameworks.csv $(PYTEST_ARGS)
 	$(BIN)/python -m benchmarks.frameworks
+
+# The site, in out/site. Warnings are errors: a link that leads nowhere, a name that the API reference does not find.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -70,6 +74,10 @@ $(VENV)/.torch:
 $(VENV)/.packages: $(VENV)/.torch pyproject.toml
 	MEMKERN_BUILD=none $(BIN)/python -m pip install -q --no-build-isolation -e ".[train,dev]"
 	$(BIN)/python -m pip install -q --no-deps timm  # which asks for torchvision, a torch of its own, for what is not used
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	MEMKERN_BUILD=none $(BIN)/python -m pip install -q --no-build-isolation -e ".[docs]"
 	touch $@
 
 # In place, so that an edit compiles one file again.

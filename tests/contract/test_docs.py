@@ -1,13 +1,20 @@
 """Documentation points at what exists: links, headings, files, and the functions that docs/design.md walks through."""
 
+import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import memkern
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("memkern/", "csrc/", "tests/", "benchmarks/", "docs/")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FOLDERS = ("memkern/", "csrc/", "tests/", "benchmarks/", "docs/", "examples/")
 
 
 def anchors(page: Path) -> set[str]:
@@ -16,10 +23,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    assert links
     for link in links:
         if link.startswith(("http://", "https://")):
             continue
@@ -29,7 +35,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_are_there(page: Path) -> None:
     # A file that a page names in words or as code, beside those that a build writes.
     named = {
@@ -44,11 +50,43 @@ def test_files_are_there(page: Path) -> None:
 
 def test_nothing_cites_what_is_not_in_the_repository() -> None:
     words = ("DESIGN" + ".md", "FAC" + "TS", "/work/" + "shared")
-    for folder in ("memkern", "csrc", "tests", "benchmarks", "docs"):
+    for folder in ("memkern", "csrc", "tests", "benchmarks", "docs", "examples"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh", ".md"):
                 found = [word for word in words if word in path.read_text()]
                 assert not found, (path, found)
+
+
+def test_the_site_has_every_page() -> None:
+    pages = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = {"index.md", "contributing.md", "changelog.md"}  # by docs/hooks.py, from the root's
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {*pages} == there | written
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    listed = set()
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        listed |= {*re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+    modules = (memkern, memkern.optim, memkern.nn, memkern.planner, memkern.train)
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        if not module.startswith("memkern.integrations"):  # which import the frameworks
+            assert hasattr(importlib.import_module(module), attribute), name
+    # Modules have pages of their own, and what is public twice is listed once.
+    twice = {f"memkern.nn.{name}" for name in ("compress", "restore")} | {"memkern.planner.plan"}
+    missing = {name for name in public - listed - twice if not isinstance(_found(name), (ModuleType, str))}
+    assert not missing
+
+
+def _found(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def test_the_walk_names_functions_that_are_there() -> None:
