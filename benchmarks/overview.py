@@ -90,7 +90,7 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
             for mode in ("torch", "exact", "8")
         }
         yield (
-            f"saved for the backward pass, Llama-like model (4 layers of width 512, {precision})",
+            f"saved for the backward pass, Llama-like model (4 layers, {precision})",
             "kB per token",
             ("as it is", llama["torch"]),
             [

@@ -10,13 +10,15 @@ import griffe
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):`~?([^`]+)`")
 
 
-def _reference(match: re.Match[str]) -> str:
-    name = match[1]
-    return f'<autoref identifier="{name}" optional><code>{name}</code></autoref>'
+def markdown(docstring: str, package: str) -> str:
+    """A docstring in Markdown. package: where a name without a module is, such as memkern.optim."""
 
+    def reference(match: re.Match[str]) -> str:
+        name = match[1]
+        full = name if "." in name else f"{package}.{name}"
+        return f'<autoref identifier="{full}" optional><code>{name}</code></autoref>'
 
-def markdown(docstring: str) -> str:
-    text = ROLE.sub(_reference, docstring)
+    text = ROLE.sub(reference, docstring)
     text = re.sub(r"^::\n", "", text, flags=re.MULTILINE)
     return re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
@@ -26,4 +28,5 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = markdown(obj.docstring.value)
+            package = ".".join(obj.path.split(".")[:2])
+            obj.docstring.value = markdown(obj.docstring.value, package)
