@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
-from memkern.reference.blockwise import POWER, decode, dither, encode, from_blocks, to_blocks
+from memkern.reference.blockwise import decode, dither, encode, from_blocks, to_blocks
 
 from . import bf16_weights, report, streams
 
@@ -93,7 +94,7 @@ class Adam84(torch.optim.Optimizer):
             scale = m.abs().amax(1, keepdim=True).clamp(min=1e-38)
             new_m = (m / scale * 7).round() * scale / 7
         else:
-            new_m = decode(*encode(m, POWER, True, u), POWER)
+            new_m = decode(*encode(m, CODECS["power"], True, u), CODECS["power"])
         if self.both:
             u = torch.full_like(u, 0.5)
         q, scale = encode_w(w, u, self.law)

@@ -41,7 +41,7 @@ class StepArgs(NamedTuple):
     group: Sequence[int] = ()  # n: the number of each tensor's group
     lr: Sequence[Tensor] = ()  # a float32 or float64 tensor of one element per group
     hyperparameters: Sequence[float] = ()  # those of StepOp.hyperparameters, one group after the other
-    codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS
+    codec: Sequence[int] = ()  # per group: memkern.quant.codec.CODECS, or POWER4
     block_size: Sequence[int] = ()  # per group
     weight_storage: Sequence[int] = ()  # per group: memkern.quant.codec.WEIGHTS; empty: all to the nearest
     grad_scale: Tensor | None = None  # a GradScaler's: gradients are divided by it
@@ -78,6 +78,7 @@ class StepOp(NamedTuple):
     moments: dict[str, bool]  # name in the state -> whether it has a sign
     hyperparameters: tuple[str, ...]  # beside lr; flags and whole numbers are passed as floats
     has_trust_ratios: bool = False
+    has_4bit_codes: bool = False  # of its second moment (memkern.quant.codec.POWER4)
 
     def of_groups(self, args: StepArgs) -> list[SimpleNamespace]:
         """The hyperparameters of each group, by name."""
@@ -92,8 +93,9 @@ ADAM_STEP = StepOp(
     "adam_step_",
     TWO_MOMENTS,
     ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    has_4bit_codes=True,
 )
-AMSGRAD_STEP = StepOp("amsgrad_step_", {**TWO_MOMENTS, "max_exp_avg_sq": False}, ADAM_STEP.hyperparameters)
+AMSGRAD_STEP = ADAM_STEP._replace(name="amsgrad_step_", moments={**TWO_MOMENTS, "max_exp_avg_sq": False})
 """Adam's with amsgrad, which the reference alone has: its moments are floats."""
 LAMB_STEP = StepOp(
     "lamb_step_",
@@ -279,7 +281,8 @@ def schemas_header() -> str:
 
     def entry(op: StepOp) -> str:
         moments = ", ".join(f'{{"{name}", {c(signed)}}}' for name, signed in op.moments.items())
-        return f"constexpr StepOp k{_title(op)}Step{{{len(op.moments)}, {{{moments}}}, {c(op.has_trust_ratios)}}};"
+        flags = f"{c(op.has_trust_ratios)}, {c(op.has_4bit_codes)}"
+        return f"constexpr StepOp k{_title(op)}Step{{{len(op.moments)}, {{{moments}}}, {flags}}};"
 
     return "\n".join(
         [
@@ -302,7 +305,7 @@ def schemas_header() -> str:
             "  };",
             "  int moments;",
             "  Moment moment[kMaxMoments];",
-            "  bool has_trust_ratios;",
+            "  bool has_trust_ratios, has_4bit_codes;",
             "};",
             *map(entry, STEP_OPS.values()),
             "",

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepOp
+from . import bits
 from .base import BlockwiseOptimizer
 from .options import check_torch_options
 
@@ -124,8 +125,8 @@ class Adam(BlockwiseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if group["amsgrad"] and group["state_bits"] == 8:
-            raise ValueError("amsgrad needs 32-bit states: state_bits must be 32, got 8")
+        if group["amsgrad"] and bits.are_codes(group):
+            raise ValueError(f"amsgrad needs 32-bit states: state_bits must be 32, got {group['state_bits']}")
 
 
 class AdamW(Adam):

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _ops
-from ..quant.codec import CODECS
 from ..schemas import StepArgs, StepOp
-from . import apart, foreign, loading, sharded_step, sharding, weights
+from . import apart, bits, foreign, loading, sharded_step, sharding, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -106,7 +105,7 @@ class BlockwiseOptimizer(Optimizer):
             group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_group(group)
+        check_group(group, self.op)
 
     # ---- state
 
@@ -132,7 +131,10 @@ class BlockwiseOptimizer(Optimizer):
         coded = takes_8bit_state(p, group)
         for name in self._op_of(group).moments:
             dtype = self.moments[name] if coded else moment_dtype(p)
-            state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+            if coded and dtype == torch.uint8 and bits.has_4bit_codes(group):
+                state[name] = sharding.new_packed(p, dense_like(p), group["block_size"])
+            else:
+                state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
         if coded:
             for name in self.moments:
                 state[f"{name}_scale"] = sharding.new_scale(p, dense_like(p), group["block_size"])
@@ -297,7 +299,7 @@ class BlockwiseOptimizer(Optimizer):
             hyperparameters=[
                 float(self._hyperparameter(g, name)) for g in groups for name in self.op.hyperparameters
             ],
-            codec=[CODECS[g["codec"]] for g in groups],
+            codec=[bits.codec_number(g) for g in groups],
             block_size=[g["block_size"] for g in groups],
             weight_states=weight_states,
             weight_storage=[weights.storage_of(g) for g in groups],

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..quant.layout import layout_of, same_layout
-from . import weights
+from ..schemas import StepOp
+from . import bits, weights
 from .sharding import is_dtensor, is_flat_shard, local, placed
 from .storage import dense_like, moment_dtype, restored
 
@@ -84,7 +85,8 @@ def _completed(optimizer: BlockwiseOptimizer, k: int, saved: Group) -> Group:
             f"{', '.join(sorted(missing))}; for a torch.optim or bitsandbytes state see "
             "memkern.optim.from_torch_state_dict and from_bitsandbytes_state_dict"
         )
-    return saved | {key: x for key, x in optimizer.later_options.items() if key in own and key not in saved}
+    later = {key: x for key, x in optimizer.later_options.items() if key in own and key not in saved}
+    return saved | later | {"state_bits": bits.of(saved)}
 
 
 def _state(
@@ -93,23 +95,29 @@ def _state(
     """A parameter's state, checked, and stored as the optimizer's group asks for."""
     if not isinstance(state, dict):
         does_not_fit(optimizer, i, f"it must be a dict of tensors, got {state!r}")
-    state = optimizer._completed_state(state)
+    state, op = optimizer._completed_state(state), optimizer._op_of(older)
     if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32)}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
     state = {
-        key: placed(key, x, p, older["block_size"]) if isinstance(x, Tensor) else x
+        key: placed(key, x, p, older["block_size"], _is_packed(op, key, x, older))
+        if isinstance(x, Tensor)
+        else x
         for key, x in state.items()
     }
     optimizer._check_state(i, state, p, older)
-    op = optimizer._op_of(older)
     in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
     first = state[next(iter(op.moments))]
     in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
     if in_other_bits or in_other_dtype or is_flat_shard(p):
         state = restored(optimizer._op_of(newer), state, p, newer, older) or state
     return state
+
+
+def _is_packed(op: StepOp, key: str, x: Tensor, group: Group) -> bool:
+    """Whether an entry of a state has codes of 4 bits."""
+    return bits.has_4bit_codes(group) and op.moments.get(key) is False and x.dtype == torch.uint8
 
 
 def does_not_fit(optimizer: BlockwiseOptimizer, i: Any, what: str) -> NoReturn:
@@ -143,6 +151,14 @@ def check_state(
                     optimizer,
                     i,
                     f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
+                )
+        elif _is_packed(op, key, value, group):
+            shape = layout_of(dense_like(p), group["block_size"]).packed_shape
+            if tuple(value.shape) != shape:
+                does_not_fit(
+                    optimizer,
+                    i,
+                    f"{key} must have the shape {shape} for codes of 4 bits, got {tuple(value.shape)}",
                 )
         elif key in op.moments:
             _check_moment(optimizer, i, key, value, p, coded, op.moments[key])

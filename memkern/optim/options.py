@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..quant.blockwise import check_codec
 from ..quant.layout import FLOATS, check_block_size, overlaps
-from . import weights
-from .sharding import check_placements
+from ..schemas import StepOp
+from . import bits, weights
+from .sharding import check_placements, cuts_blocks
+from .storage import takes_8bit_state
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
@@ -69,7 +71,7 @@ def check_momentum(group: dict[str, Any]) -> None:
         )
 
 
-def check_group(group: dict[str, Any]) -> None:
+def check_group(group: dict[str, Any], op: StepOp) -> None:
     """The options that every optimizer has."""
     check_lr(group["lr"])
     if "betas" in group:
@@ -77,11 +79,10 @@ def check_group(group: dict[str, Any]) -> None:
     if "eps" in group:
         check_number("eps", group["eps"])
     check_number("weight_decay", group["weight_decay"])
-    if group["state_bits"] not in (8, 32):
-        raise ValueError(f"state_bits must be 8 or 32, got {group['state_bits']!r}")
     weights.check_options(group)
     check_block_size(group["block_size"])
     check_codec(group["codec"])
+    bits.check(group, op)
     norm = group["max_grad_norm"]
     if norm is not None and not (isinstance(norm, Real) and float(norm) > 0):
         raise ValueError(f"max_grad_norm must be None or more than 0, got {norm!r}")
@@ -99,9 +100,10 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
         raise TypeError(
             f"params must be float32, bfloat16, float16 or float64, got {p.dtype} of shape {tuple(p.shape)}"
         )
-    if p.dtype == torch.float64 and group["state_bits"] == 8:
+    if p.dtype == torch.float64 and bits.are_codes(group):
         raise ValueError(
-            f"state_bits must be 32 for float64 parameters, whose moments are float64, got 8 for shape {tuple(p.shape)}"
+            "state_bits must be 32 for float64 parameters, whose moments are float64, got "
+            f"{group['state_bits']} for shape {tuple(p.shape)}"
         )
     weights.check_param(p, group)
     if p.layout != torch.strided:
@@ -111,6 +113,12 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
         raise ValueError(
             f"params must have each element at a place of its own in memory, got shape {tuple(p.shape)} with strides "
             f"{p.stride()}; use tensor.contiguous() or clone()"
+        )
+    if bits.has_4bit_codes(group) and takes_8bit_state(p, group) and cuts_blocks(p, group["block_size"]):
+        raise ValueError(
+            "state_bits must be 8 or 32 where shards end inside blocks, got (8, 4) for a parameter of shape "
+            f"{tuple(p.shape)} with placements {p.placements} and block_size={group['block_size']}: two ranks would "  # type: ignore[attr-defined]
+            "have codes of one byte; a block_size that divides a rank's rows or columns avoids it"
         )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
-from ..reference.blockwise import sqrt
+from ..reference.blockwise import dequantize_packed, quantize_packed, sqrt
 from ..schemas import STEP_OPS, StepOp
-from . import sharded_step, sharding, weights
+from . import bits, sharded_step, sharding, weights
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
 # shards that data-parallel wrappers make are far larger.
@@ -24,7 +24,7 @@ SIGNED = {name: signed for op in STEP_OPS.values() for name, signed in op.moment
 def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
     """Whether a parameter's moments are stored in 8 bits: the group asks for it and the tensor is large enough."""
     least = group["min_8bit_size"] * (MIN_1D_FACTOR if p.dim() <= 1 else 1)
-    return group["state_bits"] == 8 and p.numel() >= least
+    return bits.are_codes(group) and p.numel() >= least
 
 
 def moment_dtype(p: Tensor) -> torch.dtype:
@@ -50,10 +50,14 @@ def store_moment(
         raise ValueError(f"the second moment of a parameter of shape {tuple(p.shape)} has negative entries")
     if not coded:
         return {name: x}
-    codec, signed = group["codec"], SIGNED[name]
+    codec, signed, block_size = group["codec"], SIGNED[name], group["block_size"]
     rooted = codec == "power" and not signed
+    if rooted and bits.has_4bit_codes(group):
+        pack = sharded_step.quantize_packed if sharding.is_dtensor(p) else quantize_packed
+        codes, scale = pack(sqrt(x), block_size, step)
+        return {name: codes, f"{name}_scale": scale}
     quantize = sharded_step.quantize if sharding.is_dtensor(p) else _ops.quantize_blockwise
-    codes, scale = quantize(sqrt(x) if rooted else x, codec, signed, group["block_size"], step)
+    codes, scale = quantize(sqrt(x) if rooted else x, codec, signed, block_size, step)
     return {name: codes, f"{name}_scale": scale}
 
 
@@ -63,6 +67,10 @@ def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> T
     if codes.is_floating_point():
         return codes.clone()
     scale, block_size = state[f"{name}_scale"], group["block_size"]
+    if bits.has_4bit_codes(group) and codes.dtype == torch.uint8:
+        unpack = sharded_step.dequantize_packed if sharding.is_dtensor(codes) else dequantize_packed
+        w = unpack(codes, scale, state["exp_avg"], block_size)  # which lies in memory as the parameter did
+        return w * w
     if sharding.is_dtensor(codes):
         x = sharded_step.dequantize(codes, scale, codec, block_size)
     else:
@@ -75,19 +83,21 @@ def restored(
 ) -> dict[str, Tensor] | None:
     """The state as its parameter and its group now ask for it, or None where it is stored so already.
 
-    Codes are read with the ``block_size`` and ``codec`` of ``before`` and in their own memory format. A state that is
-    8-bit stays so while the group's ``state_bits`` are 8, whatever the parameter's size: shards are smaller than what
-    they were cut from.
+    Codes are read with the options of ``before`` and in their own memory format. A state of codes stays so while the
+    group's ``state_bits`` are not 32, whatever the parameter's size: shards are smaller than what they were cut from.
     """
     was_coded = any(key.endswith("_scale") for key in state)
-    coded = group["state_bits"] == 8 and (was_coded or takes_8bit_state(p, group))
+    coded = bits.are_codes(group) and (was_coded or takes_8bit_state(p, group))
     like = dense_like(p)
     stored = [name for name in op.moments if name in state]  # amsgrad may have come or gone
+    if was_coded and bits.has_4bit_codes(before):
+        stored.remove("exp_avg_sq")  # its codes have a shape of their own, and the blocks of the others
     if any(state[name].shape != p.shape for name in stored):
         return None  # the op has a message for this
     same_place = all(same_layout(state[name], like) for name in stored)
     if coded:
         same_form = was_coded and all(before[key] == group[key] for key in ("block_size", "codec"))
+        same_form = same_form and bits.of(before) == bits.of(group)
     else:
         same_form = all(state[name].dtype == moment_dtype(p) for name in stored)
     others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments), *weights.KEYS}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..quant import codec as C
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, memory_order, run_layout
-from .blockwise import code_blocks, dither, from_blocks, to_blocks
+from .blockwise import code_blocks, dither, from_blocks, pack_pairs, to_blocks, unpack_pairs
 
 
 def limits(bits: int) -> tuple[int, int]:
@@ -70,14 +70,11 @@ def offsets(x: Tensor, layout: BlockLayout, seed: int) -> Tensor:
 
 def to_halves(codes: Tensor) -> Tensor:
     """int8 codes of 4 bits in the order of memory, two in a byte, the first in the low half."""
-    flat = memory_order(codes).view(torch.uint8) & 15
-    flat = torch.nn.functional.pad(flat, (0, flat.numel() % 2))
-    return flat[::2] | (flat[1::2] << 4)
+    return pack_pairs(memory_order(codes))
 
 
 def from_halves(halves: Tensor, numel: int) -> Tensor:
-    flat = torch.stack((halves & 15, halves >> 4), -1).flatten()[:numel]
-    return (flat.to(torch.int8) ^ 8) - 8
+    return (unpack_pairs(halves, numel).to(torch.int8) ^ 8) - 8
 
 
 def check_bits(bits: int) -> None:

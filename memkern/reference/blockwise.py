@@ -12,7 +12,7 @@ from ..quant.codec import to_fp32
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of, memory_order
 from .shard import ShardLayout
 
-POWER = C.CODECS["power"]
+DYNAMIC = C.CODECS["dynamic"]
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -63,6 +63,33 @@ def weight_random(block: int, step: int, bits: int, device: torch.device) -> Ten
     return ((j * C.WEIGHT_J + step * C.WEIGHT_STEP) % 2**32 >> (32 - bits)).int()
 
 
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Codes of 4 bits along the last dimension, two in a byte, the first in the low half."""
+    codes = torch.nn.functional.pad(codes.view(torch.uint8) & 15, (0, codes.shape[-1] % 2))
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_pairs(pairs: Tensor, count: int) -> Tensor:
+    """The first ``count`` codes of each row, uint8: the inverse of :func:`pack_pairs`."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)[..., :count]
+
+
+def pack_blocks(q: Tensor, layout: BlockLayout) -> Tensor:
+    """Codes of 4 bits (blocks, block) as bytes of ``layout.packed_shape``."""
+    if len(layout.scale_shape) == 2:
+        q = q.reshape(layout.scale_shape[0], -1)[:, : layout.segment]
+    return pack_pairs(q)
+
+
+def unpack_blocks(packed: Tensor, layout: BlockLayout) -> Tensor:
+    """The inverse of :func:`pack_blocks`; short blocks are padded with zeros."""
+    if len(layout.scale_shape) != 2:
+        return unpack_pairs(packed, layout.block)
+    pad = layout.blocks_per_segment * layout.block - layout.segment
+    rows = torch.nn.functional.pad(unpack_pairs(packed, layout.segment), (0, pad))
+    return rows.reshape(-1, layout.block)
+
+
 @lru_cache
 def _dynamic_tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return (
@@ -86,6 +113,13 @@ def round_signed(a: Tensor, u: Tensor | None) -> Tensor:
     return q + (a - q * q >= (1 - u) * (2 * q + 1)).float()
 
 
+def power_levels(codec: int, signed: bool) -> int:
+    """N of the power codecs."""
+    return (
+        C.POWER_LEVELS_SIGNED if signed else C.POWER4_LEVELS if codec == C.POWER4 else C.POWER_LEVELS_UNSIGNED
+    )
+
+
 def encode(
     x: Tensor, codec: int, signed: bool, u: Tensor | None = None, keep_positive: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -102,12 +136,12 @@ def encode(
     finite = x.isfinite() if signed else x.isfinite() | (x < 0)
     magnitude = torch.where(finite, x.abs() if signed else torch.where(x > 0, x, 0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
-    levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
+    levels = power_levels(codec, signed)
     # A tensor over a tensor: number / tensor would be reciprocal() * number, which rounds twice.
-    factor = scale.new_tensor(levels * levels if codec == POWER else 1) / scale
+    factor = scale.new_tensor(1 if codec == DYNAMIC else levels * levels) / scale
     usable = factor.isfinite()[:, None]
     t = magnitude * torch.where(usable, factor[:, None], 0)
-    if codec == POWER:
+    if codec != DYNAMIC:
         if signed:
             q = torch.where(finite & usable, torch.copysign(round_signed(t, u), x), 0)
             return q.to(torch.int8), scale
@@ -129,8 +163,8 @@ def decode(q: Tensor, scale: Tensor, codec: int, decay: float = 1.0) -> Tensor:
     """fp32 values of the codes q (blocks, block), times ``decay``; int8 codes are signed, uint8 codes are not."""
     signed = q.dtype == torch.int8
     unit = to_fp32(decay) * scale
-    if codec == POWER:
-        levels = C.POWER_LEVELS_SIGNED if signed else C.POWER_LEVELS_UNSIGNED
+    if codec != DYNAMIC:
+        levels = power_levels(codec, signed)
         qf = q.float()
         return (unit / (levels * levels))[:, None] * (qf * qf.abs())
     table, _ = _dynamic_tables(signed, q.device)
@@ -142,9 +176,10 @@ def code_blocks(codes: Tensor, layout: BlockLayout) -> Tensor:
     return to_blocks(codes, layout).to(codes.dtype)
 
 
-def check_codec(codec: int) -> None:
-    if codec not in C.CODECS.values():
-        raise ValueError(f"codec must be one of {C.CODECS}, got {codec}")
+def check_codec(codec: int, has_4bit_codes: bool = False) -> None:
+    if codec not in C.CODECS.values() and not (has_4bit_codes and codec == C.POWER4):
+        also = f" or {C.POWER4} (a second moment in 4 bits)" if has_4bit_codes else ""
+        raise ValueError(f"codec must be one of {C.CODECS}{also}, got {codec}")
 
 
 def quantize_blockwise(
@@ -172,4 +207,18 @@ def dequantize_blockwise(
     layout = check_codes(codes, scale, block_size, dtype)
     out = torch.empty_like(codes, dtype=dtype)
     from_blocks(decode(code_blocks(codes, layout), scale.reshape(-1), codec), layout, out)
+    return out
+
+
+def quantize_packed(w: Tensor, block_size: int, step: int) -> tuple[Tensor, Tensor]:
+    """4-bit codes of w >= 0 and their scales, rounded as Adam's step does at that step. On any device."""
+    layout = layout_of(w, block_size)
+    q, scale = encode(to_blocks(w, layout), C.POWER4, False, dither(layout.block, step, w.device))
+    return pack_blocks(q, layout), scale.reshape(layout.scale_shape)
+
+
+def dequantize_packed(packed: Tensor, scale: Tensor, like: Tensor, block_size: int) -> Tensor:
+    """float32 values of 4-bit codes, of the shape and strides of ``like``, whose blocks they have."""
+    layout, out = layout_of(like, block_size), torch.empty_like(like, dtype=torch.float32)
+    from_blocks(decode(unpack_blocks(packed, layout), scale.reshape(-1), C.POWER4), layout, out)
     return out

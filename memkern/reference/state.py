@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..quant.codec import WEIGHTS
+from ..quant.codec import POWER4, WEIGHTS
 from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .blockwise import (
-    POWER,
+    DYNAMIC,
     arithmetic,
     check_codec,
     code_blocks,
@@ -23,8 +23,10 @@ from .blockwise import (
     encode,
     from_blocks,
     number,
+    pack_blocks,
     sqrt,
     to_blocks,
+    unpack_blocks,
 )
 from .shard import ShardArgs, ShardLayout
 from .weights import load_weight, store_weight
@@ -128,7 +130,7 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
         if storage not in WEIGHTS.values():
             raise ValueError(f"weight_storage must be one of {WEIGHTS}, got {storage}")
     for codec, block_size in zip(args.codec, args.block_size, strict=True):
-        check_codec(codec)
+        check_codec(codec, op.has_4bit_codes)
         check_block_size(block_size)
     for t in args.lr:
         if t.numel() != 1 or t.dtype not in (torch.float32, torch.float64):
@@ -189,8 +191,15 @@ def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
     coded = moments[0].dtype != floats
     if coded and p.dtype == torch.float64:
         raise TypeError(f"params[{i}] is float64 and must have float64 states, got {moments[0].dtype}")
+    packed = coded and args.codec[args.group[i]] == POWER4
     for name, x in [("grads", args.grads[i]), *zip(op.moments, moments, strict=True)]:
-        if not same_layout(x, p):
+        if packed and op.moments.get(name) is False:
+            if (x.shape != layout.packed_shape and p.numel()) or not x.is_contiguous():
+                raise ValueError(
+                    f"{name}[{i}] must be contiguous, of shape {layout.packed_shape}, for codes of 4 bits of a "
+                    f"parameter of shape {tuple(p.shape)}, got {tuple(x.shape)} and {x.stride()}"
+                )
+        elif not same_layout(x, p):
             raise ValueError(
                 f"{name}[{i}] must have its parameter's shape and strides, {tuple(p.shape)} and {p.stride()}, "
                 f"got {tuple(x.shape)} and {x.stride()}"
@@ -270,10 +279,12 @@ def load_moment(
     if scale is None:
         x = to_blocks(state, layout)
         return number(decay, x) * x
-    codes, scale = code_blocks(state, layout), scale.reshape(-1)
+    signed, scale = state.dtype == torch.int8, scale.reshape(-1)
+    packed = codec == POWER4 and not signed
+    codes = unpack_blocks(state, layout) if packed else code_blocks(state, layout)
     if isinstance(layout, ShardLayout) and layout.cut:
         scale = scale[layout.numbers]
-    if codec == POWER and state.dtype == torch.uint8:
+    if codec != DYNAMIC and not signed:
         w = decode(codes, scale, codec, math.sqrt(decay))
         return w * w
     return decode(codes, scale, codec, decay)
@@ -287,8 +298,11 @@ def store_moment(
         from_blocks(x, layout, state)
         return
     signed = state.dtype == torch.int8
-    q, s = encode_moment(sqrt(x) if codec == POWER and not signed else x, layout, codec, signed, step)
-    from_blocks(q, layout, state)
+    q, s = encode_moment(sqrt(x) if codec != DYNAMIC and not signed else x, layout, codec, signed, step)
+    if codec == POWER4 and not signed:
+        state.copy_(pack_blocks(q, layout))
+    else:
+        from_blocks(q, layout, state)
     scale.copy_(s.reshape(scale.shape))
 
 
@@ -296,7 +310,7 @@ def encode_moment(
     x: Tensor, layout: BlockLayout, codec: int, signed: bool, step: int
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of blocks as a step stores them; of a shard whose blocks are cut, the whole tensor's scales."""
-    u = dither(layout.block, step, x.device) if codec == POWER else None
+    u = None if codec == DYNAMIC else dither(layout.block, step, x.device)
     q, s = encode(x, codec, signed, u, keep_positive=True)
     if isinstance(layout, ShardLayout) and layout.cut:
         s = layout.shard.of_all(s.new_zeros(layout.total).index_copy_(0, layout.numbers, s))

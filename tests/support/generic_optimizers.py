@@ -33,9 +33,10 @@ ADAM = {
     "amsgrad": {"weight_decay": 0.1, "amsgrad": True},
     "amsgrad, all": {"amsgrad": True, "capturable": True, "maximize": True, "lr": torch.tensor(1e-3)},
 }
+EIGHT_AND_FOUR = {"8 and 4 bits": {**EIGHT, "state_bits": (8, 4), "maximize": True}}
 OWN: dict[str, dict[str, Options]] = {
     "Adam": {**ADAM, "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True}},
-    "AdamW": ADAM,
+    "AdamW": {**ADAM, **EIGHT_AND_FOUR},
     "Lion": BETAS,
     "LAMB": {
         **BETAS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import weights
+from .. import bits, weights
 from ..adam import Adam
 from ..storage import load_moment, store_moment
 from .states import (
@@ -35,7 +35,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
 
     Returns:
         A state dict of new tensors. ``step`` is float32 on the CPU. Moments that the group stores in 8 bits
-        become codes (``exp_avg`` int8, ``exp_avg_sq`` uint8, shape and strides of the parameter) and scales
+        become codes (``exp_avg`` int8, ``exp_avg_sq`` uint8, as the optimizer's state has them) and scales
         (float32), rounded as the optimizer would have rounded them at that step; the others are float32. lr,
         betas, eps, weight_decay, maximize, decoupled_weight_decay and what schedulers add come from
         ``state_dict``; foreach, fused, capturable and differentiable are left out. A parameter that has no
@@ -51,10 +51,10 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     entries = entries_of(optimizer, state_dict)
     groups = groups_from(optimizer, state_dict)
     for k, converted in enumerate(groups):
-        if converted["amsgrad"] and converted["state_bits"] == 8:
+        if converted["amsgrad"] and bits.are_codes(converted):
             raise ValueError(
                 f'state_dict["param_groups"][{k}] has amsgrad=True, which needs 32-bit states: '
-                "state_bits must be 32 in the optimizer's group, got 8"
+                f"state_bits must be 32 in the optimizer's group, got {converted['state_bits']}"
             )
     of_parameter = {i: converted for converted in groups for i in converted["params"]}
     state = {}
