@@ -30,7 +30,7 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
                   "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
                   " and ", args.block_size.size());
   for (size_t k = 0; k < groups; ++k) {
-    check_codec(args.codec[k]);
+    if (!(op.has_4bit_codes && args.codec[k] == kPower4)) check_codec(args.codec[k]);
     check_block_size(args.block_size[k]);
   }
   STD_TORCH_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
@@ -50,6 +50,15 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
   }
 }
 
+inline void check_packed(const Tensor& codes, const BlockLayout& layout, const std::string& name) {
+  const Shape shape(codes);
+  const int64_t rows = packed_rows(layout), columns = packed_columns(layout);
+  const bool fits = shape.dims == 2 && shape.sizes[0] == rows && shape.sizes[1] == columns;
+  STD_TORCH_CHECK((fits || (layout.numel == 0 && codes.numel() == 0)) && codes.is_contiguous(), name,
+                  " must be contiguous, of shape (", rows, ", ", columns, "), for codes of 4 bits, got ",
+                  codes.numel(), " bytes");
+}
+
 // Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
 // whether it does.
 template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
@@ -65,8 +74,11 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
     const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
     STD_TORCH_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
                     " must be 8-bit codes or float32, like the parameter's other states");
-    STD_TORCH_CHECK(same_layout(state, shape), name_of(name, i),
-                    " must have its parameter's shape and strides");
+    if (t.kind == StateKind::kPower4 && !op.moment[k].is_signed)
+      check_packed(state, t.layout, name_of(name, i));
+    else
+      STD_TORCH_CHECK(same_layout(state, shape), name_of(name, i),
+                      " must have its parameter's shape and strides");
     STD_TORCH_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
     *states[k] = state.data_ptr();
     if (!has_codes) continue;

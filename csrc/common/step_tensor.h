@@ -6,7 +6,8 @@
 
 namespace memkern {
 
-enum class StateKind { kFp32, kPower, kDynamic };
+// kPower4: power codes, of the second moment 4 bits each, two in a byte.
+enum class StateKind { kFp32, kPower, kDynamic, kPower4 };
 enum class FloatType { kFp32, kBf16, kFp16 };
 // How a parameter is stored: WEIGHTS of memkern/quant/codec.py. All but the first are for bf16.
 enum class WeightStorage { kNearest, kStochastic, kError8, kError16, kFp32 };
@@ -26,6 +27,11 @@ struct StepTensor {
   void* weight_state = nullptr;  // int8 or int16 errors of the parameter, or the parameter in fp32
   WeightStorage weight_storage = WeightStorage::kNearest;
 };
+
+// Whether the second moment is stored as w = sqrt(v).
+MEMKERN_FN constexpr bool is_power(StateKind kind) {
+  return kind == StateKind::kPower || kind == StateKind::kPower4;
+}
 
 // Bytes per element of the weight state.
 MEMKERN_FN int weight_state_bytes(WeightStorage storage) {

@@ -37,9 +37,9 @@ template <class F> MEMKERN_FN F power_encode_signed(F x, F factor, F rest) {
 }
 
 // u: 1/2 for the nearest code, or the dither.
-template <class F> MEMKERN_FN F power_encode_unsigned(F x, F factor, F u) {
-  const F q = min(max(floor(sqrt(x * factor) + u), F(1.0f)), F(kPowerLevelsUnsigned));
-  return select(is_finite(x), select(greater(x, F(0.0f)), q, F(0.0f)), F(kPowerLevelsUnsigned));
+template <int Levels, class F> MEMKERN_FN F power_encode_unsigned(F x, F factor, F u) {
+  const F q = min(max(floor(sqrt(x * factor) + u), F(1.0f)), F(Levels));
+  return select(is_finite(x), select(greater(x, F(0.0f)), q, F(0.0f)), F(Levels));
 }
 
 // Position j of a block at a step: 24 bits.

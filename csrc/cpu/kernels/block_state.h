@@ -24,6 +24,16 @@ MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
 }
 
 template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
+template <class Code> constexpr bool kIsPacked = std::is_same_v<Code, code4x2>;
+template <class Code> constexpr int kLevels = kIsSigned<Code>   ? kPowerLevelsSigned
+                                              : kIsPacked<Code> ? kPower4Levels
+                                                                : kPowerLevelsUnsigned;
+
+// Where the codes of a block that begins at element `offset` begin, and their bytes.
+template <class Code> MEMKERN_FN int64_t codes_offset(const BlockLayout& l, int64_t offset, int64_t block) {
+  return kIsPacked<Code> ? packed_offset(l.segment, l.block, l.blocks_per_segment, offset, block) : offset;
+}
+template <class Code> MEMKERN_FN int codes_bytes(int n) { return kIsPacked<Code> ? (n + 1) / 2 : n; }
 
 __attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
   float found = 0.0f;
@@ -37,7 +47,7 @@ __attribute__((noinline)) float largest_finite(const float* values, int n, bool 
 // other are not there yet. (Eight at a time gain nothing more in cache, and cost 15 % in memory: reads then
 // come in bursts.)
 struct PendingBlock {
-  int64_t offset;
+  int64_t offset, w_offset;  // of its elements and first moment, and of the second moment's codes
   int place, n;
   float m_factor, w_factor;  // what the encoders of its two moments multiply by
 };
@@ -57,7 +67,7 @@ template <class Update, class Encode> MEMKERN_FN void for_batches(const BlockLay
   for_blocks(layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
     if (count == kBatch || place + n > kMaxBlockSize) encode_all();
     PendingBlock& next = pending[count++];
-    next = {offset, place, n, 0.0f, 0.0f};
+    next = {offset, offset, place, n, 0.0f, 0.0f};
     update(next, block);
     place += (n + kLanes - 1) / kLanes * kLanes;
   });
@@ -69,24 +79,24 @@ template <class Update, class Encode> MEMKERN_FN void for_batches(const BlockLay
 // of a step.
 template <class Code, StateKind Kind> struct Moment {
   static constexpr bool kSigned = kIsSigned<Code>;
-  static constexpr int kLevels = kSigned ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 
   Code* codes;
   float* scale;
   float* values;  // the new values, until the block's scale is known
   F unit, largest;
 
+  // offset: codes_offset() of the block.
   MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block,
                     float* values_)
       : codes(static_cast<Code*>(all_codes) + offset),
         scale(scales + block),
         values(values_),
-        unit(Kind == StateKind::kPower ? power_unit(*scale, decay, kLevels) : decay * *scale),
+        unit(Kind == StateKind::kPower ? power_unit(*scale, decay, kLevels<Code>) : decay * *scale),
         largest(0.0f) {}
 
   // The value of element i, times decay.
   template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
-    const F q = load_from(codes + i);
+    const F q = load_code(codes, i, load_from);
     if constexpr (Kind == StateKind::kPower) {
       return power_decode<kSigned>(q, unit);
     } else {
@@ -110,7 +120,7 @@ template <class Code, StateKind Kind> struct Moment {
     float s = max_of(largest);
     if (!memkern::is_finite(s)) s = largest_finite(values, n, kSigned);
     *scale = s;
-    return Kind == StateKind::kPower ? power_factor(s, kLevels) : dynamic_factor(s);
+    return Kind == StateKind::kPower ? power_factor(s, kLevels<Code>) : dynamic_factor(s);
   }
 };
 
@@ -127,15 +137,15 @@ template <class Encoder> struct SignedWriter {
   }
 };
 
-struct UnsignedWriter {
-  uint8_t* codes;
+template <class Code> struct UnsignedWriter {
+  Code* codes;
   const float* values;
   const float* u;
-  UnsignedEncoder encoder;
-  MEMKERN_FN UnsignedWriter(uint8_t* codes_, const float* values_, float factor, const float* u_)
+  UnsignedEncoder<kLevels<Code>> encoder;
+  MEMKERN_FN UnsignedWriter(Code* codes_, const float* values_, float factor, const float* u_)
       : codes(codes_), values(values_), u(u_), encoder(factor) {}
   template <class Store> MEMKERN_FN void write(int i, Store store_to) {
-    store_to(codes + i, encoder.encode(load(values + i), load(u + i)));
+    store_code(codes, i, encoder.encode(load(values + i), load(u + i)), store_to);
   }
 };
 
@@ -147,7 +157,7 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
     for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
   };
   if (factor == 0.0f) {
-    for (int i = 0; i < n; ++i) codes[i] = 0;
+    std::memset(codes, 0, codes_bytes<Code>(n));
   } else if constexpr (Kind == StateKind::kDynamic) {
     for (int i = 0; i < n; ++i) {
       const uint8_t code = dynamic_encode<kSigned>(values[i], factor);
@@ -159,13 +169,14 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
       if constexpr (kSigned)
         store_to(codes + i, nearest_signed(load(values + i), F(factor)));
       else
-        store_to(codes + i, UnsignedEncoder(factor).encode(load(values + i), F(0.5f)));
+        store_code(codes, i, UnsignedEncoder<kLevels<Code>>(factor).encode(load(values + i), F(0.5f)),
+                   store_to);
     });
   } else if constexpr (kSigned) {
     SignedWriter<SignedEncoder> writer(codes, values, factor, dither.rest);
     write_with(writer);
   } else {
-    UnsignedWriter writer(codes, values, factor, dither.u);
+    UnsignedWriter<Code> writer(codes, values, factor, dither.u);
     write_with(writer);
   }
 }

@@ -25,6 +25,41 @@ template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
   std::memcpy(p, all, count * sizeof(T));
 }
 
+MEMKERN_FN auto load_part(const code4x2* p, int count) {
+  code4x2 all[kLanes] = {};
+  std::memcpy(all, p, (count + 1) / 2);
+  return load(all);
+}
+template <class X> MEMKERN_FN void store_part(code4x2* p, X x, int count) {
+  code4x2 all[kLanes];
+  store(all, x);
+  if (count % 2 != 0) all[count / 2].pair &= 15;  // the second half of the last byte is no element's
+  std::memcpy(p, all, (count + 1) / 2);
+}
+
+// Where element i is; of codes of 4 bits, the byte.
+template <class T> MEMKERN_FN T* element(T* array, int i) { return array + i; }
+MEMKERN_FN const code4x2* element(const code4x2* array, int i) { return array + i / 2; }
+MEMKERN_FN code4x2* element(code4x2* array, int i) { return array + i / 2; }
+
+// In a body of for_vectors: a vector of codes from element i on.
+template <class Code, class Load> MEMKERN_FN F load_code(const Code* codes, int i, Load load_from) {
+  if constexpr (std::is_same_v<Code, code4x2> && kLanes == 1)
+    return F(static_cast<float>(codes[i / 2].pair >> i % 2 * 4 & 15));
+  else
+    return load_from(element(codes, i));
+}
+template <class Code, class X, class Store>
+MEMKERN_FN void store_code(Code* codes, int i, X x, Store store_to) {
+  if constexpr (std::is_same_v<Code, code4x2> && kLanes == 1) {
+    code4x2 second;
+    store(&second, x);
+    if (i % 2 != 0) codes[i / 2].pair |= second.pair << 4;  // the first one's store has cleared it
+    if (i % 2 != 0) return;
+  }
+  store_to(element(codes, i), x);
+}
+
 // Calls body(i, load, store) for each vector of [0, n). In a short last one, lanes past n load 0 and store
 // nothing.
 template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
@@ -49,7 +84,7 @@ enum Reuse { kOnce = 0, kAgain = 3 };  // __builtin_prefetch's locality
 // Adam's step takes 0.8 (cores with a last-level cache each) to 0.93 (one for both) of the time, Lion's 0.86
 // to 0.94.
 template <Reuse R, class... T> MEMKERN_FN void prefetch(int i, const T*... arrays) {
-  if constexpr (kLanes > 1) (__builtin_prefetch(arrays + i + 1024, 0, R), ...);
+  if constexpr (kLanes > 1) (__builtin_prefetch(element(arrays, i + 1024), 0, R), ...);
 }
 
 // In a body of for_vectors: a function that makes lanes past n zero.

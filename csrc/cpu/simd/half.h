@@ -1,4 +1,5 @@
-// bf16 and fp16 as storage: conversions to float and back, rounded to nearest even, in plain C++.
+// What is stored in less than fp32. bf16 and fp16: conversions to float and back, rounded to nearest even, in
+// plain C++.
 #pragma once
 #include "core/scalar.h"
 
@@ -17,6 +18,11 @@ struct error16 {
 };
 struct error8 {
   int8_t units;
+};
+
+// Two codes of 4 bits, the first in the low half.
+struct code4x2 {
+  uint8_t pair;
 };
 
 MEMKERN_FN float to_float(bf16 h) { return float_of(static_cast<uint32_t>(h.bits) << 16); }

@@ -49,17 +49,19 @@ struct SignedEstimator {
   }
 };
 
-struct UnsignedEncoder {
+template <int Levels> struct UnsignedEncoder {
   F factor;
   MEMKERN_FN explicit UnsignedEncoder(float factor_) : factor(factor_) {}
 
   // x >= 0 or not finite. What is not finite converts to 0x80000000, and as an unsigned number saturates to
-  // 255.
+  // the largest code.
   MEMKERN_FN __m128i encode(F x, F u) {
     const F c = sqrt(x * factor) + u;
     // At least 1 where x is not 0: min(bits of x, 1) is 0 for 0 alone, and cheaper than a comparison.
     const __m512i one = _mm512_set1_epi32(1), least = _mm512_min_epu32(_mm512_castps_si512(x.v), one);
-    return _mm512_cvtusepi32_epi8(_mm512_max_epu32(_mm512_cvttps_epi32(c.v), least));
+    __m512i q = _mm512_max_epu32(_mm512_cvttps_epi32(c.v), least);
+    if constexpr (Levels < 255) q = _mm512_min_epu32(q, _mm512_set1_epi32(Levels));
+    return _mm512_cvtusepi32_epi8(q);
   }
 };
 

@@ -16,10 +16,10 @@ struct SignedEncoder {
 
 using SignedEstimator = SignedEncoder;
 
-struct UnsignedEncoder {
+template <int Levels> struct UnsignedEncoder {
   F factor;
   MEMKERN_FN explicit UnsignedEncoder(float factor_) : factor(factor_) {}
-  MEMKERN_FN F encode(F x, F u) { return power_encode_unsigned(x, factor, u); }
+  MEMKERN_FN F encode(F x, F u) { return power_encode_unsigned<Levels>(x, factor, u); }
 };
 
 }  // namespace
