@@ -8,9 +8,9 @@ import triton.language as tl
 from ..schemas import ADAM_STEP, StepArgs
 from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_moment
-from .codec import POWER
+from .codec import POWER, POWER4
 from .launch_step import step_in_one_pass
-from .tile import load_floats, tile_of
+from .tile import load_floats, packed_tile, tile_of
 from .weights import join_weights, load_weights, random_of, store_weights
 
 # Words of a group.
@@ -91,7 +91,8 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
         tl.load(word + st.WEIGHT_STATE * tensors),
     )
     grad_scalars = tl.load(s + st.GRAD_FACTOR), tl.load(s + COUPLED_DECAY)
-    decay2 = tl.load(s + (ROOT_BETA2 if KIND == POWER else st.BETA2))  # power codes hold w = sqrt(v)
+    # Power codes hold w = sqrt(v).
+    decay2 = tl.load(s + (ROOT_BETA2 if (KIND == POWER or KIND == POWER4) else st.BETA2))  # noqa: SIM109
     moment_scalars = (
         tl.load(s + st.BETA1),
         tl.load(s + st.ONE_MINUS_BETA1),
@@ -105,16 +106,16 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
 
 @triton.jit
 def adam_load(
-    addresses, grad_scalars, moment_scalars, tile, tables,
+    addresses, grad_scalars, moment_scalars, tile, v_tile, tables,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile; returns p and the updated m and v."""
+    """Loads a tile; returns p and the updated m and v. ``v_tile``: of the second moment, in 4 bits a tile of bytes."""
     param, grad, exp_avg, exp_avg_sq, m_scales, v_scales, weight_state = addresses
     # All loads first, so that they are in flight together.
     p, p_state = load_weights(param, weight_state, tile, PARAM_DTYPE, VECTOR)
     g = load_floats(grad, tile, GRAD_DTYPE, VECTOR)
     m = load_moment(exp_avg, tile, KIND, True, VECTOR)
-    v = load_moment(exp_avg_sq, tile, KIND, False, VECTOR)
+    v = load_moment(exp_avg_sq, v_tile, KIND, False, VECTOR)
     m_scale = load_scale(m_scales, tile, KIND)
     v_scale = load_scale(v_scales, tile, KIND)
 
@@ -126,7 +127,7 @@ def adam_load(
         g = g + coupled_decay * p
     m = dequantize(m, m_scale, beta1, tables, KIND, True)
     v = dequantize(v, v_scale, decay2, tables, KIND, False)
-    if KIND == POWER:
+    if KIND == POWER or KIND == POWER4:  # noqa: SIM109 (Triton has no `in`)
         v = v * v
     m, v = adam_moments(m, v, g, one_minus_beta1, one_minus_beta2)
     return p, m, v
@@ -142,6 +143,7 @@ def adam_store(
     u,
     r,
     tile,
+    v_tile,
     tables,
     KIND: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -150,8 +152,8 @@ def adam_store(
     param, _, exp_avg, exp_avg_sq, m_scales, v_scales, weight_state = addresses
     store_weights(p, param, weight_state, r, tile, PARAM_DTYPE, VECTOR)
     store_moment(m, exp_avg, m_scales, u, tile, tables, KIND, True, VECTOR)
-    x = w if KIND == POWER else v
-    store_moment(x, exp_avg_sq, v_scales, u, tile, tables, KIND, False, VECTOR)
+    x = w if (KIND == POWER or KIND == POWER4) else v  # noqa: SIM109
+    store_moment(x, exp_avg_sq, v_scales, u, v_tile, tables, KIND, False, VECTOR)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -169,12 +171,22 @@ def adam_tiles(
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
+        v_tile = packed_tile(tile, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT) if KIND == POWER4 else tile
         p, m, v = adam_load(
-            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+            addresses,
+            grad_scalars,
+            moment_scalars,
+            tile,
+            v_tile,
+            tables,
+            KIND,
+            PARAM_DTYPE,
+            GRAD_DTYPE,
+            VECTOR,
         )
         w = tl.math.sqrt_rn(v)
         p = p * decay - step_size * adam_direction(m, w, eps)
-        adam_store(p, m, v, w, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        adam_store(p, m, v, w, addresses, u, r, tile, v_tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def adam_step_(args: StepArgs) -> None:

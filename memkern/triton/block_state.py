@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codec import FP32, decode, decode_unit, encode
+from .codec import FP32, POWER4, decode, decode_unit, encode
 from .tile import pointer
 
 
@@ -34,9 +34,15 @@ def dequantize(x, scale, decay, tables, KIND: tl.constexpr, SIGNED: tl.constexpr
 
 @triton.jit
 def load_moment(address, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
-    """A tile (:func:`tile_of`) of a moment: its codes, or fp32."""
-    start, offset, mask, _, _ = tile
-    return tl.load(moment_pointer(address, start, KIND, SIGNED, VECTOR) + offset, mask=mask, other=0)
+    """A tile (:func:`tile_of`) of a moment: its codes, or fp32. Of 4-bit codes: :func:`packed_tile`."""
+    if KIND == POWER4 and not SIGNED:
+        at = pointer(address, tile[0], tl.uint8, VECTOR // 2) + tile[1]
+        pairs = tl.load(at, mask=tile[2], other=0)
+        codes = tl.join(pairs & 15, pairs >> 4)
+        return tl.reshape(codes, (pairs.shape[0], 2 * pairs.shape[1]))
+    else:
+        at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1]
+        return tl.load(at, mask=tile[2], other=0)
 
 
 @triton.jit
@@ -44,8 +50,7 @@ def load_scale(scale, tile, KIND: tl.constexpr):
     if KIND == FP32:
         return 0.0
     else:
-        _, _, _, row, row_mask = tile
-        return tl.load(scale + row, mask=row_mask, other=0.0)
+        return tl.load(scale + tile[3], mask=tile[4], other=0.0)
 
 
 @triton.jit
@@ -53,11 +58,15 @@ def store_moment(
     x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
 ):
     """Quantizes a tile of a moment and stores codes and scales, or stores fp32. ``u``: the dither."""
-    start, offset, mask, row, row_mask = tile
-    at = moment_pointer(address, start, KIND, SIGNED, VECTOR)
     if KIND == FP32:
-        tl.store(at + offset, x, mask=mask)
+        tl.store(moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1], x, mask=tile[2])
     else:
         codes, s = encode(x, u, tables, KIND, SIGNED, True)
-        tl.store(at + offset, codes, mask=mask)
-        tl.store(scale + row, s, mask=row_mask)
+        if KIND == POWER4 and not SIGNED:
+            first, second = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+            codes = first | (tl.where(tile[5], second, 0) << 4).to(tl.uint8)
+            at = pointer(address, tile[0], tl.uint8, VECTOR // 2)
+        else:
+            at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR)
+        tl.store(at + tile[1], codes, mask=tile[2])
+        tl.store(scale + tile[3], s, mask=tile[4])

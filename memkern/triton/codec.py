@@ -20,13 +20,17 @@ from ..quant import codec as C
 FP32 = tl.constexpr(0)
 POWER = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
+POWER4 = tl.constexpr(1 + C.POWER4)  # power codes, the second moment's in 4 bits
 
 _SIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_SIGNED)
 _UNSIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_UNSIGNED)
+_LEVELS4 = tl.constexpr(C.POWER4_LEVELS)
 _SIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_SIGNED**2))
 _UNSIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_UNSIGNED**2))
+_SQUARE4 = tl.constexpr(float(C.POWER4_LEVELS**2))
 _SIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_SIGNED**2))
 _UNSIGNED_INVERSE = tl.constexpr(C.to_fp32(1.0 / C.POWER_LEVELS_UNSIGNED**2))
+_INVERSE4 = tl.constexpr(C.to_fp32(1.0 / C.POWER4_LEVELS**2))
 _DITHER_J = tl.constexpr(C.DITHER_J)
 _DITHER_SHIFT = tl.constexpr(C.DITHER_SHIFT)
 _DITHER_CLAMP = tl.constexpr(C.DITHER_CLAMP)
@@ -60,11 +64,13 @@ def block_scale(x):
 @triton.jit
 def encode_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """What a value is multiplied by before it is encoded, 0 where that overflows: the block's codes are then zeros."""
-    if KIND == POWER:
-        square: tl.constexpr = _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
-        factor = tl.math.div_rn(square, scale)
-    else:
+    if KIND == DYNAMIC:
         factor = tl.math.div_rn(1.0, scale)
+    else:
+        square: tl.constexpr = (
+            _SIGNED_SQUARE if SIGNED else (_SQUARE4 if KIND == POWER4 else _UNSIGNED_SQUARE)
+        )
+        factor = tl.math.div_rn(square, scale)
     return tl.where(factor < _INF, factor, 0.0)
 
 
@@ -72,11 +78,15 @@ def encode_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
 def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """What a decoded value is multiplied by: decay * scale, over N^2 for power codes."""
     unit = decay * scale
-    if KIND == POWER:
+    if KIND != DYNAMIC:
         # unit / N^2, correctly rounded, in three instructions: the inner fma is the exact remainder, because N^2 is an
         # integer of 16 bits, and no quotient is a tie, because N^2 is odd. (Checked for every float, denormals too.)
-        square: tl.constexpr = _SIGNED_SQUARE if SIGNED else _UNSIGNED_SQUARE
-        inverse: tl.constexpr = _SIGNED_INVERSE if SIGNED else _UNSIGNED_INVERSE
+        square: tl.constexpr = (
+            _SIGNED_SQUARE if SIGNED else (_SQUARE4 if KIND == POWER4 else _UNSIGNED_SQUARE)
+        )
+        inverse: tl.constexpr = (
+            _SIGNED_INVERSE if SIGNED else (_INVERSE4 if KIND == POWER4 else _UNSIGNED_INVERSE)
+        )
         q = unit * inverse
         unit = tl.math.fma(tl.math.fma(q, -square, unit), inverse, q)
     return unit
@@ -85,11 +95,11 @@ def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
 @triton.jit
 def decode(codes, unit, tables, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """fp32 values of int8 (signed) or uint8 codes; ``unit`` has one entry a block."""
-    if KIND == POWER:
+    if KIND == DYNAMIC:
+        return _decode_dynamic(codes.to(tl.int32), unit, tables, SIGNED)
+    else:
         q = codes.to(tl.float32)
         return unit[:, None] * (q * tl.abs(q) if SIGNED else q * q)
-    else:
-        return _decode_dynamic(codes.to(tl.int32), unit, tables, SIGNED)
 
 
 @triton.jit
@@ -142,11 +152,11 @@ def encode_power_signed(x, factor, u, DITHERED: tl.constexpr):
 
 
 @triton.jit
-def encode_power_unsigned(x, factor, u):
+def encode_power_unsigned(x, factor, u, LEVELS: tl.constexpr):
     """``u``: 1/2 for the nearest code, or the dither; (1, block)."""
     usable = factor > 0
     least = tl.where(usable, 1.0, 0.0)[:, None]
-    most = tl.where(usable, 1.0 * _UNSIGNED_LEVELS, 0.0)[:, None]
+    most = tl.where(usable, 1.0 * LEVELS, 0.0)[:, None]
     t = x * factor[:, None]
     t = tl.maximum(t, _TINY, propagate_nan=tl.PropagateNan.ALL)
     q = code_root(t) + u
@@ -206,5 +216,5 @@ def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.
     elif SIGNED:
         codes = encode_power_signed(x, factor, u, DITHERED)
     else:
-        codes = encode_power_unsigned(x, factor, u)
+        codes = encode_power_unsigned(x, factor, u, _LEVELS4 if KIND == POWER4 else _UNSIGNED_LEVELS)
     return codes, scale

@@ -78,7 +78,7 @@ def lamb_norm_tiles(
     for i in range(0, st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
-            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+            addresses, grad_scalars, moment_scalars, tile, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
         p = p * decay
         update = lamb_update(p, m, tl.math.sqrt_rn(v), eps, step_size, update_decay)
@@ -126,12 +126,12 @@ def lamb_tiles(
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
-            addresses, grad_scalars, moment_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
+            addresses, grad_scalars, moment_scalars, tile, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
         w = tl.math.sqrt_rn(v)
         p = p * decay
         p = p - rate * lamb_update(p, m, w, eps, step_size, update_decay)
-        adam_store(p, m, v, w, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        adam_store(p, m, v, w, addresses, u, r, tile, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 
 def lamb_step_(args: StepArgs) -> None:

@@ -34,6 +34,7 @@ from tests.support.helpers import (
     tensor,
     train,
 )
+from tests.support.interpreted import interpreted
 
 BITS: dict[str, Any] = {"state_bits": (8, 4)}
 ADAMS = [optim.AdamW, optim.Adam]
@@ -122,6 +123,7 @@ def trained_on_every_layout(backend: str, build: type, p_dtype: torch.dtype, g_d
     return trained(backend, build, options | BITS, params, lambda p, seed: like(p, seed, g_dtype))
 
 
+@interpreted(build=[optim.AdamW], p_dtype=FLOATS[1:2], g_dtype=FLOATS[:1])
 @over_fast
 @pytest.mark.parametrize("build", ADAMS, ids=name_of)
 @pytest.mark.parametrize(("p_dtype", "g_dtype"), PAIRS, ids=name_of)
@@ -137,6 +139,7 @@ def test_backends_give_the_same_bits(
     assert any(p.isfinite().all() and p.numel() for p in expected["params"])
 
 
+@interpreted(name=("blocks of 24", "spoilt"))
 @over_fast
 @pytest.mark.parametrize("name", [*(n for n in SETTINGS if "lr" not in n), *GRADIENTS])
 def test_settings_and_gradients_give_the_same_bits(backend: str, name: str) -> None:
@@ -150,6 +153,7 @@ def test_settings_and_gradients_give_the_same_bits(backend: str, name: str) -> N
     assert_same(*runs)
 
 
+@interpreted(weights=[{"master_weights": "bf16+8"}])
 @over_fast
 @pytest.mark.parametrize(
     "weights",
@@ -167,6 +171,7 @@ def test_beside_master_weights(backend: str, weights: dict[str, Any]) -> None:
     assert_same(*runs)
 
 
+@interpreted()
 @over_fast
 def test_unaligned_states_give_the_same_bits(backend: str) -> None:
     def misaligned(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
-POWER, DYNAMIC, PLAIN = 1, 2, 0
+POWER, DYNAMIC, POWER4, PLAIN = 1, 2, 3, 0
 
 # Argument types by name, for all kernels; what is not here is an i32 or a constant.
 TYPES = {
@@ -72,10 +72,17 @@ STEP_TILES = {
     "power, bf16, stochastic": tile(POWER, STOCHASTIC.value, BF16),
     "fp32 states, bf16+8": tile(PLAIN, ERROR8.value, BF16),
 }
+FOUR_BITS = {  # of Adam alone
+    "4 bits, fp32": tile(POWER4, FP32, FP32),
+    "4 bits, bf16": tile(POWER4, BF16, BF16),
+    "4 bits, fp32, ragged": tile(POWER4, FP32, FP32, vector=1, flat=False),
+    "4 bits, bf16+8": tile(POWER4, ERROR8.value, BF16),
+}
 EVERYWHERE = (
     "adam: power, fp32",
     "adam: power, bf16",
     "adam: dynamic, fp32",
+    "adam: 4 bits, bf16",
     "lamb: power, fp32",
     "lamb norms: power, fp32",
     "lars norms: power, bf16",
@@ -95,7 +102,7 @@ def _steps(name: str, kernel: Any, variants: Any = tuple(STEP_TILES)) -> dict[st
             constants["ROWS"] * constants["BLOCK_SIZE"],
             f"{name}: {variant}" in EVERYWHERE,
         )
-        for variant, constants in STEP_TILES.items()
+        for variant, constants in {**STEP_TILES, **FOUR_BITS}.items()
         if variant in variants
     }
 
@@ -137,7 +144,7 @@ def _norm(g: Any, vector: int) -> Variant:
 
 
 KERNELS: dict[str, Variant] = {
-    **_steps("adam", adam.adam_tiles),
+    **_steps("adam", adam.adam_tiles, (*STEP_TILES, *FOUR_BITS)),
     "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
     **_steps("lion", lion.lion_tiles),
     "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
