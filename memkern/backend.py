@@ -265,8 +265,24 @@ def _distributed() -> dict[str, Any]:
     return sharding.report() if sharding else {"process_group": None, "shards_end_inside_blocks": []}
 
 
+def _optimizers() -> dict[str, Any]:
+    """How the optimizers can store moments and bf16 weights; every backend's kernels have all of it."""
+    from .quant.codec import WEIGHTS
+
+    kept = [name for name in WEIGHTS if name not in ("nearest", "stochastic")]
+    return {
+        "state_bits": ["32", "8", "(8,4) of Adam and AdamW"],
+        "master_weights": kept,
+        "stochastic_rounding": True,
+        "weights_in": "bfloat16",
+        "backends": [name for name, reason in available().items() if reason is None],
+        "reference_alone": ["float64", "amsgrad"],
+    }
+
+
 def report() -> dict[str, Any]:
-    """Versions, backends with the reason for each missing one, CPU features, build facts: what a bug report needs."""
+    """Versions, backends with the reason for each missing one, what optimizers store, CPU features, build facts: what
+    a bug report needs."""
     import torch
 
     try:
@@ -285,6 +301,7 @@ def report() -> dict[str, Any]:
         },
         "backends": {n: {"available": reason is None, "reason": reason} for n, reason in available().items()},
         "selected": {device: _selected(device) for device in ["cpu", *(["cuda"] if count else [])]},
+        "optimizers": _optimizers(),
         "cpu": {
             "threads": torch.get_num_threads(),
             "instruction_set": _host.cpu_isa() if _host else None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -43,11 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _value(text: str) -> Any:
-    """None, True, False or a number where the text is one."""
-    try:
+    """None, True, False, a number or several where the text is that."""
+    with contextlib.suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return {"None": None, "True": True, "False": False}.get(text, text)
+    with contextlib.suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
+    return text
 
 
 def main(args: argparse.Namespace) -> int:

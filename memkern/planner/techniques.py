@@ -30,7 +30,8 @@ class Techniques:
     """What a training step does to need less memory. The defaults are plain fp32 training.
 
     precision: "fp32"; "amp", autocast to bf16 over fp32 weights; "bf16", weights, activations and gradients in bf16.
-    optimizer: a class of memkern.optim, or of torch.optim after ``torch.``. state_bits: 8 or 32; torch's have 32.
+    optimizer: a class of memkern.optim, or of torch.optim after ``torch.``. state_bits: 32, 8 or, of Adam and AdamW,
+        (8, 4); torch's have 32.
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
     saved_bits: :class:`memkern.quantize_saved` around the forward pass, with 8 bits or "exact"; None, without it.
     randomized_linear: the share of the tokens from which linear layers compute their weights' gradients, above 0 and
@@ -53,7 +54,7 @@ class Techniques:
 
     precision: str = "fp32"
     optimizer: str = "AdamW"
-    state_bits: int = 32
+    state_bits: int | tuple[int, int] = 32
     activation_bits: int | None = None
     saved_bits: int | str | None = None
     randomized_linear: bool | float = False
@@ -66,10 +67,12 @@ class Techniques:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.state_bits, list):  # as JSON has it
+            object.__setattr__(self, "state_bits", tuple(self.state_bits))
         choices = {
             "precision": PRECISIONS,
             "optimizer": OPTIMIZERS,
-            "state_bits": (8, 32),
+            "state_bits": (8, 32, (8, 4)),
             "activation_bits": (None, 1, 2, 3, 4),
             "saved_bits": SAVED_BITS,
             "checkpointing": CHECKPOINTING,
@@ -96,8 +99,12 @@ class Techniques:
     def _check_pairs(self) -> None:
         if self.master_weights is not None and self.precision != "bf16":
             raise TechniqueError("master_weights", self.master_weights, "None, unless precision is 'bf16'")
-        if self.state_bits == 8 and self.optimizer.startswith("torch."):
-            raise TechniqueError("state_bits", 8, f"32 with {self.optimizer}; memkern.optim's have 8 too")
+        if self.state_bits != 32 and self.optimizer.startswith("torch."):
+            raise TechniqueError(
+                "state_bits", self.state_bits, f"32 with {self.optimizer}; memkern.optim's have 8 too"
+            )
+        if self.state_bits == (8, 4) and self.optimizer not in ("AdamW", "Adam"):
+            raise TechniqueError("state_bits", (8, 4), f"8 or 32 with {self.optimizer}")
         if self.step_in_backward and self.accumulation > 1:
             raise TechniqueError(
                 "step_in_backward",
@@ -140,7 +147,8 @@ class Techniques:
         }
         names = {"fp32": "fp32", "amp": "bf16 autocast", "bf16": "bf16 weights"}
         yield names[self.precision] + weights[self.master_weights]
-        yield f"{self.optimizer}, {self.state_bits}-bit states"
+        bits = "8- and 4-bit" if self.state_bits == (8, 4) else f"{self.state_bits}-bit"
+        yield f"{self.optimizer}, {bits} states"
         if self.activation_bits:
             yield f"{self.activation_bits}-bit activations"
         if self.saved_bits:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memkern
-from memkern import backend
+from memkern import backend, optim
 from tests.support.helpers import ISAS, fast_here, needs_cpp
 
 ROOT = Path(memkern.__file__).parents[1]
@@ -334,6 +334,9 @@ def test_report_is_json_and_complete() -> None:
     assert {*report["backends"]} == {*backend.BACKENDS}
     for name, entry in report["backends"].items():
         assert entry["available"] == (entry["reason"] is None) == (backend.available()[name] is None)
+    assert report["optimizers"]["master_weights"] == [k for k in optim.weights.MASTER_WEIGHTS if k][::-1]
+    assert report["optimizers"]["state_bits"] == ["32", "8", "(8,4) of Adam and AdamW"]
+    assert "reference" in report["optimizers"]["backends"]
     assert report["selected"]["cpu"] == backend.select("cpu")
     with memkern.use_backend("reference"):
         assert memkern.report()["selected"]["cpu"] == "reference"

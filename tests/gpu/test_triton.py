@@ -25,7 +25,11 @@ INTERPRETED = {  # of these files what has the mark
         "tests/quant/test_dither.py",
         "tests/quant/test_layout.py",
     ],
-    "optimizers": ["tests/optim/test_numerics.py", "tests/optim/test_clip.py", "tests/optim/test_state_bits.py"],
+    "optimizers": [
+        "tests/optim/test_numerics.py",
+        "tests/optim/test_clip.py",
+        "tests/optim/test_state_bits.py",
+    ],
     "weights": ["tests/optim/test_weights.py"],
 }
 

@@ -195,6 +195,24 @@ def test_categories_add_up_and_are_as_counted() -> None:
     assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
 
 
+def test_bytes_of_a_second_moment_in_4_bits() -> None:
+    fixed = planner_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=(8, 4)))
+    eight = planner_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=8))
+    packed = DEPTH * 8 * WIDTH * WIDTH  # elements of the matrices; biases and norms have 32 bits
+    assert eight.optimizer - fixed.optimizer == packed // 2
+    plan = memkern.plan(
+        Stack(),
+        memory="4GiB",
+        inputs=torch.zeros(2, WIDTH),
+        device="cpu",
+        techniques={"state_bits": [8, 4]},
+    )
+    assert plan.recommended is not None
+    assert plan.recommended.techniques.state_bits == (8, 4)
+    assert "AdamW, 8- and 4-bit states" in str(plan)
+    assert "state_bits=(8, 4)" in str(plan)
+
+
 @pytest.mark.parametrize(("master", "size"), [(None, 0), ("fp32", 4), ("bf16+16", 2), ("bf16+8", 1)])
 def test_errors_of_bf16_weights(master: str | None, size: int) -> None:
     planner = planner_of(Stack(), torch.zeros(2, WIDTH))
@@ -452,6 +470,8 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture)
             "master_weights: 'bf16+8' given; allowed: None, unless precision is 'bf16'",
         ),
         ({"optimizer": "torch.AdamW", "state_bits": 8}, "state_bits: 8 given; allowed: 32 with torch.AdamW"),
+        ({"state_bits": 4}, "state_bits: 4 given; allowed: 8, 32, (8, 4)"),
+        ({"optimizer": "Lion", "state_bits": (8, 4)}, "state_bits: (8, 4) given; allowed: 8 or 32 with Lion"),
         ({"step_in_backward": True, "accumulation": 2}, "step_in_backward: True given"),
         ({"micro_batch": 0}, "micro_batch: 0 given; allowed: a whole number, 1 or more"),
         ({"randomized_linear": 1.5}, "randomized_linear: 1.5 given"),
