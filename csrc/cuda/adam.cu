@@ -1,5 +1,5 @@
 // memkern::adam_step_ on CUDA devices. Lower bound of a step's time: its bytes (16.13 per parameter in
-// fp32, 10.13 in bf16) over the copy bandwidth.
+// fp32, 10.13 in bf16; one less with a second moment in 4 bits) over the copy bandwidth.
 #include "adam_whole.cuh"
 #include "common/ops.h"
 #include "core/adam.h"
@@ -47,7 +47,8 @@ void adam_step_cuda(const StepArgs& args) {
   step_in_one_pass<AdamHyperparameters, AdamTensor>(
       "adam_step_", kAdamStep, args, adam_prologue,
       {adam_tiles<StateKind::kPower, false>, adam_tiles<StateKind::kDynamic, false>,
-       adam_tiles<StateKind::kPower, true>, adam_tiles<StateKind::kDynamic, true>});
+       adam_tiles<StateKind::kPower, true>, adam_tiles<StateKind::kDynamic, true>,
+       adam_tiles<StateKind::kPower4, false>, adam_tiles<StateKind::kPower4, true>});
 }
 
 }  // namespace memkern

@@ -30,10 +30,11 @@ MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s, boo
   for (int i = 0; i < kVector; ++i) adam_moments(x.m[i], x.v[i], x.g[i], s);
 }
 
-// Loads a vector and updates its moments. m_unit, v_unit: decode_unit of its block, with the moments' decay.
+// Loads a vector and updates its moments. v_at: where the second moment's codes are, of kPower4
+// packed_span(). m_unit, v_unit: decode_unit of its block, with the moments' decay.
 template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
-                                    float m_unit, float v_unit) {
+                                    const Span& v_at, float m_unit, float v_unit) {
   const TensorRecord& t = work.tensor;
   Raw p, g;
   Codes m, v;
@@ -41,14 +42,15 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
     p = load_weights(t, param_type, span);
     g = load_raw(work.grad, grad_type, span);
     m = load_codes(t.exp_avg, span);
-    v = load_codes(t.exp_avg_sq, span);
+    if constexpr (Kind != StateKind::kPower4) v = load_codes(t.exp_avg_sq, span);
   });
+  if constexpr (Kind == StateKind::kPower4) v = load_packed(t.exp_avg_sq, v_at);
   AdamVector x;
   join_weights(t, param_type, p, x.p);
   to_floats(g, grad_type, x.g);
   decode<Kind, true>(m, m_unit, x.m);
   decode<Kind, false>(v, v_unit, x.v);
-  if constexpr (Kind == StateKind::kPower)
+  if constexpr (is_power(Kind))
     for (float& w : x.v) w = w * w;  // power codes hold w = sqrt(v)
   adam_update_moments(x, work.scalars.scalars, plain_gradients(work.scalars.scalars));
   return x;
@@ -120,18 +122,21 @@ template <class Work> MEMKERN_DEVICE void with_float_type(const AdamVector& x, i
 template <StateKind Kind, class Rule, class P, class G>
 MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                      LaneGroup group) {
-  constexpr bool kPower = Kind == StateKind::kPower;
+  constexpr bool kPower = is_power(Kind), kPacked = Kind == StateKind::kPower4;
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars& s = work.scalars.scalars;
   const Rounding rounding{false, work.scalars.step};
   const MomentHalves half(group);
-  const int levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
+  const int levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
   const bool aligned = t.aligned && on_16_bytes(work.grad);
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     float* const scale = half.pick(t.exp_avg_scale, t.exp_avg_sq_scale) + block.index;
     const float decay = half.pick(s.beta1, kPower ? s.root_beta2 : s.beta2);
     float m_unit, v_unit;
     half.exchange(decode_unit<Kind>(__ldcs(scale), decay, levels), m_unit, v_unit);
+    const int64_t v_start = kPacked ? packed_offset(t.blocks.segment, t.blocks.block,
+                                                    t.blocks.blocks_per_segment, block.start, block.index)
+                                    : block.start;
     float m_absmax = 0.0f, v_absmax = 0.0f, m_factor = 0.0f, v_factor = 0.0f;
     bool finite = true;
     // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
@@ -142,7 +147,8 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
       const int j =
           ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
       const Span at = span_of(block.start + j, block.n - j, aligned);
-      AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, m_unit, v_unit);
+      const Span v_at = kPacked ? packed_span(v_start + j / 2, at.n, aligned) : at;
+      AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, v_at, m_unit, v_unit);
       float m_vector_max = absmax_or_nan<true>(x.m), v_vector_max = absmax_or_nan<false>(x.v), w[kVector];
       with_float_type(x, at.n, m_vector_max, v_vector_max, s,
                       [&](auto number) { adam_update_params<Rule, decltype(number)>(x, w, s); });
@@ -169,8 +175,9 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
         encode_both<Kind>(x.m, m_factor, kPower ? w : x.v, v_factor, finite, j, rounding, m_codes, v_codes);
         with_constant_span(at, [&](const Span& span) {
           store_codes(t.exp_avg, span, m_codes);
-          store_codes(t.exp_avg_sq, span, v_codes);
+          if constexpr (!kPacked) store_codes(t.exp_avg_sq, span, v_codes);
         });
+        if constexpr (kPacked) store_packed(t.exp_avg_sq, v_at, v_codes);
       }
     }
   });

@@ -45,7 +45,7 @@ MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kVector]) 
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const uint32_t word = i < 4 ? codes.x : codes.y;
-    if constexpr (Kind == StateKind::kPower)
+    if constexpr (is_power(Kind))
       x[i] = power_decode<Signed>(code_value<Signed>(word, i % 4), unit);
     else
       x[i] = dynamic_decode<Signed>(static_cast<uint8_t>(word >> 8 * (i % 4))) * unit;
@@ -56,12 +56,16 @@ MEMKERN_FN constexpr int levels_of(bool is_signed) {
   return is_signed ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 }
 
+// Of one moment of a tensor's.
+template <StateKind Kind, bool Signed> constexpr int kLevels =
+    Kind == StateKind::kPower4 && !Signed ? kPower4Levels : levels_of(Signed);
+
 template <StateKind Kind> MEMKERN_DEVICE float decode_unit(float scale, float decay, int levels) {
-  return Kind == StateKind::kPower ? power_unit(scale, decay, levels) : decay * scale;
+  return is_power(Kind) ? power_unit(scale, decay, levels) : decay * scale;
 }
 
 template <StateKind Kind> MEMKERN_DEVICE float encode_factor(float scale, int levels) {
-  return Kind == StateKind::kPower ? power_factor(scale, levels) : dynamic_factor(scale);
+  return is_power(Kind) ? power_factor(scale, levels) : dynamic_factor(scale);
 }
 
 // The largest magnitude of a vector, NaN if any element is.
@@ -129,7 +133,7 @@ MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float rest, float twi
 
 // Power codes of finite values, from approximate square roots. Adding 2^23 leaves the integer part in the low
 // bits, so no conversion instruction is needed.
-template <bool Signed>
+template <bool Signed, int Levels = levels_of(Signed)>
 MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, const Rounding& rounding) {
   // The largest distance between the formula's sum and this one. Relative errors: 2^-24 of the formula's root
   // and 2^-23 of the approximate one; for unsigned codes both sums with u are rounded too, by up to 2^-17
@@ -153,7 +157,7 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
     } else {
       // Clamped to the middle of the first and of the last code's interval: the same codes, and always
       // certain.
-      constexpr float kLast = kPowerLevelsUnsigned + 0.5f;
+      constexpr float kLast = Levels + 0.5f;
       const float c = fminf(fmaxf(rounding.add(root, j + i), x[i] > 0.0f ? 1.5f : 0.0f), kLast);
       const float down = __fadd_rd(c, kDown);
       farthest = fmaxf(farthest, fabsf(c - (down - (kDown - 0.5f))));
@@ -179,7 +183,8 @@ template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode_exactly(const
                                        : power_encode_signed(x[i], factor, rounding.rest(j + i));
       code[i] = static_cast<uint32_t>(static_cast<int>(q));
     } else {
-      code[i] = static_cast<uint32_t>(power_encode_unsigned(x[i], factor, rounding.u(j + i)));
+      code[i] =
+          static_cast<uint32_t>(power_encode_unsigned<kLevels<Kind, false>>(x[i], factor, rounding.u(j + i)));
     }
   }
   if (factor == 0.0f) return {0, 0};
@@ -203,9 +208,9 @@ template <StateKind Kind> MEMKERN_DEVICE void encode_both(const float (&m)[kVect
                                                           const float (&v)[kVector], float v_factor,
                                                           bool finite, int j, const Rounding& rounding,
                                                           Codes& m_codes, Codes& v_codes) {
-  if constexpr (Kind == StateKind::kPower) {
+  if constexpr (is_power(Kind)) {
     const Encoded first = estimate<true>(m, m_factor, j, rounding),
-                  second = estimate<false>(v, v_factor, j, rounding);
+                  second = estimate<false, kLevels<Kind, false>>(v, v_factor, j, rounding);
     m_codes = first.codes;
     v_codes = second.codes;
     if (!__any_sync(kAllLanes, !(finite && first.certain && second.certain))) return;

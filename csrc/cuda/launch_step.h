@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <span>
+#include <utility>
 
 #include "common/step_checks.h"
 #include "step_table.cuh"
@@ -109,7 +110,7 @@ template <class Group, class Scalars> struct UploadedStep {
   int64_t tiles = 0;
   // What its tensors' states are, without and with master weights.
   struct Kinds {
-    bool power = false, dynamic = false, fp32 = false;
+    bool power = false, dynamic = false, power4 = false, fp32 = false;
   } kinds[2];
 };
 
@@ -137,6 +138,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
     auto& kinds = step.kinds[r.weight_storage != WeightStorage::kNearest];
     kinds.power |= r.kind == StateKind::kPower;
     kinds.dynamic |= r.kind == StateKind::kDynamic;
+    kinds.power4 |= r.kind == StateKind::kPower4;
     kinds.fp32 |= r.kind == StateKind::kFp32;
   }
   const size_t scalars_at = image.bytes().size(),
@@ -156,10 +158,11 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
 }
 
 // The kernels of a step. Those over tiles come in pairs, one for each codec, and take whether they also
-// update fp32 states; the second pair is for tensors with master weights, and takes more registers.
+// update fp32 states; the second pair is for tensors with master weights, and takes more registers. The last
+// two, of Adam alone, are for second moments in 4 bits, without and with master weights.
 template <class Group, class Scalars> using PrologueKernel = void (*)(StepTable<Group, Scalars>);
 template <class Group, class Scalars, class... Args> using TileKernels =
-    std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 4>;
+    std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 6>;
 
 template <class Group, class Scalars>
 void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
@@ -167,17 +170,20 @@ void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
 }
 
-// At most two launches, one for each codec in use; for tensors with master weights two more.
+// At most a launch for each codec in use; for tensors with master weights as many more.
 template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
                   const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
                   std::type_identity_t<Args>... args) {
   for (int master = 0; master < 2; ++master) {
-    const auto [power, dynamic, fp32] = step.kinds[master];
-    const bool power_first = power || (fp32 && !dynamic);
-    if (power_first) launch_checked(op, kernels[2 * master], step.tiles, stream, step.table, true, args...);
-    if (dynamic)
-      launch_checked(op, kernels[2 * master + 1], step.tiles, stream, step.table, !power_first, args...);
+    const auto [power, dynamic, power4, fp32] = step.kinds[master];
+    bool with_fp32 = true;  // the first launch
+    const auto launch = [&](auto kernel) {
+      launch_checked(op, kernel, step.tiles, stream, step.table, std::exchange(with_fp32, false), args...);
+    };
+    if (power || (fp32 && !dynamic && !power4)) launch(kernels[2 * master]);
+    if (dynamic) launch(kernels[2 * master + 1]);
+    if (power4) launch(kernels[4 + master]);
   }
 }
 

@@ -163,6 +163,38 @@ MEMKERN_DEVICE Codes load_codes(const void* array, const Span& at) {
   return {word[0], word[1]};
 }
 
+// The bytes of a vector of 4-bit codes, two in each; `byte`: the first one's place in its array.
+MEMKERN_DEVICE Span packed_span(int64_t byte, int n, bool aligned) {
+  return {byte, n, aligned && n == kVector && byte % 4 == 0};
+}
+
+// Codes of 4 bits as those of 8, and back. at: packed_span().
+MEMKERN_DEVICE Codes load_packed(const void* array, const Span& at) {
+  const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
+  uint32_t pairs = 0;
+  if (at.whole) {
+    pairs = __ldcs(reinterpret_cast<const uint32_t*>(p));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2)
+      if (i < at.n) pairs |= static_cast<uint32_t>(p[i / 2]) << 4 * i;
+  }
+  const uint32_t first = pairs & 0x0F0F0F0Fu, second = pairs >> 4 & 0x0F0F0F0Fu;
+  return {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
+}
+
+MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes) {
+  uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
+  const uint32_t pairs = __byte_perm(codes.x, codes.y, 0x6420) | __byte_perm(codes.x, codes.y, 0x7531) << 4;
+  if (at.whole) {
+    __stcs(reinterpret_cast<uint32_t*>(p), pairs);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2)  // the second half of the last byte may be no element's
+      if (i < at.n) p[i / 2] = static_cast<uint8_t>(pairs >> 4 * i & (i + 1 < at.n ? 0xFFu : 0x0Fu));
+  }
+}
+
 MEMKERN_DEVICE void store_codes(void* array, const Span& at, const Codes& codes) {
   uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
   if (at.whole) {

@@ -140,6 +140,29 @@ def test_weights(name: str, weights: tuple[int, int], block_size: int) -> None:
     compare_steps(name, args, scaler())
 
 
+@over_dtypes
+@pytest.mark.parametrize("grad", FLOATS, ids=name_of)
+def test_second_moments_in_4_bits(dtype: torch.dtype, grad: torch.dtype) -> None:
+    compare_steps("adam_step_", step_args("adam_step_", dtype, grad, codec=(2, 2)), scaler())
+
+
+@pytest.mark.parametrize("codec", [(2, 0), (1, 2)])
+@pytest.mark.parametrize("block_size", [8, 24, 256, 264, 1000, 4096])
+def test_blocks_of_4_bits(codec: tuple[int, int], block_size: int) -> None:
+    weights = (2, 1) if block_size in (24, 256) else (0, 0)
+    dtype = torch.bfloat16 if weights[0] else torch.float32
+    compare_steps(
+        "adam_step_", step_args("adam_step_", dtype, codec=codec, block_size=block_size, weights=weights), {}
+    )
+
+
+@over_orders
+def test_4_bits_in_any_order(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_ORDER", order)
+    layouts = ("odd", "short rows", "unaligned", "one long row", "empty", "0-dim")
+    compare_steps("adam_step_", step_args("adam_step_", codec=(2, 2), layouts=layouts), {})
+
+
 @over_steps
 @over_orders
 def test_steps_in_any_order(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,20 @@ def test_bf16_weights(compiled: Compiled, name: str, weights: tuple[int, int]) -
 
 
 @over_compiled
+@pytest.mark.parametrize("weights", [(0, 0), (2, 1)])
+def test_second_moments_in_4_bits(compiled: Compiled, weights: tuple[int, int]) -> None:
+    dtype = torch.bfloat16 if any(weights) else torch.float32
+    args = drive.step_args(
+        "adam_step_", dtype, dtype, codec=(2, 2), layouts=SOME_LAYOUTS, weights=weights
+    )._replace(**drive.scaler())
+    expected = drive.cloned(args)
+    for step in range(2):
+        compiled.step("adam_step_", args)
+        reference.adam_step_(expected)
+        assert_same([*args], [*expected], f"step {step}")
+
+
+@over_compiled
 @pytest.mark.parametrize("block_size", [24, 1024])
 def test_blocks_of_other_sizes(compiled: Compiled, block_size: int) -> None:
     args = drive.step_args("adam_step_", block_size=block_size, layouts=SOME_LAYOUTS[:3])
