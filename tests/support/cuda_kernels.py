@@ -34,6 +34,7 @@ FLAGS = [
 
 # Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
 ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
+PACKED = ADAM | {"LDG.64": 1, "STG.64": 1}
 LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
 PATHS = {
     "AdamW fp32": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34}),
@@ -46,6 +47,11 @@ PATHS = {
         "adam_tiles<1, 1>",
         ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 6, "STG": 5},
     ),
+    "AdamW fp32, v in 4 bits": (
+        "adam_tiles<3, 0>",
+        PACKED | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5},
+    ),
+    "AdamW bf16, v in 4 bits": ("adam_tiles<3, 0>", PACKED | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
     "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
     "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }
