@@ -152,7 +152,7 @@ def check_state(
                     i,
                     f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
                 )
-        elif _is_packed(op, key, value, group):
+        elif coded and _is_packed(op, key, value, group):
             shape = layout_of(dense_like(p), group["block_size"]).packed_shape
             if tuple(value.shape) != shape:
                 does_not_fit(

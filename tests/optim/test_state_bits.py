@@ -292,6 +292,53 @@ def test_channels_last_after_a_step(backend: str) -> None:
     assert not torch.equal(after, torch.zeros_like(after))
 
 
+def test_blocks_of_another_size_after_a_step() -> None:
+    p = torch.nn.Parameter(hard((40, 301), 0, scale=0.1))
+    optimizer = optim.AdamW([p], lr=1e-2, **BITS)
+    train(optimizer, 2)
+    before = sqrt_v(optimizer, p)
+    for size in (64, 512, 128):
+        optimizer.param_groups[0]["block_size"] = size
+        optimizer.state_dict()  # converts
+        assert tuple(optimizer.state[p]["exp_avg_sq"].shape) == layout_of(p, size).packed_shape
+        assert ((sqrt_v(optimizer, p) - before).abs() <= 3 * 2.1 / 15 * before.amax()).all()
+    train(optimizer, 1)
+
+
+def test_a_compiled_step() -> None:
+    runs = []
+    for compiled in (False, True):
+        params = make_params()
+        optimizer = optim.AdamW(params, lr=1e-2, **BITS)
+        step = (
+            torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiled else optimizer.step
+        )
+        for seed in range(3):
+            for i, p in enumerate(params):
+                p.grad = like(p, 1000 * seed + i)
+            step()
+        runs.append(snapshot(optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("way", ["host", "backward"])
+def test_steps_elsewhere(way: str) -> None:
+    params, others = make_params(), make_params()
+    plain = optim.AdamW(params, lr=1e-2, **BITS)
+    if way == "host":
+        other: Any = optim.HostOffload(optim.AdamW, others, lr=1e-2, **BITS)
+    else:
+        other = optim.StepInBackward(optim.AdamW, others, lr=1e-2, **BITS)
+    for step in range(3):
+        train(plain, 1, step)
+        if way == "host":
+            train(other, 1, step)
+        else:
+            sum((p * like(p, 1000 * step + i)).sum() for i, p in enumerate(others)).backward()
+            other.step()
+    assert_same(snapshot(other), snapshot(plain))
+
+
 def test_gaps_between_elements() -> None:
     x = hard((40, 130), 0, scale=0.1)
     runs = []
