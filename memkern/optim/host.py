@@ -22,7 +22,16 @@ from .backward import (
     without_hooks,
 )
 from .base import BlockwiseOptimizer
-from .offloaded import Options, Weight, bytes_on_device, check_options, copy_options, has_gradient, offloaded
+from .offloaded import (
+    Options,
+    Weight,
+    bytes_on_device,
+    check_no_shards,
+    check_options,
+    copy_options,
+    has_gradient,
+    offloaded,
+)
 from .options import check_gradient
 from .transfers import Transfers, transfers_of
 
@@ -95,7 +104,8 @@ class HostOffload(Optimizer):
     are never transferred and are not.
 
     Raises:
-        ValueError, TypeError: from ``optimizer_class``; an option of another type; max_grad_norm with step_in_backward.
+        ValueError, TypeError: from ``optimizer_class``; an option of another type; max_grad_norm with step_in_backward;
+            DTensors, for which fully_shard has its CPUOffloadPolicy.
         RuntimeError: in ``backward()``, ``step()`` or ``zero_grad()``: what the table says raises.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840).
@@ -151,6 +161,7 @@ class HostOffload(Optimizer):
             group["master_weights"] = "fp32"  # in the step's own kernel, which rounds, too
         made: list[Weight] = []
         try:
+            check_no_shards(group["params"])
             made += (self._weight_of(p, group) for p in group["params"])
             homes: list[Any] = [w.home for w in made]
             if "param_names" in group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..memory import optimizer_bytes
+from .sharding import is_dtensor
 from .transfers import Transfers
 
 Options = dict[str, Any]
@@ -145,6 +146,17 @@ def copy_options(source: Optimizer, to: Optimizer) -> None:
     """Sets every option of one's groups to the other's."""
     for given, group in zip(source.param_groups, to.param_groups, strict=False):
         group.update((key, x) for key, x in given.items() if key != "params")
+
+
+def check_no_shards(params: Sequence[Tensor]) -> None:
+    """Raises ValueError for DTensors, whose wrappers have no memory that could be copied."""
+    for p in params:
+        if is_dtensor(p):
+            raise ValueError(
+                f"params must be plain tensors, got a DTensor of shape {tuple(p.shape)}; with fully_shard's "
+                "offload_policy=CPUOffloadPolicy() parameters, gradients and states are on the host, and the "
+                "optimizer without HostOffload steps there"
+            )
 
 
 def check_options(host_dtype: Any, device_state_bytes: Any) -> None:

@@ -1,0 +1,57 @@
+"""StepInBackward and HostOffload of shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from memkern import optim
+from tests.support.helpers import assert_same
+from tests.support.ranks import Ranks
+from tests.support.sharded import everything, gpt, in_shards
+
+
+def trained(new: Any, inside: bool) -> Any:
+    """Three steps: everything, and whether the gradients were freed in the backward pass."""
+    model = in_shards(gpt())
+    params = model.parameters()
+    optimizer = optim.StepInBackward(new, params, lr=1e-3) if inside else new(params, lr=1e-3)
+    freed = []
+    for step in range(3):
+        tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        freed.append(all(p.grad is None for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(model, optimizer), freed
+
+
+@pytest.mark.feature("torch", "`StepInBackward` under `fully_shard`: bits of the step after the backward pass")
+@pytest.mark.full
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit])
+def test_step_in_backward(ranks: Ranks, new: Any) -> None:
+    after, inside = ranks(2, trained, new, False), ranks(2, trained, new, True)
+    for (expected, kept), (found, freed) in zip(after, inside, strict=True):
+        assert_same(found, expected)
+        assert (kept, freed) == ([False] * 3, [True] * 3)
+
+
+def offloaded() -> None:
+    model = in_shards(gpt())
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"params must be plain tensors, got a DTensor .*CPUOffloadPolicy"):
+        optim.HostOffload(optim.AdamW8bit, model.parameters())
+    plain = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.HostOffload(optim.AdamW, [plain])
+    with pytest.raises(ValueError, match="CPUOffloadPolicy"):
+        optimizer.add_param_group({"params": [*model.parameters()]})
+    assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
+    assert_same([p.to_local() for p in model.parameters()], before)
+
+
+@pytest.mark.full
+def test_host_offload_is_refused(ranks: Ranks) -> None:
+    ranks(2, offloaded)
