@@ -46,7 +46,8 @@ def store_layer_scalars(table, columns, tensors, t, mask, out, group, lr, weight
     ratio = tl.load(columns + st.TRUST_RATIO * tensors + t, mask=mask, other=0).to(
         tl.pointer_type(tl.float32)
     )
-    tl.store(ratio, 1.0, mask=mask & run & (passes != FIRST))
+    writes = tl.where(passes == FIRST, 0, tl.where(run, 1, 0)) != 0
+    tl.store(ratio, tl.where(writes, 1.0, tl.load(ratio, mask=mask, other=0.0)), mask=mask)
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
     tl.store(out + RATE, lr.to(tl.float32), mask=mask)
     tl.store(out + ADAPT, tl.where(run, tl.where(adapt, 1.0, 0.0), 0.0), mask=mask)
@@ -82,10 +83,11 @@ def norms_of_layer(columns, sums, programs_before, programs, tensors, first, cou
         tl.sum(updates, axis=0),
     )
     row = squares + 2 * tensor
-    tl.store(row, param, mask=passes == FIRST)
-    tl.store(row + 1, update, mask=passes == FIRST)
-    param += tl.load(row, mask=passes == SECOND, other=0.0)
-    update += tl.load(row + 1, mask=passes == SECOND, other=0.0)
+    if passes == FIRST:
+        tl.store(row, param)
+        tl.store(row + 1, update)
+    if passes == SECOND:
+        param, update = tl.load(row), tl.load(row + 1)
     return tensor, tl.sqrt(param), tl.sqrt(update)
 
 
