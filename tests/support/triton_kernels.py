@@ -23,6 +23,7 @@ TYPES = {
     "scalars": "*fp32",
     "tables": "*fp32",
     "sums": "*fp64",
+    "squares": "*fp64",
     "norm": "*fp64",
     "scales": "*fp32",
     **dict.fromkeys(("lows", "highs"), "*fp32"),
