@@ -1,7 +1,8 @@
 """python -m benchmarks.sharded_step: a step of DTensor shards beside one of plain tensors of the same local sizes.
 
 GPT-2's 148 tensors, of which this process has the first of two shards; no collective is run (a fake process group), so
-what is measured is the cost of DTensors in a step. CPU time of one thread, interleaved in one process; medians.
+what is measured is the cost of DTensors in a step. CPU time of one thread, interleaved in one process; medians. The last
+case is a tensor whose shards end inside blocks, whose step runs on the reference.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from memkern import optim
 from memkern.optim import sharding
@@ -35,14 +35,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def shards(size: int) -> list[Tensor]:
+def shards(shapes: Sequence[tuple[int, ...]], dim: int = 0) -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (WORLD,))
     return [
-        distribute_tensor(torch.randn(shape) * 0.02, mesh, [Shard(0)], src_data_rank=None)
-        for shape in gpt2_shapes(size)
+        distribute_tensor(torch.randn(shape) * 0.02, mesh, [Shard(dim)], src_data_rank=None)
+        for shape in shapes
     ]
 
 
@@ -65,10 +65,14 @@ def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    sharded: list[Any] = shards(size)
-    local = [x.to_local().clone() for x in sharded]
-    count = sum(x.numel() for x in local)
-    for name, make in OPTIMIZERS.items():
+    whole = shards(gpt2_shapes(size))
+    cases = [(name, make, whole) for name, make in OPTIMIZERS.items()]
+    cases.append(
+        ("AdamW8bit, columns that end inside blocks", optim.AdamW8bit, shards([(1024, 1000)], dim=1))
+    )
+    for name, make, sharded in cases:
+        local = [x.to_local().clone() for x in sharded]
+        count = sum(x.numel() for x in local)
         calls = {"plain": stepper(make, [x.clone() for x in local]), "sharded": stepper(make, sharded)}
         for call in calls.values():
             call()
@@ -91,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = []
     for row in results(args.size, args.rounds):
-        line = f"{row['optimizer']:<12} {row['plain_ms']:>9} ms, sharded {row['sharded_ms']:>9} ms: {row['ratio']}"
+        line = f"{row['optimizer']:<41} {row['plain_ms']:>9} ms, sharded {row['sharded_ms']:>9} ms: {row['ratio']}"
         print(line, flush=True)
         rows.append(row)
     path = args.out / "sharded-step.csv"
