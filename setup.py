@@ -11,6 +11,8 @@ MEMKERN_BUILD          auto (default): C++ where there is a compiler, and CUDA w
 MEMKERN_CUDA_ARCHS     auto (default): the architectures of the GPUs that torch sees here, and PTX for later ones;
                        where it sees none, all. all: every architecture that is tested, for wheels.
 TORCH_CUDA_ARCH_LIST   architectures, such as "8.0;9.0+PTX"; goes before MEMKERN_CUDA_ARCHS.
+MEMKERN_WHEEL          python (default): a wheel for the Python that builds it; any: one for every Python, without
+                       ``_host``, so that `python -m memkern info` has no build facts and nothing else changes.
 MAX_JOBS               parallel compilations; by default as many as cores and free memory allow.
 MEMKERN_CXX_FLAGS      more flags for the C++ compiler; -fsanitize=... also reaches the linker.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 CSRC = Path("csrc")
@@ -63,6 +66,19 @@ def what_to_build() -> str:
     import torch
 
     return "cuda" if nvcc() and torch.version.cuda else "cpu"
+
+
+def for_any_python() -> bool:
+    choice = os.environ.get("MEMKERN_WHEEL", "python")
+    if choice not in ("python", "any"):
+        raise SystemExit(f"MEMKERN_WHEEL must be python or any, got {choice!r}")
+    return choice == "any"
+
+
+class Wheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if for_any_python() else (python, abi, platform)
 
 
 def nvcc() -> str | None:
@@ -194,7 +210,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         language="c++",
     )
     found = [ops]
-    if (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if not for_any_python() and (Path(sysconfig.get_path("include")) / "Python.h").exists():
         facts = [("MEMKERN_TORCH_VERSION", f'"{torch.__version__}"'), ("MEMKERN_CUDA_ARCHS", f'"{archs}"')]
         found.append(
             Extension(
@@ -238,4 +254,4 @@ def cuda_libraries(archs: str) -> list[str]:
 
 
 ext_modules, cmdclass = extensions(what_to_build())
-setup(ext_modules=ext_modules, cmdclass=cmdclass)
+setup(ext_modules=ext_modules, cmdclass={**cmdclass, "bdist_wheel": Wheel})
