@@ -153,7 +153,23 @@ def _ratio(rows: dict[tuple[str, str], report.Row], case: str, ours: str, peer: 
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
 
 
-TABLES: dict[str, Callable[[], str]] = {"saves": saves_table, "speed": speed_table}
+def wheels_table() -> str:
+    """Each wheel's size, and what it ran with: wheels.csv, of tests/build/wheels.py."""
+    rows = _last("wheels.csv", "wheel", "python", "torch")
+    lines = [
+        "| wheel | MB | Python | torch | backend | equal to the reference | |",
+        "|---|---:|---|---|---|---:|---|",
+    ]
+    for (wheel, python, torch), row in sorted(rows.items()):
+        tag = "-".join(wheel.removesuffix(".whl").split("-")[2:4])
+        size = f"{int(row['bytes']) / 1e6:.2f}"
+        equal = f"{row['equal']} of {row['cases']}" if row["cases"] else ""
+        cells = [f"`{tag}`", size, python, torch, row["backend"], equal, row["outcome"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"saves": saves_table, "speed": speed_table, "wheels": wheels_table}
 
 
 def fill(page: str) -> str:

@@ -125,7 +125,7 @@ def test_the_sdist_has_all_sources_and_no_binaries(tree: Path, sdist: Path) -> N
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = [
         p.relative_to(tree).as_posix()
-        for folder in ("csrc", "memkern", "tests", "benchmarks")
+        for folder in ("csrc", "memkern", "tests", "benchmarks", "docs", "examples")
         for p in (tree / folder).rglob("*")
         if p.is_file()
         and p.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".typed")
@@ -155,6 +155,27 @@ def test_an_editable_install_builds_the_library_in_the_tree(tree: Path, tmp_path
     assert Path(env.step()["file"]).is_relative_to(tree)
 
 
+def test_one_wheel_serves_every_python(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:  # a tree in which nothing was built
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.glob("memkern-*")
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
+    changes = {"MEMKERN_WHEEL": "any", "MEMKERN_BUILD": "cpu", "MEMKERN_CXX_FLAGS": "-O0"}
+    built = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, env=environment(**changes), capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr[-4000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name
+    env = Environment(tmp_path / "env")
+    assert env.install(str(wheel)).returncode == 0
+    assert [name for name in env.installed() if name.endswith(".so")] == ["memkern/libmemkern.so"]
+    report = env.info()
+    assert report["backends"]["cpu"] == {"available": True, "reason": None}
+    assert set(report["build"]) == {"library"}
+    assert env.step()["backend"] == "cpu"
+
+
 # The tree has binaries by now, which an install that asks for none must not pick up.
 
 
@@ -182,8 +203,9 @@ def test_without_a_compiler_auto_installs_a_pure_package(tree: Path, tmp_path: P
         ({"MEMKERN_BUILD": "cpu", "CXX": "/nonexistent"}, "MEMKERN_BUILD=cpu needs a C++ compiler; '/nonexistent'"),
         ({"MEMKERN_BUILD": "cuda"}, "MEMKERN_BUILD=cuda needs "),
         ({"MEMKERN_BUILD": "bogus"}, "MEMKERN_BUILD must be auto, cpu, cuda or none, got 'bogus'"),
+        ({"MEMKERN_WHEEL": "bogus"}, "MEMKERN_WHEEL must be python or any, got 'bogus'"),
     ],
-    ids=["cpu without a compiler", "cuda without nvcc", "bogus"],
+    ids=["cpu without a compiler", "cuda without nvcc", "bogus", "bogus wheel"],
 )  # fmt: skip
 def test_what_cannot_be_built_fails_with_the_reason(
     changes: dict[str, str], message: str, tree: Path, tmp_path: Path

@@ -183,7 +183,10 @@ def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command in a block."""
     for _, text in blocks(page, "bash"):
         for line in text.splitlines():
-            if words := shlex.split(line, comments=True):
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):  # variables of the environment
+                del words[0]
+            if words:
                 yield words
 
 
