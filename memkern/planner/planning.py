@@ -99,7 +99,7 @@ class Plan:
     alone: a prediction for each technique by itself. together: the smallest step, with all of them but randomized
     linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
     recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
-    the truth may be above and below a prediction.
+    the truth may be above and below a prediction. What fits does so where the truth is above by so much, too.
     """
 
     model: str
@@ -121,6 +121,11 @@ class Plan:
     def band(self) -> tuple[float, float]:
         return BAND[self.counted_on]
 
+    @property
+    def least(self) -> int:
+        """The memory that the smallest step fits in."""
+        return math.ceil(self.together.peak * (1 + self.band[0]))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
 
@@ -129,6 +134,7 @@ class Plan:
 
         return dataclasses.asdict(self) | {
             "fits": self.fits,
+            "least": self.least,
             "band": list(self.band),
             "alone": {name: row(p) for name, p in self.alone.items()},
             "together": row(self.together),
@@ -468,10 +474,11 @@ def _plan(
             alone[name] = planner.predict(Techniques(**changes))
     candidates = planner.candidates(pinned, batch_size, clip)
     together = planner.predict(planner.frugal(min(candidates, key=planner.floor), pinned))
-    best = planner.choose(memory, pinned, batch_size, clip)
+    limit = int(memory / (1 + BAND[counted_on][0]))
+    best = planner.choose(limit, pinned, batch_size, clip)
     largest = 0
     if best is not None:
-        largest = planner.largest_micro_batch(best.techniques, memory)
+        largest = planner.largest_micro_batch(best.techniques, limit)
         if best.techniques.accumulation > 1 and "micro_batch" not in pinned:
             micro = max(size for size in range(1, largest + 1) if batch_size % size == 0)
             more = best.techniques.replace(micro_batch=micro, accumulation=batch_size // micro)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,17 +37,21 @@ def text(plan: Plan) -> str:
             f"{p.categories[c] / GIB:>9.2f}" if p.categories[c] else f"{'-':>9}" for c in CATEGORIES
         )
         sequences = p.techniques.micro_batch * p.techniques.accumulation
-        fits = " " if p.peak <= plan.memory else "!"
+        fits = " " if p.peak * (1 + above) <= plan.memory else "!"
         lines.append(f"{name:<32}{p.peak / GIB:>8.2f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}")
     lines += ["", *verdict(plan)]
     return "\n".join(lines)
 
 
+def rounded_up(size: int) -> str:
+    """GiB with two decimals, which are enough."""
+    return f"{math.ceil(100 * size / GIB) / 100:.2f}"
+
+
 def verdict(plan: Plan) -> Iterator[str]:
     p = plan.recommended
     if p is None:
-        least = plan.together
-        yield f"Does not fit: the least that could is {least.peak / GIB:.2f} GiB, with {least.techniques}."
+        yield f"Does not fit: the least that could is {rounded_up(plan.least)} GiB, with {plan.together.techniques}."
         return
     yield f"Fits: {p.techniques}."
     yield f"Largest micro-batch with these: {plan.largest_micro_batch}."

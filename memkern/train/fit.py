@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..planner.planning import Plan, plan
+from ..planner.report import rounded_up
 from ..planner.techniques import TechniqueError, Techniques
 from .build import Source
 from .config import CLASSES, ArgumentError, TrainConfig
@@ -105,11 +106,10 @@ def fit(
     except TechniqueError as error:
         raise ArgumentError(OPTIONS.get(error.name, error.name), error.message) from error
     if made.recommended is None:
-        least = made.together
         raise ArgumentError(
             "fit",
-            f"{size} given; allowed: {least.peak / 2**30:.2f} GiB or more, the least that could do, with "
-            f"{least.techniques}",
+            f"{size} given; allowed: {rounded_up(made.least)} GiB or more, the least that could do, with "
+            f"{made.together.techniques}",
         )
     fitted = chosen(config, made.recommended.techniques)
     fitted.validate()
