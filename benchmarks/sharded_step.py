@@ -1,8 +1,8 @@
 """python -m benchmarks.sharded_step: a step of DTensor shards beside one of plain tensors of the same local sizes.
 
 GPT-2's 148 tensors, of which this process has the first of two shards; no collective is run (a fake process group), so
-what is measured is the cost of DTensors in a step. CPU time of one thread, interleaved in one process; medians. The last
-case is a tensor whose shards end inside blocks, whose step runs on the reference.
+what is measured is the cost of DTensors in a step. CPU time of one thread, interleaved in one process; medians. The
+last case is a tensor whose shards end inside blocks, whose step runs on the reference.
 """
 
 from __future__ import annotations
