@@ -7,8 +7,8 @@ process alone would have. Ranks only exchange what no rank knows alone, in one c
 - the norms of ``max_grad_norm`` and of LAMB's and LARS's layers, and a GradScaler's ``found_inf``;
 - the scales of blocks that are on several ranks. A shard ends inside a block where a row is shorter than a block (1-D
   tensors, small convolutions) and the rows of a rank are not whole blocks, or where columns are sharded and those of a
-  rank are not. Such a tensor's scales are replicated, and its step runs on the reference, as LARS's does for every
-  shard and LAMB's for those of several layers or with master weights.
+  rank are not. Such a tensor's scales are replicated, and its step runs on the reference, as LAMB's and LARS's do for
+  shards of several layers.
 """
 
 from __future__ import annotations
