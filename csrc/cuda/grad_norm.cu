@@ -4,6 +4,7 @@
 #include "launch_step.h"
 #include "reductions.cuh"
 #include "step_table.cuh"
+#include "trust_ratio.cuh"
 
 namespace memkern {
 
@@ -30,7 +31,7 @@ static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
     float g[kVector];
     load_floats(t.values, t.type, at, g);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) sum += static_cast<double>(g[k]) * static_cast<double>(g[k]);
+    for (int k = 0; k < kVector; ++k) add_square(sum, g[k]);
   });
   sum = sum_over_block(sum);
   if (threadIdx.x == 0) table.partial[blockIdx.x] = sum;

@@ -47,6 +47,25 @@ MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const
   }
 }
 
+// The same as lamb_norms_8bit on the main path (whole_blocks.cuh).
+template <class P, class G>
+MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P param_type, G grad_type) {
+  AdamWhole<LambScalars, P, G> at(work, param_type, grad_type);
+  const float max_radicand = fast_scalars(at.s, false) ? kMaxRadicand : -1.0f;
+  Squares sum{0.0, 0.0};
+  for (int round = 0; round < at.rounds; ++round, at.next()) {
+    const AdamVector x = at.load();
+    const AdamRange range(x);
+    const int n = at.exists() ? kVector : 0;
+    if (any_lane(!range.is_fast(max_radicand) || n == 0))
+      with_float_type(x, n, range.m_most, absmax_or_nan<false>(x.v), at.s,
+                      [&](auto number) { lamb_squares<decltype(number)>(sum, x, n, at.s); });
+    else
+      lamb_squares<Fast>(sum, x, kVector, at.s);
+  }
+  return sum;
+}
+
 template <StateKind Kind, class P, class G>
 MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param_type, G grad_type,
                                        LaneGroup group) {
@@ -73,6 +92,14 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
   return sum;
 }
 
+template <StateKind Kind, class P, class G, class Group>
+MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambTensor>& work, P param_type, G grad_type, Group group) {
+  if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
+    if (any_lane(has_whole_blocks(work.tensor, work.grad)))
+      return lamb_norms_whole(work, param_type, grad_type);
+  return lamb_norms_8bit<Kind>(work, param_type, grad_type, group);
+}
+
 template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work, P param_type) {
   const TensorRecord& t = work.tensor;
   const LambScalars s = work.scalars.scalars;
@@ -91,7 +118,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { sum = lamb_norms_8bit<Kind>(work, types...); },
+      work.tensor, [&](auto... types) { sum = lamb_norms<Kind>(work, types...); },
       [&](auto type) { sum = lamb_norms_fp32(work, type); });
   store_squares(partial, sum);
 }

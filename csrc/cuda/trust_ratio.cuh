@@ -7,9 +7,11 @@
 
 namespace memkern {
 
-// The square of a float is exact in fp64, so the sum has the same bits with or without an fma.
+// The square of a float is exact in fp64, so the sum has the same bits with or without an fma, which is one
+// instruction less.
 MEMKERN_DEVICE void add_square(double& sum, float x) {
-  sum += static_cast<double>(x) * static_cast<double>(x);
+  const double wide = x;
+  sum = ::fma(wide, wide, sum);
 }
 
 // Stores the sums over all threads of a tile.

@@ -107,29 +107,33 @@ template <class P, class G> struct WholeVectors {
 // instruction.
 struct DitherTable {
   // Of elements 0 to 3 of each lane, then of elements 4 to 7: loads of 16 bytes without bank conflicts.
-  using Row = float[2][kWholeBlock / kVector][4];
-  alignas(16) Row u, rest, twice_rest;
+  using Row = uint4[2][kWholeBlock / kVector];
+  Row u, rest, twice_rest;
 
   // All threads call it.
   MEMKERN_DEVICE void fill(uint32_t step) {
     static_assert(kThreads == kWholeBlock);
-    const int j = threadIdx.x, half = j / 4 % 2, lane = j / kVector;
+    const int j = threadIdx.x;
     const Rounding rounding{false, step};
-    u[half][lane][j % 4] = rounding.u(j);
-    rest[half][lane][j % 4] = rounding.rest(j);
-    twice_rest[half][lane][j % 4] = 2.0f * rounding.rest(j);
+    const float rest_of_j = rounding.rest(j);
+    word(u, j) = bits_of(rounding.u(j));
+    word(rest, j) = bits_of(rest_of_j);
+    word(twice_rest, j) = bits_of(2.0f * rest_of_j);
     __syncthreads();
   }
 
   static MEMKERN_DEVICE void load(const Row& row, int lane, float (&x)[kVector]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 four = *reinterpret_cast<const uint4*>(row[half][lane]);
+      const uint4 four = row[half][lane];
       const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[4 * half + i] = float_of(words[i]);
     }
   }
+
+ private:
+  static MEMKERN_DEVICE uint32_t& word(Row& row, int j) { return (&row[j / 4 % 2][j / kVector].x)[j % 4]; }
 };
 
 MEMKERN_DEVICE DitherTable& dither_table() {

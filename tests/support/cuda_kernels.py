@@ -55,6 +55,12 @@ PATHS = {
     "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
     "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }
+LAMB_NORMS = {"LDG.64": 2, "LDG": 5, "SHFL": 1, "MUFU": 16, "DFMA": 16}
+PATHS |= {
+    "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 4, "LDG": 7}),
+    "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 2}),
+    "LAMB bf16": ("lamb_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4, "MUFU": 34}),
+}
 PATHS |= {
     "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
     "GELU 3-bit backward bf16": (

@@ -156,6 +156,11 @@ class Instructions:
     def do_fma(self, i: Instruction, kind: str, at: Array) -> None:
         if kind == "bf16x2":  # rounded twice, which cannot show where zero is added to a product
             return self.of_halves(i, at, lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
+        if kind == "f64":
+            a, b, c = (self.get(o, kind, at) for o in i.operands[1:4])
+            if ((a.view(np.uint64) | b.view(np.uint64)) & np.uint64((1 << 26) - 1)).any():
+                raise PtxError(f"only products that are exact are known here: {i.text}")
+            return self.put(i.operands[0], a * b + c, kind, at)
         if kind != "f32":
             raise PtxError(f"unknown instruction: {i.text}")
         a, b, c = (self.flushed(i, self.get(o, kind, at)).astype(np.float64) for o in i.operands[1:4])
