@@ -31,7 +31,8 @@ struct ScaleFormula {
     return unit;
   }
 
-  // power_factor(scale, levels) of the scale that the block's maximum gives; scale: before, the maximum.
+  // power_factor(scale, levels) of the scale that the block's maximum gives; scale: before, the maximum. Of
+  // maxima from 2^-101 to 2^40 the reciprocals and quotients are normal numbers too.
   MEMKERN_DEVICE float factor(float& scale) const {
     const float absmax = scale, root = static_cast<float>(sqrt(Fast(absmax)));
     scale = is_root ? root : absmax;

@@ -30,13 +30,14 @@ RECORD = json.loads(cuda_kernels.RECORD.read_text())
 BUDGET = {
     **{"AdamW fp32": 125, "AdamW bf16": 79, "Lion fp32": 109, "Lion bf16": 63},
     **{"AdamW bf16+8": 94, "AdamW bf16+16": 110},  # 12.13 and 14.13 bytes
+    **{"LAMB norms fp32": 78, "LAMB norms bf16": 47, "LAMB bf16": 79},  # 10.06, 6.06 and 10.13 bytes
     **{"power codes fp32": 39, "power codes bf16": 23, "power values fp32": 39, "power values bf16": 23},
     **{"affine codes fp32": 39, "affine codes bf16": 23, "affine values fp32": 39, "affine values bf16": 23},
     **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34, "GELU 3-bit backward fp32": 65},
 }
-# Above what fits: 78.6 before the first moment was rounded without bias (docs/numerics.md), 85.75 since.
-# Affine codes of bf16: a correctly rounded division is 10 of them.
-LIMIT = {**BUDGET, "AdamW bf16": 86, "AdamW bf16+8": 97, "power codes bf16": 24, "affine codes bf16": 34}
+# What Adam was brought down to, 85 % of the slots at 1.755 GHz for bf16. Above what fits: affine codes of bf16, of
+# which a correctly rounded division is 10.
+LIMIT = {**BUDGET, "AdamW fp32": 66, "AdamW bf16": 60, "power codes bf16": 24, "affine codes bf16": 34}
 
 
 def recorded(key: str) -> dict[str, Any]:
@@ -81,3 +82,18 @@ def test_instructions_are_those_on_record(arch: str) -> None:
         assert abs(count - before) <= TENTH * before, f"{path}: {count}, not {before}; {UPDATE}"
         if arch == "sm_90":
             assert count <= LIMIT[path], f"{path}: {count} instructions per element, {BUDGET[path]} fit"
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
+        for arch in cuda_kernels.COUNTED
+    ],
+)
+@pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
+def test_loads_do_not_wait_for_each_other(arch: str) -> None:
+    """Parameters, gradients and codes are asked for before anything waits for a scale."""
+    ways = cuda_kernels.main_paths(cuda_kernels.compiled(arch)[0], arch)
+    for path in ("AdamW fp32", "AdamW bf16", "LAMB bf16", "LAMB norms fp32", "LAMB norms bf16"):
+        assert sass.loads_before_use(ways[path]), path

@@ -152,13 +152,15 @@ def compiled(arch: str) -> Compiled:
     return folder / f"{arch}.cubin", json.loads((folder / f"{arch}.json").read_text())
 
 
-def instructions(binary: Path, arch: str) -> dict[str, float]:
-    """Instructions per element on the main paths, from an architecture's machine code."""
+def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
+    """The instructions of a turn of each loop, from an architecture's machine code."""
     code = {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
-    return {
-        path: sass.shortest_loop(code[kernel], wanted).total() / PARAMETERS
-        for path, (kernel, wanted) in PATHS.items()
-    }
+    return {path: sass.shortest_loop(code[kernel], wanted) for path, (kernel, wanted) in PATHS.items()}
+
+
+def instructions(binary: Path, arch: str) -> dict[str, float]:
+    """Instructions per element on the main paths."""
+    return {path: len(way) / PARAMETERS for path, way in main_paths(binary, arch).items()}
 
 
 def measure() -> dict[str, Any]:

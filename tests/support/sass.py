@@ -11,7 +11,6 @@ import heapq
 import re
 import shutil
 import subprocess
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -108,15 +107,31 @@ def _matches(opcode: str, key: str) -> bool:
     return {*key.split(".")} <= {*opcode.split(".")}
 
 
-def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> Counter[str]:
-    """Opcodes on the shortest closed way with exactly the wanted numbers of some opcodes (such as ``LDG.128``)."""
+def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> list[Instruction]:
+    """The shortest closed way with exactly the wanted numbers of some opcodes (such as ``LDG.128``)."""
     runs = _runs(code, wanted)
     goal = tuple(wanted.values())
     best: list[Instruction] | None = None
     for head in sorted({t for a, run in runs.items() for t in run.after if t <= a}):
         way = _search(head, runs, goal, len(best) if best else None)
         best = way or best
-    return Counter(i.opcode.split(".")[0] for i in best or [])
+    return best or []
+
+
+def loads_before_use(way: list[Instruction]) -> bool:
+    """Whether all loads from global memory are issued before anything needs what one of them has loaded."""
+    loaded: set[int] = set()
+    used = False
+    for i in way:
+        name = i.opcode.split(".")
+        numbers = [int(n) for n in re.findall(r"\bR(\d+)", i.text)]
+        if name[0] == "LDG":
+            if used or loaded & {*numbers[1:]}:
+                return False
+            words = 4 if "128" in name else 2 if "64" in name else 1
+            loaded |= {*range(numbers[0], numbers[0] + words)}
+        used = used or (name[0] != "LDG" and bool(loaded & {*numbers}))
+    return True
 
 
 def _search(
