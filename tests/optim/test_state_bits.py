@@ -305,6 +305,7 @@ def test_blocks_of_another_size_after_a_step() -> None:
     train(optimizer, 1)
 
 
+@pytest.mark.full
 def test_a_compiled_step() -> None:
     runs = []
     for compiled in (False, True):
