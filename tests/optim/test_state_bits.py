@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks import streams
 from memkern import memory, optim
 from memkern.optim.storage import load_moment
+from memkern.quant.codec import POWER4
 from memkern.quant.layout import layout_of
 from memkern.reference import blockwise
 from tests.optim.test_numerics import GRADIENTS, SETTINGS, trained
@@ -35,6 +36,7 @@ from tests.support.helpers import (
     train,
 )
 from tests.support.interpreted import interpreted
+from tests.support.op_helpers import op, over_namespaces, step_args
 
 BITS: dict[str, Any] = {"state_bits": (8, 4)}
 ADAMS = [optim.AdamW, optim.Adam]
@@ -438,6 +440,17 @@ def test_a_state_that_does_not_fit(key: str, value: Tensor, message: str) -> Non
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state_dict)
     assert_same(snapshot(optimizer), before)
+
+
+@over_namespaces
+@pytest.mark.parametrize("name", ["adam_step_", "lamb_step_", "lion_step_"])
+def test_the_ops_check_shapes_and_codecs(namespace: str, name: str) -> None:
+    args = step_args(name, ["codes", "codes"], codec=POWER4)  # whose codes are not packed
+    before = copy.deepcopy([*args.params, *args.moments, *args.steps])
+    message = "for codes of 4 bits" if name == "adam_step_" else "codec must be"
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        op(namespace, name)(*args)
+    assert_same([*args.params, *args.moments, *args.steps], before)
 
 
 # ---- the closed loop
