@@ -37,11 +37,14 @@ struct ScaleFormula {
     const float absmax = scale, root = static_cast<float>(sqrt(Fast(absmax)));
     scale = is_root ? root : absmax;
     float factor = static_cast<float>(Fast(squared_levels) / Fast(scale));
-    if (any_lane(!(absmax >= kMinRadicand && absmax <= kMaxRadicand))) {
+    const bool middle = absmax >= kMinRadicand && absmax <= kMaxRadicand;
+    if (any_lane(!middle)) {
       if (absmax == 0.0f) return scale = 0.0f;
-      scale = is_root ? sqrt(absmax) : absmax;
-      factor = squared_levels / scale;
-      if (!is_finite(factor)) factor = 0.0f;
+      if (!middle) {
+        scale = is_root ? sqrt(absmax) : absmax;
+        factor = squared_levels / scale;
+        if (!is_finite(factor)) factor = 0.0f;
+      }
     }
     return factor;
   }
