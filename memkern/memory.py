@@ -168,5 +168,6 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
     excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
     known = {storage._cdata for storage in _storages(excluded)}
     sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
+    saved.clear()  # each saved tensor holds the hooks, and they this list: a graph that lives on would free none
     del result  # only now: it holds the autograd graph, and the graph the saved tensors
     return sum(sizes.values())

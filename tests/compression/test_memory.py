@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memkern import memory, optim
 
@@ -206,3 +207,21 @@ def test_peak_on_cuda_leaves_out_what_others_hold() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     assert memory.peak_bytes(lambda: x + 1, x) == 2 * x.nbytes
     del others
+
+
+def test_counting_keeps_nothing_that_backward_frees() -> None:
+    """A part of the graph that has run is freed, though the rest of it lives on."""
+    x = torch.ones(1000, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def forward() -> None:
+        a = x.exp()
+        kept.extend([a.sin().sum(), x.cos().sum()])
+
+    memory.saved_bytes(forward)
+    first, second = kept
+    storage = StorageWeakRef(first.grad_fn.next_functions[0][0]._saved_self.untyped_storage())  # type: ignore[union-attr]
+    assert not storage.expired()
+    first.backward()
+    assert storage.expired()
+    second.backward()
