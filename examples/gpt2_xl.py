@@ -28,9 +28,8 @@ def main(steps: int = 5, sizes: dict[str, Any] = XL) -> list[float]:
 
     memkern.planner.checkpoint_blocks(model, "blocks")  # each block saves its input, and runs again
     memkern.compress(model)  # while it does, its GELU saves 3 bits
-    loss_fn = memkern.nn.LinearCrossEntropy.from_linear(
-        model.lm_head
-    )  # the logits are never there as a whole
+    # The logits are never there as a whole.
+    loss_fn = memkern.nn.LinearCrossEntropy.from_linear(model.lm_head)
     optimizer = memkern.optim.StepInBackward(  # each gradient is stepped and freed as it comes
         memkern.optim.AdamW8bit, model.parameters(), lr=1e-4, master_weights="bf16+8"
     )

@@ -43,4 +43,4 @@ def has_4bit_codes(group: Group) -> bool:
 
 def codec_number(group: Group) -> int:
     """The group's codec as the ops take it."""
-    return POWER4 if has_4bit_codes(group) else CODECS[group["codec"]]
+    return POWER4 if of(group) == (8, 4) else CODECS[group["codec"]]

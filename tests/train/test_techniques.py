@@ -19,7 +19,8 @@ from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
 def test_a_step_in_backward_has_the_same_bits_and_fewer_bytes(
     corpus: Corpus, dtype: str, optimizer: str
 ) -> None:
-    options = {"dtype": dtype, "optimizer": optimizer, "clip": 0.0}
+    # One short sequence: the gradients, not what the forward pass saves, make the peak.
+    options = {"dtype": dtype, "optimizer": optimizer, "clip": 0.0, "batch_size": 1, "seq_len": 16}
     whole = trained(corpus, **options)
     freed = trained(corpus, **options, step_in_backward=True)
     assert isinstance(freed.optimizer, optim.StepInBackward)
