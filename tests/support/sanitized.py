@@ -21,7 +21,7 @@ from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
 from memkern.schemas import STEP_OPS
-from tests.support.step_lists import pack
+from tests.support.step_lists import MOMENTS, pack
 
 ISAS = ("generic", "avx2", "avx512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -136,7 +136,7 @@ def step_results(name: str) -> Iterator[Tensor]:
             "codec": [CODECS.get(kind, 0)] * 2,
             "block_size": [block_size] * 2,
         }
-        for moment, signed in STEP_OPS[name].moments.items():
+        for moment, signed in zip(MOMENTS, STEP_OPS[name].moments.values(), strict=False):
             code = None if kind == "fp32" else torch.int8 if signed else torch.uint8
             lists[f"{moment}s"], lists[f"{moment}_scales"] = states(params, code, block_size)
         if block_size == 24:
