@@ -62,7 +62,7 @@ struct Approximate {
 };
 
 // x / divisor, correctly rounded, from the divisor's rounded reciprocal: for the squares of power_levels, and
-// x of kMinDividend or more (tests/gpu/test_gpu_exact.py tries every mantissa).
+// x of kMinDividend or more (tests/gpu/test_division.py tries every mantissa).
 constexpr float kMinDividend = 0x1p-100f;
 MEMKERN_DEVICE float divide(float x, float divisor, float reciprocal) {
   const float quotient = x * reciprocal;
