@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -22,7 +21,6 @@ from memkern.planner.techniques import Techniques
 
 HERE = Path(__file__).parent
 MIB = 2**20
-M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 class Case(NamedTuple):
@@ -114,11 +112,12 @@ def measure(case: Case) -> dict[str, int]:
     import torch
 
     from memkern import memory
+    from memkern.train.heap import map_large_blocks
 
     from .harness import largest_temporary
 
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    map_large_blocks()
     figures = {"predicted": predicted(case)}
     techniques = Techniques(**case.techniques)
     trainer(source_of(case, small=True), techniques)[2]()  # loads what is loaded on first use

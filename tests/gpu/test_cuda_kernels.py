@@ -15,13 +15,19 @@ import pytest
 from tests.support import cuda_kernels, sass
 
 pytestmark = pytest.mark.skipif(cuda_kernels.nvcc() is None, reason="nvcc is not installed")
-over_archs = pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
-        for arch in cuda_kernels.ARCHS
-    ],
-)
+
+
+def over(archs: tuple[str, ...]) -> Any:
+    return pytest.mark.parametrize(
+        "arch",
+        [
+            pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
+            for arch in archs
+        ],
+    )
+
+
+over_archs, over_counted = over(cuda_kernels.ARCHS), over(cuda_kernels.COUNTED)
 UPDATE = "look at why, then run python -m tests.support.cuda_kernels"
 TENTH = 0.1
 RECORD = json.loads(cuda_kernels.RECORD.read_text())
@@ -68,13 +74,7 @@ def test_registers_are_those_on_record(arch: str) -> None:
         assert abs(registers - before) <= TENTH * before, f"{kernel}: {registers}, not {before}; {UPDATE}"
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
-        for arch in cuda_kernels.COUNTED
-    ],
-)
+@over_counted
 @pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
 def test_instructions_are_those_on_record(arch: str) -> None:
     record = recorded("instructions per element")
@@ -88,13 +88,7 @@ def test_instructions_are_those_on_record(arch: str) -> None:
             assert count <= LIMIT[path], f"{path}: {count} instructions per element, {BUDGET[path]} fit"
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
-        for arch in cuda_kernels.COUNTED
-    ],
-)
+@over_counted
 @pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
 def test_loads_do_not_wait_for_each_other(arch: str) -> None:
     """Parameters, gradients and codes are asked for before anything waits for a scale."""
