@@ -100,10 +100,10 @@ def _status(name: str) -> int:
 def predicted(case: Case) -> int:
     """Bytes without those of the process."""
     from memkern.planner.hardware import DEFAULTS
-    from memkern.planner.planning import Planner
+    from memkern.planner.prediction import Predictor
 
-    planner = Planner(source_of(case), "cpu", "cpu", DEFAULTS["cpu"])
-    prediction = planner.predict(Techniques(**case.techniques))
+    predictor = Predictor(source_of(case), "cpu", "cpu", DEFAULTS["cpu"])
+    prediction = predictor.predict(Techniques(**case.techniques))
     return prediction.peak - prediction.categories["process and context"]
 
 

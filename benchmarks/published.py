@@ -42,16 +42,16 @@ def phases(attention: str, way: str, device: str, counted_on: str) -> dict[str, 
     """MB (10^6 bytes) that each phase of the first step adds, and the peak without the process."""
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.models import resolve
-    from memkern.planner.planning import Planner
+    from memkern.planner.prediction import Predictor
     from memkern.planner.techniques import Techniques
 
     source: Any = resolve("gpt2", TOKENS, None, None, None)
     source.config._attn_implementation = attention
-    planner = Planner(source, device, counted_on, DEFAULTS[device])
+    predictor = Predictor(source, device, counted_on, DEFAULTS[device])
     techniques = Techniques(micro_batch=BATCH, **WAYS[way])
-    traces, more = planner.traces(techniques)
+    traces, more = predictor.traces(techniques)
     saved = traces[0].saved + more * (traces[-1].saved - traces[0].saved)
-    fixed, found = planner.fixed(techniques), planner.predict(techniques)
+    fixed, found = predictor.fixed(techniques), predictor.predict(techniques)
     sizes = {
         "forward_mb": saved,
         "backward_mb": fixed.gradients - saved,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpointing import checkpoint_blocks
     from .hardware import Hardware
-    from .planning import Plan, Prediction, plan
+    from .planning import Plan, plan
+    from .prediction import Prediction
     from .techniques import TechniqueError, Techniques
 
 __all__ = ["Hardware", "Plan", "Prediction", "TechniqueError", "Techniques", "checkpoint_blocks", "plan"]
@@ -16,7 +17,7 @@ __all__ = ["Hardware", "Plan", "Prediction", "TechniqueError", "Techniques", "ch
 _MODULES = {
     "Hardware": "hardware",
     "Plan": "planning",
-    "Prediction": "planning",
+    "Prediction": "prediction",
     "TechniqueError": "techniques",
     "Techniques": "techniques",
     "checkpoint_blocks": "checkpointing",

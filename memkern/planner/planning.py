@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 import pickle
 import re
@@ -14,26 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import fake_cuda
-from .hardware import DEFAULTS, Hardware, default, seconds
+from .choice import Chooser
+from .hardware import DEFAULTS, Hardware, default
+from .prediction import BAND, Prediction, Predictor
 from .techniques import TechniqueError, Techniques
-
-CATEGORIES = (
-    "parameters",
-    "errors",
-    "gradients",
-    "optimizer",
-    "saved activations",
-    "temporaries",
-    "process and context",
-)
-PHASES = ("begin", "forward", "backward", "step")
-UNIT = {"cpu": 64, "cuda": 512}
-"""What the allocator rounds sizes up to."""
-ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
-MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
-"""Of what a step has allocated: for scratch memory inside of operators, which is not seen, and for fragmentation."""
-BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": (0.05, 0.25)}
-"""How far the truth may be above a prediction, and below it."""
 
 ALONE: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -51,45 +33,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "offload": {"offload": True},
 }
 """The rows of the table: each technique by itself."""
-
-PRECISIONS: tuple[dict[str, Any], ...] = (
-    {"precision": "fp32"},
-    {"precision": "amp"},
-    {"precision": "bf16", "master_weights": "fp32"},
-    {"precision": "bf16", "master_weights": "bf16+16"},
-    {"precision": "bf16", "master_weights": "bf16+8"},
-)
-SAVING: tuple[dict[str, Any], ...] = (
-    {},
-    {"activation_bits": 3},
-    {"activation_bits": 3, "saved_bits": "exact"},
-    {"activation_bits": 3, "saved_bits": 8},
-    {"activation_bits": 3, "checkpointing": "blocks"},
-    {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks"},
-)
-"""What is chosen from for activations, from the most memory to the least."""
-LOSS_CHUNK = 4096  # classes
-MAX_MICRO_BATCH = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """What a step with given techniques needs.
-
-    categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
-    host: bytes on the host with offload: weights, states, and buffers for the transfers. seconds: of an optimizer step,
-    by the model of memkern/planner/hardware.py.
-    """
-
-    techniques: Techniques
-    categories: dict[str, int]
-    phases: dict[str, int]
-    host: int
-    seconds: float
-
-    @property
-    def peak(self) -> int:
-        return sum(self.categories.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,197 +111,6 @@ def parse_memory(given: Any) -> int:
     if isinstance(given, bool) or match is None or match[2] not in factors or not float(match[1]):
         raise TechniqueError("memory", given, "bytes as a number, or with a unit: 12GiB, 800MB")
     return int(float(match[1]) * factors[match[2]])
-
-
-class Planner:
-    """Predictions for one model on one device. Traces and sizes are made once for all techniques that share them."""
-
-    def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware) -> None:
-        from . import step
-
-        self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
-        fake_device = "cuda" if counted_on == "cuda" else "cpu"
-        self._traces = functools.cache(lambda techniques: step.traces(source, techniques, fake_device))
-        self._fixed = functools.cache(lambda techniques: step.fixed(source, techniques, fake_device))
-        self.predict = functools.cache(self._predict)
-
-    def traces(self, techniques: Techniques) -> Any:
-        return self._traces(
-            techniques.replace(
-                optimizer="AdamW",
-                state_bits=32,
-                master_weights=None,
-                step_in_backward=False,
-                offload=False,
-                accumulation=1,
-            )
-        )
-
-    def fixed(self, techniques: Techniques) -> Any:
-        precision = "bf16" if techniques.precision == "bf16" else "fp32"
-        kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
-        if techniques.host_copies:
-            kept["master_weights"] = None
-        return self._fixed(Techniques(precision=precision, **kept))
-
-    def floor(self, techniques: Techniques) -> int:
-        """Bytes below which the peak cannot be: found without a trace."""
-        fixed = self.fixed(techniques)
-        whole = not (techniques.step_in_backward or techniques.offload)
-        held = 0 if techniques.offload else fixed.errors + fixed.optimizer
-        return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
-
-    def _predict(self, techniques: Techniques) -> Prediction:
-        from .trace import peaks
-
-        fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
-        leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
-        accumulates = techniques.accumulation > 1 and not leaves
-        on_host = techniques.offload and self.device != "cpu"
-        copies = 4 * fixed.count if techniques.host_copies else fixed.parameters if on_host else 0
-        static = {
-            "parameters": fixed.parameters,
-            "errors": 0 if on_host else fixed.errors + copies,
-            "gradients": fixed.gradients if accumulates else 0,
-            "optimizer": 0 if on_host else fixed.optimizer,
-            "process and context": self.hardware.process,
-        }
-        unit = UNIT[self.device]
-        found = peaks(traces, more, free_gradients=leaves or accumulates, unit=unit)
-        rows = {
-            phase: static
-            | {
-                "gradients": static["gradients"] + peak["gradients"],
-                "saved activations": peak["saved"],
-                "temporaries": peak["temporaries"]
-                + (fixed.step_temporaries if techniques.step_in_backward and phase == "backward" else 0),
-            }
-            for phase, peak in found.items()
-        }
-        rows["begin"] = static
-        rows["step"] = static | {
-            "gradients": 0 if leaves else fixed.gradients,
-            "temporaries": 0 if on_host else fixed.step_temporaries,
-        }
-        for row in rows.values():
-            allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
-            row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated)
-        sums = {phase: sum(rows[phase].values()) for phase in PHASES}
-        largest = rows[max(sums, key=sums.__getitem__)]
-        return Prediction(
-            techniques,
-            {name: largest.get(name, 0) for name in CATEGORIES},
-            sums,
-            copies + fixed.errors + fixed.optimizer + fixed.gradients if on_host else 0,
-            self.seconds(techniques),
-        )
-
-    def seconds(self, techniques: Techniques) -> float:
-        fixed = self.fixed(techniques)
-        plain = Techniques(precision=techniques.precision, micro_batch=techniques.micro_batch)
-        return seconds(
-            self.hardware,
-            techniques,
-            parameters=fixed.count,
-            head=fixed.head,
-            tokens=self.source.tokens,
-            saved=self._saved(plain) if techniques.saved_bits else 0,
-            weight_bytes=fixed.parameters,
-            state_bytes=fixed.optimizer + fixed.errors,
-        )
-
-    def _saved(self, techniques: Techniques) -> int:
-        """Bytes that a micro-batch saves for its backward pass."""
-        traces, more = self.traces(techniques)
-        return traces[0].saved + more * (traces[-1].saved - traces[0].saved)
-
-    # ---- the choice
-
-    @functools.cached_property
-    def saving(self) -> tuple[dict[str, Any], ...]:
-        """``SAVING``, without checkpoints for a model that has no list of like blocks."""
-        import torch
-
-        from .checkpointing import block_lists
-        from .models import Given
-
-        if isinstance(self.source, Given):
-            model = self.source.model
-        else:
-            with torch.device("meta"):
-                model = self.source.build(torch.float32)
-        has_blocks = any(True for _ in block_lists(model))
-        return SAVING if has_blocks else tuple(each for each in SAVING if "checkpointing" not in each)
-
-    def frugal(self, techniques: Techniques, pinned: Mapping[str, Any]) -> Techniques:
-        """The same optimizer and weights, with the least activations."""
-        chunk = LOSS_CHUNK if self.source.is_language_model else None
-        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | dict(pinned)))
-
-    def candidates(self, pinned: Mapping[str, Any], batch_size: int, clip: bool) -> list[Techniques]:
-        """Every set that may be recommended. Randomized linear layers only where they are asked for."""
-        chunks = (None, LOSS_CHUNK) if self.source.is_language_model else (None,)
-        offloads = (False,) if self.device == "cpu" else (False, True)
-        whole = {"micro_batch": batch_size, "accumulation": 1}
-        shapes = [whole, {"micro_batch": 1, "accumulation": batch_size}]
-        if not clip:
-            shapes.append({**whole, "step_in_backward": True})
-        found: dict[Techniques, None] = {}  # in order, each once
-        for precision, bits, saving, chunk, offload, shape in itertools.product(
-            PRECISIONS, (32, 8), self.saving, chunks, offloads, shapes
-        ):
-            choices = {
-                **precision,
-                **saving,
-                **shape,
-                "state_bits": bits,
-                "loss_chunk": chunk,
-                "offload": offload,
-            }
-            with contextlib.suppress(TechniqueError):  # not together with what is pinned
-                techniques = Techniques(**(choices | dict(pinned)))
-                if not (clip and techniques.step_in_backward):
-                    found[techniques] = None
-        return list(found)
-
-    def choose(
-        self, memory: int, pinned: Mapping[str, Any], batch_size: int, clip: bool
-    ) -> Prediction | None:
-        """The fastest that fits; of those within 2 % of its time the one that changes least."""
-        found = [t for t in self.candidates(pinned, batch_size, clip) if self.floor(t) <= memory]
-        found.sort(key=lambda t: (round(math.log(self.seconds(t)) / 0.02), _changes(t)))
-        for techniques in found:
-            if (
-                self.predict(self.frugal(techniques, pinned)).peak <= memory
-                and (prediction := self.predict(techniques)).peak <= memory
-            ):
-                return prediction
-        return None
-
-    def largest_micro_batch(self, techniques: Techniques, memory: int) -> int:
-        """The most sequences of a forward pass that fit; ``techniques`` do."""
-
-        def peak(size: int) -> int:
-            return self.predict(techniques.replace(micro_batch=size)).peak
-
-        fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch
-        while fails - fits > 1:
-            tried = min(max(tried, fits + 1), fails - 1)
-            peaks = {size: peak(size) for size in (fits, tried)}
-            if peaks[tried] <= memory:
-                slope = (peaks[tried] - peaks[fits]) / (tried - fits)
-                fits = tried
-            else:
-                slope = (peaks[tried] - peaks[fits]) / (tried - fits)
-                fails = tried
-            tried = fits + int((memory - peak(fits)) / max(slope, 1.0))
-        return fits
-
-
-def _changes(techniques: Techniques) -> int:
-    """How many fields differ from plain training."""
-    pairs = zip(dataclasses.astuple(techniques), dataclasses.astuple(Techniques()), strict=True)
-    return sum(given != plain for given, plain in pairs)
 
 
 def plan(
@@ -463,7 +215,8 @@ def _plan(
     clip: bool,
     hardware: Hardware,
 ) -> Plan:
-    planner = Planner(source, device, counted_on, hardware)
+    predictor = Predictor(source, device, counted_on, hardware)
+    chooser = Chooser(predictor, pinned, batch_size, clip)
     alone = {}
     for name, changes in ALONE.items():
         if "loss_chunk" in changes and not source.is_language_model:
@@ -471,26 +224,24 @@ def _plan(
         if name == "offload" and device == "cpu":
             continue
         with contextlib.suppress(TechniqueError):
-            alone[name] = planner.predict(Techniques(**changes))
-    candidates = planner.candidates(pinned, batch_size, clip)
-    together = planner.predict(planner.frugal(min(candidates, key=planner.floor), pinned))
+            alone[name] = predictor.predict(Techniques(**changes))
     limit = int(memory / (1 + BAND[counted_on][0]))
-    best = planner.choose(limit, pinned, batch_size, clip)
+    best = chooser.fastest(limit)
     largest = 0
     if best is not None:
-        largest = planner.largest_micro_batch(best.techniques, limit)
+        largest = chooser.largest_micro_batch(best.techniques, limit)
         if best.techniques.accumulation > 1 and "micro_batch" not in pinned:
             micro = max(size for size in range(1, largest + 1) if batch_size % size == 0)
             more = best.techniques.replace(micro_batch=micro, accumulation=batch_size // micro)
-            best = planner.predict(more)
+            best = predictor.predict(more)
     return Plan(
         source.name,
-        planner.fixed(Techniques()).count,
+        predictor.fixed(Techniques()).count,
         device,
         source.tokens,
         memory,
         alone,
-        together,
+        chooser.smallest(),
         best,
         largest,
         counted_on,

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from .planning import CATEGORIES, Plan, Prediction
+from .planning import Plan
+from .prediction import CATEGORIES, Prediction
 from .techniques import Techniques
 
 GIB = 2**30

@@ -18,7 +18,8 @@ from memkern.planner import TechniqueError, Techniques, checkpoint_blocks
 from memkern.planner import step as planner_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import MODELS, resolve
-from memkern.planner.planning import ALONE, CATEGORIES, MARGIN, Planner, parse_memory
+from memkern.planner.planning import ALONE, parse_memory
+from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
 from memkern.planner.trace import Recorder, Trace, aligned, peaks
 
 MIB = 2**20
@@ -45,8 +46,8 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def planner_of(model: nn.Module, inputs: Any) -> Planner:
-    return Planner(resolve(model, None, inputs, None, None), "cpu", "cpu", DEFAULTS["cpu"])
+def predictor_of(model: nn.Module, inputs: Any) -> Predictor:
+    return Predictor(resolve(model, None, inputs, None, None), "cpu", "cpu", DEFAULTS["cpu"])
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None:
     techniques = Techniques(micro_batch=1000, **changes)
     model = Stack()
-    traces, more = planner_of(model, torch.zeros(2, WIDTH)).traces(techniques)
+    traces, more = predictor_of(model, torch.zeros(2, WIDTH)).traces(techniques)
     found = peaks(traces, more, free_gradients=False, unit=1)
     model.to(planner_step.weight_dtype(techniques))
     planner_step.prepare(model, techniques)
@@ -116,7 +117,7 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     source = resolve(Tied(), None, (tokens,), loss, None)
     techniques = Techniques(precision=precision, micro_batch=8)
     found = peaks(
-        *Planner(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1
+        *Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1
     )
     model = Tied()
 
@@ -183,21 +184,21 @@ def test_what_is_on_no_device_has_no_bytes() -> None:
 
 
 def test_categories_add_up_and_are_as_counted() -> None:
-    planner = planner_of(Stack(), torch.zeros(2, WIDTH))
+    predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     count = DEPTH * (8 * WIDTH * WIDTH + 5 * WIDTH)
-    fixed = planner.fixed(Techniques(state_bits=8))
+    fixed = predictor.fixed(Techniques(state_bits=8))
     assert fixed.count == count
     assert fixed.parameters == fixed.gradients == 4 * count
     assert 2 * count < fixed.optimizer < 2.2 * count
-    prediction = planner.predict(Techniques(micro_batch=100))
+    prediction = predictor.predict(Techniques(micro_batch=100))
     assert tuple(prediction.categories) == CATEGORIES
     assert prediction.peak == sum(prediction.categories.values()) == max(prediction.phases.values())
     assert prediction.categories["optimizer"] == 8 * count + 4 * 4 * DEPTH  # and a step counter per tensor
 
 
 def test_bytes_of_a_second_moment_in_4_bits() -> None:
-    fixed = planner_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=(8, 4)))
-    eight = planner_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=8))
+    fixed = predictor_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=(8, 4)))
+    eight = predictor_of(Stack(), torch.zeros(2, WIDTH)).fixed(Techniques(state_bits=8))
     packed = DEPTH * 8 * WIDTH * WIDTH  # elements of the matrices; biases and norms have 32 bits
     assert eight.optimizer - fixed.optimizer == packed // 2
     plan = memkern.plan(
@@ -215,17 +216,17 @@ def test_bytes_of_a_second_moment_in_4_bits() -> None:
 
 @pytest.mark.parametrize(("master", "size"), [(None, 0), ("fp32", 4), ("bf16+16", 2), ("bf16+8", 1)])
 def test_errors_of_bf16_weights(master: str | None, size: int) -> None:
-    planner = planner_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = planner.fixed(Techniques(precision="bf16", master_weights=master, state_bits=8))
+    predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
+    fixed = predictor.fixed(Techniques(precision="bf16", master_weights=master, state_bits=8))
     assert fixed.parameters == 2 * fixed.count
     assert fixed.errors == size * fixed.count
 
 
 def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> None:
-    planner = planner_of(Stack(), torch.zeros(2, WIDTH))
-    fixed = planner.fixed(Techniques())
+    predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
+    fixed = predictor.fixed(Techniques())
     plain, leaving, accumulating = (
-        planner.predict(Techniques(**changes))
+        predictor.predict(Techniques(**changes))
         for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
     scratch = 1 + MARGIN["cpu"]
@@ -238,14 +239,14 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
 
 def test_offload_leaves_the_gpu_without_states() -> None:
     source = resolve(Stack(), None, torch.zeros(2, WIDTH), None, None)
-    planner = Planner(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
-    here, away = planner.predict(Techniques()), planner.predict(Techniques(offload=True))
+    predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
+    here, away = predictor.predict(Techniques()), predictor.predict(Techniques(offload=True))
     assert away.categories["optimizer"] == 0
     assert away.host >= here.categories["optimizer"] > 0
     assert away.seconds > here.seconds
     half = {"precision": "bf16", "offload": True}
-    count = planner.fixed(Techniques()).count
-    copied, kept = (planner.predict(Techniques(**half, master_weights=m)).host for m in ("fp32", "bf16+8"))
+    count = predictor.fixed(Techniques()).count
+    copied, kept = (predictor.predict(Techniques(**half, master_weights=m)).host for m in ("fp32", "bf16+8"))
     assert copied - kept == (4 - 2 - 1) * count
 
 
@@ -291,8 +292,8 @@ def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_grad
 @pytest.mark.full
 def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
-    planner = planner_of(model, x)
-    plain = planner.predict(Techniques()).peak
+    predictor = predictor_of(model, x)
+    plain = predictor.predict(Techniques()).peak
     given = {"precision": "fp32", "state_bits": 32}
     roomy = memkern.plan(model, memory=2 * plain, inputs=x, device="cpu", techniques=given)
     assert roomy.recommended is not None
@@ -310,10 +311,10 @@ def test_what_is_recommended_fits_and_is_the_fastest_found() -> None:
 def test_the_largest_micro_batch_is_the_largest() -> None:
     model, x = Stack(), torch.zeros(2, WIDTH)
     plan = memkern.plan(model, memory="594MiB", inputs=x, device="cpu", techniques=Techniques())
-    planner = planner_of(model, x)
+    predictor = predictor_of(model, x)
     limit = plan.memory / (1 + plan.band[0])
-    assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch)).peak <= limit
-    assert planner.predict(Techniques(micro_batch=plan.largest_micro_batch + 1)).peak > limit
+    assert predictor.predict(Techniques(micro_batch=plan.largest_micro_batch)).peak <= limit
+    assert predictor.predict(Techniques(micro_batch=plan.largest_micro_batch + 1)).peak > limit
 
 
 @pytest.mark.full
@@ -529,10 +530,10 @@ def test_built_in_models(name: str) -> None:
         "llama-3.2-1b": 1235.8,
     }
     assert name in MODELS
-    planner = Planner(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
-    assert planner.fixed(Techniques()).count / 1e6 == pytest.approx(counts[name], abs=0.2)
+    predictor = Predictor(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
+    assert predictor.fixed(Techniques()).count / 1e6 == pytest.approx(counts[name], abs=0.2)
     plain, checkpointed = (
-        planner.predict(Techniques(checkpointing=how)).phases for how in ("none", "blocks")
+        predictor.predict(Techniques(checkpointing=how)).phases for how in ("none", "blocks")
     )
     assert checkpointed["forward"] < plain["forward"]
 

@@ -1,0 +1,131 @@
+"""Which techniques to use: the fastest set that fits, and the largest micro-batch with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .prediction import Prediction, Predictor
+from .techniques import TechniqueError, Techniques
+
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {"precision": "fp32"},
+    {"precision": "amp"},
+    {"precision": "bf16", "master_weights": "fp32"},
+    {"precision": "bf16", "master_weights": "bf16+16"},
+    {"precision": "bf16", "master_weights": "bf16+8"},
+)
+SAVING: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_bits": 3},
+    {"activation_bits": 3, "saved_bits": "exact"},
+    {"activation_bits": 3, "saved_bits": 8},
+    {"activation_bits": 3, "checkpointing": "blocks"},
+    {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks"},
+)
+"""What is chosen from for activations, from the most memory to the least."""
+LOSS_CHUNK = 4096  # classes
+MAX_MICRO_BATCH = 4096
+
+
+class Chooser:
+    """The choice for optimizer steps of ``batch_size`` sequences. pinned: fields of Techniques that are given."""
+
+    def __init__(self, predictor: Predictor, pinned: Mapping[str, Any], batch_size: int, clip: bool) -> None:
+        self.predictor, self.pinned, self.batch_size, self.clip = predictor, dict(pinned), batch_size, clip
+
+    @functools.cached_property
+    def saving(self) -> tuple[dict[str, Any], ...]:
+        """``SAVING``, without checkpoints for a model that has no list of like blocks."""
+        import torch
+
+        from .checkpointing import block_lists
+        from .models import Given
+
+        source = self.predictor.source
+        if isinstance(source, Given):
+            model = source.model
+        else:
+            with torch.device("meta"):
+                model = source.build(torch.float32)
+        has_blocks = any(True for _ in block_lists(model))
+        return SAVING if has_blocks else tuple(each for each in SAVING if "checkpointing" not in each)
+
+    def frugal(self, techniques: Techniques) -> Techniques:
+        """The same optimizer and weights, with the least activations."""
+        chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
+        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | self.pinned))
+
+    @functools.cached_property
+    def candidates(self) -> list[Techniques]:
+        """Every set that may be recommended. Randomized linear layers only where they are asked for."""
+        chunks = (None, LOSS_CHUNK) if self.predictor.source.is_language_model else (None,)
+        offloads = (False,) if self.predictor.device == "cpu" else (False, True)
+        whole = {"micro_batch": self.batch_size, "accumulation": 1}
+        shapes = [whole, {"micro_batch": 1, "accumulation": self.batch_size}]
+        if not self.clip:
+            shapes.append({**whole, "step_in_backward": True})
+        found: dict[Techniques, None] = {}  # in order, each once
+        for precision, bits, saving, chunk, offload, shape in itertools.product(
+            PRECISIONS, (32, 8), self.saving, chunks, offloads, shapes
+        ):
+            choices = {
+                **precision,
+                **saving,
+                **shape,
+                "state_bits": bits,
+                "loss_chunk": chunk,
+                "offload": offload,
+            }
+            with contextlib.suppress(TechniqueError):  # not together with what is pinned
+                techniques = Techniques(**(choices | self.pinned))
+                if not (self.clip and techniques.step_in_backward):
+                    found[techniques] = None
+        return list(found)
+
+    def smallest(self) -> Prediction:
+        """All techniques together, but randomized linear layers."""
+        return self.predictor.predict(self.frugal(min(self.candidates, key=self.predictor.floor)))
+
+    def fastest(self, memory: int) -> Prediction | None:
+        """The fastest that fits; of those within 2 % of its time the one that changes least."""
+        predict = self.predictor.predict
+        found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
+        found.sort(key=lambda t: (round(math.log(self.predictor.seconds(t)) / 0.02), _changes(t)))
+        for techniques in found:
+            if (
+                predict(self.frugal(techniques)).peak <= memory
+                and (prediction := predict(techniques)).peak <= memory
+            ):
+                return prediction
+        return None
+
+    def largest_micro_batch(self, techniques: Techniques, memory: int) -> int:
+        """The most sequences of a forward pass that fit; ``techniques`` do."""
+
+        def peak(size: int) -> int:
+            return self.predictor.predict(techniques.replace(micro_batch=size)).peak
+
+        fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch
+        while fails - fits > 1:
+            tried = min(max(tried, fits + 1), fails - 1)
+            peaks = {size: peak(size) for size in (fits, tried)}
+            if peaks[tried] <= memory:
+                slope = (peaks[tried] - peaks[fits]) / (tried - fits)
+                fits = tried
+            else:
+                slope = (peaks[tried] - peaks[fits]) / (tried - fits)
+                fails = tried
+            tried = fits + int((memory - peak(fits)) / max(slope, 1.0))
+        return fits
+
+
+def _changes(techniques: Techniques) -> int:
+    """How many fields differ from plain training."""
+    pairs = zip(dataclasses.astuple(techniques), dataclasses.astuple(Techniques()), strict=True)
+    return sum(given != plain for given, plain in pairs)

@@ -1,0 +1,151 @@
+"""What a training step of a model needs with given techniques: bytes by category and phase, and seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from .hardware import Hardware, seconds
+from .techniques import Techniques
+
+CATEGORIES = (
+    "parameters",
+    "errors",
+    "gradients",
+    "optimizer",
+    "saved activations",
+    "temporaries",
+    "process and context",
+)
+PHASES = ("begin", "forward", "backward", "step")
+UNIT = {"cpu": 64, "cuda": 512}
+"""What the allocator rounds sizes up to."""
+ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
+MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
+"""Of what a step has allocated: for scratch memory inside of operators, which is not seen, and for fragmentation."""
+BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": (0.05, 0.25)}
+"""How far the truth may be above a prediction, and below it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a step with given techniques needs.
+
+    categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
+    host: bytes on the host with offload: weights, states, and buffers for the transfers. seconds: of an optimizer step,
+    by the model of memkern/planner/hardware.py.
+    """
+
+    techniques: Techniques
+    categories: dict[str, int]
+    phases: dict[str, int]
+    host: int
+    seconds: float
+
+    @property
+    def peak(self) -> int:
+        return sum(self.categories.values())
+
+
+class Predictor:
+    """Predictions for one model on one device. Traces and sizes are made once for all techniques that share them."""
+
+    def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware) -> None:
+        from . import step
+
+        self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
+        fake_device = "cuda" if counted_on == "cuda" else "cpu"
+        self._traces = functools.cache(lambda techniques: step.traces(source, techniques, fake_device))
+        self._fixed = functools.cache(lambda techniques: step.fixed(source, techniques, fake_device))
+        self.predict = functools.cache(self._predict)
+
+    def traces(self, techniques: Techniques) -> Any:
+        return self._traces(
+            techniques.replace(
+                optimizer="AdamW",
+                state_bits=32,
+                master_weights=None,
+                step_in_backward=False,
+                offload=False,
+                accumulation=1,
+            )
+        )
+
+    def fixed(self, techniques: Techniques) -> Any:
+        precision = "bf16" if techniques.precision == "bf16" else "fp32"
+        kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
+        if techniques.host_copies:
+            kept["master_weights"] = None
+        return self._fixed(Techniques(precision=precision, **kept))
+
+    def floor(self, techniques: Techniques) -> int:
+        """Bytes below which the peak cannot be: found without a trace."""
+        fixed = self.fixed(techniques)
+        whole = not (techniques.step_in_backward or techniques.offload)
+        held = 0 if techniques.offload else fixed.errors + fixed.optimizer
+        return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
+
+    def _predict(self, techniques: Techniques) -> Prediction:
+        from .trace import peaks
+
+        fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
+        leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
+        accumulates = techniques.accumulation > 1 and not leaves
+        on_host = techniques.offload and self.device != "cpu"
+        copies = 4 * fixed.count if techniques.host_copies else fixed.parameters if on_host else 0
+        static = {
+            "parameters": fixed.parameters,
+            "errors": 0 if on_host else fixed.errors + copies,
+            "gradients": fixed.gradients if accumulates else 0,
+            "optimizer": 0 if on_host else fixed.optimizer,
+            "process and context": self.hardware.process,
+        }
+        unit = UNIT[self.device]
+        found = peaks(traces, more, free_gradients=leaves or accumulates, unit=unit)
+        rows = {
+            phase: static
+            | {
+                "gradients": static["gradients"] + peak["gradients"],
+                "saved activations": peak["saved"],
+                "temporaries": peak["temporaries"]
+                + (fixed.step_temporaries if techniques.step_in_backward and phase == "backward" else 0),
+            }
+            for phase, peak in found.items()
+        }
+        rows["begin"] = static
+        rows["step"] = static | {
+            "gradients": 0 if leaves else fixed.gradients,
+            "temporaries": 0 if on_host else fixed.step_temporaries,
+        }
+        for row in rows.values():
+            allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
+            row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated)
+        sums = {phase: sum(rows[phase].values()) for phase in PHASES}
+        largest = rows[max(sums, key=sums.__getitem__)]
+        return Prediction(
+            techniques,
+            {name: largest.get(name, 0) for name in CATEGORIES},
+            sums,
+            copies + fixed.errors + fixed.optimizer + fixed.gradients if on_host else 0,
+            self.seconds(techniques),
+        )
+
+    def seconds(self, techniques: Techniques) -> float:
+        fixed = self.fixed(techniques)
+        plain = Techniques(precision=techniques.precision, micro_batch=techniques.micro_batch)
+        return seconds(
+            self.hardware,
+            techniques,
+            parameters=fixed.count,
+            head=fixed.head,
+            tokens=self.source.tokens,
+            saved=self._saved(plain) if techniques.saved_bits else 0,
+            weight_bytes=fixed.parameters,
+            state_bytes=fixed.optimizer + fixed.errors,
+        )
+
+    def _saved(self, techniques: Techniques) -> int:
+        """Bytes that a micro-batch saves for its backward pass."""
+        traces, more = self.traces(techniques)
+        return traces[0].saved + more * (traces[-1].saved - traces[0].saved)
