@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import timm_factory
+from tests.support.ranks import TORCHRUN_TWO
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -79,15 +80,7 @@ def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
         f"{begin}\nm['dist'].init_process_group()\nlosses = m['main']({arguments})\nm['dist'].destroy_process_group()\n"
         "assert sum(losses[-4:]) < sum(losses[:4]), losses\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
+    command = [*TORCHRUN_TWO, str(script)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 MOST = 4
 SECONDS = 120.0  # that a call may take
+TORCHRUN_TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def _packed(x: Any) -> bytes:

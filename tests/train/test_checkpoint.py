@@ -12,20 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from memkern.train import ArgumentError, Corpus, Trainer, load_corpus, run
+from memkern.train import ArgumentError, Corpus, TrainConfig, Trainer, load_corpus, run
 from memkern.train import checkpoint as checkpoints
 from tests.support.train_helpers import SMALL, TEXT, assert_same_run, trained, weights
 
 
-@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion8bit", "torch-adamw"])
-def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimizer: str, amp: str) -> None:
-    config = dataclasses.replace(SMALL, optimizer=optimizer, amp=amp, accumulate=2)
+def straight_and_resumed(config: TrainConfig, corpus: Corpus, tmp_path: Path) -> tuple[Trainer, Trainer]:
+    """A whole run, and one that goes on from its third step."""
     straight = Trainer(config, corpus)
-    states = {}
 
     def on_step(trainer: Trainer) -> None:
-        states[trainer.steps_done] = trainer.state_dict()
         if trainer.steps_done == 3:
             checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
 
@@ -35,6 +31,14 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimiz
     resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
     assert resumed.steps_done == 3
     run([resumed])
+    return straight, resumed
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion8bit", "torch-adamw"])
+def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimizer: str, amp: str) -> None:
+    config = dataclasses.replace(SMALL, optimizer=optimizer, amp=amp, accumulate=2)
+    straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
     assert straight.scaler.state_dict() == resumed.scaler.state_dict()
     assert straight.history.peak_bytes == resumed.history.peak_bytes
@@ -43,16 +47,7 @@ def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimiz
 @pytest.mark.parametrize("checkpointing", ["none", "blocks", "sqrt"])
 def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: str) -> None:
     config = dataclasses.replace(SMALL, activation_bits=3, linear_keep=0.25, checkpointing=checkpointing)
-    straight = Trainer(config, corpus)
-
-    def on_step(trainer: Trainer) -> None:
-        if trainer.steps_done == 3:
-            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
-
-    run([straight], on_step)
-    resumed = Trainer(config, corpus)
-    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
-    run([resumed])
+    straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
     assert straight.history.saved_bytes == resumed.history.saved_bytes
     assert_same_run(straight, trained(corpus, activation_bits=3, linear_keep=0.25))
@@ -60,16 +55,7 @@ def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, ch
 
 def test_sums_with_stochastic_rounding_resume_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
     config = dataclasses.replace(SMALL, dtype="bf16", accumulate=3, gradient_rounding="stochastic")
-    straight = Trainer(config, corpus)
-
-    def on_step(trainer: Trainer) -> None:
-        if trainer.steps_done == 3:
-            checkpoints.save(tmp_path / "run.pt", trainer.state_dict())
-
-    run([straight], on_step)
-    resumed = Trainer(config, corpus)
-    resumed.load_state_dict(checkpoints.load(tmp_path / "run.pt"))
-    run([resumed])
+    straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
 
 

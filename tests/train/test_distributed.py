@@ -18,6 +18,7 @@ from memkern.train import checkpoint as checkpoints
 from memkern.train.build import resolved, warmup_cosine
 from memkern.train.data import IGNORED
 from memkern.train.distributed import Processes, own_batches
+from tests.support.ranks import TORCHRUN_TWO
 from tests.support.train_helpers import SMALL
 
 OPTIONS = [
@@ -153,18 +154,8 @@ def test_a_partial_group_and_padded_texts_agree(tmp_path: Path) -> None:
 @pytest.mark.feature("torch", "`torchrun -m memkern train`")
 @pytest.mark.full
 def test_torchrun(text: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "memkern",
-    ]
     arguments = ["train", "--data", str(text), *OPTIONS, "--save", str(tmp_path / "run.pt")]
-    subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=240)
+    subprocess.run([*TORCHRUN_TWO, "-m", "memkern", *arguments], check=True, capture_output=True, timeout=240)
     assert checkpoints.load(tmp_path / "run.pt")["config"]["batch_factor"] == 2  # constant batch per process
 
 
