@@ -7,7 +7,9 @@ instructions per element takes at least the longer of ::
     t_issue  = I / (0.85 * multiprocessors * 128 * clock)
 
 128 lanes of a multiprocessor issue an instruction per cycle (CUDA C++ Programming Guide, Compute Capabilities); 0.85
-is what loops with few stalls reach. Latencies, the tails of a grid and the filling of tables are left out.
+is what loops with few stalls reach. Latencies, the ends of a grid and the filling of tables are left out there; a
+second table has steps of 2^22 to 2^25 elements, where they count (``time_of_step``).
+
 Instructions are those of the fast paths, from tests/support/cuda_kernels.json, counted in the machine code of each
 architecture.
 """
@@ -15,13 +17,21 @@ architecture.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COUNTS = Path(__file__).resolve().parents[1] / "tests" / "support" / "cuda_kernels.json"
 ISSUED = 0.85  # of the slots
 LANES = 128
+# As csrc/cuda/device.cuh and tile.cuh have them.
+THREADS, VECTOR, TILE_ELEMENTS, STEP_BLOCKS = 128, 8, 2**14, 5
+# Assumed until there is a measurement: seconds from a load to its use with the memory busy, and cycles from one
+# instruction of a warp to its next when few other warps run.
+LATENCY = 0.7e-6
+CYCLES = 2
 
 
 class Card(NamedTuple):
@@ -67,6 +77,23 @@ BYTES = {
     "GELU 3-bit backward bf16": 4 + 3 / 8,
     "GELU 3-bit backward fp32": 8 + 3 / 8,
 }
+# The kernel of a step's path, as the record names it.
+KERNELS = {
+    "AdamW fp32": "adam_tiles<1, 0>",
+    "AdamW bf16": "adam_tiles<1, 0>",
+    "Lion fp32": "lion_tiles<1, 0>",
+    "Lion bf16": "lion_tiles<1, 0>",
+    "LAMB norms fp32": "lamb_norm_tiles<1, 0>",
+    "LAMB norms bf16": "lamb_norm_tiles<1, 0>",
+    "LAMB bf16": "lamb_tiles<1, 0>",
+}
+MIDDLE = (2**22, 2**23, 2**24, 2**25)
+
+
+@functools.cache
+def record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(COUNTS.read_text())
+    return found
 
 
 def share_of_copy(card: Card, size: float, instructions: float) -> float:
@@ -78,11 +105,59 @@ def share_of_copy(card: Card, size: float, instructions: float) -> float:
 
 def shares() -> dict[str, dict[str, float]]:
     """kernel -> card -> share."""
-    counts = json.loads(COUNTS.read_text())["instructions per element"]
+    counts = record()["instructions per element"]
     return {
         kernel: {name: share_of_copy(card, size, counts[kernel][card.arch]) for name, card in CARDS.items()}
         for kernel, size in BYTES.items()
     }
+
+
+# ---- tensors of middle size
+
+
+def resident_blocks(arch: str, registers: int) -> int:
+    """Thread blocks of THREADS that a multiprocessor, with its 65,536 registers, runs at once."""
+    threads = 2048 if arch in ("sm_80", "sm_90", "sm_100") else 1536
+    return min(65536 // (math.ceil(registers / 8) * 8 * THREADS), threads // THREADS)  # given by eights
+
+
+def tile_elements(numel: int, slots: int) -> int:
+    """csrc/cuda/tile.cuh has the same."""
+    turn = THREADS * VECTOR
+    tiles = slots * math.ceil(numel / (slots * TILE_ELEMENTS))
+    return turn * math.ceil(numel / (tiles * turn))
+
+
+def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
+    """Seconds of one kernel over a tensor, in tiles of so many elements.
+
+    The multiprocessor with the most tiles works on as many at once as there is room for, then on the next. These take
+    the time of their bytes and instructions, but no less than one alone takes, which waits for each of its loads::
+
+        (2 + turns) * LATENCY + turns * (instructions of a turn) * CYCLES / clock
+
+    with one turn for every THREADS * VECTOR elements; 2: for the step's table, before the first load.
+    """
+    instructions = record()["instructions per element"][path][card.arch]
+    room = resident_blocks(card.arch, record()["registers"][KERNELS[path]][card.arch])
+    memory = tile * BYTES[path] * card.multiprocessors / (card.copy * 1e9)
+    issue = tile * instructions / (ISSUED * LANES * card.clock * 1e9)
+    turns = tile / (THREADS * VECTOR)
+    alone = (2 + turns) * LATENCY + turns * VECTOR * instructions * CYCLES / (card.clock * 1e9)
+    tiles = math.ceil(math.ceil(numel / tile) / card.multiprocessors)
+    full, last = divmod(tiles, room)
+    each = max(memory, issue)
+    return full * max(room * each, alone) + (max(last * each, alone) if last else 0.0)
+
+
+def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
+    """Elements -> the share of the copy bandwidth in tiles of TILE_ELEMENTS, and in those of :func:`tile_elements`."""
+
+    def share(numel: int, tile: int) -> float:
+        return numel * BYTES[path] / (card.copy * 1e9) / time_of_step(card, path, numel, tile)
+
+    slots = STEP_BLOCKS * card.multiprocessors
+    return {n: (share(n, TILE_ELEMENTS), share(n, tile_elements(n, slots))) for n in MIDDLE}
 
 
 def main() -> None:
@@ -95,6 +170,14 @@ def main() -> None:
     table = Table("kernel", "bytes per element", *CARDS, title="Share of the copy bandwidth, modelled")
     for kernel, row in shares().items():
         table.add_row(kernel, f"{BYTES[kernel]:.2f}", *(f"{share:.2f}" for share in row.values()))
+    Console(width=120).print(table)
+    sizes = [f"2^{n.bit_length() - 1}" for n in MIDDLE]
+    table = Table(
+        "kernel", *sizes, title="H200, by elements: with tiles of 2^14, and with tiles that fill the device"
+    )
+    for path in KERNELS:
+        shares_of_path = middle_shares(CARDS["H200"], path).values()
+        table.add_row(path, *(f"{fixed:.2f} {even:.2f}" for fixed, even in shares_of_path))
     Console(width=120).print(table)
 
 

@@ -35,7 +35,8 @@ struct AdamRule {
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master || Kind == StateKind::kPower4 ? 4 : 5)
+__global__ void __launch_bounds__(kThreads,
+                                  Master || Kind == StateKind::kPower4 ? kWideStepBlocks : kStepBlocks)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;

@@ -189,7 +189,7 @@ MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, aligned, [&](const Span& at) {
     AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
     float w[kVector];
     adam_update_params<Rule, float>(x, w, s);

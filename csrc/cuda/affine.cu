@@ -201,7 +201,7 @@ AffineTensor affine_tensor(const AffineLayout& layout, const Tensor& values, con
   t.codes = q;
   t.scale = static_cast<float*>(scale.data_ptr());
   t.zero_point = static_cast<int32_t*>(zero_point.data_ptr());
-  t.blocks = blocks_of(layout.blocks);
+  t.blocks = codec_blocks(layout.blocks);
   t.blocks_per_scale = static_cast<int32_t>(layout.blocks_per_scale);
   t.bits = static_cast<int32_t>(bits);
   t.type = float_type(values);
@@ -244,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_affine_cuda(Tensor x, const std::opt
                    scope.stream, t, rounding);
   });
   if (bits == 4 && !halves)
-    launch_checked("quantize_affine", pack_pairs, (codes.numel() + kThreads - 1) / kThreads, scope.stream,
+    launch_checked("quantize_affine", pack_pairs, ceil_div(codes.numel(), kThreads), scope.stream,
                    static_cast<const int8_t*>(target.data_ptr()), x.numel(),
                    static_cast<uint8_t*>(codes.data_ptr()));
   return {codes, scale, zero_point};

@@ -94,7 +94,7 @@ CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor
   return {x,
           q,
           static_cast<float*>(scale.data_ptr()),
-          blocks_of(layout),
+          codec_blocks(layout),
           float_type(values),
           on_16_bytes(x) && on_16_bytes(q)};
 }

@@ -13,8 +13,33 @@ namespace memkern {
 
 #define MEMKERN_DEVICE __device__ __forceinline__
 
-constexpr int kThreads = 128;        // per thread block
-constexpr int kResidentBlocks = 16;  // of kThreads, that a multiprocessor has room for
+// What `make gpu PART=tune` varies, by nvcc's -D (tests/gpu/tune.py).
+#ifndef MEMKERN_THREADS
+#define MEMKERN_THREADS 128
+#endif
+#ifndef MEMKERN_STEP_THREADS
+#define MEMKERN_STEP_THREADS 640
+#endif
+#ifndef MEMKERN_RESIDENT_THREADS
+#define MEMKERN_RESIDENT_THREADS 2048
+#endif
+#ifndef MEMKERN_TABLE_THREADS
+#define MEMKERN_TABLE_THREADS 1024
+#endif
+#ifndef MEMKERN_TILE_ELEMENTS
+#define MEMKERN_TILE_ELEMENTS 16384
+#endif
+#ifndef MEMKERN_EVEN_TILES
+#define MEMKERN_EVEN_TILES true
+#endif
+
+constexpr int kThreads = MEMKERN_THREADS;  // per thread block
+// Thread blocks that a multiprocessor has room for: of kernels with few registers; of a step, with up to 96
+// registers a thread; of a step with master weights, with up to 128; of codecs.
+constexpr int kResidentBlocks = MEMKERN_RESIDENT_THREADS / kThreads;
+constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
+constexpr int kWideStepBlocks = 512 / kThreads;
+constexpr int kCodecBlocks = 1024 / kThreads;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 

@@ -20,19 +20,20 @@ struct NormTable {
   const uint32_t* first_tiles;
   const NormTensor* tensors;
   double* partial;  // of each tile
-  int count, tiles;
+  int count, tiles, tile_elements;
 };
 
 static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
   const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
   const NormTensor t = table.tensors[i];
   double sum = 0.0;
-  for_each_vector(t.numel, blockIdx.x - table.first_tiles[i], t.aligned, [&](const Span& at) {
-    float g[kVector];
-    load_floats(t.values, t.type, at, g);
+  for_each_vector(t.numel, blockIdx.x - table.first_tiles[i], table.tile_elements, t.aligned,
+                  [&](const Span& at) {
+                    float g[kVector];
+                    load_floats(t.values, t.type, at, g);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) add_square(sum, g[k]);
-  });
+                    for (int k = 0; k < kVector; ++k) add_square(sum, g[k]);
+                  });
   sum = sum_over_block(sum);
   if (threadIdx.x == 0) table.partial[blockIdx.x] = sum;
 }
@@ -52,8 +53,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   const StepHeader header = header_of(grad_scale, std::nullopt, std::nullopt, 0.0, norm);
   Tensors values;  // what the tables point to
   std::vector<NormTensor> tensors;
-  std::vector<uint32_t> first_tiles;
-  int64_t tiles = 0;
+  int64_t total = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
     STD_TORCH_CHECK(same_device(grads[i], norm), name_of("grads", i), " must be on norm's device");
     values.push_back(dense(grads[i]));
@@ -62,12 +62,18 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
                     " must be float32, bfloat16 or float16");
     const int64_t numel = layout_of(g, kMinBlockSize, "a gradient").numel;
     tensors.push_back({g.data_ptr(), numel, float_type(g), on_16_bytes(g.data_ptr())});
-    first_tiles.push_back(static_cast<uint32_t>(tiles));
-    tiles += (numel + kTileElements - 1) / kTileElements;
+    total += numel;
   }
-  STD_TORCH_CHECK(tiles < int64_t{1} << 31, "grad_norm_: too many elements for one launch");
 
   const DeviceScope scope(norm);
+  const int tile = tile_elements(total, kResidentBlocks * multiprocessors());
+  std::vector<uint32_t> first_tiles;
+  int64_t tiles = 0;
+  for (const NormTensor& t : tensors) {
+    first_tiles.push_back(static_cast<uint32_t>(tiles));
+    tiles += ceil_div(t.numel, tile);
+  }
+  STD_TORCH_CHECK(tiles < int64_t{1} << 31, "grad_norm_: too many elements for one launch");
   TableImage image;
   const size_t header_at = image.add<StepHeader>(1), tensors_at = image.add<NormTensor>(tensors.size()),
                first_tiles_at = image.add<uint32_t>(tensors.size());
@@ -76,9 +82,13 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   std::copy(first_tiles.begin(), first_tiles.end(), image.at<uint32_t>(first_tiles_at));
   const DeviceTable memory =
       upload_table(image, tiles * sizeof(double), "grad_norm_", norm, tensors.size(), scope.stream);
-  const NormTable table{memory.at<const StepHeader>(header_at),  memory.at<const uint32_t>(first_tiles_at),
-                        memory.at<const NormTensor>(tensors_at), memory.at<double>(image.bytes().size()),
-                        static_cast<int>(tensors.size()),        static_cast<int>(tiles)};
+  const NormTable table{memory.at<const StepHeader>(header_at),
+                        memory.at<const uint32_t>(first_tiles_at),
+                        memory.at<const NormTensor>(tensors_at),
+                        memory.at<double>(image.bytes().size()),
+                        static_cast<int>(tensors.size()),
+                        static_cast<int>(tiles),
+                        tile};
   launch_checked("grad_norm_", norm_tiles, tiles, scope.stream, table);
   launch_checked("grad_norm_", norm_total, 1, scope.stream, table, static_cast<double*>(norm.data_ptr()));
 }

@@ -105,14 +105,14 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTen
   const LambScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-    lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s);
-  });
+  for_each_vector(
+      t.numel, work.tile_index, t.blocks.tile_elements, t.aligned && on_16_bytes(grad),
+      [&](const Span& at) { lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s); });
   return sum;
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, 4)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kWideStepBlocks)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
@@ -124,7 +124,8 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;

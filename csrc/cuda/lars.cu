@@ -71,18 +71,19 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
   const LarsScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_each_vector(t.numel, work.tile_index, t.aligned && on_16_bytes(grad), [&](const Span& at) {
-    LionVector x{};
-    join_weights(t, param_type, load_weights(t, param_type, at), x.p);
-    load_floats(grad, t.grad_type, at, x.g);
-    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-    lars_squares(sum, x, s);
-  });
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned && on_16_bytes(grad),
+                  [&](const Span& at) {
+                    LionVector x{};
+                    join_weights(t, param_type, load_weights(t, param_type, at), x.p);
+                    load_floats(grad, t.grad_type, at, x.g);
+                    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+                    lars_squares(sum, x, s);
+                  });
   return sum;
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, 4)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kWideStepBlocks)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsTensor> work;
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
@@ -94,7 +95,8 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;

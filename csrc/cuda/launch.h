@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "common/tensors.h"
-#include "device.cuh"
+#include "tile.cuh"
 
 #ifdef __CUDACC__
 // Weak: a torch without CUDA has no such function, and the library loads there too. It binds because setup.py
@@ -72,6 +72,11 @@ inline int64_t multiprocessors() {
   check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
   return count;
+}
+
+// The blocks of a tensor for a codec, on the current device.
+inline Blocks codec_blocks(const BlockLayout& layout) {
+  return blocks_of(layout, tile_elements(layout.numel, kCodecBlocks * multiprocessors()));
 }
 
 // Launches a kernel on a grid of thread blocks. Errors of the launch itself are raised here; errors in the

@@ -51,7 +51,7 @@ std::vector<StepGroup<Hyperparameters>> group_records(const StepArgs& args,
   return records;
 }
 
-inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int64_t group) {
+inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int64_t group, int tile) {
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
@@ -61,7 +61,7 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   r.exp_avg_sq_scale = job.exp_avg_sq_scale;
   r.step = static_cast<float*>(step.data_ptr());
   r.numel = job.layout.numel;
-  r.blocks = blocks_of(job.layout);
+  r.blocks = blocks_of(job.layout, tile);
   r.kind = job.kind;
   r.param_type = job.param_type;
   r.grad_type = job.grad_type;
@@ -75,9 +75,9 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   return r;
 }
 
-// fp32 states have no blocks: their tiles are runs of kTileElements.
+// fp32 states have no blocks: their tiles are runs of elements.
 inline int64_t tiles_of(const TensorRecord& r) {
-  return r.kind == StateKind::kFp32 ? (r.numel + kTileElements - 1) / kTileElements : tiles_of(r.blocks);
+  return r.kind == StateKind::kFp32 ? ceil_div(r.numel, r.blocks.tile_elements) : tiles_of(r.blocks);
 }
 
 // The tensors of a step, or their layers, as entries of its table.
@@ -127,10 +127,13 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
                grads_at = image.add<const void*>(n), first_tiles_at = image.add<uint32_t>(n),
                tensors_at = image.add<TensorRecord>(n);
   UploadedStep<Group, Scalars> step;
+  int64_t numel = 0;
+  for (const StepTensor& tensor : entries.tensors) numel += tensor.layout.numel;
+  const int tile = tile_elements(numel, kStepBlocks * multiprocessors());
   *image.at<StepHeader>(header_at) = header;
   std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
   for (size_t i = 0; i < n; ++i) {
-    const TensorRecord r = tensor_record(entries.tensors[i], entries.steps[i], entries.group[i]);
+    const TensorRecord r = tensor_record(entries.tensors[i], entries.steps[i], entries.group[i], tile);
     image.at<const void*>(grads_at)[i] = entries.tensors[i].grad;
     image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
     image.at<TensorRecord>(tensors_at)[i] = r;
@@ -167,7 +170,7 @@ template <class Group, class Scalars, class... Args> using TileKernels =
 template <class Group, class Scalars>
 void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
                      PrologueKernel<Group, Scalars> prologue, cudaStream_t stream) {
-  launch_checked(op, prologue, (step.table.count + kThreads - 1) / kThreads, stream, step.table);
+  launch_checked(op, prologue, ceil_div(step.table.count, kThreads), stream, step.table);
 }
 
 // At most a launch for each codec in use; for tensors with master weights as many more.

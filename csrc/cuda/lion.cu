@@ -31,7 +31,8 @@ struct LionRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;

@@ -103,7 +103,7 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   const bool aligned = t.aligned && on_16_bytes(grad);
-  for_each_vector(t.numel, work.tile_index, aligned, [&](const Span& at) {
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, aligned, [&](const Span& at) {
     const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
     LionVector x;
     load_floats(t.exp_avg, FloatType::kFp32, at, x.m);

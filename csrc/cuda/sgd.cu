@@ -30,7 +30,8 @@ struct SgdRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, Master ? 4 : 5)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
     sgd_tiles(SgdTable table, bool fp32) {
   __shared__ TileWork<SgdTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;

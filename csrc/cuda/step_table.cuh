@@ -145,10 +145,10 @@ MEMKERN_DEVICE void with_state_types(const TensorRecord& t, Coded&& coded, Fp32&
 
 // Calls visit(span) for this thread's vectors of a tile of fp32 states, or of gradients: arrays without
 // blocks. The vectors of consecutive threads are consecutive in memory, so that accesses coalesce.
-template <class Visit>
-MEMKERN_DEVICE void for_each_vector(int64_t numel, int64_t tile, bool aligned, Visit&& visit) {
-  const int64_t first = tile * kTileElements, left = numel - first;
-  const int n = left < kTileElements ? static_cast<int>(left) : kTileElements;
+template <class Visit> MEMKERN_DEVICE void for_each_vector(int64_t numel, int64_t tile, int tile_elements,
+                                                           bool aligned, Visit&& visit) {
+  const int64_t first = tile * tile_elements, left = numel - first;
+  const int n = left < tile_elements ? static_cast<int>(left) : tile_elements;
   for (int j = static_cast<int>(threadIdx.x) * kVector; j < n; j += kThreads * kVector)
     visit(span_of(first + j, n - j, aligned));
 }

@@ -1,35 +1,49 @@
 // How the blocks of a tensor are spread over thread blocks, warps and lanes.
 //
 // "Block" is a block of the state's codes, with one scale; CUDA's are called thread blocks. A thread block
-// processes a tile: whole blocks of one tensor, about kTileElements. Each block is processed by a group of 2
-// to 32 lanes of one warp, and each lane holds vectors of 8 consecutive elements: one for blocks of up to 256
-// elements, else several, one after the other.
+// processes a tile: whole blocks of one tensor, about tile_elements() of them. Each block is processed by a
+// group of 2 to 32 lanes of one warp, and each lane holds vectors of 8 consecutive elements: one for blocks
+// of up to 256 elements, else several, one after the other.
 #pragma once
 #include "common/layout.h"
 #include "vector.cuh"
 
 namespace memkern {
 
-constexpr int kTileElements = 1 << 14;
+constexpr int kTileElements = MEMKERN_TILE_ELEMENTS;  // at most
 
 // A tensor's blocks, as kernels and the table hold them.
 struct Blocks {
   int64_t segment, blocks;
-  int32_t blocks_per_segment, block, tile_blocks,
-      unused;  // unused: no padding, whose bytes would be undefined
+  int32_t blocks_per_segment, block;
+  int32_t tile_blocks, tile_elements;  // of a tile; the latter where there are no blocks
 };
 
-inline Blocks blocks_of(const BlockLayout& l) {
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
+// tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
+// 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364 (benchmarks/gpu_model.py
+// tells what that costs). kTileElements makes the start of a thread block small beside its work.
+inline int tile_elements(int64_t numel, int64_t slots) {
+  constexpr int64_t kRound = kThreads * kVector;
+  static_assert(kTileElements % kRound == 0);
+  if (!MEMKERN_EVEN_TILES || numel == 0) return kTileElements;
+  const int64_t tiles = slots * ceil_div(numel, slots * kTileElements);
+  return static_cast<int>(kRound * ceil_div(numel, tiles * kRound));
+}
+
+inline Blocks blocks_of(const BlockLayout& l, int tile_elements) {
   const int32_t block = static_cast<int32_t>(l.block);
   return {l.segment,
           l.blocks,
           static_cast<int32_t>(l.blocks_per_segment),
           block,
-          block < kTileElements ? kTileElements / block : 1,
-          0};
+          block < tile_elements ? tile_elements / block : 1,
+          tile_elements};
 }
 
-inline int64_t tiles_of(const Blocks& b) { return (b.blocks + b.tile_blocks - 1) / b.tile_blocks; }
+inline int64_t tiles_of(const Blocks& b) { return ceil_div(b.blocks, b.tile_blocks); }
 
 // The tensor that a tile belongs to: the last whose first tile is not after it. All lanes of a warp call it;
 // each round of the search compares 32 candidates.

@@ -116,13 +116,16 @@ struct DitherTable {
 
   // All threads call it.
   MEMKERN_DEVICE void fill(uint32_t step) {
-    static_assert(kThreads == kWholeBlock);
-    const int j = threadIdx.x;
     const Rounding rounding{false, step};
-    const float rest_of_j = rounding.rest(j);
-    word(u, j) = bits_of(rounding.u(j));
-    word(rest, j) = bits_of(rest_of_j);
-    word(twice_rest, j) = bits_of(2.0f * rest_of_j);
+#pragma unroll
+    for (int first = 0; first < kWholeBlock; first += kThreads) {
+      const int j = first + static_cast<int>(threadIdx.x);
+      if (kThreads > kWholeBlock && j >= kWholeBlock) break;
+      const float rest_of_j = rounding.rest(j);
+      word(u, j) = bits_of(rounding.u(j));
+      word(rest, j) = bits_of(rest_of_j);
+      word(twice_rest, j) = bits_of(2.0f * rest_of_j);
+    }
     __syncthreads();
   }
 

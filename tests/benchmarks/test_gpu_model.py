@@ -25,3 +25,40 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["gpu_model"])
     gpu_model.main()
     assert "AdamW bf16+8" in capsys.readouterr().out
+
+
+# ---- tensors of middle size
+
+
+def test_registers_limit_the_resident_blocks() -> None:
+    assert gpu_model.resident_blocks("sm_90", 96) == 5
+    assert gpu_model.resident_blocks("sm_90", 97) == 4  # 104 are given
+    assert gpu_model.resident_blocks("sm_90", 30) == 16
+    assert gpu_model.resident_blocks("sm_89", 30) == 12
+
+
+@pytest.mark.parametrize("numel", [1, 10**4, 675_840, 675_841, *gpu_model.MIDDLE, 124_439_808, 10**9])
+def test_tiles_fill_the_slots(numel: int) -> None:
+    slots = 660
+    tile = gpu_model.tile_elements(numel, slots)
+    assert tile % (gpu_model.THREADS * gpu_model.VECTOR) == 0
+    assert 0 < tile <= gpu_model.TILE_ELEMENTS
+    turns = -(-numel // (slots * gpu_model.TILE_ELEMENTS))  # that the fewest tiles take
+    assert -(-numel // tile) <= turns * slots
+
+
+def test_middle_sizes_lose_little() -> None:
+    """Beside 2^28 elements; with tiles of one size 2^22 and 2^25 elements lose more than a tenth."""
+    card = gpu_model.CARDS["H200"]
+    for path in gpu_model.KERNELS:
+        shares = gpu_model.middle_shares(card, path)
+        large = 2**28 * gpu_model.BYTES[path] / (card.copy * 1e9)
+        large /= gpu_model.time_of_step(card, path, 2**28, gpu_model.TILE_ELEMENTS)
+        for numel, (fixed, even) in shares.items():
+            norms = path.startswith(
+                "LAMB norms"
+            )  # with fewer registers: a multiprocessor has room for one more
+            assert even >= (0.75 if norms else 0.85) * large, (path, numel)
+            assert even >= (0.9 if norms else 0.97) * fixed, (path, numel)
+    fixed, even = gpu_model.middle_shares(card, "AdamW bf16")[2**22]
+    assert fixed < 0.6 < 0.85 < even

@@ -398,6 +398,20 @@ def test_bad_steps_raise_before_anything_changes(name: str, case: str) -> None:
     assert_same([a for a in args if isinstance(a, list)], before)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("threads", [64, 256])
+def test_other_sizes_give_the_same_bits(threads: int) -> None:
+    """What `make gpu PART=tune` varies: nothing else knows how many threads a thread block has."""
+    flags = (f"-DMEMKERN_THREADS={threads}", "-DMEMKERN_TILE_ELEMENTS=4096", "-DMEMKERN_TABLE_THREADS=512")
+    folder = cache.built(f"simt-{threads}", lambda folder: build.compile_library(folder, *flags), flags)
+    command = [sys.executable, "-m", drive.__name__, str(folder / build.LIBRARY)]
+    run = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(build.ROOT)}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+    assert run.stdout.strip() == "nothing found"
+
+
 # ---- memory
 
 
