@@ -54,7 +54,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or
-# Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline.
+# Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline. Only by name:
+# PART=tune, other sizes of tiles and thread blocks.
 gpu:
 	$(PYTHON) -m tests.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
 

@@ -12,20 +12,20 @@ from ..quant.layout import row_count
 from ..reference.trust import check_trust_ratios
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .codec import dynamic_tables
-from .launch import guard
+from .launch import TILES, guard
 from .step_args import check_step
 from .tensor_table import plan_for
 from .trust_ratio import BOTH, FIRST, SECOND, increment_steps
 
 
-def step_in_one_pass(op: StepOp, args: StepArgs, prologue: Any, kernel: Any, tiles: int = 8) -> None:
+def step_in_one_pass(op: StepOp, args: StepArgs, prologue: Any, kernel: Any) -> None:
     """The prologue, then a launch of ``kernel`` for each combination of its constants that occurs."""
     if not args.params:
         check_step(op, args, torch.device("cpu"))
         return
     device = args.params[0].device
     with guard(device):
-        plan = plan_for(op.name, args, device, lambda: check_step(op, args, device), tiles)
+        plan = plan_for(op.name, args, device, lambda: check_step(op, args, device), TILES)
         table, scalars, tables = plan.memory.table, plan.memory.scalars, dynamic_tables(device)
         plan.prologue(prologue, table, scalars, *plan.sizes)
         for launch in plan.launches:
@@ -91,7 +91,7 @@ def step_in_two_passes(
         return
     split = by_layer(op, args) if has_layers else args
     with guard(device):
-        plan = plan_for(op.name, split, device, check, tiles=8, sums_per_program=2)
+        plan = plan_for(op.name, split, device, check, TILES, sums_per_program=2)
         memory, tables = plan.memory, dynamic_tables(device)
         table, scalars, sums = memory.table, memory.scalars, memory.sums
         passes = (BOTH if args.squares is None else FIRST if args.squares_only else SECOND).value

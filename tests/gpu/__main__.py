@@ -44,7 +44,7 @@ def chosen(all_parts: list[Part], wanted: list[str] | None) -> list[Part]:
     for name in wanted or ():
         if name not in known:
             raise SystemExit(f"make gpu: PART must be one of {', '.join(known)}; got {name!r}")
-    return [part for part in all_parts if not wanted or part.name in wanted]
+    return [part for part in all_parts if (part.name in wanted if wanted else not part.by_name)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from .runner import ROOT, Part
@@ -112,5 +113,16 @@ def parts(arch: str | None) -> list[Part]:
             3600,
             everywhere,
             None if has("pytest") else "pytest is not installed; `make gpu-wheels` brings it",
+        ),
+        replace(
+            part(
+                "tune",
+                "other sizes of tiles and thread blocks, and Triton's stages",
+                script("tune", "--arch", arch or "9.0"),
+                540,
+                {**everywhere, "TRITON_CACHE_DIR": str(TRITON_CACHE)},
+                no_nvcc and no_triton,
+            ),
+            by_name=True,
         ),
     ]

@@ -29,6 +29,7 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
     missing: str | None = None  # why it cannot run here
     plan: list[str] | None = None  # where there is no GPU: a command that says what it would do
+    by_name: bool = False  # runs only where it is named
 
 
 @dataclass

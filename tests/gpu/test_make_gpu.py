@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -11,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from memkern import _ops
-from tests.gpu import exact, headline, hot, profile, rehearse, smoke, wide
+from memkern import _ops, backend
+from tests.gpu import exact, headline, hot, profile, rehearse, smoke, tune, wide
 from tests.gpu.__main__ import chosen
 from tests.gpu.parts import parts
-from tests.gpu.runner import Part, Results, run
+from tests.gpu.runner import ROOT, Part, Results, run
 from tests.support.helpers import needs_cpp
 from tests.support.ptx_emulator import Memory, Module, launch, pack
 
@@ -55,7 +57,8 @@ def test_parts_can_be_chosen() -> None:
     names = [p.name for p in everything]
     assert names[:3] == ["wheels", "build", "smoke"]
     assert [p.name for p in chosen(everything, ["headline", "smoke"])] == ["smoke", "headline"]
-    assert chosen(everything, None) == everything
+    assert [p.name for p in everything if p not in chosen(everything, None)] == ["tune"]
+    assert [p.name for p in chosen(everything, ["tune"])] == ["tune"]
     with pytest.raises(SystemExit, match=r"one of wheels, build, .*; got 'speed'"):
         chosen(everything, ["speed"])
     assert {p.environment["TORCH_CUDA_ARCH_LIST"] for p in parts("8.6") if p.name == "build"} == {"8.6"}
@@ -138,6 +141,145 @@ def test_ncus_table_is_read() -> None:
         {"kernel": "adam_tiles", "time": "1234.5 us", "stalled long_scoreboard": 3.25, "registers": 96.0}
     ]
     assert [*profile.rows(["==ERROR== no permission"])] == []
+
+
+# ---- the sweep
+
+
+def test_what_the_sweep_varies_is_there() -> None:
+    macros = set(re.findall(r"#ifndef MEMKERN_(\w+)", (ROOT / "csrc/cuda/device.cuh").read_text()))
+    varied = {name for setting in tune.SETTINGS if setting.kind in tune.SOURCES for name in setting.values}
+    assert varied == macros
+    assert len({(s.kind, s.name) for s in tune.SETTINGS}) == len(tune.SETTINGS)
+    for kind in ("steps", "gelu", "triton"):
+        assert next(s for s in tune.SETTINGS if s.kind == kind).name == tune.DEFAULT
+
+
+def test_the_sweep_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    tune.plan([s for s in tune.SETTINGS if s.name in (tune.DEFAULT, "256 threads")])
+    said = capsys.readouterr().out
+    for words in (
+        "steps, 256 threads THREADS=256",
+        "triton, default",
+        "LAMB8bit, fp32, 2^22",
+        "GELU backward",
+    ):
+        assert words in said
+
+
+@needs_cpp
+@pytest.mark.parametrize("kind", ["steps", "gelu"])
+def test_the_cases_of_the_sweep_run(kind: str) -> None:
+    for case in tune.cases(kind, "cpu", (13,)):
+        subject = case.contenders[0].setup()
+        subject.step()
+        assert subject.moved_bytes() >= 4 * case.numel
+
+
+@pytest.mark.full
+@needs_cpp
+@pytest.mark.parametrize("kind", ["steps", "gelu"])
+def test_the_sweep_times_a_library(kind: str, tmp_path: Path) -> None:
+    """The process of a setting, with the CPU's library in place of one that nvcc made."""
+    (tmp_path / "libmemkern.so").symlink_to(backend.LIBRARY)
+    code = f"""
+from pathlib import Path
+from tests.gpu import tune
+tune.folder_of = lambda setting: Path({str(tmp_path)!r})
+tune.BACKENDS["steps"] = "cpu"
+tune.DTYPES = ("bf16",)
+if {kind!r} == "gelu":
+    import memkern._ops
+setting = next(s for s in tune.SETTINGS if s.kind == {kind!r})
+tune.measure(setting, "cpu", (13,), warm=True)
+tune.measure(setting, "cpu", (13,), warm=False)
+"""
+    done = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == (3 if kind == "steps" else 2)
+    assert all(row["setting"] == "default" and row["copy_share"] > 0 for row in rows)
+
+
+@pytest.mark.full
+def test_triton_takes_the_settings_constants() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = """
+import memkern.triton
+from memkern.triton import activation, launch, launch_step
+from tests.gpu.tune import set_triton
+set_triton({"TILE": 2048, "TILES": 4, "num_warps": 8, "num_stages": 2})
+assert activation.TILE == launch.TILE == 2048 and launch.rows_of(128) == 16 and launch_step.TILES == 4
+assert launch.options_of(128) == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
+"""
+    subprocess.run([PYTHON, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_best_setting_of_a_case() -> None:
+    def row(setting: str, share: float) -> dict[str, object]:
+        return {"kind": "steps", "case": "a case", "setting": setting, "copy_share": share}
+
+    rows = [row("default", 0.79), row("default", 0.81), row("other", 0.88), row("worse", 0.5)]
+    failed = {"kind": "steps", "case": "a case", "setting": "fails", "note": "absent: RuntimeError"}
+    found = tune.verdicts([*rows, failed])
+    assert found == [
+        {
+            **{"kind": "steps", "case": "a case", "best": "other", "best_share": 0.88},
+            **{"default_share": 0.8, "default_loses_percent": 10.0, "noise_percent": 2.5},
+        }
+    ]
+    assert "10.0 %" in [*tune.table(found)][1]
+    assert tune.verdicts(rows[2:]) == []
+
+
+def test_the_sweep_goes_on_where_a_build_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(setting: tune.Setting, arch: str, seconds: float) -> dict[str, object]:
+        row = {"kind": setting.kind, "setting": setting.name}
+        return row | ({"failed": "an error"} if setting.name == "64 threads" else {"registers": {}})
+
+    calls: list[str] = []
+
+    def timed(setting: tune.Setting, seconds: float, *more: str) -> list[dict[str, object]]:
+        calls.append(setting.name)
+        share = 0.9 if setting.name == "256 threads" else 0.8
+        return [{"kind": setting.kind, "setting": setting.name, "case": "a case", "copy_share": share}]
+
+    monkeypatch.setattr(tune, "FOLDER", tmp_path)
+    monkeypatch.setattr(tune, "build", build)
+    monkeypatch.setattr(tune, "timed", timed)
+    names = ("default", "64 threads", "256 threads")
+    settings = [s for s in tune.SETTINGS if s.kind == "steps" and s.name in names]
+    assert tune.sweep(settings, "9.0", 500, []) == 1
+    assert calls == ["default", "256 threads", "default"]
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["setting"] for row in rows if "failed" in row] == ["64 threads"]
+    assert rows[-1]["best"] == "256 threads"
+    assert tune.sweep(settings[:1], "9.0", 1, []) == 1
+    assert "the time is up" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.skipif(exact.tool("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("name", ["256 threads", "64 threads"])
+def test_a_setting_builds_a_library_that_loads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "FOLDER", tmp_path)
+    tune.write_headers()
+    for kind, op in (("steps", "lamb_step_"), ("gelu", "few_bit_backward")):
+        setting = next(s for s in tune.SETTINGS if (s.kind, s.name) == (kind, name))
+        row = tune.build(setting, "9.0", 3600)
+        assert "failed" not in row
+        assert "spilled" not in row
+        library = tune.folder_of(setting) / "libmemkern.so"
+        code = f"""
+import torch
+torch.ops.load_library({str(library)!r})
+assert torch._C._dispatch_has_kernel_for_dispatch_key("memkern::{op}", "CUDA")
+"""
+        subprocess.run([PYTHON, "-c", code], check=True)
 
 
 # ---- the rest

@@ -126,8 +126,13 @@ def compile_for(arch: str, folder: Path) -> None:
         [*command, "-cubin", "-o", str(binary), str(unit)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
+    (folder / f"{arch}.json").write_text(json.dumps(usage(done.stderr)))
+
+
+def usage(messages: str) -> dict[str, dict[str, int]]:
+    """What ptxas -v says of each kernel: registers, and bytes of stack and spills."""
     found = {}
-    for part in done.stderr.split("Compiling entry function '")[1:]:
+    for part in messages.split("Compiling entry function '")[1:]:
         numbers = re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
         )
@@ -140,7 +145,7 @@ def compile_for(arch: str, folder: Path) -> None:
             "stack": stack,
             "spilled": stores + loads,
         }
-    (folder / f"{arch}.json").write_text(json.dumps(found))
+    return found
 
 
 Compiled = tuple[Path, dict[str, dict[str, int]]]
