@@ -54,6 +54,7 @@ class Results:
 
     def archive(self, path: Path) -> None:
         """Everything in one file, which takes the place of the one before in one move."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + ".new")
         with tarfile.open(new, "w:gz") as tar:
             for file in sorted(self.folder.rglob("*")):
