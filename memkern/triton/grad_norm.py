@@ -46,10 +46,6 @@ def norm_total(table, sums, norm, count):
 
 
 def _check(norm: Tensor, grads: Sequence[Tensor]) -> None:
-    if norm.numel() != 1 or norm.dtype != torch.float64:
-        raise ValueError(
-            f"norm must be float64 of one element, got {norm.dtype} of shape {tuple(norm.shape)}"
-        )
     for i, g in enumerate(grads):
         if g.dtype not in FLOATS:
             raise TypeError(f"grads[{i}] must be float32, bfloat16 or float16, got {g.dtype}")
@@ -59,6 +55,10 @@ def _check(norm: Tensor, grads: Sequence[Tensor]) -> None:
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None = None) -> None:
     """The op behind ``max_grad_norm``: norm = sqrt(sum of g^2 over all tensors) / grad_scale, in fp64."""
+    if norm.numel() != 1 or norm.dtype != torch.float64:
+        raise ValueError(
+            f"norm must be float64 of one element, got {norm.dtype} of shape {tuple(norm.shape)}"
+        )
     device = norm.device
     grads = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)

@@ -53,4 +53,6 @@ def stream_of(device: torch.device) -> int:
     """The current stream of the current device, as a number."""
     if device.type == "cuda":
         return torch.cuda.current_stream().cuda_stream
-    return 0
+    if device.type == "cpu":
+        return 0
+    return torch.get_device_module(device.type).current_stream().stream_id

@@ -68,6 +68,8 @@ def signature_of(args: StepArgs) -> tuple[Any, ...]:
         list(args.codec),
         list(args.block_size),
         list(args.weight_storage),
+        # The addresses of a plan's other tensors are compared, and an address belongs to one device.
+        {*map(Tensor.get_device, args.grads)},
     )
 
 

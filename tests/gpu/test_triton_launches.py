@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,22 +20,41 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 import memkern.triton
-from memkern.triton import adam, lion, tensor_table
+from memkern.schemas import StepArgs
+from memkern.triton import adam, grad_norm, launch_step, lion, tensor_table
 from tests.gpu.triton_steps import MIXED, arguments
 
 
+class Place(NamedTuple):
+    """Of a launch: the current device and the stream, and the device that the kernel was loaded for."""
+
+    device: int
+    stream: int
+    loaded_for: int
+
+
 class NotingDriver:
-    """Stands for the driver of a GPU of compute capability 9.0."""
+    """Stands for the driver of GPUs of compute capability 9.0."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
+        self.places: list[Place] = []
         self.utils = self
+        self.device = 0
+        self.streams = {0: 100, 1: 200}  # the current ones
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *args: self.launched.append((metadata.name, args[0], *args[8:]))
+        def launch(*args: Any) -> None:
+            stream, (name, loaded_for) = args[3:5]
+            assert name == metadata.name
+            self.launched.append((name, args[0], *args[8:]))
+            self.places.append(Place(self.device, stream, loaded_for))
 
-    def load_binary(self, name: str, *_: Any) -> tuple[Any, ...]:
-        return name, name, 32, 0, 1024
+        return launch
+
+    def load_binary(self, name: str, _kernel: bytes, _shared: int, device: int) -> tuple[Any, ...]:
+        assert device == self.device
+        return name, (name, device), 32, 0, 1024
 
     def unload_module(self, *_: Any) -> None: ...
 
@@ -41,10 +62,10 @@ class NotingDriver:
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
-    def get_current_stream(self, _: int) -> int:
-        return 0
+    def get_current_stream(self, device: int) -> int:
+        return self.streams[device]
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -57,7 +78,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
 
     def forget() -> None:  # what was compiled with one driver is of no use with another
         tensor_table._plans.clear()
-        for kernel in (k for module in (adam, lion) for k in vars(module).values()):
+        for kernel in (k for module in (adam, grad_norm, lion) for k in vars(module).values()):
             if isinstance(kernel, jit.JITFunction):
                 kernel.device_caches.clear()
 
@@ -93,3 +114,92 @@ def test_later_steps_launch_the_same(noted: NotingDriver, monkeypatch: pytest.Mo
     assert [[x for x in launch if not callable(x)] for launch in noted.launched] == [
         [x for x in launch if not callable(x)] for launch in first
     ]
+
+
+class OnDevice0(torch.Tensor):
+    """A tensor on the CPU that says it is on a GPU."""
+
+    index = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.index)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.get_device:
+            return args[0].index
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class OnDevice1(OnDevice0):
+    index = 1
+
+
+def placed(args: StepArgs, on: type[OnDevice0]) -> StepArgs:
+    lists = "params", "grads", "moments", "scales", "steps"
+    return args._replace(**{name: [x.as_subclass(on) for x in getattr(args, name)] for name in lists})
+
+
+@pytest.fixture
+def two_devices(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> NotingDriver:
+    """Two GPUs as the host's side knows them. The plans' tables are on the CPU."""
+
+    @contextlib.contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        before, noted.device = noted.device, device.index
+        yield
+        noted.device = before
+
+    on_cpu, table = torch.device("cpu"), tensor_table.DeviceTable
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda: SimpleNamespace(cuda_stream=noted.get_current_stream(noted.device)),
+    )
+    monkeypatch.setattr(tensor_table, "DeviceTable", lambda *sizes: table(*sizes[:-1], on_cpu))
+    monkeypatch.setattr(tensor_table, "_spares", {})
+    monkeypatch.setattr(launch_step, "dynamic_tables", lambda _: torch.zeros(1024))
+    return noted
+
+
+def lion_places(noted: NotingDriver, args: StepArgs) -> set[Place]:
+    """Of the launches of a step."""
+    noted.places, noted.launched = [], []
+    memkern.triton.lion_step_(args)
+    return {*noted.places}
+
+
+def test_launches_are_of_the_tensors_device_and_its_stream(two_devices: NotingDriver) -> None:
+    noted, args = two_devices, arguments("lion_step_", MIXED[4:9])
+    of_0, of_1 = placed(args, OnDevice0), placed(arguments("lion_step_", MIXED[4:9]), OnDevice1)
+    for device in (0, 1, 0):  # the current one
+        noted.device = device
+        assert lion_places(noted, of_0) == {Place(0, 100, 0)}
+        assert lion_places(noted, of_1) == {Place(1, 200, 1)}
+        assert noted.device == device
+    tables = {launch[3].data_ptr() for launch in noted.launched}
+    noted.streams[1] = 201
+    assert lion_places(noted, of_1) == {Place(1, 201, 1)}
+    # A stream's table may be read while another's is written.
+    assert not tables & {launch[3].data_ptr() for launch in noted.launched}
+
+
+def test_a_cached_plan_is_of_gradients_on_its_device(two_devices: NotingDriver) -> None:
+    args = placed(arguments("lion_step_", MIXED[4:9]), OnDevice0)
+    lion_places(two_devices, args)
+    elsewhere = args._replace(grads=[args.grads[0], *(g.as_subclass(OnDevice1) for g in args.grads[1:])])
+    with pytest.raises(
+        ValueError, match=r"grads\[1\] must be on cuda:0 like the first parameter, got cuda:1"
+    ):
+        memkern.triton.lion_step_(elsewhere)
+    assert lion_places(two_devices, args) == {Place(0, 100, 0)}
+
+
+def test_norm_is_checked_where_the_plan_is_cached(noted: NotingDriver) -> None:
+    grads = [torch.ones(300)]
+    memkern.triton.grad_norm_(torch.zeros((), dtype=torch.float64), grads)
+    with pytest.raises(ValueError, match=r"norm must be float64 of one element, got torch.float32"):
+        memkern.triton.grad_norm_(torch.zeros(()), grads)
