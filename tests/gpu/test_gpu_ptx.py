@@ -20,7 +20,7 @@ from memkern.quant.codec import CODECS as NUMBERS
 from memkern.schemas import StepArgs
 from tests.support import cache, triton_ptx
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
-from tests.support.activation_kernels import compare_bf16_table, compare_gradients
+from tests.support.activation_kernels import compare_bf16_gelu, compare_bf16_table, compare_gradients
 from tests.support.helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
 from tests.support.ptx_emulator import Module, contracted
 from tests.support.simt import build, drive, ptx
@@ -213,6 +213,13 @@ def test_activations(compiled: Compiled) -> None:
 def test_forward_of_every_bf16(compiled: Compiled) -> None:
     # Table and formula with the same approximations of exp; how near erf is, the shim shows.
     compare_bf16_table(compiled.ops, [("gelu", 3)])
+
+
+@pytest.mark.parametrize("compiled", ["triton"], indirect=True)
+@pytest.mark.skipif(MISSING["triton"] is not None, reason=str(MISSING["triton"]))
+def test_gelu_of_every_bf16(compiled: Compiled) -> None:
+    """Triton's polynomials for bf16 give the bits of its formulas, libdevice's erf among them."""
+    assert not any(map(len, compare_bf16_gelu(compiled.ops)))
 
 
 def test_names_are_read_alike() -> None:

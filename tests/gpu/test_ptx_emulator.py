@@ -55,6 +55,12 @@ BODIES: dict[str, tuple[str, Any]] = {
         "MEET:\n mul.rn.f32 %f2, %f2, %f2;",
         lambda x: x * x,
     ),
+    "a comparison of pairs of bf16": (  # the first is greater than 1, the second is 2
+        "mov.b32 %r5, %f1; prmt.b32 %r5, %r5, 0x40000000, 0x7632; mov.b32 %r6, 0x3F803F80;"
+        "setp.gt.bf16x2 %p2|%p3, %r5, %r6; selp.b32 %r5, 0x3F800000, 0, %p2; selp.b32 %r6, 0x40000000, 0, %p3;"
+        "mov.b32 %f1, %r5; mov.b32 %f2, %r6; add.rn.f32 %f2, %f1, %f2;",
+        lambda x: (x >= 1.0078125) + 2.0,
+    ),
     "bytes": (
         "mov.b32 %r5, %f1; prmt.b32 %r6, %r5, 0, 0x0123; prmt.b32 %r6, %r6, 0, 0x0123; mov.b32 %f2, %r6;",
         lambda x: x,

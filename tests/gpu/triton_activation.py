@@ -7,7 +7,7 @@ import memkern.triton
 from memkern import reference
 from memkern.fewbit.levels import Levels
 from tests.support.activation_helpers import TABLES, around, over_layouts, values
-from tests.support.activation_kernels import compare_activations, compare_forward
+from tests.support.activation_kernels import compare_activations, compare_bf16_gelu, compare_forward
 from tests.support.helpers import FLOATS, assert_same, name_of
 from tests.support.interpreted import interpreted
 
@@ -23,6 +23,14 @@ def test_activations(layout: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 def test_forward_of_many_values(dtype: torch.dtype) -> None:
     compare_forward(memkern.triton, dtype)
+
+
+def test_gelu_of_every_bf16() -> None:
+    gelu, gelu_tanh = compare_bf16_gelu(memkern.triton)
+    # The interpreter's erf is exact, a GPU's is 1 - erf rounded to multiples of 2^-24: test_gpu_ptx.py has that one.
+    assert len(gelu) <= 11
+    assert (gelu < -3).all()
+    assert not len(gelu_tanh)
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)

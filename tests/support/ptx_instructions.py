@@ -355,6 +355,13 @@ class Instructions:
         self.put(i.operands[0], np.where(self.get(i.operands[3], "pred", at), a, b), kind, at)
 
     def do_setp(self, i: Instruction, kind: str, at: Array) -> None:
+        if kind == "bf16x2":  # p|q: of the first and of the second of each pair
+            if i.op[1] not in COMPARE or len(i.op) != 3:
+                raise PtxError(f"unknown instruction: {i.text}")
+            pairs = zip(*(self.halves(o, at) for o in i.operands[1:3]), strict=True)
+            for target, (a, b) in zip(i.operands[0].split("|"), pairs, strict=True):
+                self.put(target, COMPARE[i.op[1]](a, b) & ~(np.isnan(a) | np.isnan(b)), "pred", at)
+            return
         a, b = (self.flushed(i, self.get(o, kind, at)) for o in i.operands[1:3])
         name = i.op[1]
         nan = np.isnan(a) | np.isnan(b) if is_float(kind) else np.zeros(len(at), bool)
