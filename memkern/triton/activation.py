@@ -141,14 +141,8 @@ def activate(x, A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr):
 
 # Coefficients of a, a^2, ... of log2(1 - erf(a / sqrt(2))), and of that with GELU_TANH's tanh instead of erf.
 _GELU_LOG = tl.constexpr(
-    (
-        -1.15089750289917,
-        -0.4601901173591614,
-        -0.051279813051223755,
-        0.006769770756363869,
-        -0.00042125486652366817,
-    )
-)
+    (-1.15089750289917, -0.4601901173591614, -0.051279813051223755, 0.006769770756363869, -0.00042125486652366817)
+)  # fmt: skip
 _GELU_TANH_LOG = tl.constexpr(
     (-1.151023030281067, -0.4596197307109833, -0.05010935664176941, 0.004704978317022324, 0.0033134908881038427,
      -0.002342691645026207, 0.00043774291407316923, -2.7559090085560456e-05)
@@ -160,8 +154,9 @@ def gelu_of_bf16(x, LOG: tl.constexpr, COUNT: tl.constexpr):
     """GELU of bf16 values in fp32: rounded to bf16 it is what :func:`activate` gives, for each of the 65,536.
 
     1 - erf is a power of two, whose exponent is a short polynomial: its coefficients were fitted to the intervals in
-    which results are rounded alike, and two ulp more or less of the power change no result. In numbers of 11 bits one
-    in 1,000 results would change, so that fp16 keeps the formula.
+    which results are rounded alike, with CUDA 13's erf (docs/numerics.md), and two ulp more or less of the power change
+    no result. That is 28 instructions per element on sm_90 instead of 53, codes included. Of fp16 about 150 results
+    would change even with the exact exponent, left of -2.5, where 1 + erf cancels: it keeps the formula.
     """
     a = tl.abs(x)
     log = tl.math.fma(a, LOG[COUNT - 1], LOG[COUNT - 2])

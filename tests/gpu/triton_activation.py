@@ -26,11 +26,7 @@ def test_forward_of_many_values(dtype: torch.dtype) -> None:
 
 
 def test_gelu_of_every_bf16() -> None:
-    gelu, gelu_tanh = compare_bf16_gelu(memkern.triton)
-    # The interpreter's erf is exact, a GPU's is 1 - erf rounded to multiples of 2^-24: test_gpu_ptx.py has that one.
-    assert len(gelu) <= 11
-    assert (gelu < -3).all()
-    assert not len(gelu_tanh)
+    assert compare_bf16_gelu(memkern.triton) == 11  # the interpreter's erf is exact
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)

@@ -101,15 +101,19 @@ def compare_bf16_table(ops: Any, tables: Sequence[tuple[str, int]] = TABLES) -> 
         assert_same(y[~y.isnan()], expected[~y.isnan()], name)
 
 
-def compare_bf16_gelu(ops: Any) -> list[Tensor]:
-    """Of GELU and GELU_TANH: codes of every bf16 value as the reference's; and where results are not the bits of the
-    formula in fp32, which ``ops`` give for fp32 tensors, rounded."""
-    x, differ = every_bf16(), []
+def compare_bf16_gelu(ops: Any) -> int:
+    """GELU and GELU_TANH of every bf16 value: codes as the reference's, and the bits of the formula in fp32, which
+    ``ops`` give for fp32 tensors. Returns for how many values, left of -3, GELU has others: where the formula's erf is
+    not CUDA 13's, but exact, or CUDA 12's, its 1 + erf is rounded to another multiple of 2^-24 for 11 of them.
+    """
+    x, apart = every_bf16(), {}
     for name in ("gelu", "gelu_tanh"):
         args = ACTIVATIONS[name], 0.0, 0.0, 3, *LEVELS[name, 3][2:]
         y, codes = ops.few_bit_forward(x, *args)
         assert_same(codes, reference.few_bit_encode(x, *args[3:]), name)
         expected = ops.few_bit_forward(x.float(), *args)[0].bfloat16()
         assert torch.equal(y.isnan(), expected.isnan()), name
-        differ.append(x[(y.view(torch.int16) != expected.view(torch.int16)) & ~y.isnan()])
-    return differ
+        apart[name] = x[(y.view(torch.int16) != expected.view(torch.int16)) & ~y.isnan()]
+    assert not len(apart["gelu_tanh"])
+    assert (apart["gelu"] < -3).all()
+    return len(apart["gelu"])

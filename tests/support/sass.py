@@ -45,7 +45,11 @@ def tool(name: str) -> str | None:
 def kernels(binary: Path, arch: str) -> dict[str, list[Instruction]]:
     """The instructions of every kernel for an architecture, by mangled name."""
     command = [str(tool("cuobjdump")), "-sass", "-arch", arch, str(binary)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parsed(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def parsed(text: str) -> dict[str, list[Instruction]]:
+    """The same from what ``cuobjdump -sass`` has written."""
     found: dict[str, list[Instruction]] = {}
     for part in re.split(r"Function : ", text)[1:]:
         name, _, body = part.partition("\n")
@@ -120,18 +124,22 @@ def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> list[Instr
 
 def loads_before_use(way: list[Instruction]) -> bool:
     """Whether all loads from global memory are issued before anything needs what one of them has loaded."""
+    return late_loads(way) == 0
+
+
+def late_loads(way: list[Instruction]) -> int:
+    """Loads from global memory that are issued after something has needed what another one loaded."""
     loaded: set[int] = set()
-    used = False
+    used, late = False, 0
     for i in way:
         name = i.opcode.split(".")
         numbers = [int(n) for n in re.findall(r"\bR(\d+)", i.text)]
         if name[0] == "LDG":
-            if used or loaded & {*numbers[1:]}:
-                return False
+            late += used or bool(loaded & {*numbers[1:]})
             words = 4 if "128" in name else 2 if "64" in name else 1
             loaded |= {*range(numbers[0], numbers[0] + words)}
         used = used or (name[0] != "LDG" and bool(loaded & {*numbers}))
-    return True
+    return late
 
 
 def _search(

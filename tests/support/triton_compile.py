@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support import sass
+
 RECORD = Path(__file__).with_name("triton_registers.csv")
-LINE = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.M)
-BRANCH = re.compile(r"^(@\S+)?\s*BRA\s+\D*0x([0-9a-f]+)")
 
 
 class Compiled(NamedTuple):
@@ -66,7 +66,7 @@ def facts(name: str, target: str) -> Compiled:
 def all_facts() -> dict[tuple[str, str], Compiled]:
     from tests.support.triton_kernels import CASES
 
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("spawn").Pool(int(os.environ.get("MAX_JOBS", 2))) as pool:
         return dict(zip(CASES, pool.starmap(facts, CASES), strict=True))
 
 
@@ -86,42 +86,54 @@ def _tool(name: str, *args: str) -> str:
 
 
 def _nvidia(cubin: bytes, ptx: str, elements: int) -> Compiled:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
-        file.write_bytes(cubin)
-        usage = _tool("cuobjdump", "-res-usage", str(file))
-        sass = _tool("cuobjdump", "-sass", str(file))
+    usage = _dumped(cubin, "-res-usage")
     number = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     accesses = re.findall(r"(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
     widest = max(int(n or 1) * int(bits) for n, bits in accesses)
-    per_element = round(_loop(sass) / elements, 1) if elements else 0.0
+    per_element = round(len(_main_path(_code(cubin))) / elements, 1) if elements else 0.0
     return Compiled(number["REG"], number["STACK"] + number["LOCAL"], widest, per_element)
 
 
-def _loop(sass: str) -> int:
-    """Instructions of one turn of the longest loop, past the calls that roots and divisions make for rare values.
+def _dumped(cubin: bytes, what: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        return _tool("cuobjdump", what, str(file))
 
-    Of the whole kernel, if it has no loop.
+
+def _code(cubin: bytes) -> list[sass.Instruction]:
+    (code,) = sass.parsed(_dumped(cubin, "-sass")).values()
+    return code
+
+
+def main_loop(name: str, target: str, wanted: dict[str, int]) -> list[sass.Instruction]:
+    """A turn of a kernel's loop, by the shortest way that has the wanted wide loads and stores."""
+    return sass.shortest_loop(_code(compiled(name, target).asm["cubin"]), wanted)
+
+
+def _main_path(code: list[sass.Instruction]) -> list[sass.Instruction]:
+    """One turn of the longest loop, past the calls that roots and divisions make for rare values.
+
+    Of a kernel without a loop all up to its end, what it does once for its few elements included.
     """
-    code = [(int(address, 16), text) for address, text in LINE.findall(sass)]
-    place = {address: i for i, (address, _) in enumerate(code)}
+    place = {i.address: n for n, i in enumerate(code)}
     jumps = {
-        i: place[int(found[2], 16)]
-        for i, (_, text) in enumerate(code)
-        if (found := BRANCH.match(text)) and int(found[2], 16) in place
+        n: place[i.target]
+        for n, i in enumerate(code)
+        if i.opcode.split(".")[0] == "BRA" and i.target in place and place[i.target] != n
     }
-    last, i = max(
-        ((i, to) for i, to in jumps.items() if to < i),
+    last, n = max(
+        ((n, to) for n, to in jumps.items() if to < n),
         key=lambda jump: jump[0] - jump[1],
         default=(len(code) - 1, 0),
     )
-    count = 0
-    while i < last:
-        count += 1
-        to = jumps.get(i, 0)
-        skips = to > i and (not code[i][1].startswith("@") or any("CALL" in text for _, text in code[i:to]))
-        i = to if skips else i + 1
-    return count + 1
+    path = []
+    while n < last and code[n].text != "EXIT":
+        path.append(code[n])
+        to = jumps.get(n, 0)
+        skips = to > n and (not code[n].text.startswith("@") or any("CALL" in i.opcode for i in code[n:to]))
+        n = to if skips else n + 1
+    return [*path, code[n]]
 
 
 def _amd(text: str) -> Compiled:
