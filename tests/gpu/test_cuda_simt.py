@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 
 from memkern import reference
+from memkern.fewbit.tables import LEVELS
+from memkern.quant.codec import ODD
 from memkern.quant.layout import layer_count, layout_of
 from memkern.schemas import STEP_OPS, StepArgs
 from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
 from tests.support import cache
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
-from tests.support.activation_kernels import compare_activations, compare_bf16_table, compare_forward
+from tests.support.activation_kernels import (
+    compare_activations,
+    compare_bf16_table,
+    compare_forward,
+    compare_gelus,
+)
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -103,6 +110,13 @@ def test_activations(layout: str, dtype: torch.dtype) -> None:
 @over_dtypes
 def test_forward_of_many_values(dtype: torch.dtype) -> None:
     compare_forward(torch.ops.memkern_simt, dtype)
+
+
+@over_dtypes
+def test_forward_of_gelu(dtype: torch.dtype) -> None:
+    odd = [key for key, table in LEVELS.items() if table.symmetry == ODD]
+    assert {("gelu", bits) for bits in (1, 2, 3, 4)} <= {*odd}
+    compare_gelus(torch.ops.memkern_simt, dtype, odd)
 
 
 def test_forward_of_every_bf16() -> None:

@@ -20,7 +20,12 @@ from memkern.quant.codec import CODECS as NUMBERS
 from memkern.schemas import StepArgs
 from tests.support import cache, triton_ptx
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
-from tests.support.activation_kernels import compare_bf16_gelu, compare_bf16_table, compare_gradients
+from tests.support.activation_kernels import (
+    compare_bf16_gelu,
+    compare_bf16_table,
+    compare_gelus,
+    compare_gradients,
+)
 from tests.support.helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
 from tests.support.ptx_emulator import Module, contracted
 from tests.support.simt import build, drive, ptx
@@ -222,6 +227,13 @@ def test_gelu_of_every_bf16(compiled: Compiled) -> None:
         0,
         11,
     )  # with the erf of CUDA 13 (Triton 3.9), of CUDA 12 (3.6)
+
+
+@pytest.mark.parametrize("compiled", ["cuda"], indirect=True)
+@pytest.mark.skipif(MISSING["cuda"] is not None, reason=str(MISSING["cuda"]))
+def test_forward_of_gelu(compiled: Compiled) -> None:
+    compare_gelus(compiled.ops, torch.float32, [("gelu", 3)])
+    compare_gelus(compiled.ops, torch.float16, [("gelu", 4)])
 
 
 def test_names_are_read_alike() -> None:

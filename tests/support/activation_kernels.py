@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from memkern import reference
+from memkern.fewbit.levels import Levels
 from memkern.fewbit.tables import LEVELS, VALLEYS
-from memkern.quant.codec import ACTIVATIONS
+from memkern.quant.codec import ACTIVATIONS, ODD, PLAIN
 from memkern.reference.activation import activate
-from tests.support.activation_helpers import values
+from tests.support.activation_helpers import around, values
 from tests.support.helpers import FLOATS, assert_same
 
 ARGUMENTS = {"softplus": (2.0, 4.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 0.75)}
@@ -77,6 +78,27 @@ def compare_forward(ops: Any, dtype: torch.dtype) -> None:
         y, codes = ops.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
         assert_near(y, x, name, a, b)
         assert_same(codes, reference.few_bit_encode(x, 2, [0.1, 0.5], [1, 2], 2), name)
+
+
+def gelu_values(table: Levels, dtype: torch.dtype) -> Tensor:
+    """Thresholds with their neighbours, numbers of any exponent, and common ones."""
+    anything = torch.randint(-(2**31), 2**31 - 1, (500,)).int().view(torch.float32)
+    return torch.cat([around(table), anything, values("odd").flatten()]).to(dtype)
+
+
+def compare_gelus(ops: Any, dtype: torch.dtype, names: Sequence[tuple[str, int]]) -> None:
+    """GELU with tables that are odd about a value: the reference's codes, and results equal in every bit to those
+    with a table that only the general kernel takes."""
+    for name, bits in names:
+        table = LEVELS[name, bits]
+        assert table.symmetry == ODD
+        aligned = gelu_values(table, dtype)
+        for x in (aligned, aligned[1:]):
+            for fn in (ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"]):
+                y, codes = ops.few_bit_forward(x, fn, 0.0, 0.0, bits, *table[2:])
+                assert_same(codes, reference.few_bit_encode(x, bits, *table[2:]), f"{name} {bits}")
+                expected, _ = ops.few_bit_forward(x, fn, 0.0, 0.0, bits, [0.0], [1], PLAIN)
+                assert torch.equal(y.view(torch.uint8), expected.view(torch.uint8)), f"{name} {bits}"
 
 
 def every_bf16(repeats: int = 1) -> Tensor:
