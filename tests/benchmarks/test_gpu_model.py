@@ -1,6 +1,9 @@
 """benchmarks.gpu_model: shares that follow from counts and bytes."""
 
+import json
+
 import pytest
+import torch
 
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 
@@ -19,6 +22,36 @@ def test_every_kernel_has_counts_for_every_card() -> None:
     for kernel, row in gpu_model.shares().items():
         assert {*row} == {*gpu_model.CARDS}, kernel
         assert all(0 < share <= 1 for share in row.values()), kernel
+
+
+def test_share_of_codes_in_doubt() -> None:
+    """Of random second moments, whose magnitudes differ within a block."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(16_384, 128, generator=generator, dtype=torch.float64).exp()
+    root = 255 * (spread / spread.amax(1, keepdim=True)).sqrt()
+    code = root.clamp(min=1) + torch.rand(root.shape, generator=generator, dtype=torch.float64)
+    doubt = (code - code.round()).abs() < gpu_model.DISTANCE
+    share = float(doubt.view(-1, 256).any(1).double().mean())
+    assert share == pytest.approx(gpu_model.CODE_IN_DOUBT, rel=0.23)  # four standard deviations
+
+
+def test_share_of_parameters_in_doubt() -> None:
+    """What docs/numerics.md says of bf16 parameters: changes that are 2^-20 apart, rounded to different ones."""
+    generator = torch.Generator().manual_seed(0)
+    p, change = torch.randn(2, 8192, 256, generator=generator, dtype=torch.float64)
+    p = (p * 0.02).bfloat16().double()
+    change *= 1e-3 * (0.1 / 1.9) ** 0.5  # lr m / sqrt(v) of random gradients
+    less, more = ((p - change * (1 + off)).float().bfloat16() for off in (-(2**-20), 2**-20))
+    share = float((less != more).any(1).double().mean())
+    assert share == pytest.approx(0.011, rel=0.4)  # four standard deviations
+
+
+def test_slow_paths_count() -> None:
+    counts = json.loads(gpu_model.COUNTS.read_text())["instructions per element"]
+    for kernel, (path, share) in gpu_model.SLOW.items():
+        main, slow = counts[kernel]["sm_90"], counts[path]["sm_90"]
+        expected = (1 - share) * main + share * slow
+        assert main + 1 < gpu_model.expected_instructions(kernel, "sm_90") == pytest.approx(expected)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,14 @@ BUDGET = {
     **{"LAMB norms fp32": 78, "LAMB norms bf16": 47, "LAMB bf16": 79},  # 10.06, 6.06 and 10.13 bytes
     **{"power codes fp32": 39, "power codes bf16": 23, "power values fp32": 39, "power values bf16": 23},
     **{"affine codes fp32": 39, "affine codes bf16": 23, "affine values fp32": 39, "affine values bf16": 23},
-    **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34, "GELU 3-bit backward fp32": 65},
+    **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34},
+    **{"GELU 3-bit forward fp32": 65, "GELU 3-bit backward fp32": 65},
 }
 # What Adam was brought down to, 85 % of the slots at 1.755 GHz for bf16. Above what fits: affine codes of bf16, of
 # which a correctly rounded division is 10; and a second moment in 4 bits, which has the general loop.
 LIMIT = {
     **{**BUDGET, "AdamW fp32": 66, "AdamW bf16": 60, "AdamW bf16, v in 4 bits": 92},
-    **{"power codes bf16": 24, "affine codes bf16": 34},
+    **{"power codes bf16": 24, "affine codes bf16": 34, "GELU 3-bit forward fp32": 39},
 }
 
 
@@ -84,7 +85,7 @@ def test_instructions_are_those_on_record(arch: str) -> None:
         )
         before = record[path][arch]
         assert abs(count - before) <= TENTH * before, f"{path}: {count}, not {before}; {UPDATE}"
-        if arch == "sm_90":
+        if arch == "sm_90" and path in LIMIT:  # not the slow paths
             assert count <= LIMIT[path], f"{path}: {count} instructions per element, {BUDGET[path]} fit"
 
 
