@@ -6,6 +6,7 @@ compares with.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -86,7 +87,7 @@ PATHS |= {
     "affine values bf16": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
 }
 # What a warp takes for all its elements where a code of v is in doubt: 16 roots more; in bf16 another 8, of v. For
-# sm_90 only: the search for this way takes two seconds there, and minutes on sm_80 and sm_89.
+# sm_90 only: the search for this way takes seconds there, and minutes on sm_80 and sm_89.
 SLOW_PATHS = {
     "AdamW fp32, code in doubt": (PATHS["AdamW fp32"][0], PATHS["AdamW fp32"][1] | {"MUFU": 50}),
     "AdamW bf16, code in doubt": (PATHS["AdamW bf16"][0], PATHS["AdamW bf16"][1] | {"MUFU": 58}),
@@ -164,6 +165,7 @@ def compiled(arch: str) -> Compiled:
     return folder / f"{arch}.cubin", json.loads((folder / f"{arch}.json").read_text())
 
 
+@functools.cache
 def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
     """The instructions of a turn of each loop, from an architecture's machine code."""
     code = {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
