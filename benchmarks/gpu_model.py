@@ -162,7 +162,7 @@ def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
 
     with one turn for every THREADS * VECTOR elements; 2: for the step's table, before the first load.
     """
-    instructions = record()["instructions per element"][path][card.arch]
+    instructions = expected_instructions(path, card.arch)
     room = resident_blocks(card.arch, record()["registers"][KERNELS[path]][card.arch])
     memory = tile * BYTES[path] * card.multiprocessors / (card.copy * 1e9)
     issue = tile * instructions / (ISSUED * LANES * card.clock * 1e9)
