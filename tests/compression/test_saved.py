@@ -34,7 +34,7 @@ def saved_by(forward: Callable[[], Any], bits: Any, *held: Any) -> int:
 # ---- bytes and gradients
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "autocast", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", pytest.param("autocast", marks=pytest.mark.full)])
 def test_bytes_and_gradients(dtype: str) -> None:
     model, x = Model(), ids(4, 256)
     if dtype == "bf16":
