@@ -25,7 +25,7 @@ test: $(VENV)/.installed
 
 # What `make test` leaves out: the CUDA and Triton kernels without a GPU, sanitizers, long comparisons; under 15 minutes.
 test-all: lint
-	$(PYTEST) -m "full and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "full and not long and not gpu" $(PYTEST_ARGS)
 
 # By hand: installs, long runs, whole models, every architecture. The outcome is committed.
 test-long: $(VENV)/.installed
