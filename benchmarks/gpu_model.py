@@ -27,7 +27,7 @@ COUNTS = Path(__file__).resolve().parents[1] / "tests" / "support" / "cuda_kerne
 ISSUED = 0.85  # of the slots
 LANES = 128
 # As csrc/cuda/device.cuh and tile.cuh have them.
-THREADS, VECTOR, TILE_ELEMENTS, STEP_BLOCKS = 128, 8, 2**14, 5
+THREADS, VECTOR, TILE_ELEMENTS, STEP_BLOCKS, AHEAD_BLOCKS = 128, 8, 2**14, 5, 4
 # Assumed until there is a measurement: seconds from a load to its use with the memory busy, and cycles from one
 # instruction of a warp to its next when few other warps run.
 LATENCY = 0.7e-6
@@ -88,6 +88,8 @@ KERNELS = {
     "LAMB norms bf16": "lamb_norm_tiles<1, 0>",
     "LAMB bf16": "lamb_tiles<1, 0>",
 }
+# Paths that load the next vector before they compute one (csrc/cuda/adam_whole.cuh).
+AHEAD = frozenset(path for path in KERNELS if "Lion" not in path)
 MIDDLE = (2**22, 2**23, 2**24, 2**25)
 
 
@@ -156,18 +158,23 @@ def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
     """Seconds of one kernel over a tensor, in tiles of so many elements.
 
     The multiprocessor with the most tiles works on as many at once as there is room for, then on the next. These take
-    the time of their bytes and instructions, but no less than one alone takes, which waits for each of its loads::
+    the time of their bytes and instructions, but no less than one alone takes, which waits for its loads::
 
-        (2 + turns) * LATENCY + turns * (instructions of a turn) * CYCLES / clock
+        2 * LATENCY + turns * (LATENCY + (instructions of a turn) * CYCLES / clock)
 
-    with one turn for every THREADS * VECTOR elements; 2: for the step's table, before the first load.
+    with one turn for every THREADS * VECTOR elements; 2: for the step's table, before the first load. Where loads are
+    a turn ahead, a turn takes the longer of its two times, after one more LATENCY.
     """
     instructions = expected_instructions(path, card.arch)
     room = resident_blocks(card.arch, record()["registers"][KERNELS[path]][card.arch])
     memory = tile * BYTES[path] * card.multiprocessors / (card.copy * 1e9)
     issue = tile * instructions / (ISSUED * LANES * card.clock * 1e9)
     turns = tile / (THREADS * VECTOR)
-    alone = (2 + turns) * LATENCY + turns * VECTOR * instructions * CYCLES / (card.clock * 1e9)
+    computing = VECTOR * instructions * CYCLES / (card.clock * 1e9)
+    if path in AHEAD:
+        alone = 3 * LATENCY + turns * max(LATENCY, computing)
+    else:
+        alone = 2 * LATENCY + turns * (LATENCY + computing)
     tiles = math.ceil(math.ceil(numel / tile) / card.multiprocessors)
     full, last = divmod(tiles, room)
     each = max(memory, issue)
@@ -180,7 +187,7 @@ def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
     def share(numel: int, tile: int) -> float:
         return numel * BYTES[path] / (card.copy * 1e9) / time_of_step(card, path, numel, tile)
 
-    slots = STEP_BLOCKS * card.multiprocessors
+    slots = (AHEAD_BLOCKS if path in AHEAD else STEP_BLOCKS) * card.multiprocessors
     return {n: (share(n, TILE_ELEMENTS), share(n, tile_elements(n, slots))) for n in MIDDLE}
 
 

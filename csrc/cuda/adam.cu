@@ -34,9 +34,7 @@ struct AdamRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads,
-                                  Master || Kind == StateKind::kPower4 ? kWideStepBlocks : kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
@@ -46,7 +44,7 @@ __global__ void __launch_bounds__(kThreads,
 }
 
 void adam_step_cuda(const StepArgs& args) {
-  step_in_one_pass<AdamHyperparameters, AdamTensor>(
+  step_in_one_pass<kAheadBlocks, AdamHyperparameters, AdamTensor>(
       "adam_step_", kAdamStep, args, adam_prologue,
       {adam_tiles<StateKind::kPower, false>, adam_tiles<StateKind::kDynamic, false>,
        adam_tiles<StateKind::kPower, true>, adam_tiles<StateKind::kDynamic, true>,

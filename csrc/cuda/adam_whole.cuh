@@ -6,6 +6,13 @@
 
 namespace memkern {
 
+// A vector of a tensor and its moments, and its block's scale, as they are in memory.
+struct AdamLoaded {
+  float scale;
+  Raw p, g;
+  Codes m, v;
+};
+
 // A tile's vectors, with the constants that all of them need.
 template <class Scalars, class P, class G> struct AdamWhole : WholeVectors<P, G> {
   Scalars s;
@@ -17,13 +24,29 @@ template <class Scalars, class P, class G> struct AdamWhole : WholeVectors<P, G>
         s(work.scalars.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
-  // Loads the vector and updates its moments. Nothing waits for the scale before all loads are issued.
-  MEMKERN_DEVICE AdamVector load() const {
-    const float scale = __ldcs(this->scale);
-    const Raw p = load_weights(this->tensor, this->param_type, whole_vector()),
-              g = load_raw(this->grad, this->grad_type, whole_vector());
-    const Codes m = load_codes(this->tensor.exp_avg, whole_vector()),
-                v = load_codes(this->tensor.exp_avg_sq, whole_vector());
+  // Calls work(vector) for each vector, with its moments updated. All loads of the next one are under way
+  // meanwhile: four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than
+  // five that do not, which is all that registers allow.
+  template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
+    AdamLoaded next = load(0);
+    for (int round = 0; round < this->rounds; ++round, this->next()) {
+      const AdamLoaded loaded = next;
+      if (this->left > this->kGroups) next = load(this->kGroups);
+      work(update(loaded));
+    }
+  }
+
+ private:
+  // The vector so many blocks on.
+  MEMKERN_DEVICE AdamLoaded load(int blocks) const {
+    const Span at{blocks * kWholeBlock, kVector, true};
+    return {__ldcs(this->scale + blocks), load_weights(this->tensor, this->param_type, at),
+            load_raw(this->grad, this->grad_type, at), load_codes(this->tensor.exp_avg, at),
+            load_codes(this->tensor.exp_avg_sq, at)};
+  }
+
+  MEMKERN_DEVICE AdamVector update(const AdamLoaded& loaded) const {
+    const auto& [scale, p, g, m, v] = loaded;
     float m_unit, v_unit;
     this->half.exchange(this->formula.unit(scale), m_unit, v_unit);
     AdamVector x;
@@ -111,8 +134,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
   const float max_radicand = fast_scalars(s, kRounded) ? kMaxRadicand : -1.0f;
   DitherTable& dithers = dither_table();
   dithers.fill(step);
-  for (int round = 0; round < at.rounds; ++round, at.next()) {
-    AdamVector x = at.load();
+  at.for_each([&](AdamVector x) {
     const AdamRange range(x);
     const bool fast = range.is_fast(max_radicand);
     float m_absmax = range.m_most, v_absmax = range.v_most, w[kVector];
@@ -158,7 +180,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
     if (at.exists()) store_codes(at.tensor.exp_avg, whole_vector(), m_codes);
     if (at.exists()) store_codes(at.tensor.exp_avg_sq, whole_vector(), v_codes);
     if (at.stores_scale()) __stcs(at.scale, scale);
-  }
+  });
 }
 
 // A tile of 8-bit states.

@@ -20,6 +20,9 @@ namespace memkern {
 #ifndef MEMKERN_STEP_THREADS
 #define MEMKERN_STEP_THREADS 640
 #endif
+#ifndef MEMKERN_AHEAD_THREADS
+#define MEMKERN_AHEAD_THREADS 512
+#endif
 #ifndef MEMKERN_RESIDENT_THREADS
 #define MEMKERN_RESIDENT_THREADS 2048
 #endif
@@ -35,10 +38,10 @@ namespace memkern {
 
 constexpr int kThreads = MEMKERN_THREADS;  // per thread block
 // Thread blocks that a multiprocessor has room for: of kernels with few registers; of a step, with up to 96
-// registers a thread; of a step with master weights, with up to 128; of codecs.
+// registers a thread; of a step that loads a vector ahead (adam_whole.cuh), with up to 128; of codecs.
 constexpr int kResidentBlocks = MEMKERN_RESIDENT_THREADS / kThreads;
 constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
-constexpr int kWideStepBlocks = 512 / kThreads;
+constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
 constexpr int kCodecBlocks = 1024 / kThreads;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;

@@ -53,8 +53,7 @@ MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P para
   AdamWhole<LambScalars, P, G> at(work, param_type, grad_type);
   const float max_radicand = fast_scalars(at.s, false) ? kMaxRadicand : -1.0f;
   Squares sum{0.0, 0.0};
-  for (int round = 0; round < at.rounds; ++round, at.next()) {
-    const AdamVector x = at.load();
+  at.for_each([&](const AdamVector& x) {
     const AdamRange range(x);
     const int n = at.exists() ? kVector : 0;
     if (any_lane(!range.is_fast(max_radicand) || n == 0))
@@ -62,7 +61,7 @@ MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P para
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, n, at.s); });
     else
       lamb_squares<Fast>(sum, x, kVector, at.s);
-  }
+  });
   return sum;
 }
 
@@ -112,7 +111,7 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTen
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kWideStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
@@ -124,8 +123,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
@@ -135,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBloc
 }
 
 void lamb_step_cuda(const StepArgs& args) {
-  step_in_two_passes<LambHyperparameters, LambTensor>(
+  step_in_two_passes<kAheadBlocks, LambHyperparameters, LambTensor>(
       "lamb_step_", kLambStep, args, lamb_prologue,
       {lamb_norm_tiles<StateKind::kPower, false>, lamb_norm_tiles<StateKind::kDynamic, false>,
        lamb_norm_tiles<StateKind::kPower, true>, lamb_norm_tiles<StateKind::kDynamic, true>},

@@ -83,7 +83,7 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
 }
 
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kWideStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsTensor> work;
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
@@ -95,8 +95,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBloc
 }
 
 void lars_step_cuda(const StepArgs& args) {
-  step_in_two_passes<LarsHyperparameters, LarsTensor>(
+  step_in_two_passes<kStepBlocks, LarsHyperparameters, LarsTensor>(
       "lars_step_", kLarsStep, args, lars_prologue,
       {lars_norm_tiles<StateKind::kPower, false>, lars_norm_tiles<StateKind::kDynamic, false>,
        lars_norm_tiles<StateKind::kPower, true>, lars_norm_tiles<StateKind::kDynamic, true>},

@@ -117,7 +117,7 @@ template <class Group, class Scalars> struct UploadedStep {
 template <class Group, class Scalars>
 UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                          const std::vector<Group>& groups, const StepEntries& entries,
-                                         const Tensor& first, cudaStream_t stream,
+                                         const Tensor& first, cudaStream_t stream, int resident_blocks,
                                          size_t bytes_per_tile = 0) {
   static_assert(std::has_unique_object_representations_v<TensorRecord>,
                 "padding would differ from step to step");
@@ -129,7 +129,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
   UploadedStep<Group, Scalars> step;
   int64_t numel = 0;
   for (const StepTensor& tensor : entries.tensors) numel += tensor.layout.numel;
-  const int tile = tile_elements(numel, kStepBlocks * multiprocessors());
+  const int tile = tile_elements(numel, resident_blocks * multiprocessors());
   *image.at<StepHeader>(header_at) = header;
   std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
   for (size_t i = 0; i < n; ++i) {
@@ -190,8 +190,9 @@ void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
   }
 }
 
-// A step in one pass: at most three launches beside the table's.
-template <class Hyperparameters, class Scalars>
+// A step in one pass: at most three launches beside the table's. Blocks: of its kernels that a multiprocessor
+// has room for.
+template <int Blocks, class Hyperparameters, class Scalars>
 void step_in_one_pass(const char* op, const StepOp& description, const StepArgs& args,
                       PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
                       const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
@@ -202,14 +203,14 @@ void step_in_one_pass(const char* op, const StepOp& description, const StepArgs&
   const auto records = group_records(args, groups);
   const DeviceScope scope(args.params[0]);
   const auto step = upload_step<StepGroup<Hyperparameters>, Scalars>(
-      op, header, records, tensor_entries(jobs, args), args.params[0], scope.stream);
+      op, header, records, tensor_entries(jobs, args), args.params[0], scope.stream, Blocks);
   launch_prologue(op, step, prologue, scope.stream);
   launch_tiles(op, step, update, scope.stream);
 }
 
 // A step in two passes, with the layers' trust ratios between them: at most six launches beside the table's.
 // Or one of the passes alone, where StepArgs has squares.
-template <class Hyperparameters, class Scalars>
+template <int Blocks, class Hyperparameters, class Scalars>
 void step_in_two_passes(const char* op, const StepOp& description, const StepArgs& args,
                         PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
                         const TileKernels<StepGroup<Hyperparameters>, Scalars, Squares*>& norms,
@@ -222,7 +223,7 @@ void step_in_two_passes(const char* op, const StepOp& description, const StepArg
   const auto records = group_records(args, groups);
   const DeviceScope scope(args.params[0]);
   const auto step = upload_step<StepGroup<Hyperparameters>, Scalars>(
-      op, header, records, layer_entries(jobs, args), args.params[0], scope.stream, sizeof(Squares));
+      op, header, records, layer_entries(jobs, args), args.params[0], scope.stream, Blocks, sizeof(Squares));
   Squares* partial = reinterpret_cast<Squares*>(step.scratch);
   launch_prologue(op, step, prologue, scope.stream);
   Squares* squares = squares_of(args);

@@ -31,8 +31,7 @@ struct LionRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
@@ -42,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBloc
 }
 
 void lion_step_cuda(const StepArgs& args) {
-  step_in_one_pass<LionHyperparameters, LionTensor>(
+  step_in_one_pass<kStepBlocks, LionHyperparameters, LionTensor>(
       "lion_step_", kLionStep, args, lion_prologue,
       {lion_tiles<StateKind::kPower, false>, lion_tiles<StateKind::kDynamic, false>,
        lion_tiles<StateKind::kPower, true>, lion_tiles<StateKind::kDynamic, true>});

@@ -30,8 +30,7 @@ struct SgdRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     sgd_tiles(SgdTable table, bool fp32) {
   __shared__ TileWork<SgdTensor> work;
   if (!work.find(table, Kind, fp32, Master)) return;
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kWideStepBlocks : kStepBloc
 }
 
 void sgd_step_cuda(const StepArgs& args) {
-  step_in_one_pass<SgdHyperparameters, SgdTensor>(
+  step_in_one_pass<kStepBlocks, SgdHyperparameters, SgdTensor>(
       "sgd_step_", kSgdStep, args, sgd_prologue,
       {sgd_tiles<StateKind::kPower, false>, sgd_tiles<StateKind::kDynamic, false>,
        sgd_tiles<StateKind::kPower, true>, sgd_tiles<StateKind::kDynamic, true>});

@@ -81,16 +81,15 @@ template <class P, class G> struct WholeVectors {
 
   // In its block.
   MEMKERN_DEVICE int position() const { return lane * kVector; }
-  // A group without a block left reads another one again, and stores nothing.
+  // A group without a block left has an earlier one's values, and stores nothing.
   MEMKERN_DEVICE bool exists() const { return left > 0; }
   // Of each moment one lane.
   MEMKERN_DEVICE bool stores_scale() const { return exists() && lane % (kLanes / 2) == 0; }
 
   MEMKERN_DEVICE void next() {
     left -= kGroups;
-    const int blocks = left > 0 ? kGroups : 0;
-    scale += blocks;
-    move(blocks * kWholeBlock);
+    scale += kGroups;
+    move(kGroups * kWholeBlock);
   }
 
  private:

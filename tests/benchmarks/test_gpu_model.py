@@ -88,10 +88,7 @@ def test_middle_sizes_lose_little() -> None:
         large = 2**28 * gpu_model.BYTES[path] / (card.copy * 1e9)
         large /= gpu_model.time_of_step(card, path, 2**28, gpu_model.TILE_ELEMENTS)
         for numel, (fixed, even) in shares.items():
-            norms = path.startswith(
-                "LAMB norms"
-            )  # with fewer registers: a multiprocessor has room for one more
-            assert even >= (0.75 if norms else 0.85) * large, (path, numel)
-            assert even >= (0.9 if norms else 0.97) * fixed, (path, numel)
+            assert even >= 0.85 * large, (path, numel)
+            assert even >= 0.97 * fixed, (path, numel)
     fixed, even = gpu_model.middle_shares(card, "AdamW bf16")[2**22]
-    assert fixed < 0.6 < 0.85 < even
+    assert fixed < 0.8 < 0.85 < even

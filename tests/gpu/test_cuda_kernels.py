@@ -43,10 +43,11 @@ BUDGET = {
     **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34},
     **{"GELU 3-bit forward fp32": 65, "GELU 3-bit backward fp32": 65},
 }
-# What Adam was brought down to, 85 % of the slots at 1.755 GHz for bf16. Above what fits: affine codes of bf16, of
-# which a correctly rounded division is 10; and a second moment in 4 bits, which has the general loop.
+# What Adam was brought down to, with two or three for the registers of loads that are a vector ahead. Above what fits:
+# affine codes of bf16, of which a correctly rounded division is 10; and a second moment in 4 bits, which has the
+# general loop.
 LIMIT = {
-    **{**BUDGET, "AdamW fp32": 66, "AdamW bf16": 60, "AdamW bf16, v in 4 bits": 92},
+    **{**BUDGET, "AdamW fp32": 68, "AdamW bf16": 61, "AdamW bf16, v in 4 bits": 92},
     **{"power codes bf16": 24, "affine codes bf16": 34, "GELU 3-bit forward fp32": 39},
 }
 
@@ -91,8 +92,11 @@ def test_instructions_are_those_on_record(arch: str) -> None:
 
 @over_counted
 @pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
-def test_loads_do_not_wait_for_each_other(arch: str) -> None:
-    """Parameters, gradients and codes are asked for before anything waits for a scale."""
+def test_loads_are_a_vector_ahead(arch: str) -> None:
+    """Parameters, gradients, codes and scales of the next vector are asked for before anything waits for those of this
+    one."""
     ways = cuda_kernels.main_paths(cuda_kernels.compiled(arch)[0], arch)
     for path in ("AdamW fp32", "AdamW bf16", "LAMB bf16", "LAMB norms fp32", "LAMB norms bf16"):
-        assert sass.loads_before_use(ways[path]), path
+        way = ways[path]
+        assert sass.loads_before_use(way), path
+        assert max(n for n, i in enumerate(way) if i.opcode.startswith("LDG")) < len(way) / 8, path

@@ -1,10 +1,10 @@
 """`make gpu PART=tune`: other sizes of tiles and thread blocks than those in csrc/cuda/device.cuh, built and timed.
 
 CUDA: each setting is a list of macros, built into a library of its own in build/gpu/tune with nothing but the ops that
-it is about, all settings in parallel; then each is timed in a process of its own. These kernels keep one vector for
-each lane under way, so that there are no stages to vary: more bytes under way are more thread blocks on a
-multiprocessor, with fewer registers a thread. Triton: the same for TILE, TILES and the options of launches, stages
-among them, without a build.
+it is about, all settings in parallel; then each is timed in a process of its own. Adam's and LAMB's kernels load one
+vector ahead, in registers, and the others none, so that there are no stages to vary: more bytes under way are more
+thread blocks on a multiprocessor, with fewer registers a thread. Triton: the same for TILE, TILES and the options of
+launches, stages among them, without a build.
 
 A line of JSON for each build and each time (as in headline.py, "copy_share" is the share of the copy rate of the same
 minute), then one for each case with the best setting. The defaults are timed first and last: what differs between these
@@ -64,8 +64,8 @@ SETTINGS = (
     Setting("steps", "tiles up to 2^15", {"TILE_ELEMENTS": 2**15}),
     Setting("steps", "64 threads", {"THREADS": 64}),
     Setting("steps", "256 threads", {"THREADS": 256}),
+    Setting("steps", "640 resident threads, Adam and LAMB too", {"AHEAD_THREADS": 640}),
     Setting("steps", "512 resident threads", {"STEP_THREADS": 512}),
-    Setting("steps", "768 resident threads", {"STEP_THREADS": 768}),
     Setting("gelu", "256 threads", {"THREADS": 256}),
     Setting("gelu", "64 threads", {"THREADS": 64}),
     Setting("gelu", "1024 resident threads", {"RESIDENT_THREADS": 1024}),
