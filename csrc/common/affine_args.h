@@ -40,7 +40,7 @@ inline AffineLayout affine_layout(const Shape& x, const char* name, std::optiona
   l.rows = runs;
   l.segment = l.numel / runs;
   l.block = l.segment < kAffineRun ? l.segment : kAffineRun;
-  l.blocks_per_segment = (l.segment + l.block - 1) / l.block;
+  l.blocks_per_segment = ceil_div(l.segment, l.block);
   l.blocks = runs * l.blocks_per_segment;
   return {l, l.blocks_per_segment};
 }

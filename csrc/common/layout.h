@@ -4,6 +4,8 @@
 
 namespace memkern {
 
+MEMKERN_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct BlockLayout {
   int64_t numel = 0;
   int64_t rows = 1;     // the size of the outermost dimension in memory
@@ -45,7 +47,7 @@ MEMKERN_FN bool block_layout(const int64_t* sizes, const int64_t* strides, int64
     out->segment = numel;
     out->block = block_size / cols * cols;
   }
-  out->blocks_per_segment = (out->segment + out->block - 1) / out->block;
+  out->blocks_per_segment = ceil_div(out->segment, out->block);
   out->blocks = numel / out->segment * out->blocks_per_segment;
   return true;
 }

@@ -76,7 +76,7 @@ inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block)
   BlockLayout layout = layout_of(x, kMinBlockSize, name);
   layout.segment = layout.numel;
   layout.block = block;
-  layout.blocks = layout.blocks_per_segment = (layout.numel + block - 1) / block;
+  layout.blocks = layout.blocks_per_segment = ceil_div(layout.numel, block);
   return layout;
 }
 

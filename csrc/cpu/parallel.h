@@ -53,7 +53,7 @@ template <class J> void run_jobs(const std::vector<J>& jobs) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t grain = std::max<int64_t>(1, kGrainElements * blocks / elements);
   const int64_t chunk = std::max(grain, blocks / (kChunksPerThread * threads));
-  const int64_t chunks = (blocks + chunk - 1) / chunk;
+  const int64_t chunks = ceil_div(blocks, chunk);
   run_pieces(chunks, threads, [&](int64_t k) { run(k * chunk, std::min(blocks, (k + 1) * chunk)); });
 }
 

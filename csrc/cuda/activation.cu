@@ -272,7 +272,7 @@ template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
     levels[i] = {table.level[code(i)], table.level[code(i >> 1)]};
   }
   __syncthreads();
-  for_each_vector<kThreads>(t, (t.numel + kVector - 1) / kVector, [&](const Span& at, int64_t vector) {
+  for_each_vector<kThreads>(t, ceil_div(t.numel, kVector), [&](const Span& at, int64_t vector) {
     const Raw raw = load_raw(t.input, type, at);
     const Planes planes = load_planes(t, Bits, vector);
     float grad[kVector];
@@ -343,7 +343,7 @@ Elementwise elementwise(const Tensor& input, const Tensor* result, const Tensor&
           on_16_bytes(x) && on_16_bytes(y)};
 }
 
-int64_t blocks_for(const Elementwise& t, int threads = kThreads) { return (t.plane + threads - 1) / threads; }
+int64_t blocks_for(const Elementwise& t, int threads = kThreads) { return ceil_div(t.plane, threads); }
 
 // Calls use(k) with k as a constant, first <= k < first + Count; false: it is none of these.
 template <int First, int Count, class Use> bool with_constant(int64_t k, Use&& use) {
@@ -369,7 +369,6 @@ template <int Fn> constexpr bool kHasFastForward = Fn == kGelu || Fn == kGeluTan
 template <int Fn>
 bool fast_forward(const Elementwise& t, float a, float b, const Thresholds& thresholds, cudaStream_t stream) {
   constexpr const char* kName = "few_bit_forward";
-  PlaneThresholds by_plane;
   if (t.type == FloatType::kBf16) {
     if (!t.aligned || t.numel < kTableNumel) return false;
     const int64_t blocks = std::min(blocks_for(t, kTableThreads), kTableBlocks * multiprocessors());
@@ -379,6 +378,7 @@ bool fast_forward(const Elementwise& t, float a, float b, const Thresholds& thre
     });
     return true;
   }
+  PlaneThresholds by_plane;
   if (!thresholds_by_plane(thresholds, by_plane)) return false;
   with_bits(thresholds.bits, [&](auto bits) {
     const auto kernel = t.type == FloatType::kFp32 ? forward_by_planes<Fn, FloatType::kFp32, bits()>

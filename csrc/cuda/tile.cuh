@@ -19,8 +19,6 @@ struct Blocks {
   int32_t tile_blocks, tile_elements;  // of a tile; the latter where there are no blocks
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
 // tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
 // 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364 (benchmarks/gpu_model.py
