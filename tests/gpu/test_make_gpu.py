@@ -18,6 +18,7 @@ from tests.gpu import exact, headline, hot, profile, rehearse, smoke, tune, wide
 from tests.gpu.__main__ import chosen
 from tests.gpu.parts import parts
 from tests.gpu.runner import ROOT, Part, Results, run
+from tests.support import cuda_kernels
 from tests.support.helpers import needs_cpp
 from tests.support.ptx_emulator import Memory, Module, launch, pack
 
@@ -268,7 +269,7 @@ def test_a_setting_builds_a_library_that_loads(
     name: str, kind: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "FOLDER", tmp_path)
-    tune.write_headers()
+    cuda_kernels.write_headers(tmp_path)
     setting = next(s for s in tune.SETTINGS if (s.kind, s.name) == (kind, name))
     row = tune.build(setting, "9.0", 3600)
     assert "failed" not in row

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 import threading
@@ -131,22 +130,15 @@ def command(setting: Setting, arch: str, folder: Path) -> list[str]:
     import torch
 
     home = Path(torch.__file__).parent
-    includes = [ROOT / "csrc", FOLDER, home / "include", home / "include/torch/csrc/api/include"]
     return [
         *(str(tool("nvcc")), *cuda_kernels.FLAGS, f"-arch=sm_{arch.replace('.', '')}"),
         *("-Xcompiler=-fPIC,-fvisibility=hidden", "-shared"),
         *(f"-DMEMKERN_{name}={value}" for name, value in setting.values.items()),
-        *(f"-I{path}" for path in includes),
+        *cuda_kernels.includes(FOLDER),
         *(str(folder / "unit.cu"), "-o", str(folder / "libmemkern.so")),
         *(f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"),
         "-Xlinker=--push-state,--no-as-needed,-ltorch,--pop-state",
     ]
-
-
-def write_headers() -> None:
-    """Those that setup.py writes, as it may not have run. By one thread: runpy changes sys.modules."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](FOLDER)
 
 
 def build(setting: Setting, arch: str, seconds: float) -> dict[str, Any]:
@@ -379,7 +371,7 @@ def with_defaults_again(settings: list[Setting]) -> list[Setting]:
 def sweep(settings: list[Setting], arch: str, seconds: float, more: list[str]) -> int:
     end = time.monotonic() + seconds
     failed: list[Setting] = []
-    write_headers()
+    cuda_kernels.write_headers(FOLDER)
 
     def prepare(setting: Setting) -> None:
         if setting.kind == "triton":  # its compilations, into its cache

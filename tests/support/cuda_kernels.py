@@ -117,19 +117,28 @@ def nvcc() -> str | None:
     return shutil.which(os.environ.get("NVCC", "nvcc"))
 
 
-def compile_for(arch: str, folder: Path) -> None:
-    """Into ``folder``: the machine code, and as JSON each kernel's registers and bytes of stack and spills."""
+def write_headers(folder: Path) -> None:
+    """Those that setup.py writes, as it may not have run. By one thread: runpy changes sys.modules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](folder)
+
+
+def includes(headers: Path) -> list[str]:
+    """nvcc's arguments for the folders in which csrc/cuda finds headers, and those that were written."""
     import torch
 
-    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](folder)
+    home = Path(torch.__file__).parent / "include"
+    return [f"-I{path}" for path in (ROOT / "csrc", headers, home, home / "torch/csrc/api/include")]
+
+
+def compile_for(arch: str, folder: Path) -> None:
+    """Into ``folder``: the machine code, and as JSON each kernel's registers and bytes of stack and spills."""
+    write_headers(folder)
     unit = folder / f"{arch}.cu"
     sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
-    torch_dir = Path(torch.__file__).parent
-    includes = [ROOT / "csrc", folder, torch_dir / "include"]
-    includes.append(torch_dir / "include/torch/csrc/api/include")
     binary = folder / f"{arch}.cubin"
-    command = [str(nvcc()), *FLAGS, f"-arch={arch}", *(f"-I{path}" for path in includes)]
+    command = [str(nvcc()), *FLAGS, f"-arch={arch}", *includes(folder)]
     done = subprocess.run(
         [*command, "-cubin", "-o", str(binary), str(unit)], capture_output=True, text=True, check=False
     )
