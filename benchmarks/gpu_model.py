@@ -55,8 +55,8 @@ CARDS = {
     "H200": Card("sm_90", 132, 1.755, 4800),
     "RTX 5090": Card("sm_120", 170, 2.41, 1792),
 }
-# Read and written per element: gradient, parameter twice, two codes twice, two scales of blocks of 256 twice.
-SCALES = 2 * 2 * 4 / 256
+# Read and written per element: gradient, parameter twice, two codes twice, two scales of blocks of 128 twice.
+SCALES = 2 * 2 * 4 / 128
 BYTES = {
     "AdamW fp32": 4 + 8 + 4 + SCALES,
     "AdamW bf16": 2 + 4 + 4 + SCALES,
@@ -69,10 +69,10 @@ BYTES = {
     "LAMB bf16": 2 + 4 + 4 + SCALES,
     "Lion fp32": 4 + 8 + 2 + SCALES / 2,
     "Lion bf16": 2 + 4 + 2 + SCALES / 2,
-    "power codes fp32": 5 + 4 / 256,
-    "power codes bf16": 3 + 4 / 256,
-    "power values fp32": 5 + 4 / 256,
-    "power values bf16": 3 + 4 / 256,
+    "power codes fp32": 5 + 4 / 128,
+    "power codes bf16": 3 + 4 / 128,
+    "power values fp32": 5 + 4 / 128,
+    "power values bf16": 3 + 4 / 128,
     "GELU 3-bit forward bf16": 4 + 3 / 8,
     "GELU 3-bit forward fp32": 8 + 3 / 8,
     "GELU 3-bit backward bf16": 4 + 3 / 8,

@@ -1,7 +1,5 @@
 """benchmarks.gpu_model: shares that follow from counts and bytes."""
 
-import json
-
 import pytest
 import torch
 
@@ -47,7 +45,7 @@ def test_share_of_parameters_in_doubt() -> None:
 
 
 def test_slow_paths_count() -> None:
-    counts = json.loads(gpu_model.COUNTS.read_text())["instructions per element"]
+    counts = gpu_model.record()["instructions per element"]
     for kernel, (path, share) in gpu_model.SLOW.items():
         main, slow = counts[kernel]["sm_90"], counts[path]["sm_90"]
         expected = (1 - share) * main + share * slow
