@@ -59,6 +59,25 @@ inline void keep_for_replay(const Tensor& t) {
 }
 #endif
 
+inline bool is_capturing(cudaStream_t stream) {
+  // The default stream cannot be captured, and asking about it is an error while another stream that waits
+  // for it is captured.
+  if (stream == nullptr) return false;
+  cudaStreamCaptureStatus status;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Waits for a stream that is not captured. That others may be does not matter here, as it would in CUDA's
+// default mode.
+inline void synchronize(cudaStream_t stream) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  const cudaError_t status = cudaStreamSynchronize(stream);
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  check_cuda(status, "cudaStreamSynchronize");
+}
+
 // The kernels count the blocks of a segment in 32 bits.
 inline void check_blocks(const BlockLayout& layout) {
   STD_TORCH_CHECK(layout.blocks_per_segment < int64_t{1} << 31, "a row of ", layout.blocks_per_segment,

@@ -60,15 +60,6 @@ TableCache& cache() {
   return *found;
 }
 
-bool is_capturing(cudaStream_t stream) {
-  // The default stream cannot be captured, and asking about it is an error while another stream that waits
-  // for it is captured.
-  if (stream == nullptr) return false;
-  cudaStreamCaptureStatus status;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
 Tensor allocate(const Tensor& like, size_t bytes) {
   return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }

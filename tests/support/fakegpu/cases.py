@@ -158,6 +158,40 @@ def few_bit_forward(machine: Machine) -> None:
 
 
 @case
+def gelu_of_large_bf16_tensors(machine: Machine) -> None:
+    """By a table of torch's results, for which its op is called once on a device, also beside another thread's capture;
+    in a capture before that the table has those of the formula."""
+    import torch
+
+    from memkern.fewbit.tables import LEVELS
+    from memkern.quant.codec import ACTIVATIONS
+    from tests.support.activation_kernels import every_bf16
+    from tests.support.helpers import assert_same
+
+    x = every_bf16(8)
+    args = ACTIVATIONS["gelu_tanh"], 0.0, 0.0, 3, *LEVELS["gelu_tanh", 3][2:]
+    expected = torch.nn.functional.gelu(x, approximate="tanh")
+    middle = (x.abs() >= 2**-9) & (x.abs() < 6)
+    for device in (0, 1):
+        own, other = machine.new_stream(device), machine.new_stream(device)
+        machine.use_stream(own, device)
+        there = machine.to_device(x, device)
+        machine.graph.clear()
+        machine.capture(own, True)
+        machine.ops.few_bit_forward(there, *args)
+        machine.capture(own, False)
+        assert len(machine.graph) == 1
+        assert not machine.launches
+        machine.capture(other, True)
+        for launches in ({"list_values": 1, "forward_by_table": 1}, {"forward_by_table": 1}):
+            y, _ = machine.ops.few_bit_forward(there, *args)
+            assert machine.kernels() == launches
+            assert_same(machine.to_host(y)[middle], expected[middle], "torch's bits")
+        assert machine.is_capturing(other)
+        machine.capture(other, False)
+
+
+@case
 def grad_norm(machine: Machine) -> None:
     import torch
 

@@ -4,11 +4,13 @@
 //
 // As on a GPU: a launch in a stream of another device than the current one fails; while a stream is captured
 // its launches are recorded; the default stream cannot be captured, and while a stream that waits for it is,
-// asking about it is an error and launching in it is another, which ends the capture.
+// asking about it is an error and launching in it is another, which ends the capture. So does waiting for any
+// stream, but in the relaxed mode.
 #include <cuda_runtime_api.h>
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -28,6 +30,7 @@ using Launcher = int (*)(const char* kernel, unsigned blocks, unsigned threads, 
 Launcher launcher = nullptr;
 std::vector<Stream*> streams;
 thread_local int current_device = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
 struct Configuration {
@@ -171,6 +174,21 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   Stream* stream = stream_of(handle);
   if (!stream && in_the_way()) return fail(cudaErrorStreamCaptureImplicit);
   *status = stream && stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  Stream* stream = stream_of(handle);
+  if (!stream && in_the_way()) return fail(cudaErrorStreamCaptureImplicit);
+  if (stream && stream->capturing) return fail(cudaErrorStreamCaptureUnsupported);
+  for (Stream* each : streams)
+    if (each->capturing && capture_mode != cudaStreamCaptureModeRelaxed) {
+      each->capturing = false;
+      return fail(cudaErrorStreamCaptureUnsupported);
+    }
   return cudaSuccess;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/gelu.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
@@ -93,6 +94,9 @@ at::Tensor to_device(const at::Tensor& x, int64_t device) {
 at::Tensor to_host(const at::Tensor& x) {
   return moved(x, c10::GetAllocator(c10::DeviceType::CPU), c10::DispatchKey::CPU);
 }
+at::Tensor gelu(const at::Tensor& x, c10::string_view approximate) {
+  return to_device(at::gelu(to_host(x), approximate), x.device().index());
+}
 
 }  // namespace
 
@@ -146,6 +150,7 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeHooks)
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("gelu", &gelu);
 }
 
 TORCH_LIBRARY(fakegpu, m) {

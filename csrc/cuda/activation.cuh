@@ -1,0 +1,114 @@
+// What kernels of few-bit activations share: the functions, codes in bit planes, a thread's vectors. A thread
+// processes a vector of 8 elements, whose bits in a plane are one byte.
+#pragma once
+#include "common/activation_args.h"
+#include "core/activation.h"
+#include "core/scalar.h"
+#include "core/tables.h"
+#include "device.cuh"
+#include "vector.cuh"
+
+namespace memkern {
+
+// Activations of one element in fp32, by the formulas of torch's CUDA kernels, so that a result rounded to 16
+// bits is theirs but for rare ties, and no less exact.
+
+MEMKERN_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds.
+template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
+  if constexpr (Fn == kGelu) return x * 0.5f * (1.0f + erff(x * 0x1.6a09e6p-1f));  // sqrt(1/2)
+  if constexpr (Fn == kGeluTanh) {
+    const float inner = 0x1.988454p-1f * fmaf(0x1.6e4e26p-5f, x * x * x, x);  // sqrt(2/pi), 0.044715
+    return 0.5f * x * (1.0f + tanhf(inner));
+  }
+  if constexpr (Fn == kSilu) return x / (1.0f + expf(-x));
+  if constexpr (Fn == kTanh) return tanhf(x);
+  if constexpr (Fn == kSigmoid) return sigmoid(x);
+  if constexpr (Fn == kSoftplus) return x * a > b ? x : log1pf(expf(x * a)) / a;
+  if constexpr (Fn == kMish) return x * tanhf(log1pf(expf(x)));
+  if constexpr (Fn == kHardswish) return x * fminf(fmaxf(x + 3.0f, 0.0f), 6.0f) * 0x1.555556p-3f;  // 1/6
+  if constexpr (Fn == kQuickGelu) return x * sigmoid(1.702f * x);
+  if constexpr (Fn == kRelu) return x < 0.0f ? 0.0f : x;
+  if constexpr (Fn == kLeakyRelu) return x > 0.0f ? x : x * a;
+  if constexpr (Fn == kHardtanh) return x < a ? a : x > b ? b : x;
+}
+
+// The codes of a vector: byte p holds the 8 elements' bits of plane p.
+using Planes = uint32_t;
+constexpr Planes kElementBits = 0x01010101u;  // of element 0; << i: of element i
+
+// Thresholds as kernels take them: `flip` is a code whose bits are spread over the planes' bytes.
+struct EncodeTable {
+  int count, bits, symmetry;
+  float threshold[kMaxThresholds];
+  Planes flip[kMaxThresholds];
+};
+
+struct Elementwise {
+  const void* input;  // x, or the gradient
+  void* result;
+  uint8_t* codes;
+  int64_t numel, plane;
+  FloatType type;
+  bool aligned;
+};
+
+MEMKERN_DEVICE int64_t vector_of_thread() {
+  return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+}
+
+MEMKERN_DEVICE Span whole_span(int64_t vector) { return {vector * kVector, kVector, true}; }
+MEMKERN_DEVICE Span span_of_vector(const Elementwise& t, int64_t vector) {
+  return span_of(vector * kVector, t.numel - vector * kVector, t.aligned);
+}
+
+// Calls work(span, vector) for a thread's share of so many vectors: first the whole ones, then the others.
+template <int Threads, class Work>
+MEMKERN_DEVICE void for_each_vector(const Elementwise& t, int64_t vectors, Work&& work) {
+  const uint32_t all = static_cast<uint32_t>(vectors), step = gridDim.x * Threads;
+  const uint32_t whole = t.aligned ? static_cast<uint32_t>(t.numel / kVector) : 0;
+  uint32_t vector = blockIdx.x * Threads + threadIdx.x;
+  for (; vector < whole; vector += step) work(whole_span(vector), vector);
+  for (; vector < all; vector += step) work(span_of_vector(t, vector), vector);
+}
+
+// The codes of up to 8 elements.
+template <int N> MEMKERN_DEVICE Planes encode(const float (&x)[N], const EncodeTable& table) {
+  Planes planes = 0;
+  for (int k = 0; k < table.count; ++k) {
+    const float threshold = table.threshold[k];
+    uint32_t above = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      above |= (table.symmetry == kPlain ? x[i] : abs(x[i])) > threshold ? 1u << i : 0u;
+    planes ^= above * table.flip[k];
+  }
+  if (table.symmetry == kOdd) {
+    uint32_t negative = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) negative |= x[i] < 0.0f ? 1u << i : 0u;
+    planes ^= negative << 8 * (table.bits - 1);
+  }
+  return planes;
+}
+
+MEMKERN_DEVICE Planes first_elements(int n) { return ((1u << n) - 1) * kElementBits; }
+
+MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, int64_t vector, Planes planes) {
+  uint8_t* p = t.codes + vector;
+#pragma unroll
+  for (int plane = 0; plane < kMaxBits; ++plane, p += t.plane)
+    if (plane < bits) *p = static_cast<uint8_t>(planes >> 8 * plane);
+}
+
+MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t vector) {
+  Planes planes = 0;
+  const uint8_t* p = t.codes + vector;
+#pragma unroll
+  for (int plane = 0; plane < kMaxBits; ++plane, p += t.plane)
+    if (plane < bits) planes |= static_cast<Planes>(*p) << 8 * plane;
+  return planes;
+}
+
+}  // namespace memkern

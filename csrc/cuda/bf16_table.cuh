@@ -1,0 +1,121 @@
+// GELU of bf16 tensors by a table.
+//
+// A bf16 tensor has few different values. The result is x / 2 below `low`, x from `identity` on, and -0 from
+// -high on; what lies between, about 3,000 values, each thread block has in a table in shared memory, with
+// result and code. 13 instructions per element, instead of 65 by the formula (sm_90), and no more than memory
+// has time for. The results are those of torch's own op, which is called for these values once on a device.
+#pragma once
+#include <array>
+#include <map>
+#include <mutex>
+
+#include "activation.cuh"
+#include "launch.h"
+
+namespace memkern {
+
+template <int Fn> struct Bf16Range {
+  static constexpr uint32_t kLow = 0x3B00;       // 2^-9: from here on the second factor can change a bit
+  static constexpr uint32_t kIdentity = 0x4040;  // 3
+  static constexpr uint32_t kHigh = 0x40C0;      // 6: there erf and tanh are 1 in fp32
+  static constexpr uint32_t kFirst = kLow - 1;   // stands for all below kLow, as kHigh for all above
+  static constexpr int kEntries = 2 * static_cast<int>(kHigh - kFirst + 1);  // of both signs
+};
+
+constexpr int kTableThreads = MEMKERN_TABLE_THREADS,
+              kTableBlocks = 2048 / kTableThreads;  // of a multiprocessor
+// The least elements that are worth filling the tables.
+constexpr int64_t kTableNumel = 1 << 19;
+
+MEMKERN_DEVICE constexpr uint32_t both(uint32_t half) { return half | half << 16; }
+
+template <int Fn> MEMKERN_DEVICE uint32_t table_value(int i) {
+  return Bf16Range<Fn>::kFirst + i / 2 + (i % 2 << 15);
+}
+
+template <int Fn> __global__ void __launch_bounds__(kThreads) list_values(uint16_t* values) {
+  for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kThreads)
+    values[i] = static_cast<uint16_t>(table_value<Fn>(i));
+}
+
+// The result in the upper half; bit p of the code at 4 p, so that those of four elements, each shifted by one
+// more, add up to nibbles of the planes. `results`: torch's, or null; of the last pair, which stands for all
+// beyond it, the results are those of the formula.
+template <int Fn>
+MEMKERN_DEVICE uint32_t table_entry(int i, const uint16_t* results, const EncodeTable& thresholds) {
+  const float x[1] = {float_of(table_value<Fn>(i) << 16)};
+  const Planes planes = encode(x, thresholds);
+  const uint32_t code = (planes & 1) | (planes >> 4 & 0x10) | (planes >> 8 & 0x100) | (planes >> 12 & 0x1000);
+  if (results && i < Bf16Range<Fn>::kEntries - 2) return static_cast<uint32_t>(results[i]) << 16 | code;
+  return to_bf16x2(0.0f, activate<Fn>(x[0], 0.0f, 0.0f)) | code;
+}
+
+// Looks up a vector: its results, and the planes of its codes.
+template <int Fn> MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
+  using Range = Bf16Range<Fn>;
+  uint32_t nibbles[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    const uint32_t pair = raw.word[i], magnitude = pair & both(0x7FFF);
+    const uint32_t clamped =
+        min_bf16x2(max_bf16x2(magnitude, both(Range::kFirst)), both(Range::kHigh));  // NaN: kFirst
+    // In bytes, of both.
+    const uint32_t place = ((clamped - both(Range::kFirst)) << 3) | (less_bf16x2(pair, 0) & both(4));
+    const char* bytes = reinterpret_cast<const char*>(table);
+    const uint32_t low = *reinterpret_cast<const uint32_t*>(bytes + (place & 0xFFFF)),
+                   high = *reinterpret_cast<const uint32_t*>(bytes + (place >> 16));
+    nibbles[i / 2] += (low + (high << 1)) << 2 * (i % 2);
+    // NaN and -inf become NaN; to others -0 is added.
+    uint32_t y = fma_bf16x2(magnitude, both(0x8000), __byte_perm(low, high, 0x7632));
+    const uint32_t half = fma_bf16x2(pair, both(0x3F00), both(0x8000));
+    const uint32_t small = less_bf16x2(magnitude, both(Range::kLow)),
+                   not_large = less_bf16x2(pair, both(Range::kIdentity));
+    y = (half & small) | (y & ~small);
+    raw.word[i] = (y & not_large) | (pair & ~not_large);
+  }
+  // Of both words nibbles 0 to 3, to bytes; then the inner nibbles of each half change places.
+  const Planes planes = __byte_perm(nibbles[0], nibbles[1], 0x5140);
+  const uint32_t change = (planes ^ planes >> 4) & both(0x00F0);
+  return planes ^ change ^ change << 4;
+}
+
+template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTableBlocks)
+    forward_by_table(Elementwise t, const uint16_t* results, const __grid_constant__ EncodeTable thresholds) {
+  constexpr ConstantType<FloatType::kBf16> type;
+  __shared__ uint32_t table[Bf16Range<Fn>::kEntries];
+  for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kTableThreads)
+    table[i] = table_entry<Fn>(i, results, thresholds);
+  __syncthreads();
+
+  for_each_vector<kTableThreads>(t, t.plane, [&](const Span& at, int64_t vector) {
+    Raw raw = load_raw(t.input, type, at);
+    const Planes planes = look_up<Fn>(raw, table);
+    store_raw(t.result, type, at, raw);
+    store_planes(t, Bits, vector, planes & first_elements(at.n));
+  });
+}
+
+// What torch's op gives for the table's values, on the current device, where the stream is. Made at the first
+// call outside a capture, and null in a capture before that: what a graph would compute other streams could
+// not read before its replay.
+template <int Fn> const uint16_t* torch_results(const Tensor& x, cudaStream_t stream) {
+  static std::mutex mutex;
+  static auto* const found = new std::map<int, Tensor>;  // never freed: at exit CUDA may be gone already
+  const std::lock_guard lock(mutex);
+  auto at = found->find(x.get_device());
+  if (at == found->end()) {
+    if (is_capturing(stream)) return nullptr;
+    const Tensor values = torch::stable::new_empty(x, {Bf16Range<Fn>::kEntries}, ScalarType::BFloat16);
+    launch_checked("list_values", list_values<Fn>, 1, stream, static_cast<uint16_t*>(values.data_ptr()));
+    std::array<StableIValue, 2> stack{
+        torch::stable::detail::from(values),
+        torch::stable::detail::from(std::string(Fn == kGeluTanh ? "tanh" : "none"))};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::gelu", "", stack.data(), TORCH_ABI_VERSION));
+    const Tensor results = torch::stable::detail::to<Tensor>(stack[0]);
+    synchronize(stream);  // other streams will read them
+    at = found->emplace(x.get_device(), results).first;
+  }
+  return static_cast<const uint16_t*>(at->second.data_ptr());
+}
+
+}  // namespace memkern
