@@ -1,4 +1,6 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on CUDA devices.
+#include <algorithm>
+
 #include "block_state.cuh"
 #include "common/ops.h"
 #include "launch.h"
@@ -54,6 +56,36 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
       if (store_pass) store_codes(t.codes, at, encode<Kind, Signed>(x, factor, finite, j, rounding));
     }
   });
+}
+
+// The same for power codes, rounded to the nearest, of whole blocks in aligned arrays: what is saved for a
+// backward pass. 18 instructions per element instead of 26 (sm_90); the bytes of bf16 values leave time
+// for 21.
+template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads, kCodecBlocks)
+    quantize_whole(CodecTensor t) {
+  constexpr ConstantType<Type> type;
+  const Rounding nearest{true, 0};
+  const int64_t vectors = t.blocks.blocks * kWholeLanes;
+  const int lane = threadIdx.x % kWholeLanes;
+  // All threads come as often, as they shuffle; those without a vector take the last, and store nothing.
+  for (int64_t first = int64_t{blockIdx.x} * kThreads; first < vectors;
+       first += int64_t{gridDim.x} * kThreads) {
+    const int64_t mine = first + threadIdx.x;
+    const bool exists = mine < vectors;
+    const Span at{(exists ? mine : vectors - kWholeLanes + lane) * kVector, kVector, true};
+    float x[kVector];
+    load_floats(t.values, type, at, x);
+    for (float& each : x) each = storable<Signed>(each);
+    float absmax = absmax_or_nan<Signed>(x);
+    const bool finite = is_finite(absmax);
+    if (!finite) absmax = finite_absmax<Signed>(x);
+    absmax = max_over_lanes(absmax, kWholeLanes / 2);
+    const float factor = encode_factor<StateKind::kPower>(absmax, levels_of(Signed));
+    const Codes codes = encode<StateKind::kPower, Signed>(x, factor, finite, lane * kVector, nearest);
+    if (!exists) continue;
+    if (lane == 0) __stcs(t.scale + mine / kWholeLanes, absmax);
+    store_codes(t.codes, at, codes);
+  }
 }
 
 template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThreads)
@@ -113,6 +145,15 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   const CodecTensor t = codec_tensor(x, codes, scale, layout);
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
+    if (kind() == StateKind::kPower && !step && t.aligned && are_whole(t.blocks)) {
+      const auto kernel = t.type == FloatType::kFp32   ? quantize_whole<FloatType::kFp32, sign()>
+                          : t.type == FloatType::kBf16 ? quantize_whole<FloatType::kBf16, sign()>
+                                                       : quantize_whole<FloatType::kFp16, sign()>;
+      const int64_t blocks = ceil_div(t.blocks.blocks * kWholeLanes, kThreads);
+      launch_checked("quantize_blockwise", kernel, std::min(blocks, kCodecBlocks * multiprocessors()),
+                     scope.stream, t);
+      return;
+    }
     launch_checked("quantize_blockwise", quantize_tiles<kind(), sign()>, tiles_of(t.blocks), scope.stream, t,
                    rounding);
   });

@@ -19,6 +19,11 @@ struct Blocks {
   int32_t tile_blocks, tile_elements;  // of a tile; the latter where there are no blocks
 };
 
+// Blocks of 128 elements that all are whole: consecutive then, whatever the rows are. Kernels with a path of
+// their own for these have 16 lanes for each.
+constexpr int kWholeBlock = 128, kWholeLanes = kWholeBlock / kVector;
+MEMKERN_FN bool are_whole(const Blocks& b) { return b.block == kWholeBlock && b.segment % kWholeBlock == 0; }
+
 // Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
 // tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
 // 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364 (benchmarks/gpu_model.py

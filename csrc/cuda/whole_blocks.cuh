@@ -9,13 +9,10 @@
 
 namespace memkern {
 
-constexpr int kWholeBlock = 128;
 MEMKERN_DEVICE constexpr Span whole_vector() { return {0, kVector, true}; }
 
-// Blocks are consecutive then, whatever the rows are.
 MEMKERN_DEVICE bool has_whole_blocks(const TensorRecord& t, const void* grad) {
-  return t.blocks.block == kWholeBlock && t.blocks.segment % kWholeBlock == 0 && t.aligned &&
-         on_16_bytes(grad);
+  return are_whole(t.blocks) && t.aligned && on_16_bytes(grad);
 }
 
 // One moment's scale, by half of a block's lanes (MomentHalves).

@@ -48,7 +48,7 @@ BUDGET = {
 # general loop.
 LIMIT = {
     **{**BUDGET, "AdamW fp32": 68, "AdamW bf16": 61, "AdamW bf16, v in 4 bits": 92},
-    **{"power codes bf16": 24, "affine codes bf16": 34, "GELU 3-bit forward fp32": 39},
+    **{"power codes bf16": 18, "affine codes bf16": 34, "GELU 3-bit forward fp32": 39},
 }
 
 

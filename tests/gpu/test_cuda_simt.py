@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memkern import reference
 from memkern.fewbit.tables import LEVELS
-from memkern.quant.codec import ODD
+from memkern.quant.codec import CODECS, ODD
 from memkern.quant.layout import layer_count, layout_of
 from memkern.schemas import STEP_OPS, StepArgs
 from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
@@ -121,6 +121,22 @@ def test_forward_of_gelu(dtype: torch.dtype) -> None:
 
 def test_forward_of_every_bf16() -> None:
     compare_bf16_table(torch.ops.memkern_simt)
+
+
+@over_dtypes
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(
+    "blocks", [1, 5, 261]
+)  # less than a warp, a half more, more than all threads at once
+def test_saved_tensors(blocks: int, signed: bool, dtype: torch.dtype) -> None:
+    """Whole blocks rounded to the nearest, which have a kernel of their own."""
+    x = hard((blocks, 128), blocks, signed=signed).to(dtype)
+    x.view(-1)[5::1009] = torch.nan
+    x.view(-1)[70::1013] = torch.inf
+    expected = reference.quantize_blockwise(x, CODECS["power"], signed, 128)
+    assert_same(
+        [*torch.ops.memkern_simt.quantize_blockwise(x, CODECS["power"], signed, 128, None)], [*expected]
+    )
 
 
 @over_orders

@@ -74,9 +74,9 @@ PATHS |= {
         {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4},
     ),
 }
-PATHS |= {  # of quantize_blockwise, blocks of 256: saved tensors
-    "power codes fp32": ("quantize_tiles<1, 1>", {"LDG.128": 2, "STG.64": 1, "SHFL": 5}),
-    "power codes bf16": ("quantize_tiles<1, 1>", {"LDG.128": 1, "STG.64": 1, "SHFL": 5}),
+PATHS |= {  # of saved tensors: blocks of 128, rounded to the nearest
+    "power codes fp32": ("quantize_whole<0, 1>", {"LDG.128": 2, "STG.64": 1}),
+    "power codes bf16": ("quantize_whole<1, 1>", {"LDG.128": 1, "STG.64": 1}),
     "power values fp32": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 2}),
     "power values bf16": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
 }
