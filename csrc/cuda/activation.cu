@@ -176,8 +176,8 @@ template <class Use> void with_activation(int64_t fn, Use&& use) {
 
 template <class Use> void with_bits(int bits, Use&& use) { with_constant<1, kMaxBits>(bits, use); }
 
-int64_t resident_blocks(const Elementwise& t) {
-  return std::min(blocks_for(t), kResidentBlocks * multiprocessors());
+int64_t resident_blocks_for(const Elementwise& t, int threads = kThreads) {
+  return std::min(blocks_for(t, threads), resident_blocks(threads));
 }
 
 template <int Fn> constexpr bool kHasFastForward = Fn == kGelu || Fn == kGeluTanh;
@@ -188,7 +188,7 @@ template <int Fn> bool fast_forward(const Tensor& x, const Elementwise& t, float
   constexpr const char* kName = "few_bit_forward";
   if (t.type == FloatType::kBf16) {
     if (!t.aligned || t.numel < kTableNumel) return false;
-    const int64_t blocks = std::min(blocks_for(t, kTableThreads), kTableBlocks * multiprocessors());
+    const int64_t blocks = resident_blocks_for(t, kTableThreads);
     const uint16_t* const results = torch_results<Fn>(x, stream);
     with_bits(thresholds.bits, [&](auto bits) {
       launch_checked<kTableThreads>(kName, forward_by_table<Fn, bits()>, blocks, stream, t, results,
@@ -201,7 +201,7 @@ template <int Fn> bool fast_forward(const Tensor& x, const Elementwise& t, float
   with_bits(thresholds.bits, [&](auto bits) {
     const auto kernel = t.type == FloatType::kFp32 ? forward_by_planes<Fn, FloatType::kFp32, bits()>
                                                    : forward_by_planes<Fn, FloatType::kFp16, bits()>;
-    launch_checked(kName, kernel, resident_blocks(t), stream, t, a, b, by_plane);
+    launch_checked(kName, kernel, resident_blocks_for(t), stream, t, a, b, by_plane);
   });
   return true;
 }
@@ -249,7 +249,7 @@ Tensor few_bit_backward_cuda(Tensor grad, Tensor codes, Doubles levels) {
     const auto kernel = t.type == FloatType::kFp32   ? multiply_by_levels<FloatType::kFp32, bits()>
                         : t.type == FloatType::kBf16 ? multiply_by_levels<FloatType::kBf16, bits()>
                                                      : multiply_by_levels<FloatType::kFp16, bits()>;
-    launch_checked("few_bit_backward", kernel, resident_blocks(t), scope.stream, t, table);
+    launch_checked("few_bit_backward", kernel, resident_blocks_for(t), scope.stream, t, table);
   });
   return result;
 }

@@ -22,8 +22,7 @@ template <int Fn> struct Bf16Range {
   static constexpr int kEntries = 2 * static_cast<int>(kHigh - kFirst + 1);  // of both signs
 };
 
-constexpr int kTableThreads = MEMKERN_TABLE_THREADS,
-              kTableBlocks = 2048 / kTableThreads;  // of a multiprocessor
+constexpr int kTableThreads = MEMKERN_TABLE_THREADS, kTableBlocks = kResidentThreads / kTableThreads;
 // The least elements that are worth filling the tables.
 constexpr int64_t kTableNumel = 1 << 19;
 

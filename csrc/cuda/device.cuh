@@ -37,9 +37,10 @@ namespace memkern {
 #endif
 
 constexpr int kThreads = MEMKERN_THREADS;  // per thread block
-// Thread blocks that a multiprocessor has room for: of kernels with few registers; of a step, with up to 96
-// registers a thread; of a step that loads a vector ahead (adam_whole.cuh), with up to 128; of codecs.
-constexpr int kResidentBlocks = MEMKERN_RESIDENT_THREADS / kThreads;
+// Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
+// threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of a step
+// that loads a vector ahead (adam_whole.cuh), with up to 128; of codecs.
+constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
 constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
 constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
 constexpr int kCodecBlocks = 1024 / kThreads;

@@ -66,7 +66,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
   }
 
   const DeviceScope scope(norm);
-  const int tile = tile_elements(total, kResidentBlocks * multiprocessors());
+  const int tile = tile_elements(total, resident_blocks(kThreads));
   std::vector<uint32_t> first_tiles;
   int64_t tiles = 0;
   for (const NormTensor& t : tensors) {

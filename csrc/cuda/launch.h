@@ -3,6 +3,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+
 #include "common/tensors.h"
 #include "tile.cuh"
 
@@ -84,13 +86,19 @@ inline void check_blocks(const BlockLayout& layout) {
                   " blocks is too long; a larger block_size makes fewer");
 }
 
-// Multiprocessors of the current device.
-inline int64_t multiprocessors() {
-  int device = 0, count = 0;
+// Of the current device.
+inline int64_t device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
-  return count;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+inline int64_t multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// Thread blocks of so many threads, with few registers, that the current device runs at once.
+inline int64_t resident_blocks(int threads) {
+  const int64_t room = device_attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
+  return std::min<int64_t>(room, kResidentThreads) / threads * multiprocessors();
 }
 
 // The blocks of a tensor for a codec, on the current device.

@@ -161,8 +161,12 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) return fail(cudaErrorInvalidValue);
-  *value = 2;
+  if (attribute == cudaDevAttrMultiProcessorCount)
+    *value = 2;
+  else if (attribute == cudaDevAttrMaxThreadsPerMultiProcessor)
+    *value = 1536;
+  else
+    return fail(cudaErrorInvalidValue);
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) {
