@@ -5,10 +5,11 @@ instructions per element takes at least the longer of ::
 
     t_memory = B / copy bandwidth
     t_issue  = I / (0.85 * multiprocessors * 128 * clock)
+    t_fp64   = (those of I that are fp64) / (multiprocessors * FP64 * clock)
 
 128 lanes of a multiprocessor issue an instruction per cycle (CUDA C++ Programming Guide, Compute Capabilities); 0.85
-is what loops with few stalls reach. Latencies, the ends of a grid and the filling of tables are left out there; a
-second table has steps of 2^22 to 2^25 elements, where they count (``time_of_step``).
+is what loops with few stalls reach. FP64 is from the same guide. Latencies, the ends of a grid and the filling of
+tables are left out there; a second table has steps of 2^22 to 2^25 elements, where they count (``time_of_step``).
 
 Instructions are those of the main paths, from tests/support/cuda_kernels.json, counted in the machine code of each
 architecture, and of AdamW's slow path in its expected share of the warps.
@@ -26,6 +27,9 @@ from typing import Any, NamedTuple
 COUNTS = Path(__file__).resolve().parents[1] / "tests" / "support" / "cuda_kernels.json"
 ISSUED = 0.85  # of the slots
 LANES = 128
+# fp64 instructions a cycle of a multiprocessor: of conversions 16 (sm_80 and sm_90) or 2, of sums and products 32, 64
+# or 2; kernels have as many of the one kind as of the other.
+FP64 = {"sm_80": 2 / (1 / 16 + 1 / 32), "sm_89": 2.0, "sm_90": 2 / (1 / 16 + 1 / 64), "sm_120": 2.0}
 # As csrc/cuda/device.cuh and tile.cuh have them.
 THREADS, VECTOR, TILE_ELEMENTS, STEP_BLOCKS, AHEAD_BLOCKS = 128, 8, 2**14, 5, 4
 # Assumed until there is a measurement: seconds from a load to its use with the memory busy, and cycles from one
@@ -69,6 +73,10 @@ BYTES = {
     "LAMB bf16": 2 + 4 + 4 + SCALES,
     "Lion fp32": 4 + 8 + 2 + SCALES / 2,
     "Lion bf16": 2 + 4 + 2 + SCALES / 2,
+    "LARS fp32": 4 + 8 + 2 + SCALES / 2,
+    "LARS bf16": 2 + 4 + 2 + SCALES / 2,
+    "grad norm fp32": 4,
+    "grad norm bf16": 2,
     "power codes fp32": 5 + 4 / 128,
     "power codes bf16": 3 + 4 / 128,
     "power values fp32": 5 + 4 / 128,
@@ -120,18 +128,26 @@ def expected_instructions(kernel: str, arch: str) -> float:
     return main + share * (counts[path]["sm_90"] - counts[kernel]["sm_90"])  # counted there only
 
 
-def share_of_copy(card: Card, size: float, instructions: float) -> float:
+def fp64_instructions(kernel: str, arch: str) -> float:
+    counts: dict[str, dict[str, float]] = record()["fp64 instructions per element"]
+    return counts.get(kernel, {}).get(arch, 0.0)
+
+
+def share_of_copy(card: Card, size: float, instructions: float, fp64: float = 0.0) -> float:
     """Of the copy bandwidth, 1 where memory limits."""
+    cycles = card.multiprocessors * card.clock * 1e9  # of all, in a second
     memory = size / (card.copy * 1e9)
-    issue = instructions / (ISSUED * card.multiprocessors * LANES * card.clock * 1e9)
-    return min(1.0, memory / issue)
+    issue = instructions / (ISSUED * LANES * cycles)
+    return min(1.0, memory / max(issue, fp64 / (FP64[card.arch] * cycles)))
 
 
 def shares() -> dict[str, dict[str, float]]:
     """kernel -> card -> share."""
     return {
         kernel: {
-            name: share_of_copy(card, size, expected_instructions(kernel, card.arch))
+            name: share_of_copy(
+                card, size, expected_instructions(kernel, card.arch), fp64_instructions(kernel, card.arch)
+            )
             for name, card in CARDS.items()
         }
         for kernel, size in BYTES.items()

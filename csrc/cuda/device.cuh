@@ -108,12 +108,26 @@ MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
 }
+
+// Whether fp64 runs at 1/64 of fp32's rate, and not at 1/2 (CUDA C++ Programming Guide, arithmetic
+// instructions).
+MEMKERN_DEVICE constexpr bool slow_fp64() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 700 && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && \
+    __CUDA_ARCH__ != 1000
+  return true;
+#else
+  return false;
+#endif
+}
+
 template <int Threads, class... Params, class... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t stream, const Args&... args) {
   kernel<<<static_cast<unsigned>(blocks), Threads, 0, stream>>>(args...);
 }
 
 #else
+
+inline bool slow_fp64() { return simt::slow_fp64(); }
 
 template <int Threads, class... Params, class... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {

@@ -2,9 +2,8 @@
 // sum of those, both in a fixed order.
 #include "common/ops.h"
 #include "launch_step.h"
-#include "reductions.cuh"
+#include "squares.cuh"
 #include "step_table.cuh"
-#include "trust_ratio.cuh"
 
 namespace memkern {
 
@@ -31,8 +30,7 @@ static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
                   [&](const Span& at) {
                     float g[kVector];
                     load_floats(t.values, t.type, at, g);
-#pragma unroll
-                    for (int k = 0; k < kVector; ++k) add_square(sum, g[k]);
+                    add_squares(sum, g);
                   });
   sum = sum_over_block(sum);
   if (threadIdx.x == 0) table.partial[blockIdx.x] = sum;

@@ -38,13 +38,16 @@ static __global__ void lamb_prologue(LambTable table) {
 // Adds the squares of a vector's first n elements, whose moments are updated.
 template <class F>
 MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const LambScalars& s) {
+  float param[kVector] = {}, update[kVector] = {};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (i >= n) continue;
     const F p = lamb_decayed(F(x.p[i]), s);
-    add_square(sum.param, static_cast<float>(p));
-    add_square(sum.update, static_cast<float>(lamb_update(p, F(x.m[i]), sqrt(F(x.v[i])), s)));
+    param[i] = static_cast<float>(p);
+    update[i] = static_cast<float>(lamb_update(p, F(x.m[i]), sqrt(F(x.v[i])), s));
   }
+  add_squares(sum.param, param);
+  add_squares(sum.update, update);
 }
 
 // The same as lamb_norms_8bit on the main path (whole_blocks.cuh).

@@ -37,15 +37,14 @@ static __global__ void lars_prologue(LarsTable table) {
 // Adds the squares of a vector's parameters, and of its gradients (classic) or else of its updated moments.
 // Elements past the end of a block are 0 in all of these.
 MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsScalars& s) {
+  float update[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    float d = sgd_gradient(x.g[i], s);
-    add_square(sum.param, x.p[i]);
-    if (s.classic)
-      add_square(sum.update, d);
-    else
-      add_square(sum.update, lars_moment(x.p[i], d, x.m[i], s));
+    update[i] = sgd_gradient(x.g[i], s);
+    if (!s.classic) update[i] = lars_moment(x.p[i], update[i], x.m[i], s);
   }
+  add_squares(sum.param, x.p);
+  add_squares(sum.update, update);
 }
 
 template <StateKind Kind, class P, class G>

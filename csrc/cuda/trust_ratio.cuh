@@ -2,17 +2,10 @@
 // update. In the step's table each layer of a tensor is a tensor of its own.
 #pragma once
 #include "core/trust_ratio.h"
-#include "reductions.cuh"
+#include "squares.cuh"
 #include "step_table.cuh"
 
 namespace memkern {
-
-// The square of a float is exact in fp64, so the sum has the same bits with or without an fma, which is one
-// instruction less.
-MEMKERN_DEVICE void add_square(double& sum, float x) {
-  const double wide = x;
-  sum = ::fma(wide, wide, sum);
-}
 
 // Stores the sums over all threads of a tile.
 MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {

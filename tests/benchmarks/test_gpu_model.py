@@ -14,6 +14,21 @@ def test_the_longer_of_two_times() -> None:
     fits = gpu_model.ISSUED * 100 * gpu_model.LANES * 8 / card.copy  # instructions in the time of 8 bytes
     assert gpu_model.share_of_copy(card, 8, 0.5 * fits) == 1
     assert gpu_model.share_of_copy(card, 8, 2 * fits) == pytest.approx(0.5)
+    fits = gpu_model.FP64["sm_90"] * 100 * 8 / card.copy
+    assert gpu_model.share_of_copy(card, 8, 0, 4 * fits) == pytest.approx(0.25)
+
+
+def test_squares_leave_fp64_units_time() -> None:
+    """Two fp64 instructions for each square would take longer than memory where these are slow."""
+    rows = gpu_model.shares()
+    for card, kernel in (
+        ("RTX 4090", "grad norm bf16"),
+        ("RTX 5090", "grad norm bf16"),
+        ("RTX 5090", "LAMB norms bf16"),
+    ):
+        assert rows[kernel][card] == 1
+        fp64 = 4 * gpu_model.fp64_instructions(kernel, gpu_model.CARDS[card].arch)
+        assert gpu_model.share_of_copy(gpu_model.CARDS[card], gpu_model.BYTES[kernel], 0, fp64) < 1
 
 
 def test_every_kernel_has_counts_for_every_card() -> None:
@@ -86,7 +101,8 @@ def test_middle_sizes_lose_little() -> None:
         large = 2**28 * gpu_model.BYTES[path] / (card.copy * 1e9)
         large /= gpu_model.time_of_step(card, path, 2**28, gpu_model.TILE_ELEMENTS)
         for numel, (fixed, even) in shares.items():
-            assert even >= 0.85 * large, (path, numel)
+            # A multiprocessor has room for five thread blocks of LAMB's norms, and tiles for the update's four.
+            assert even >= (0.8 if "norms" in path else 0.85) * large, (path, numel)
             assert even >= 0.97 * fixed, (path, numel)
     fixed, even = gpu_model.middle_shares(card, "AdamW bf16")[2**22]
     assert fixed < 0.8 < 0.85 < even

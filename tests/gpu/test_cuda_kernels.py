@@ -38,6 +38,7 @@ BUDGET = {
     **{"AdamW bf16+8": 94, "AdamW bf16+16": 110},  # 12.13 and 14.13 bytes
     **{"AdamW fp32, v in 4 bits": 121, "AdamW bf16, v in 4 bits": 75},  # 15.63 and 9.63 bytes
     **{"LAMB norms fp32": 78, "LAMB norms bf16": 47, "LAMB bf16": 79},  # 10.06, 6.06 and 10.13 bytes
+    **{"LARS fp32": 109, "LARS bf16": 63, "grad norm fp32": 31, "grad norm bf16": 16},
     **{"power codes fp32": 39, "power codes bf16": 23, "power values fp32": 39, "power values bf16": 23},
     **{"affine codes fp32": 39, "affine codes bf16": 23, "affine values fp32": 39, "affine values bf16": 23},
     **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34},
@@ -88,6 +89,18 @@ def test_instructions_are_those_on_record(arch: str) -> None:
         assert abs(count - before) <= TENTH * before, f"{path}: {count}, not {before}; {UPDATE}"
         if arch == "sm_90" and path in LIMIT:  # not the slow paths
             assert count <= LIMIT[path], f"{path}: {count} instructions per element, {BUDGET[path]} fit"
+
+
+@over_counted
+@pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
+def test_few_fp64_instructions_where_they_are_slow(arch: str) -> None:
+    """csrc/cuda/squares.cuh: a square takes two, or a fourth of that, and each element of LAMB has two squares."""
+    found = cuda_kernels.fp64_instructions(cuda_kernels.compiled(arch)[0], arch)
+    each = 0.5 if arch in ("sm_89", "sm_120") else 2.0
+    assert found == {
+        **dict.fromkeys(("grad norm fp32", "grad norm bf16"), each),
+        **dict.fromkeys(("LAMB norms fp32", "LAMB norms bf16"), 2 * each),
+    }
 
 
 @over_counted

@@ -307,6 +307,64 @@ def test_norm(scale: float | None, order: str, monkeypatch: pytest.MonkeyPatch) 
     assert float(norms[0]) == pytest.approx(float(norms[2]), rel=1e-12)
 
 
+def rounded_alike(direction: int) -> Tensor:
+    """Numbers whose squares all lose a third of an ulp or more in fp32, of about one size."""
+    x = torch.linspace(1, 1.0625, 2**20)
+    error = (x * x).double() - x.double().square()
+    return x[error * direction > 2.0**-25]
+
+
+RANGES = {
+    "normal": hard((5003,), 0),
+    "equal": torch.full((5003,), 1.0003),
+    "all rounded up": rounded_alike(1),
+    "all rounded down": rounded_alike(-1),
+    "squares underflow": 1e-30 * torch.randn(5003),
+    "subnormal": 1e-42 * torch.randn(5003),
+    "squares overflow": 1e30 * torch.randn(5003),
+    "from 1e-30 to 1e30": torch.logspace(-30, 30, 5003),
+    "small ones beside 1": torch.cat([torch.ones(1), torch.full((4999,), 2.0**-64)]),
+    "few are not zero": torch.zeros(5003).index_fill(0, torch.arange(0, 5003, 500), 3e-30),
+}
+
+
+@pytest.mark.parametrize("case", RANGES)
+def test_norm_where_fp64_is_slow(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1e-7, as csrc/cuda/squares.cuh rounds three times on the way to a sum: 3 * 2^-24 of a square, half of that
+    of a norm."""
+    monkeypatch.setenv("SIMT_SLOW_FP64", "1")
+    x = RANGES[case]
+    norm = torch.zeros((), dtype=torch.float64)
+    torch.ops.memkern_simt.grad_norm_(norm, [x], None)
+    error = float(norm / x.double().norm()) - 1
+    assert abs(error) < 1e-7
+    if "rounded" in case:  # so it was the sum in fp32
+        assert abs(error) > 1e-8
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_no_norm_where_fp64_is_slow(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_SLOW_FP64", "1")
+    norm = torch.zeros((), dtype=torch.float64)
+    torch.ops.memkern_simt.grad_norm_(norm, [torch.ones(100).index_fill(0, torch.tensor(50), value)], None)
+    torch.testing.assert_close(norm, torch.tensor(value).double(), equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-29, 1e29])
+@pytest.mark.parametrize("name", ["lamb_step_", "lars_step_"])
+def test_squares_where_fp64_is_slow(name: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMT_SLOW_FP64", "1")
+    args = step_args(name, grad=torch.float32, always_adapt=[1, 1], eps=[1e-8, 1e-6])
+    params = [p * scale for p in args.params]
+    grads = [like(p, i, scale=scale) for i, p in enumerate(params)]
+    squares, truth = torch.zeros(2, len(params), 2, dtype=torch.float64)
+    args = args._replace(params=params, grads=grads, squares=squares, squares_only=True)
+    getattr(torch.ops.memkern_simt, name)(*args)
+    getattr(reference, name)(args._replace(squares=truth))
+    torch.testing.assert_close(squares, truth, rtol=2e-7, atol=0)  # twice the norms' 1e-7
+    assert not torch.equal(squares, truth)
+
+
 # ---- the table
 
 

@@ -56,11 +56,17 @@ PATHS = {
     "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
     "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }
-LAMB_NORMS = {"LDG.64": 2, "LDG": 5, "SHFL": 1, "MUFU": 16, "DFMA": 16}
+LAMB_NORMS = {"LDG.64": 2, "LDG": 5, "SHFL": 1, "MUFU": 16}
 PATHS |= {
     "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 4, "LDG": 7}),
     "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 2}),
     "LAMB bf16": ("lamb_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4, "MUFU": 34}),
+}
+PATHS |= {
+    "LARS fp32": ("lars_tiles<1, 0>", PATHS["Lion fp32"][1]),
+    "LARS bf16": ("lars_tiles<1, 0>", PATHS["Lion bf16"][1]),
+    "grad norm fp32": ("norm_tiles", {"LDG.128": 2}),
+    "grad norm bf16": ("norm_tiles", {"LDG.128": 1}),
 }
 PATHS |= {
     "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
@@ -193,10 +199,20 @@ def instructions(binary: Path, arch: str) -> dict[str, float]:
     return {path: len(way) / PARAMETERS for path, way in main_paths(binary, arch).items()}
 
 
+def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
+    """Those that the fp64 units execute, per element: sums, products and conversions."""
+    counts = {
+        path: sum(i.opcode.startswith(("DADD", "DMUL", "DFMA", "F2F.F64", "F2F.F32.F64")) for i in way)
+        for path, way in main_paths(binary, arch).items()
+    }
+    return {path: count / PARAMETERS for path, count in counts.items() if count}
+
+
 def measure() -> dict[str, Any]:
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         of_arch = dict(zip(ARCHS, pool.map(compiled, ARCHS), strict=True))
     counted = {arch: instructions(of_arch[arch][0], arch) for arch in COUNTED}
+    fp64 = {arch: fp64_instructions(of_arch[arch][0], arch) for arch in COUNTED}
     kernels = sorted({name for _, found in of_arch.values() for name in found})
     return {
         "nvcc": nvcc_version(),
@@ -207,6 +223,9 @@ def measure() -> dict[str, Any]:
         "instructions per element": {
             path: {arch: counts[path] for arch, counts in counted.items() if path in counts}
             for path in PATHS | SLOW_PATHS
+        },
+        "fp64 instructions per element": {
+            path: {arch: counts[path] for arch, counts in fp64.items()} for path in fp64["sm_90"]
         },
     }
 

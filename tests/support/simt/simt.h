@@ -208,6 +208,9 @@ inline void run(const std::function<void()>& body, int64_t blocks, int threads) 
 // Whether one-element tensors are treated as on the host, where the op reads them, or as on the device.
 inline bool scalars_on_host() { return std::getenv("SIMT_HOST_SCALARS") != nullptr; }
 
+// Of the device that is emulated.
+inline bool slow_fp64() { return std::getenv("SIMT_SLOW_FP64") != nullptr; }
+
 inline bool capturing() { return std::getenv("SIMT_CAPTURE") != nullptr; }
 inline void replay() {
   for (const auto& each : machine.recorded) each();
