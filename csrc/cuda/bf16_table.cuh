@@ -6,8 +6,8 @@
 // has time for. The results are those of torch's own op, which is called for these values once on a device.
 #pragma once
 #include <array>
-#include <map>
 #include <mutex>
+#include <set>
 
 #include "activation.cuh"
 #include "launch.h"
@@ -32,20 +32,28 @@ template <int Fn> MEMKERN_DEVICE uint32_t table_value(int i) {
   return Bf16Range<Fn>::kFirst + i / 2 + (i % 2 << 15);
 }
 
+// What torch's op gives for the table's values: of GELU, and of its tanh form.
+static __device__ uint16_t torch_results[2][Bf16Range<kGelu>::kEntries];
+
 template <int Fn> __global__ void __launch_bounds__(kThreads) list_values(uint16_t* values) {
   for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kThreads)
     values[i] = static_cast<uint16_t>(table_value<Fn>(i));
 }
 
+template <int Fn> __global__ void __launch_bounds__(kThreads) keep_results(const uint16_t* results) {
+  for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kThreads)
+    torch_results[Fn == kGeluTanh][i] = results[i];
+}
+
 // The result in the upper half; bit p of the code at 4 p, so that those of four elements, each shifted by one
-// more, add up to nibbles of the planes. `results`: torch's, or null; of the last pair, which stands for all
-// beyond it, the results are those of the formula.
-template <int Fn>
-MEMKERN_DEVICE uint32_t table_entry(int i, const uint16_t* results, const EncodeTable& thresholds) {
+// more, add up to nibbles of the planes. Without torch's results, and for the last pair, which stands for all
+// beyond it, by the formula.
+template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool torchs, const EncodeTable& thresholds) {
   const float x[1] = {float_of(table_value<Fn>(i) << 16)};
   const Planes planes = encode(x, thresholds);
   const uint32_t code = (planes & 1) | (planes >> 4 & 0x10) | (planes >> 8 & 0x100) | (planes >> 12 & 0x1000);
-  if (results && i < Bf16Range<Fn>::kEntries - 2) return static_cast<uint32_t>(results[i]) << 16 | code;
+  if (torchs && i < Bf16Range<Fn>::kEntries - 2)
+    return static_cast<uint32_t>(torch_results[Fn == kGeluTanh][i]) << 16 | code;
   return to_bf16x2(0.0f, activate<Fn>(x[0], 0.0f, 0.0f)) | code;
 }
 
@@ -79,11 +87,11 @@ template <int Fn> MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table)
 }
 
 template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTableBlocks)
-    forward_by_table(Elementwise t, const uint16_t* results, const __grid_constant__ EncodeTable thresholds) {
+    forward_by_table(Elementwise t, bool torchs, const __grid_constant__ EncodeTable thresholds) {
   constexpr ConstantType<FloatType::kBf16> type;
   __shared__ uint32_t table[Bf16Range<Fn>::kEntries];
   for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kTableThreads)
-    table[i] = table_entry<Fn>(i, results, thresholds);
+    table[i] = table_entry<Fn>(i, torchs, thresholds);
   __syncthreads();
 
   for_each_vector<kTableThreads>(t, t.plane, [&](const Span& at, int64_t vector) {
@@ -94,27 +102,27 @@ template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTa
   });
 }
 
-// What torch's op gives for the table's values, on the current device, where the stream is. Made at the first
-// call outside a capture, and null in a capture before that: what a graph would compute other streams could
-// not read before its replay.
-template <int Fn> const uint16_t* torch_results(const Tensor& x, cudaStream_t stream) {
+// Whether the current device, x's, has torch's results. They are made at the first call outside a capture: in
+// one nothing would run that other streams could read. Their memory is not of torch's allocator, which may
+// give a graph's to its tensors.
+template <int Fn> bool has_torch_results(const Tensor& x, cudaStream_t stream) {
   static std::mutex mutex;
-  static auto* const found = new std::map<int, Tensor>;  // never freed: at exit CUDA may be gone already
+  static std::set<int> devices;
   const std::lock_guard lock(mutex);
-  auto at = found->find(x.get_device());
-  if (at == found->end()) {
-    if (is_capturing(stream)) return nullptr;
-    const Tensor values = torch::stable::new_empty(x, {Bf16Range<Fn>::kEntries}, ScalarType::BFloat16);
-    launch_checked("list_values", list_values<Fn>, 1, stream, static_cast<uint16_t*>(values.data_ptr()));
-    std::array<StableIValue, 2> stack{
-        torch::stable::detail::from(values),
-        torch::stable::detail::from(std::string(Fn == kGeluTanh ? "tanh" : "none"))};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::gelu", "", stack.data(), TORCH_ABI_VERSION));
-    const Tensor results = torch::stable::detail::to<Tensor>(stack[0]);
-    synchronize(stream);  // other streams will read them
-    at = found->emplace(x.get_device(), results).first;
-  }
-  return static_cast<const uint16_t*>(at->second.data_ptr());
+  if (devices.contains(x.get_device())) return true;
+  if (is_capturing(stream)) return false;
+  const Tensor values = torch::stable::new_empty(x, {Bf16Range<Fn>::kEntries}, ScalarType::BFloat16);
+  launch_checked("list_values", list_values<Fn>, 1, stream, static_cast<uint16_t*>(values.data_ptr()));
+  std::array<StableIValue, 2> stack{
+      torch::stable::detail::from(values),
+      torch::stable::detail::from(std::string(Fn == kGeluTanh ? "tanh" : "none"))};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::gelu", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor results = torch::stable::detail::to<Tensor>(stack[0]);
+  launch_checked("keep_results", keep_results<Fn>, 1, stream,
+                 static_cast<const uint16_t*>(results.data_ptr()));
+  synchronize(stream);  // other streams will read them
+  devices.insert(x.get_device());
+  return true;
 }
 
 }  // namespace memkern
