@@ -2,7 +2,8 @@
 
 Functions have the ops' names and take their arguments. Each family has a module: ``adam``, ``lamb``, ``lars``,
 ``lion``, ``sgd``, ``grad_norm``, ``blockwise``, ``affine``, ``activation``. Kernels share ``codec``, ``block_state``
-and ``tile``; steps on many tensors share ``step_table``, ``tensor_table``, ``launch_step`` and ``trust_ratio``.
+and ``tile``; steps on many tensors share ``step_table``, ``tensor_table``, ``launch_step``, ``squares`` and
+``trust_ratio``.
 """
 
 from .activation import (

@@ -13,6 +13,7 @@ from ..quant.layout import FLOATS, is_dense
 from ..schemas import StepArgs
 from . import step_table as st
 from .launch import OPTIONS, guard
+from .squares import add_squares, slow_fp64, zero_squares
 from .tensor_table import plan_for
 from .tile import load_floats, tile_of
 
@@ -24,14 +25,14 @@ def norm_tiles(
     table, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of a program's tiles, in fp64."""
     _, _, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
-    total = tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
+    total = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     for i in range(0, st.tiles_from(first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
-        g = load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32).to(tl.float64)
-        total += g * g
+        total = add_squares(total, load_floats(grad, tile, GRAD_DTYPE, VECTOR).to(tl.float32), SLOW_FP64)
     tl.store(sums + programs_before + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
@@ -65,6 +66,8 @@ def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None 
     with guard(device):
         plan = plan_for("grad_norm_", args, device, lambda: _check(norm, grads), tiles=16, sums_per_program=1)
         table, sums = plan.memory.table, plan.memory.sums
+        slow = slow_fp64(device)
         for launch in plan.launches:
-            launch(norm_tiles, table, sums, launch.programs_before, *plan.sizes, launch.first, launch.count)
+            run = launch.programs_before, *plan.sizes, launch.first, launch.count
+            launch(norm_tiles, table, sums, *run, SLOW_FP64=slow)
         norm_total[(1,)](table, sums, norm, len(sums), **OPTIONS)

@@ -10,6 +10,7 @@ from . import step_table as st
 from . import trust_ratio as tr
 from .adam import COUPLED_DECAY, adam_direction, adam_load, adam_scalars, adam_store, adam_tensor
 from .launch_step import step_in_two_passes
+from .squares import add_squares, zero_squares
 from .tile import tile_of
 from .weights import random_of
 
@@ -65,6 +66,7 @@ def lamb_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
     """First pass: the sums of squares, in fp64, of the parameters and of their updates. Nothing else is written."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
@@ -74,7 +76,8 @@ def lamb_norm_tiles(
     )
     eps, step_size, decay = param_scalars
     update_decay = tl.load(s + _UPDATE_DECAY)
-    params, updates = tl.zeros((ROWS, BLOCK_SIZE), tl.float64), tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
+    params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
+    updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     for i in range(0, st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, m, v = adam_load(
@@ -83,8 +86,8 @@ def lamb_norm_tiles(
         p = p * decay
         update = lamb_update(p, m, tl.math.sqrt_rn(v), eps, step_size, update_decay)
         update = tl.where(tile[2], update, 0.0)  # outside of the mask it may be 0 / 0
-        params += p.to(tl.float64) * p.to(tl.float64)
-        updates += update.to(tl.float64) * update.to(tl.float64)
+        params = add_squares(params, p, SLOW_FP64)
+        updates = add_squares(updates, update, SLOW_FP64)
     tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 

@@ -12,6 +12,7 @@ from .block_state import dequantize
 from .launch_step import step_in_two_passes
 from .lion import lion_addresses, lion_load, lion_store
 from .sgd import COUPLED_DECAY, MOMENTUM, NESTEROV, WEIGHT, sgd_decayed, sgd_momentum, sgd_parameter
+from .squares import add_squares, zero_squares
 from .tile import tile_of
 from .weights import random_of
 
@@ -82,19 +83,20 @@ def lars_norm_tiles(
     table, scalars, tables, sums, programs_before, groups, tensors, first, count,
     KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
+    SLOW_FP64: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares, in fp64, of the parameter and, classic, of the gradient, else of the moment that will be."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
     classic = tl.load(s + _CLASSIC) != 0.0
-    params, updates = tl.zeros((ROWS, BLOCK_SIZE), tl.float64), tl.zeros((ROWS, BLOCK_SIZE), tl.float64)
+    params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
+    updates = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
     for i in range(0, st.tiles_if(s + tr.ADAPT, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, _d, m = lars_load(addresses, step_scalars, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
-        update = tl.where(classic, g, m).to(tl.float64)
-        params += p.to(tl.float64) * p.to(tl.float64)
-        updates += update * update
+        params = add_squares(params, p, SLOW_FP64)
+        updates = add_squares(updates, tl.where(classic, g, m), SLOW_FP64)
     tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 

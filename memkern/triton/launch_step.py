@@ -13,6 +13,7 @@ from ..reference.trust import check_trust_ratios
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .codec import dynamic_tables
 from .launch import TILES, guard
+from .squares import slow_fp64
 from .step_args import check_step
 from .tensor_table import plan_for
 from .trust_ratio import BOTH, FIRST, SECOND, increment_steps
@@ -94,6 +95,7 @@ def step_in_two_passes(
         plan = plan_for(op.name, split, device, check, TILES, sums_per_program=2)
         memory, tables = plan.memory, dynamic_tables(device)
         table, scalars, sums = memory.table, memory.scalars, memory.sums
+        slow = slow_fp64(device)
         passes = (BOTH if args.squares is None else FIRST if args.squares_only else SECOND).value
         squares = sums if args.squares is None else args.squares
         plan.prologue(prologue, table, scalars, *plan.sizes, passes)
@@ -103,7 +105,8 @@ def step_in_two_passes(
             run = launch.first, launch.count
             programs = launch.programs_before, launch.programs
             if passes != SECOND.value:
-                launch(norms, table, scalars, tables, sums, launch.programs_before, *plan.sizes, *run)
+                squares_of = sums, launch.programs_before
+                launch(norms, table, scalars, tables, *squares_of, *plan.sizes, *run, SLOW_FP64=slow)
             reduction(ratios, table, scalars, sums, *programs, *plan.sizes, *run, squares, passes)
             if not args.squares_only:
                 launch(update, table, scalars, tables, *plan.sizes, *run)

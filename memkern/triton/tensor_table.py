@@ -51,16 +51,22 @@ class Launch:
     programs_before: int = 0  # of all launches before
     constants: dict[str, Any] = field(default_factory=dict)  # of the kernel, in the order of its parameters
     options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
-    compiled: dict[int, Any] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
-    def __call__(self, kernel: Any, *args: Any) -> None:
-        """``kernel[programs](*args, **constants)``. Arguments may differ from step to step in values alone."""
-        compiled = self.compiled.get(id(kernel))
+    def __call__(self, kernel: Any, *args: Any, **constants: Any) -> None:
+        """``kernel[programs](*args, **constants)``. Arguments may differ from step to step in values alone.
+
+        ``constants``: those of this kernel alone, the last of its parameters.
+        """
+        key = id(kernel), *constants.values()
+        compiled = self.compiled.get(key)
         if compiled is None:  # always in the interpreter
-            self.compiled[id(kernel)] = kernel[(self.programs,)](*args, **self.constants, **self.options)
+            self.compiled[key] = kernel[(self.programs,)](
+                *args, **self.constants, **constants, **self.options
+            )
         else:
             # Calling the compiled kernel skips Triton's cache look-up, 20 us.
-            compiled[(self.programs, 1, 1)](*args, *self.constants.values())
+            compiled[(self.programs, 1, 1)](*args, *self.constants.values(), *constants.values())
 
 
 # ---- memory

@@ -205,6 +205,20 @@ def test_norm(compiled: Compiled) -> None:
     torch.testing.assert_close(norm, truth, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("compiled", ["triton"], indirect=True)
+@pytest.mark.skipif(MISSING["triton"] is not None, reason=str(MISSING["triton"]))
+def test_norm_with_slow_fp64(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memkern.triton import grad_norm
+
+    monkeypatch.setattr(grad_norm, "slow_fp64", lambda _device: True)
+    for scale in (1.0, 1e-25, 1e30):
+        grads = [tensor(layout, scale=0.1) * scale for layout in LAYOUTS]
+        norm = torch.zeros((), dtype=torch.float64)
+        compiled.ops.grad_norm_(norm, grads)
+        truth = torch.cat([g.double().flatten() for g in grads]).norm()
+        torch.testing.assert_close(norm, truth, rtol=1.5 * 2**-24, atol=0)  # as in triton_squares.py
+
+
 @over_compiled
 def test_activations(compiled: Compiled) -> None:
     # Forward is for the shim and the interpreter: approximations of exp and erf are not in the emulator.

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 INTERPRETED = {  # of these files what has the mark
     "activations": ["tests/gpu/triton_activation.py", "tests/fewbit/test_activation.py"],
-    "steps": ["tests/gpu/triton_steps.py"],
+    "steps": ["tests/gpu/triton_steps.py", "tests/gpu/triton_squares.py"],
     "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
     "quantizers": [
         "tests/quant/test_affine.py",

@@ -21,7 +21,7 @@ from triton.runtime import driver, jit
 
 import memkern.triton
 from memkern.schemas import StepArgs
-from memkern.triton import adam, grad_norm, launch_step, lion, tensor_table
+from memkern.triton import adam, grad_norm, lars, launch_step, lion, squares, tensor_table
 from tests.gpu.triton_steps import MIXED, arguments
 
 
@@ -78,7 +78,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
 
     def forget() -> None:  # what was compiled with one driver is of no use with another
         tensor_table._plans.clear()
-        for kernel in (k for module in (adam, grad_norm, lion) for k in vars(module).values()):
+        for kernel in (k for module in (adam, grad_norm, lars, lion) for k in vars(module).values()):
             if isinstance(kernel, jit.JITFunction):
                 kernel.device_caches.clear()
 
@@ -137,7 +137,7 @@ class OnDevice1(OnDevice0):
 
 
 def placed(args: StepArgs, on: type[OnDevice0]) -> StepArgs:
-    lists = "params", "grads", "moments", "scales", "steps"
+    lists = "params", "grads", "moments", "scales", "steps", "trust_ratios"
     return args._replace(**{name: [x.as_subclass(on) for x in getattr(args, name)] for name in lists})
 
 
@@ -203,3 +203,67 @@ def test_norm_is_checked_where_the_plan_is_cached(noted: NotingDriver) -> None:
     memkern.triton.grad_norm_(torch.zeros((), dtype=torch.float64), grads)
     with pytest.raises(ValueError, match=r"norm must be float64 of one element, got torch.float32"):
         memkern.triton.grad_norm_(torch.zeros(()), grads)
+
+
+# ---- slow fp64
+
+CAPABILITIES = {
+    **dict.fromkeys([(7, 0), (8, 0), (9, 0), (10, 0)], False),
+    **dict.fromkeys([(7, 5), (8, 6), (8, 7), (8, 9), (10, 3), (12, 0), (12, 1)], True),
+}
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[int, int]]]:
+    """The compute capabilities of devices, by index."""
+    found: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[device.index])
+    monkeypatch.setattr(torch.version, "hip", None)
+    squares.slow_fp64.cache_clear()
+    yield found
+    squares.slow_fp64.cache_clear()
+
+
+@pytest.mark.parametrize("which", CAPABILITIES, ids=str)
+def test_capabilities_with_slow_fp64(
+    which: tuple[int, int], capability: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability[0] = capability[1] = which
+    assert squares.slow_fp64(torch.device("cuda", 0)) == CAPABILITIES[which]
+    assert not squares.slow_fp64(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not squares.slow_fp64(torch.device("cuda", 1))
+
+
+def test_each_device_keeps_its_kernels(
+    two_devices: NotingDriver,
+    capability: dict[int, tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capability |= {0: (8, 9), 1: (9, 0)}
+    args = [placed(arguments("lars_step_", SIZES["one"]), on) for on in (OnDevice0, OnDevice1)]
+    for _ in range(2):  # at the second step Triton is not asked for its kernels
+        for device, slow in ((0, True), (1, False)):
+            two_devices.launched = []
+            memkern.triton.lars_step_(args[device])
+            norms = [launch for launch in two_devices.launched if launch[0] == "lars_norm_tiles"]
+            assert [launch[-1] for launch in norms] == [slow]
+        monkeypatch.setattr(jit.JITFunction, "run", None)
+
+
+def test_a_launch_keeps_a_kernel_for_each_constant() -> None:
+    class Kernel(dict[Any, Any]):
+        """Notes what is compiled, and what is launched of it."""
+
+        def __missing__(self, grid: Any) -> Any:
+            return self.compile
+
+        def compile(self, *_: Any, slow: bool, **options: Any) -> Any:
+            found.append(("compiled", slow))
+            return {(1, 1, 1): lambda *args: found.append((slow, *args))}
+
+    found: list[Any] = []
+    kernel, launch = Kernel(), tensor_table.Launch(1)
+    for slow in (True, False, True, False):
+        launch(kernel, 7, slow=slow)
+    assert found == [("compiled", True), ("compiled", False), (True, 7, True), (False, 7, False)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -254,7 +255,11 @@ class Graph:
         upload, launch = tensor_table.DeviceTable.upload, tensor_table.Launch.__call__
         with self.patch.context() as patch:
             patch.setattr(tensor_table, "is_capturing", lambda device: True)
-            patch.setattr(tensor_table.Launch, "__call__", lambda *args: self.nodes.append((launch, args)))
+            patch.setattr(
+                tensor_table.Launch,
+                "__call__",
+                lambda *args, **constants: self.nodes.append((partial(launch, **constants), args)),
+            )
 
             def copied(
                 memory: tensor_table.DeviceTable, begin: int, values: Any, source: Tensor | None = None
