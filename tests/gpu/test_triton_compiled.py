@@ -74,11 +74,16 @@ def test_compiles_without_spills(name: str, target: str) -> None:
         assert found.widest == 128, f"the widest access has {found.widest} bits"
 
 
-@over_cases
-def test_registers_are_as_recorded(name: str, target: str) -> None:
+def record_or_skip() -> dict[tuple[str, str], tuple[int, float]]:
     of_version, record = recorded()
     if version() != of_version:
         pytest.skip(f"recorded with Triton {of_version}, this is {version()}")
+    return record
+
+
+@over_cases
+def test_registers_are_as_recorded(name: str, target: str) -> None:
+    record = record_or_skip()
     assert (name, target) in record, (
         "new kernel: run python -m tests.support.triton_compile, and look at what it writes"
     )
@@ -125,3 +130,30 @@ def test_loads_do_not_wait_for_each_other(name: str) -> None:
     assert sass.late_loads(way) == (name == "lion: power, fp32")
     # What a scalar can skip, a coupled decay, is on record as if it were not skipped.
     assert 0.9 * facts(name, "sm_90").instructions <= len(way) / 8 <= facts(name, "sm_90").instructions + 0.1
+
+
+# Of a loop for eight elements of each thread: its loads, and its sums of squares.
+SQUARES = {
+    "norm: squares, fp32": ({"LDG.128": 2}, 1),
+    "lamb norms: power, fp32": ({"LDG.128": 4}, 2),
+    "lamb norms: power, bf16": ({"LDG.128": 2}, 2),
+    "lars norms: power, bf16": ({"LDG.128": 2}, 2),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("target", "per_element"), [("sm_89", 0.5), ("sm_90", 3), ("sm_120", 0.5)])
+@pytest.mark.parametrize("name", SQUARES)
+def test_instructions_of_squares(name: str, target: str, per_element: float) -> None:
+    """In fp64 a conversion, a product and a sum of each element; a conversion and a sum of four where it is slow."""
+    record_or_skip()
+    loads, sums = SQUARES[name]
+    opcodes = [i.opcode.split(".") for i in main_loop(name, target, loads)]
+    names = [name for name, *_ in opcodes]
+    in_fp64 = sum(
+        name in ("DADD", "DMUL", "DFMA") or (name == "F2F" and "F64" in rest) for name, *rest in opcodes
+    )
+    assert in_fp64 == 8 * sums * per_element
+    # What a tile's largest magnitude takes; fours are added in a thread's registers.
+    maxima = 0 if per_element == 3 else sums
+    assert [names.count(x) for x in ("SHFL", "REDUX", "STS", "LDS")] == [0, 2 * maxima, maxima, maxima]

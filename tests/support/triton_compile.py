@@ -34,6 +34,7 @@ def compiled(name: str, target: str) -> Any:
     from triton.compiler import ASTSource
 
     from memkern.triton.launch import options_of
+    from memkern.triton.squares import is_slow
     from tests.support.triton_kernels import KERNELS, TYPES
 
     variant = KERNELS[name]
@@ -43,11 +44,14 @@ def compiled(name: str, target: str) -> Any:
     }
     constants = variant.constants
     if target.startswith("gfx"):
-        gpu = GPUTarget("hip", target, 64)
+        gpu, slow_fp64 = GPUTarget("hip", target, 64), False
         size = "ROWS" if "ROWS" in constants else "BLOCK"
         constants = {k: 2 * v if k == size else v for k, v in constants.items()}  # as launch.TILE is there
     else:
-        gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+        capability = int(target.removeprefix("sm_"))
+        gpu, slow_fp64 = GPUTarget("cuda", capability, 32), is_slow(*divmod(capability, 10))
+    if "SLOW_FP64" in types:
+        constants = {"SLOW_FP64": slow_fp64, **constants}
     source = ASTSource(fn=variant.kernel, signature=types, constexprs=constants)
     return triton.compile(source, target=gpu, options=options_of(constants.get("BLOCK_SIZE", 0)))
 
