@@ -14,7 +14,7 @@ from .options import check_torch_options
 class LAMB(LayerwiseOptimizer):
     r"""LAMB for large batches, with 32-bit or block-wise 8-bit states; options under timm's names.
 
-    With gradient ``g``, at step ``t``, all in fp32 but the norms, whose squares are summed in fp64::
+    With gradient ``g``, at step ``t``, all in fp32 but the norms, which are sums in fp64 (docs/numerics.md)::
 
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g

@@ -15,7 +15,7 @@ from .options import check_momentum, check_torch_options
 class LARS(LayerwiseOptimizer):
     r"""LARS for large batches, with a 32-bit or block-wise 8-bit momentum; options under timm's names.
 
-    With gradient ``g``, all in fp32 but the norms, whose squares are summed in fp64; as in the LAMB paper::
+    With gradient ``g``, all in fp32 but the norms, which are sums in fp64 (docs/numerics.md); as in the LAMB paper::
 
         m = momentum * m + (1 - momentum) * (g + weight_decay * p)
         p = p - lr * |p| / |m| * m                   (trust_clip: min(1, |p| / |m|))

@@ -21,6 +21,7 @@ from tests.support.helpers import (
     over_cpu,
     over_dtypes,
     over_optimizers,
+    slow_fp64,
     snapshot,
     tensor,
 )
@@ -45,7 +46,8 @@ def test_norm(backend: str, dtype: torch.dtype, scale: float | None) -> None:
     grads = [tensor(layout, dtype, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
     grads.append(hard((40_000,), 7).to(dtype))  # more than one chunk
     truth = float(torch.cat([g.double().flatten() for g in grads]).norm()) / (scale or 1.0)
-    assert norm_on(backend, grads, scale) == pytest.approx(truth, rel=1e-12)
+    within = 1e-7 if slow_fp64(backend) else 1e-12
+    assert norm_on(backend, grads, scale) == pytest.approx(truth, rel=within)
 
 
 @needs_cpp

@@ -61,6 +61,15 @@ def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
 
 
+def slow_fp64(backend: str) -> bool:
+    """Whether a backend is on a GPU whose sums of squares are within 2e-7, and norms within 1e-7."""
+    if device_of(backend) != "cuda":
+        return False
+    from memkern.triton import squares
+
+    return squares.slow_fp64(torch.device("cuda", torch.cuda.current_device()))
+
+
 GPU = ("cuda", "triton")
 over_fast = pytest.mark.parametrize("backend", [_param(name) for name in (*ISAS, *GPU)])
 """The backends that are compared with the reference."""
