@@ -14,7 +14,7 @@
 
 namespace memkern {
 
-template <int Fn> struct Bf16Range {
+struct Bf16Range {
   static constexpr uint32_t kLow = 0x3B00;       // 2^-9: from here on the second factor can change a bit
   static constexpr uint32_t kIdentity = 0x4040;  // 3
   static constexpr uint32_t kHigh = 0x40C0;      // 6: there erf and tanh are 1 in fp32
@@ -28,38 +28,35 @@ constexpr int64_t kTableNumel = 1 << 19;
 
 MEMKERN_DEVICE constexpr uint32_t both(uint32_t half) { return half | half << 16; }
 
-template <int Fn> MEMKERN_DEVICE uint32_t table_value(int i) {
-  return Bf16Range<Fn>::kFirst + i / 2 + (i % 2 << 15);
-}
+MEMKERN_DEVICE uint32_t table_value(int i) { return Bf16Range::kFirst + i / 2 + (i % 2 << 15); }
 
 // What torch's op gives for the table's values: of GELU, and of its tanh form.
-static __device__ uint16_t torch_results[2][Bf16Range<kGelu>::kEntries];
+static __device__ uint16_t torch_results[2][Bf16Range::kEntries];
 
-template <int Fn> __global__ void __launch_bounds__(kThreads) list_values(uint16_t* values) {
-  for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kThreads)
-    values[i] = static_cast<uint16_t>(table_value<Fn>(i));
+static __global__ void __launch_bounds__(kThreads) list_values(uint16_t* values) {
+  for (int i = threadIdx.x; i < Bf16Range::kEntries; i += kThreads)
+    values[i] = static_cast<uint16_t>(table_value(i));
 }
 
-template <int Fn> __global__ void __launch_bounds__(kThreads) keep_results(const uint16_t* results) {
-  for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kThreads)
-    torch_results[Fn == kGeluTanh][i] = results[i];
+static __global__ void __launch_bounds__(kThreads) keep_results(const uint16_t* results, bool tanh_form) {
+  for (int i = threadIdx.x; i < Bf16Range::kEntries; i += kThreads) torch_results[tanh_form][i] = results[i];
 }
 
 // The result in the upper half; bit p of the code at 4 p, so that those of four elements, each shifted by one
 // more, add up to nibbles of the planes. Without torch's results, and for the last pair, which stands for all
 // beyond it, by the formula.
 template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool torchs, const EncodeTable& thresholds) {
-  const float x[1] = {float_of(table_value<Fn>(i) << 16)};
+  const float x[1] = {float_of(table_value(i) << 16)};
   const Planes planes = encode(x, thresholds);
   const uint32_t code = (planes & 1) | (planes >> 4 & 0x10) | (planes >> 8 & 0x100) | (planes >> 12 & 0x1000);
-  if (torchs && i < Bf16Range<Fn>::kEntries - 2)
+  if (torchs && i < Bf16Range::kEntries - 2)
     return static_cast<uint32_t>(torch_results[Fn == kGeluTanh][i]) << 16 | code;
   return to_bf16x2(0.0f, activate<Fn>(x[0], 0.0f, 0.0f)) | code;
 }
 
 // Looks up a vector: its results, and the planes of its codes.
-template <int Fn> MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
-  using Range = Bf16Range<Fn>;
+MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
+  using Range = Bf16Range;
   uint32_t nibbles[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kVector / 2; ++i) {
@@ -89,14 +86,14 @@ template <int Fn> MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table)
 template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTableBlocks)
     forward_by_table(Elementwise t, bool torchs, const __grid_constant__ EncodeTable thresholds) {
   constexpr ConstantType<FloatType::kBf16> type;
-  __shared__ uint32_t table[Bf16Range<Fn>::kEntries];
-  for (int i = threadIdx.x; i < Bf16Range<Fn>::kEntries; i += kTableThreads)
+  __shared__ uint32_t table[Bf16Range::kEntries];
+  for (int i = threadIdx.x; i < Bf16Range::kEntries; i += kTableThreads)
     table[i] = table_entry<Fn>(i, torchs, thresholds);
   __syncthreads();
 
   for_each_vector<kTableThreads>(t, t.plane, [&](const Span& at, int64_t vector) {
     Raw raw = load_raw(t.input, type, at);
-    const Planes planes = look_up<Fn>(raw, table);
+    const Planes planes = look_up(raw, table);
     store_raw(t.result, type, at, raw);
     store_planes(t, Bits, vector, planes & first_elements(at.n));
   });
@@ -111,15 +108,15 @@ template <int Fn> bool has_torch_results(const Tensor& x, cudaStream_t stream) {
   const std::lock_guard lock(mutex);
   if (devices.contains(x.get_device())) return true;
   if (is_capturing(stream)) return false;
-  const Tensor values = torch::stable::new_empty(x, {Bf16Range<Fn>::kEntries}, ScalarType::BFloat16);
-  launch_checked("list_values", list_values<Fn>, 1, stream, static_cast<uint16_t*>(values.data_ptr()));
+  const Tensor values = torch::stable::new_empty(x, {Bf16Range::kEntries}, ScalarType::BFloat16);
+  launch_checked("list_values", list_values, 1, stream, static_cast<uint16_t*>(values.data_ptr()));
   std::array<StableIValue, 2> stack{
       torch::stable::detail::from(values),
       torch::stable::detail::from(std::string(Fn == kGeluTanh ? "tanh" : "none"))};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::gelu", "", stack.data(), TORCH_ABI_VERSION));
   const Tensor results = torch::stable::detail::to<Tensor>(stack[0]);
-  launch_checked("keep_results", keep_results<Fn>, 1, stream,
-                 static_cast<const uint16_t*>(results.data_ptr()));
+  launch_checked("keep_results", keep_results, 1, stream, static_cast<const uint16_t*>(results.data_ptr()),
+                 Fn == kGeluTanh);
   synchronize(stream);  // other streams will read them
   devices.insert(x.get_device());
   return true;
