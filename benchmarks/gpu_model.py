@@ -108,13 +108,20 @@ def record() -> dict[str, Any]:
 
 
 # A warp's 256 elements take the slow path if a code of the second moment is in doubt: its root plus dither within
-# this distance of an integer (kCertain in csrc/cuda/whole_blocks.cuh). The dither is uniform, so for any moments
-# it is this share of the elements, and of the warps.
-DISTANCE = 255 * 2**-22 + 2**-16
-CODE_IN_DOUBT = 1 - (1 - 2 * DISTANCE) ** 256
+# a distance of an integer (kCertain in csrc/cuda/whole_blocks.cuh). The dither is uniform, so for any moments it is
+# this share of the elements, and of the warps.
+def distance_in_doubt(levels: int, bf16: bool) -> float:
+    return (11 if bf16 else 7) * (levels + 1) * 2**-25
+
+
+def codes_in_doubt(levels: int, bf16: bool) -> float:
+    """Share of the warps."""
+    return 1 - (1 - 2 * distance_in_doubt(levels, bf16)) ** 256
+
+
 SLOW = {
-    "AdamW fp32": ("AdamW fp32, code in doubt", CODE_IN_DOUBT),
-    "AdamW bf16": ("AdamW bf16, code in doubt", CODE_IN_DOUBT),
+    "AdamW fp32": ("AdamW fp32, code in doubt", codes_in_doubt(255, bf16=False)),
+    "AdamW bf16": ("AdamW bf16, code in doubt", codes_in_doubt(255, bf16=True)),
 }
 
 

@@ -128,6 +128,7 @@ template <class Rule, class P, class G>
 MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
                                       G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
+  constexpr float kSure = kCertain<kPowerLevelsUnsigned, kRounded>;
   AdamWhole<typename Rule::Scalars, P, G> at(work, param_type, grad_type);
   const auto& s = at.s;
   const uint32_t step = work.scalars.step;
@@ -167,9 +168,9 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
     at.half.exchange(at.formula.factor(scale), m_factor, v_factor);
     Codes v_codes = estimate_positive(w, v_factor, dithers, at.lane, care.farthest),
           m_codes = encode_signed(x.m, m_factor, dithers, at.lane);
-    if (any_lane(!(care.farthest < kCertain && care.zeros == 0.0f))) {
+    if (any_lane(!(care.farthest < kSure && care.zeros == 0.0f))) {
       v_codes = clear_zeros(w, v_factor, v_codes);
-      if (!(care.farthest < kCertain)) {
+      if (!(care.farthest < kSure)) {
         const Rounding rounding{false, step};
         if constexpr (kRounded)
           for (int i = 0; i < kVector; ++i) w[i] = sqrt(x.v[i]);

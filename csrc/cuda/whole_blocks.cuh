@@ -188,10 +188,14 @@ MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, cons
   return pack(code);
 }
 
-// Codes of w > 0 with a factor above 0, as estimate() has them, for a w that may be off by 2^-23 of itself.
-// They are certain if `farthest`, the largest distance from the middle of a code's interval, stays below
-// kCertain; then none is above 255.
-constexpr float kCertain = 0.5f - (255 * 0x1p-22f + 0x1p-16f);
+// Codes of w > 0 with a factor above 0, as estimate() has them. They are certain if `farthest`, the largest
+// distance from the middle of a code's interval, stays below kCertain; then none is above Levels.
+//
+// This sum and the formula's differ most just below Levels + 1. In halves of a unit in the last place there:
+// by up to 4 for the approximate root, 1 for the formula's and 2 for the roundings of the sums. If w is an
+// approximate root too (Approximate), another 2 for it, 1 for the formula's w and 1 for the two products.
+template <int Levels, bool Approximate> constexpr float kCertain =
+    0.5f - (Approximate ? 11 : 7) * (Levels + 1) * 0x1p-25f;
 MEMKERN_DEVICE Codes estimate_positive(const float (&w)[kVector], float factor, const DitherTable& dithers,
                                        int lane, float& farthest) {
   float u[kVector];

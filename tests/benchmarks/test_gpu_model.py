@@ -37,15 +37,16 @@ def test_every_kernel_has_counts_for_every_card() -> None:
         assert all(0 < share <= 1 for share in row.values()), kernel
 
 
-def test_share_of_codes_in_doubt() -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_share_of_codes_in_doubt(bf16: bool) -> None:
     """Of random second moments, whose magnitudes differ within a block."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randn(16_384, 128, generator=generator, dtype=torch.float64).exp()
     root = 255 * (spread / spread.amax(1, keepdim=True)).sqrt()
     code = root.clamp(min=1) + torch.rand(root.shape, generator=generator, dtype=torch.float64)
-    doubt = (code - code.round()).abs() < gpu_model.DISTANCE
+    doubt = (code - code.round()).abs() < gpu_model.distance_in_doubt(255, bf16)
     share = float(doubt.view(-1, 256).any(1).double().mean())
-    assert share == pytest.approx(gpu_model.CODE_IN_DOUBT, rel=0.23)  # four standard deviations
+    assert share == pytest.approx(gpu_model.codes_in_doubt(255, bf16), rel=0.27)  # four standard deviations
 
 
 def test_share_of_parameters_in_doubt() -> None:
