@@ -171,11 +171,10 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
     if (any_lane(!(care.farthest < kSure && care.zeros == 0.0f))) {
       v_codes = clear_zeros(w, v_factor, v_codes);
       if (!(care.farthest < kSure)) {
-        const Rounding rounding{false, step};
         if constexpr (kRounded)
           for (int i = 0; i < kVector; ++i) w[i] = sqrt(x.v[i]);
-        m_codes = encode_exactly<StateKind::kPower, true>(x.m, m_factor, at.position(), rounding);
-        v_codes = encode_exactly<StateKind::kPower, false>(w, v_factor, at.position(), rounding);
+        m_codes = encode_exactly<StateKind::kPower, true>(x.m, m_factor, at.position(), dithers);
+        v_codes = encode_exactly<StateKind::kPower, false>(w, v_factor, at.position(), dithers);
       }
     }
     if (at.exists()) store_codes(at.tensor.exp_avg, whole_vector(), m_codes);

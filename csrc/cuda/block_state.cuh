@@ -168,10 +168,10 @@ MEMKERN_DEVICE Encoded estimate(const float (&x)[kVector], float factor, int j, 
   return {{factor == 0.0f ? 0 : codes.x, factor == 0.0f ? 0 : codes.y}, farthest < 0.5f - kMaxError};
 }
 
-// Codes by the formulas of core/, for any values. j: the first element's index in its block.
-template <StateKind Kind, bool Signed> MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector],
-                                                                           float factor, int j,
-                                                                           const Rounding& rounding) {
+// Codes by the formulas of core/, for any values. j: the first element's index in its block. rounding:
+// Rounding, or DitherTable (whole_blocks.cuh).
+template <StateKind Kind, bool Signed, class Dithers>
+MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int j, const Dithers& rounding) {
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {

@@ -108,7 +108,11 @@ template <class P, class G> struct WholeVectors {
 struct DitherTable {
   // Of elements 0 to 3 of each lane, then of elements 4 to 7: loads of 16 bytes without bank conflicts.
   using Row = uint4[2][kWholeBlock / kVector];
-  Row u, rest, twice_rest;
+  Row us, rests, twice_rests;
+
+  template <class Words> static MEMKERN_DEVICE auto& word(Words& row, int j) {
+    return (&row[j / 4 % 2][j / kVector].x)[j % 4];
+  }
 
   // All threads call it.
   MEMKERN_DEVICE void fill(uint32_t step) {
@@ -118,9 +122,9 @@ struct DitherTable {
       const int j = first + static_cast<int>(threadIdx.x);
       if (kThreads > kWholeBlock && j >= kWholeBlock) break;
       const float rest_of_j = rounding.rest(j);
-      word(u, j) = bits_of(rounding.u(j));
-      word(rest, j) = bits_of(rest_of_j);
-      word(twice_rest, j) = bits_of(2.0f * rest_of_j);
+      word(us, j) = bits_of(rounding.u(j));
+      word(rests, j) = bits_of(rest_of_j);
+      word(twice_rests, j) = bits_of(2.0f * rest_of_j);
     }
     __syncthreads();
   }
@@ -135,8 +139,10 @@ struct DitherTable {
     }
   }
 
- private:
-  static MEMKERN_DEVICE uint32_t& word(Row& row, int j) { return (&row[j / 4 % 2][j / kVector].x)[j % 4]; }
+  // For encode_exactly(), as Rounding has them.
+  static constexpr bool nearest = false;
+  MEMKERN_DEVICE float u(int j) const { return float_of(word(us, j)); }
+  MEMKERN_DEVICE float rest(int j) const { return float_of(word(rests, j)); }
 };
 
 MEMKERN_DEVICE DitherTable& dither_table() {
@@ -180,8 +186,8 @@ MEMKERN_DEVICE void least_and_most(const float (&x)[kVector], float& least, floa
 MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, const DitherTable& dithers,
                                    int lane) {
   float rest[kVector], twice_rest[kVector];
-  DitherTable::load(dithers.rest, lane, rest);
-  DitherTable::load(dithers.twice_rest, lane, twice_rest);
+  DitherTable::load(dithers.rests, lane, rest);
+  DitherTable::load(dithers.twice_rests, lane, twice_rest);
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) code[i] = signed_code(m[i], factor, rest[i], twice_rest[i]);
@@ -199,7 +205,7 @@ template <int Levels, bool Approximate> constexpr float kCertain =
 MEMKERN_DEVICE Codes estimate_positive(const float (&w)[kVector], float factor, const DitherTable& dithers,
                                        int lane, float& farthest) {
   float u[kVector];
-  DitherTable::load(dithers.u, lane, u);
+  DitherTable::load(dithers.us, lane, u);
   uint32_t code[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
