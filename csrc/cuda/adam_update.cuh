@@ -44,7 +44,7 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
     m = load_codes(t.exp_avg, span);
     if constexpr (Kind != StateKind::kPower4) v = load_codes(t.exp_avg_sq, span);
   });
-  if constexpr (Kind == StateKind::kPower4) v = load_packed(t.exp_avg_sq, v_at);
+  if constexpr (Kind == StateKind::kPower4) v = unpack_pairs(load_pairs(t.exp_avg_sq, v_at));
   AdamVector x;
   join_weights(t, param_type, p, x.p);
   to_floats(g, grad_type, x.g);

@@ -14,13 +14,14 @@ struct AdamLoaded {
 };
 
 // A tile's vectors, with the constants that all of them need.
-template <class Scalars, class P, class G> struct AdamWhole : WholeVectors<P, G> {
+template <class Scalars, class P, class G, StateKind Kind = StateKind::kPower> struct AdamWhole
+    : WholeVectors<Kind, P, G> {
   Scalars s;
   bool plain;
 
   template <class Work> MEMKERN_DEVICE AdamWhole(const Work& work, P param_type, G grad_type)
-      : WholeVectors<P, G>(work, param_type, grad_type, work.scalars.scalars.beta1,
-                           work.scalars.scalars.root_beta2),
+      : WholeVectors<Kind, P, G>(work, param_type, grad_type, work.scalars.scalars.beta1,
+                                 work.scalars.scalars.root_beta2),
         s(work.scalars.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
@@ -42,7 +43,7 @@ template <class Scalars, class P, class G> struct AdamWhole : WholeVectors<P, G>
     const Span at{blocks * kWholeBlock, kVector, true};
     return {__ldcs(this->scale + blocks), load_weights(this->tensor, this->param_type, at),
             load_raw(this->grad, this->grad_type, at), load_codes(this->tensor.exp_avg, at),
-            load_codes(this->tensor.exp_avg_sq, at)};
+            load_root_codes<Kind>(this->tensor.exp_avg_sq, blocks)};
   }
 
   MEMKERN_DEVICE AdamVector update(const AdamLoaded& loaded) const {
@@ -53,7 +54,7 @@ template <class Scalars, class P, class G> struct AdamWhole : WholeVectors<P, G>
     join_weights(this->tensor, this->param_type, p, x.p);
     to_floats(g, this->grad_type, x.g);
     decode<StateKind::kPower, true>(m, m_unit, x.m);
-    decode_root(v, v_unit, x.v);
+    decode_root<Kind>(v, v_unit, x.v);
 #pragma unroll
     for (float& w : x.v) w = w * w;
     adam_update_moments(x, s, plain);
@@ -124,12 +125,12 @@ struct AdamCare {
   }
 };
 
-template <class Rule, class P, class G>
+template <StateKind Kind, class Rule, class P, class G>
 MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
                                       G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
-  constexpr float kSure = kCertain<kPowerLevelsUnsigned, kRounded>;
-  AdamWhole<typename Rule::Scalars, P, G> at(work, param_type, grad_type);
+  constexpr float kSure = kCertain<kLevels<Kind, false>, kRounded>;
+  AdamWhole<typename Rule::Scalars, P, G, Kind> at(work, param_type, grad_type);
   const auto& s = at.s;
   const uint32_t step = work.scalars.step;
   const float max_radicand = fast_scalars(s, kRounded) ? kMaxRadicand : -1.0f;
@@ -173,12 +174,12 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
       if (!(care.farthest < kSure)) {
         if constexpr (kRounded)
           for (int i = 0; i < kVector; ++i) w[i] = sqrt(x.v[i]);
-        m_codes = encode_exactly<StateKind::kPower, true>(x.m, m_factor, at.position(), dithers);
-        v_codes = encode_exactly<StateKind::kPower, false>(w, v_factor, at.position(), dithers);
+        m_codes = encode_exactly<Kind, true>(x.m, m_factor, at.position(), dithers);
+        v_codes = encode_exactly<Kind, false>(w, v_factor, at.position(), dithers);
       }
     }
     if (at.exists()) store_codes(at.tensor.exp_avg, whole_vector(), m_codes);
-    if (at.exists()) store_codes(at.tensor.exp_avg_sq, whole_vector(), v_codes);
+    if (at.exists()) store_root_codes<Kind>(at.tensor.exp_avg_sq, v_codes);
     if (at.stores_scale()) __stcs(at.scale, scale);
   });
 }
@@ -187,9 +188,9 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
 template <StateKind Kind, class Rule, class P, class G, class Group>
 MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                 Group group) {
-  if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
+  if constexpr (is_power(Kind) && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(has_whole_blocks(work.tensor, work.grad)))
-      return adam_update_whole<Rule>(work, param_type, grad_type);
+      return adam_update_whole<Kind, Rule>(work, param_type, grad_type);
   adam_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 

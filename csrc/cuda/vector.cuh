@@ -168,21 +168,24 @@ MEMKERN_DEVICE Span packed_span(int64_t byte, int n, bool aligned) {
   return {byte, n, aligned && n == kVector && byte % 4 == 0};
 }
 
-// Codes of 4 bits as those of 8, and back. at: packed_span().
-MEMKERN_DEVICE Codes load_packed(const void* array, const Span& at) {
+// A vector of codes of 4 bits as it is in memory. at: packed_span().
+MEMKERN_DEVICE uint32_t load_pairs(const void* array, const Span& at) {
   const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
+  if (at.whole) return __ldcs(reinterpret_cast<const uint32_t*>(p));
   uint32_t pairs = 0;
-  if (at.whole) {
-    pairs = __ldcs(reinterpret_cast<const uint32_t*>(p));
-  } else {
 #pragma unroll
-    for (int i = 0; i < kVector; i += 2)
-      if (i < at.n) pairs |= static_cast<uint32_t>(p[i / 2]) << 4 * i;
-  }
+  for (int i = 0; i < kVector; i += 2)
+    if (i < at.n) pairs |= static_cast<uint32_t>(p[i / 2]) << 4 * i;
+  return pairs;
+}
+
+// As codes of 8 bits.
+MEMKERN_DEVICE Codes unpack_pairs(uint32_t pairs) {
   const uint32_t first = pairs & 0x0F0F0F0Fu, second = pairs >> 4 & 0x0F0F0F0Fu;
   return {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
 }
 
+// Stores codes of 8 bits as those of 4.
 MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes) {
   uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
   const uint32_t pairs = __byte_perm(codes.x, codes.y, 0x6420) | __byte_perm(codes.x, codes.y, 0x7531) << 4;

@@ -48,7 +48,7 @@ struct ScaleFormula {
 };
 
 // A lane's vectors in the blocks of a tile, one after the other; 16 lanes share a block.
-template <class P, class G> struct WholeVectors {
+template <StateKind Kind, class P, class G> struct WholeVectors {
   static constexpr int kLanes = kWholeBlock / kVector, kGroups = kThreads / kLanes;
   TensorRecord tensor;  // these three point to the vector, and to its block's scale
   const void* grad;
@@ -69,7 +69,7 @@ template <class P, class G> struct WholeVectors {
         lane(threadIdx.x % kLanes),
         rounds(same_in_all_lanes((work.tile.blocks + kGroups - 1) / kGroups)),
         left(work.tile.blocks - static_cast<int>(threadIdx.x) / kLanes) {
-    const float levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
+    const float levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
     formula = {levels * levels, 1.0f / (levels * levels), half.pick(m_decay, w_decay), half.upper};
     const int64_t block = work.tile.first_block + (left > 0 ? threadIdx.x / kLanes : 0);
     scale = half.pick(tensor.exp_avg_scale, tensor.exp_avg_sq_scale) + block;
@@ -91,14 +91,14 @@ template <class P, class G> struct WholeVectors {
 
  private:
   MEMKERN_DEVICE void move(int64_t elements) {
-    const auto forward = [&](auto* array, int bytes) {
-      return static_cast<decltype(array)>(static_cast<char*>(const_cast<void*>(array)) + elements * bytes);
+    const auto forward = [](auto* array, int64_t bytes) {
+      return static_cast<decltype(array)>(static_cast<char*>(const_cast<void*>(array)) + bytes);
     };
-    tensor.param = forward(tensor.param, param_type == FloatType::kFp32 ? 4 : 2);
-    grad = forward(grad, grad_type == FloatType::kFp32 ? 4 : 2);
-    tensor.exp_avg = forward(tensor.exp_avg, 1);
-    tensor.exp_avg_sq = forward(tensor.exp_avg_sq, 1);
-    tensor.weight_state = forward(tensor.weight_state, weight_state_bytes(tensor.weight_storage));
+    tensor.param = forward(tensor.param, elements * (param_type == FloatType::kFp32 ? 4 : 2));
+    grad = forward(grad, elements * (grad_type == FloatType::kFp32 ? 4 : 2));
+    tensor.exp_avg = forward(tensor.exp_avg, elements);
+    tensor.exp_avg_sq = forward(tensor.exp_avg_sq, Kind == StateKind::kPower4 ? elements / 2 : elements);
+    tensor.weight_state = forward(tensor.weight_state, elements * weight_state_bytes(tensor.weight_storage));
   }
 };
 
@@ -150,9 +150,26 @@ MEMKERN_DEVICE DitherTable& dither_table() {
   return table;
 }
 
+// A vector of a second moment's codes, so many blocks on, as it is in memory: in 4 bits just the first word.
+template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, int blocks) {
+  if constexpr (Kind == StateKind::kPower4)
+    return {load_pairs(array, packed_span(blocks * kWholeBlock / 2, kVector, true)), 0};
+  else
+    return load_codes(array, {blocks * kWholeBlock, kVector, true});
+}
+
+template <StateKind Kind> MEMKERN_DEVICE void store_root_codes(void* array, const Codes& codes) {
+  if constexpr (Kind == StateKind::kPower4)
+    store_packed(array, whole_vector(), codes);
+  else
+    store_codes(array, whole_vector(), codes);
+}
+
 // decode<kPower, false>: unit * (q * q), rounded once. q * q is added to the bits of 2^23, and the fused
 // product takes 2^23 * unit off again, which is exact as no scale of a second moment's root is above 2^64.
-MEMKERN_DEVICE void decode_root(const Codes& codes, float unit, float (&w)[kVector]) {
+template <StateKind Kind>
+MEMKERN_DEVICE void decode_root(const Codes& loaded, float unit, float (&w)[kVector]) {
+  const Codes codes = Kind == StateKind::kPower4 ? unpack_pairs(loaded.x) : loaded;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const uint32_t q = __byte_perm(i < 4 ? codes.x : codes.y, 0, 0x4440u + i % 4);

@@ -120,11 +120,12 @@ def test_bf16_weights(compiled: Compiled, name: str, weights: tuple[int, int]) -
 
 
 @over_compiled
-@pytest.mark.parametrize("weights", [(0, 0), (2, 1)])
-def test_second_moments_in_4_bits(compiled: Compiled, weights: tuple[int, int]) -> None:
-    dtype = torch.bfloat16 if any(weights) else torch.float32
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.float32, (0, 0)), (torch.bfloat16, (0, 0)), (torch.bfloat16, (2, 1))]
+)
+def test_second_moments_in_4_bits(compiled: Compiled, dtype: torch.dtype, weights: tuple[int, int]) -> None:
     args = drive.step_args(
-        "adam_step_", dtype, dtype, codec=(2, 2), layouts=SOME_LAYOUTS, weights=weights
+        "adam_step_", dtype, dtype, codec=(2, 2), layouts=((9, 128), *SOME_LAYOUTS), weights=weights
     )._replace(**drive.scaler())
     expected = drive.cloned(args)
     for step in range(2):

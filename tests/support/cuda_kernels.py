@@ -50,9 +50,12 @@ PATHS = {
     ),
     "AdamW fp32, v in 4 bits": (
         "adam_tiles<3, 0>",
-        PACKED | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5},
+        PACKED | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34},
     ),
-    "AdamW bf16, v in 4 bits": ("adam_tiles<3, 0>", PACKED | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+    "AdamW bf16, v in 4 bits": (
+        "adam_tiles<3, 0>",
+        PACKED | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 8, "MUFU": 34},
+    ),
     "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
     "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
 }

@@ -21,7 +21,7 @@ from memkern.quant.codec import POWER4
 from memkern.quant.layout import layout_of
 from memkern.schemas import STEP_OPS, WEIGHT_STATES, StepArgs
 from tests.support.activation_kernels import compare_activations
-from tests.support.helpers import FLOATS, LAYOUTS, assert_same, like, tensor
+from tests.support.helpers import FLOATS, LAYOUTS, assert_same, hard, like, tensor
 from tests.support.simt import build
 from tests.support.step_lists import MOMENTS, pack
 
@@ -71,11 +71,16 @@ def step_args(
     weights: tuple[int, int] = (0, 0),
     **override: Any,
 ) -> StepArgs:
-    """A tensor of each layout, every third with fp32 states, in two groups, of which Adam's may be in POWER4 codes.
+    """A tensor of each layout or shape, every third with fp32 states, in two groups; ``codec``: theirs.
 
     ``weights``: the groups' weight_storage. ``override``: other hyperparameters.
     """
-    params = [tensor(layout, param, seed=i, scale=0.1) for i, layout in enumerate(layouts)]
+    params = [
+        tensor(layout, param, seed=i, scale=0.1)
+        if isinstance(layout, str)
+        else hard(layout, i, scale=0.1).to(param)
+        for i, layout in enumerate(layouts)
+    ]
     coded = [i % 3 != 2 for i in range(len(params))]
     lists: dict[str, Any] = HYPERPARAMETERS[name] | override
     for moment, signed in zip(MOMENTS, STEP_OPS[name].moments.values(), strict=False):
