@@ -90,6 +90,8 @@ BYTES = {
 KERNELS = {
     "AdamW fp32": "adam_tiles<1, 0>",
     "AdamW bf16": "adam_tiles<1, 0>",
+    "AdamW fp32, v in 4 bits": "adam_tiles<3, 0>",
+    "AdamW bf16, v in 4 bits": "adam_tiles<3, 0>",
     "Lion fp32": "lion_tiles<1, 0>",
     "Lion bf16": "lion_tiles<1, 0>",
     "LAMB norms fp32": "lamb_norm_tiles<1, 0>",
@@ -109,19 +111,19 @@ def record() -> dict[str, Any]:
 
 # A warp's 256 elements take the slow path if a code of the second moment is in doubt: its root plus dither within
 # a distance of an integer (kCertain in csrc/cuda/whole_blocks.cuh). The dither is uniform, so for any moments it is
-# this share of the elements, and of the warps.
-def distance_in_doubt(levels: int, bf16: bool) -> float:
-    return (11 if bf16 else 7) * (levels + 1) * 2**-25
+# this share of the elements, and of the warps. With 15 levels in place of 255 it is a sixteenth, and left out.
+def distance_in_doubt(bf16: bool) -> float:
+    return (11 if bf16 else 7) * 256 * 2**-25
 
 
-def codes_in_doubt(levels: int, bf16: bool) -> float:
+def codes_in_doubt(bf16: bool) -> float:
     """Share of the warps."""
-    return 1 - (1 - 2 * distance_in_doubt(levels, bf16)) ** 256
+    return 1 - (1 - 2 * distance_in_doubt(bf16)) ** 256
 
 
 SLOW = {
-    "AdamW fp32": ("AdamW fp32, code in doubt", codes_in_doubt(255, bf16=False)),
-    "AdamW bf16": ("AdamW bf16, code in doubt", codes_in_doubt(255, bf16=True)),
+    "AdamW fp32": ("AdamW fp32, code in doubt", codes_in_doubt(bf16=False)),
+    "AdamW bf16": ("AdamW bf16, code in doubt", codes_in_doubt(bf16=True)),
 }
 
 

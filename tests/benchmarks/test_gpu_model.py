@@ -44,9 +44,9 @@ def test_share_of_codes_in_doubt(bf16: bool) -> None:
     spread = torch.randn(16_384, 128, generator=generator, dtype=torch.float64).exp()
     root = 255 * (spread / spread.amax(1, keepdim=True)).sqrt()
     code = root.clamp(min=1) + torch.rand(root.shape, generator=generator, dtype=torch.float64)
-    doubt = (code - code.round()).abs() < gpu_model.distance_in_doubt(255, bf16)
+    doubt = (code - code.round()).abs() < gpu_model.distance_in_doubt(bf16)
     share = float(doubt.view(-1, 256).any(1).double().mean())
-    assert share == pytest.approx(gpu_model.codes_in_doubt(255, bf16), rel=0.27)  # four standard deviations
+    assert share == pytest.approx(gpu_model.codes_in_doubt(bf16), rel=0.27)  # four standard deviations
 
 
 def test_share_of_parameters_in_doubt() -> None:
