@@ -15,6 +15,7 @@ import torch
 import memkern
 from memkern import optim
 from tests.fixtures import make_checkpoints, make_hashes
+from tests.support.helpers import slow_fp64
 
 ISAS = ("generic", "avx2", "avx512")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,13 +60,7 @@ def _param(backend: str, *values: Any, slow: bool = False) -> Any:
 # ---- results
 
 HASHES = json.loads(make_hashes.FILE.read_text())
-QUICK = (
-    "AdamW8bit",
-    "activations",
-    "blockwise",
-    "affine",
-    "linear",
-)  # the reference takes 40 s for all of them
+QUICK = ("AdamW", "activations", "blockwise", "affine", "linear")  # the reference takes 40 s for all groups
 
 
 @pytest.mark.parametrize(
@@ -78,6 +73,8 @@ QUICK = (
     ],
 )
 def test_results_are_those_of_earlier_versions(backend: str, group: str) -> None:
+    if group.startswith(("LAMB", "LARS")) and slow_fp64(backend):
+        pytest.skip("norms of this GPU have other last bits than the reference's")
     cases = make_hashes.GROUPS[group]()
     assert [*cases] == [*HASHES[group]], "cases were added or removed: see fixtures/make_hashes.py"
     wrong = []
