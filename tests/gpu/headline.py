@@ -1,8 +1,8 @@
 """Headline times, each beside torch's own and others' that are installed: ``python -m tests.gpu.headline cuda|triton``.
 
 AdamW8bit, Lion8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32 and
-bf16; 3-bit GELU; the gradients' norm. A line of JSON for each contender, as soon as its case is measured
-(benchmarks/harness.py says how); "copy_share" is the share of the copy rate of the same minute.
+bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. A line of JSON for each contender, as soon as its
+case is measured (benchmarks/harness.py says how); "copy_share" is the share of the copy rate of the same minute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memkern import _ops
 
 LARGE = 10**9
 ELEMENTS = 2**28  # of an activation
-BYTES_PER_PARAMETER = 80  # of all contenders of a case together, in fp32
+BYTES_PER_PARAMETER = 90  # of all contenders of a case together, in fp32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 0.6  # of a contender's calls
 ROUNDS = 20
@@ -36,6 +36,7 @@ FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), nothing)
 FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), nothing)
 OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
+        ("memkern AdamW, 8 and 4 bits", of("memkern.optim", "AdamW", state_bits=(8, 4)), nothing),
         FUSED,
         FOREACH,
         ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), nothing),
@@ -94,6 +95,29 @@ def gelu(elements: int, dtype: str, device: str) -> harness.Case:
     return harness.Case(f"GELU, {dtype}", elements, contenders)
 
 
+def saved(elements: int, dtype: str, device: str) -> harness.Case:
+    """Power codes of what compress saves, and back; torch's copy to 8-bit floats without scales as what is possible."""
+
+    def subject(call: Callable[[torch.Tensor], Callable[[], object]]) -> Callable[[], harness.Subject]:
+        def setup() -> harness.Subject:
+            x = torch.randn(elements, device=device).to(DTYPES[dtype])
+            return harness.Subject(call(x), lambda: x.nbytes + elements)
+
+        return setup
+
+    def values(x: torch.Tensor) -> Callable[[], object]:
+        codes, scale = _ops.quantize_blockwise(x, "power", True, 128, None)
+        return lambda: _ops.dequantize_blockwise(codes, scale, "power", 128, x.dtype)
+
+    calls: dict[str, Callable[[torch.Tensor], Callable[[], object]]] = {
+        "memkern power codes": lambda x: lambda: _ops.quantize_blockwise(x, "power", True, 128, None),
+        "memkern values of power codes": values,
+        "torch float8_e4m3fn": lambda x: lambda: x.to(torch.float8_e4m3fn),
+    }
+    contenders = [harness.Contender(name, subject(call)) for name, call in calls.items()]
+    return harness.Case(f"saved tensors, {dtype}", elements, contenders)
+
+
 def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness.Case]:
     """In the order in which they are wanted should the time run out."""
     one, many = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)
@@ -101,6 +125,7 @@ def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness
         yield steps("AdamW8bit", one, dtype, device)
         yield gelu(elements, dtype, device)
         yield steps("AdamW8bit", many, dtype, device)
+        yield saved(elements, dtype, device)
     for dtype in ("bf16", "fp32"):
         for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
             yield steps(name, one, dtype, device)
