@@ -29,7 +29,7 @@ test-all: lint
 
 # By hand: installs, long runs, whole models, every architecture. The outcome is committed.
 test-long: $(VENV)/.installed
-	$(PYTEST) -m "long and not gpu" --outcomes tests/fixtures/long.csv $(PYTEST_ARGS)
+	$(PYTEST) -m "long and not gpu" --outcomes benchmarks/results/long-tests.csv $(PYTEST_ARGS)
 
 # What works with which version of which framework: the tests marked so, their outcomes, and the table in docs/.
 frameworks: $(VENV)/.installed
