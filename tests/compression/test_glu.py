@@ -167,6 +167,7 @@ def test_what_only_looks_like_it_is_left_alone(model: nn.Module) -> None:
     assert type(model) is was
 
 
+@pytest.mark.full
 def test_mixtral_s_experts() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}

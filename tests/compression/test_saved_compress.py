@@ -98,6 +98,7 @@ def test_gpt2_block() -> None:
     assert per_token() <= 12_000
 
 
+@pytest.mark.full
 def test_copies_and_pickles_have_it_too() -> None:
     model, x = Model(), ids()
     keys = list(model.state_dict())
