@@ -189,9 +189,9 @@ template <int Fn> bool fast_forward(const Tensor& x, const Elementwise& t, float
   if (t.type == FloatType::kBf16) {
     if (!t.aligned || t.numel < kTableNumel) return false;
     const int64_t blocks = resident_blocks_for(t, kTableThreads);
-    const bool torchs = has_torch_results<Fn>(x, stream);
+    const bool from_torch = has_torch_results<Fn>(x, stream);
     with_bits(thresholds.bits, [&](auto bits) {
-      launch_checked<kTableThreads>(kName, forward_by_table<Fn, bits()>, blocks, stream, t, torchs,
+      launch_checked<kTableThreads>(kName, forward_by_table<Fn, bits()>, blocks, stream, t, from_torch,
                                     encode_table(thresholds));
     });
     return true;

@@ -45,26 +45,25 @@ static __global__ void __launch_bounds__(kThreads) keep_results(const uint16_t* 
 // The result in the upper half; bit p of the code at 4 p, so that those of four elements, each shifted by one
 // more, add up to nibbles of the planes. Without torch's results, and for the last pair, which stands for all
 // beyond it, by the formula.
-template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool torchs, const EncodeTable& thresholds) {
+template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool from_torch, const EncodeTable& thresholds) {
   const float x[1] = {float_of(table_value(i) << 16)};
   const Planes planes = encode(x, thresholds);
   const uint32_t code = (planes & 1) | (planes >> 4 & 0x10) | (planes >> 8 & 0x100) | (planes >> 12 & 0x1000);
-  if (torchs && i < Bf16Range::kEntries - 2)
+  if (from_torch && i < Bf16Range::kEntries - 2)
     return static_cast<uint32_t>(torch_results[Fn == kGeluTanh][i]) << 16 | code;
   return to_bf16x2(0.0f, activate<Fn>(x[0], 0.0f, 0.0f)) | code;
 }
 
 // Looks up a vector: its results, and the planes of its codes.
 MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
-  using Range = Bf16Range;
   uint32_t nibbles[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kVector / 2; ++i) {
     const uint32_t pair = raw.word[i], magnitude = pair & both(0x7FFF);
     const uint32_t clamped =
-        min_bf16x2(max_bf16x2(magnitude, both(Range::kFirst)), both(Range::kHigh));  // NaN: kFirst
+        min_bf16x2(max_bf16x2(magnitude, both(Bf16Range::kFirst)), both(Bf16Range::kHigh));  // NaN: kFirst
     // In bytes, of both.
-    const uint32_t place = ((clamped - both(Range::kFirst)) << 3) | (less_bf16x2(pair, 0) & both(4));
+    const uint32_t place = ((clamped - both(Bf16Range::kFirst)) << 3) | (less_bf16x2(pair, 0) & both(4));
     const char* bytes = reinterpret_cast<const char*>(table);
     const uint32_t low = *reinterpret_cast<const uint32_t*>(bytes + (place & 0xFFFF)),
                    high = *reinterpret_cast<const uint32_t*>(bytes + (place >> 16));
@@ -72,8 +71,8 @@ MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
     // NaN and -inf become NaN; to others -0 is added.
     uint32_t y = fma_bf16x2(magnitude, both(0x8000), __byte_perm(low, high, 0x7632));
     const uint32_t half = fma_bf16x2(pair, both(0x3F00), both(0x8000));
-    const uint32_t small = less_bf16x2(magnitude, both(Range::kLow)),
-                   not_large = less_bf16x2(pair, both(Range::kIdentity));
+    const uint32_t small = less_bf16x2(magnitude, both(Bf16Range::kLow)),
+                   not_large = less_bf16x2(pair, both(Bf16Range::kIdentity));
     y = (half & small) | (y & ~small);
     raw.word[i] = (y & not_large) | (pair & ~not_large);
   }
@@ -84,11 +83,11 @@ MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
 }
 
 template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTableBlocks)
-    forward_by_table(Elementwise t, bool torchs, const __grid_constant__ EncodeTable thresholds) {
+    forward_by_table(Elementwise t, bool from_torch, const __grid_constant__ EncodeTable thresholds) {
   constexpr ConstantType<FloatType::kBf16> type;
   __shared__ uint32_t table[Bf16Range::kEntries];
   for (int i = threadIdx.x; i < Bf16Range::kEntries; i += kTableThreads)
-    table[i] = table_entry<Fn>(i, torchs, thresholds);
+    table[i] = table_entry<Fn>(i, from_torch, thresholds);
   __syncthreads();
 
   for_each_vector<kTableThreads>(t, t.plane, [&](const Span& at, int64_t vector) {

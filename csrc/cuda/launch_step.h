@@ -117,7 +117,7 @@ template <class Group, class Scalars> struct UploadedStep {
 template <class Group, class Scalars>
 UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& header,
                                          const std::vector<Group>& groups, const StepEntries& entries,
-                                         const Tensor& first, cudaStream_t stream, int resident_blocks,
+                                         const Tensor& first, cudaStream_t stream, int step_blocks,
                                          size_t bytes_per_tile = 0) {
   static_assert(std::has_unique_object_representations_v<TensorRecord>,
                 "padding would differ from step to step");
@@ -129,7 +129,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
   UploadedStep<Group, Scalars> step;
   int64_t numel = 0;
   for (const StepTensor& tensor : entries.tensors) numel += tensor.layout.numel;
-  const int tile = tile_elements(numel, resident_blocks * multiprocessors());
+  const int tile = tile_elements(numel, step_blocks * multiprocessors());
   *image.at<StepHeader>(header_at) = header;
   std::copy(groups.begin(), groups.end(), image.at<Group>(groups_at));
   for (size_t i = 0; i < n; ++i) {

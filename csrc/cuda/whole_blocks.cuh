@@ -49,7 +49,7 @@ struct ScaleFormula {
 
 // A lane's vectors in the blocks of a tile, one after the other; 16 lanes share a block.
 template <StateKind Kind, class P, class G> struct WholeVectors {
-  static constexpr int kLanes = kWholeBlock / kVector, kGroups = kThreads / kLanes;
+  static constexpr int kLanes = kWholeLanes, kGroups = kThreads / kLanes;
   TensorRecord tensor;  // these three point to the vector, and to its block's scale
   const void* grad;
   float* scale;
@@ -107,7 +107,7 @@ template <StateKind Kind, class P, class G> struct WholeVectors {
 // instruction.
 struct DitherTable {
   // Of elements 0 to 3 of each lane, then of elements 4 to 7: loads of 16 bytes without bank conflicts.
-  using Row = uint4[2][kWholeBlock / kVector];
+  using Row = uint4[2][kWholeLanes];
   Row us, rests, twice_rests;
 
   template <class Words> static MEMKERN_DEVICE auto& word(Words& row, int j) {
