@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import backend, reference
+from .compiling import assume_constant_result
 from .fewbit.levels import Levels, Valley
 from .quant.codec import CODECS
 from .quant.layout import laid_out_alike
@@ -101,9 +102,12 @@ def _register() -> None:
 _register()
 
 
-@torch.compiler.assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
+@assume_constant_result  # TorchDynamo would trace into the file system; asked_for guards the answer
 def _namespace(device: torch.device, asked_for: str | None) -> str:
-    return NAMESPACES[backend.select(device)]
+    name = backend.select(device)
+    if name == "reference":
+        backend.warn_of_reference(device.type, asked_for)
+    return NAMESPACES[name]
 
 
 def _op(name: str, device: torch.device) -> Any:
@@ -120,24 +124,6 @@ def dequantize_blockwise(
     codes: Tensor, scale: Tensor, codec: str, block_size: int, dtype: torch.dtype
 ) -> Tensor:
     return _op("dequantize_blockwise", codes.device)(codes, scale, CODECS[codec], block_size, dtype)
-
-
-def quantize_affine(
-    x: Tensor, low: Tensor | None, high: Tensor | None, bits: int, block_size: int | None, seed: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _op("quantize_affine", x.device)(x, low, high, bits, block_size, seed)
-
-
-def dequantize_affine(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    bits: int,
-    block_size: int | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return _op("dequantize_affine", codes.device)(codes, scale, zero_point, bits, block_size, shape, dtype)
 
 
 def _nothing_watches(params: Sequence[Tensor]) -> bool:

@@ -190,6 +190,21 @@ def _from_environment() -> str | None:
 _chosen: dict[str | torch.device, str] = {}
 
 
+@functools.cache  # once
+def warn_of_reference(kind: str, asked_for: str | None) -> None:
+    """Says that plain PyTorch runs where nobody has asked for it and there are kernels for the type of device."""
+    if (
+        asked_for or _from_environment() or kind not in PREFERENCE or shadowed()
+    ):  # the last has been warned of
+        return
+    log.warning(
+        "%s tensors run in plain PyTorch, which can be tens of times slower than compiled kernels: %s "
+        "(MEMKERN_BACKEND=reference chooses it, without this warning)",
+        kind,
+        _missing(PREFERENCE[kind][0]),
+    )
+
+
 def _automatic(device: str | torch.device) -> str:
     if name := _chosen.get(device):
         return name

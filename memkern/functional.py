@@ -5,10 +5,10 @@ function saves the code of the nearest of ``2^bits`` levels of its derivative, a
 element and less than 64 bytes more, where torch saves the input. Gradient: ``grad * level``, a fp32 product rounded
 once. The levels and their errors: :mod:`memkern.fewbit.tables`, from :func:`memkern.nn.fit_levels`.
 
-fp32, bf16 and fp16, any shape and strides. Nothing is saved under ``no_grad`` or ``inference_mode``, or where the input
-needs no gradient. torch.func.grad and vmap go through them; double backward, forward-mode AD and ONNX export raise,
-and name the way out. A NaN input gives NaN in the output; its gradient is multiplied by one of
-the levels.
+fp32, bf16 and fp16, any shape and strides. A fp64 input that needs a gradient raises TypeError. Nothing is saved under
+``no_grad`` or ``inference_mode``, or where the input needs no gradient. torch.func.grad and vmap go through them.
+Double backward, forward-mode AD and ONNX export raise, and name the way out. A NaN input gives NaN in the output; its
+gradient is multiplied by one of the levels.
 
 torch saves the output of tanh, sigmoid, ReLU, leaky ReLU in place and hardtanh in place, or their input. Often the
 layer that follows saves the same tensor; then memory does not shrink, and the codes come on top.
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from .autograd import apply, constant, needs_gradient
+from .backend import select
+from .compiling import assume_constant_result
 from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .cross_entropy import linear_cross_entropy
 from .fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
@@ -29,6 +31,7 @@ from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
 from .fewbit.tables import LEVELS, VALLEYS
 from .quant.codec import ACTIVATIONS
+from .quant.layout import FLOATS
 from .randomized.linear import randomized_linear
 from .reference.activation import activate
 
@@ -53,11 +56,17 @@ __all__ = [
 ]
 
 
+# torch.fx records a call of these as one node, and does not look inside, where what is done depends on values.
+for _name in ("_apply", "_codes_or_output", "few_bit", "glu", "linear_cross_entropy", "mlp"):
+    torch.fx.wrap(_name)
+
+
 def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: bool = False) -> Tensor:
     # a and b without defaults: with dynamic=True, TorchDynamo would make variables of them.
     fn = ACTIVATIONS[name]
     if not needs_gradient(x):
         return activate(x, fn, a, b, inplace)
+    _check_dtype(x)
     if inplace and torch._C._are_functorch_transforms_active():
         return x.copy_(apply(Codes, x, fn, a, b, table))  # vmap's examples are copies
     if inplace and x.is_leaf:
@@ -67,24 +76,35 @@ def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: boo
     return apply(CodesInPlace if inplace else Codes, x, fn, a, b, table)
 
 
+def _check_dtype(x: Tensor) -> None:
+    if x.dtype not in FLOATS and select(x.device) != "reference":
+        raise TypeError(
+            f"x must be float32, bfloat16 or float16 where it needs a gradient, got {x.dtype}; torch.nn.functional has "
+            "the function for it"
+        )
+
+
 def _levels(name: str, bits: int) -> Levels:
     check_bits(bits)
     return _table(name, bits)
 
 
-@torch.compiler.assume_constant_result  # as for constant()
+@assume_constant_result  # as for constant()
 def _table(name: str, bits: int) -> Levels:
     return LEVELS[name, bits]
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _scaled(name: str, bits: int, factor: float) -> Levels:
     return LEVELS[name, bits].scaled(factor)
 
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
     """``fn(x)`` of any elementwise ``fn``, its derivative saved as codes; :func:`memkern.nn.few_bit` makes a module."""
-    return apply(Wrapped, x, fn, levels) if needs_gradient(x) else fn(x)
+    if not needs_gradient(x):
+        return fn(x)
+    _check_dtype(x)
+    return apply(Wrapped, x, fn, levels)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
@@ -114,6 +134,7 @@ def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool =
     table = _levels(name, bits)
     check_keep(keep, inplace)
     if keep == "output" and needs_gradient(x):
+        _check_dtype(x)
         return apply(Output, x, ACTIVATIONS[name], VALLEYS[name])
     return _apply(x, name, table, 0.0, 0.0, inplace)
 

@@ -136,15 +136,6 @@ SCHEMAS = {
     "dequantize_blockwise": (
         "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
     ),
-    # low, high: the ranges, one per scale; without block_size so many equal runs of memory share one each.
-    "quantize_affine": (
-        "(Tensor x, Tensor? low, Tensor? high, int bits, int? block_size, int? seed=None) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-    "dequantize_affine": (
-        "(Tensor codes, Tensor scale, Tensor zero_point, int bits, int? block_size, int[] shape, "
-        "ScalarType dtype) -> Tensor"
-    ),
     **dict.fromkeys(STEP_OPS, STEP_SCHEMA),
     "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
     "few_bit_encode": "(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor",
@@ -179,41 +170,6 @@ def _fake_dequantize(codes: Tensor, scale: Tensor, codec: int, block_size: int, 
     return torch.empty_like(codes, dtype=dtype)
 
 
-def _fake_quantize_affine(
-    x: Tensor,
-    low: Tensor | None,
-    high: Tensor | None,
-    bits: int,
-    block_size: int | None,
-    seed: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    import torch
-
-    from .quant.layout import layout_of, run_layout
-
-    layout = run_layout(x, low) if block_size is None else layout_of(x, block_size)
-    if bits == 8:
-        codes = torch.empty_like(x, dtype=torch.int8)
-    else:
-        codes = x.new_empty(((x.numel() + 1) // 2,), dtype=torch.uint8)
-    scale = x.new_empty(layout.scale_shape, dtype=torch.float32)
-    return codes, scale, torch.empty_like(scale, dtype=torch.int32)
-
-
-def _fake_dequantize_affine(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    bits: int,
-    block_size: int | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    import torch
-
-    return torch.empty_like(codes, dtype=dtype) if bits == 8 else codes.new_empty(shape, dtype=dtype)
-
-
 def _fake_in_place(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -243,8 +199,6 @@ def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
 FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
-    "quantize_affine": _fake_quantize_affine,
-    "dequantize_affine": _fake_dequantize_affine,
     **dict.fromkeys(STEP_OPS, _fake_in_place),
     "grad_norm_": _fake_in_place,
     "few_bit_encode": _fake_encode,

@@ -17,13 +17,6 @@
                                                          int64_t block_size, std::optional<int64_t> step);  \
   Tensor dequantize_blockwise_##DEVICE(Tensor codes, Tensor scale, int64_t codec, int64_t block_size,       \
                                        ScalarType dtype);                                                   \
-  std::tuple<Tensor, Tensor, Tensor> quantize_affine_##DEVICE(Tensor x, const std::optional<Tensor>& low,   \
-                                                              const std::optional<Tensor>& high,            \
-                                                              int64_t bits,                                 \
-                                                              std::optional<int64_t> block_size,            \
-                                                              std::optional<int64_t> seed);                 \
-  Tensor dequantize_affine_##DEVICE(Tensor codes, Tensor scale, Tensor zero_point, int64_t bits,            \
-                                    std::optional<int64_t> block_size, Ints shape, ScalarType dtype);       \
   MEMKERN_FOR_STEPS(MEMKERN_DECLARE_STEP, DEVICE)                                                           \
   void grad_norm_##DEVICE(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale);      \
   Tensor few_bit_encode_##DEVICE(Tensor x, int64_t bits, Doubles thresholds, Ints flips, int64_t symmetry); \
@@ -40,8 +33,6 @@
 #define MEMKERN_REGISTER_OPS(library, DEVICE)                                               \
   library.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_##DEVICE));     \
   library.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_##DEVICE)); \
-  library.impl("quantize_affine", TORCH_BOX(&memkern::quantize_affine_##DEVICE));           \
-  library.impl("dequantize_affine", TORCH_BOX(&memkern::dequantize_affine_##DEVICE));       \
   MEMKERN_FOR_STEPS(MEMKERN_REGISTER_STEP, library, DEVICE)                                 \
   library.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_##DEVICE));                      \
   library.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_##DEVICE));             \

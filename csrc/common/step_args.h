@@ -54,15 +54,15 @@ class StepArgs {
 };
 
 // Copies each gradient that has its parameter's shape and other strides, as autograd makes some. What does
-// not fit in another way is left to the step's checks.
+// not fit in another way is left to the step's checks, which come after; so is a parameter with gaps.
 inline void align_gradients(StepArgs& args) {
   for (size_t i = 0; i < args.grads.size() && i < args.params.size(); ++i) {
     const Tensor &p = args.params[i], &g = args.grads[i];
     const Shape of_p(p), of_g(g);
     const bool same_sizes =
         of_p.dims == of_g.dims && std::equal(of_p.sizes, of_p.sizes + of_p.dims, of_g.sizes);
-    if (!same_sizes || same_layout(of_g, of_p) || !is_float_type(g.scalar_type()) || g.is_cpu() != p.is_cpu())
-      continue;
+    if (!same_sizes || same_layout(of_g, of_p) || !is_dense(of_p)) continue;
+    if (!is_float_type(g.scalar_type()) || g.is_cpu() != p.is_cpu()) continue;
     Tensor aligned = empty_like(p, g.scalar_type());
     torch::stable::copy_(aligned, g);
     args.grads[i] = aligned;

@@ -105,17 +105,18 @@ struct DeviceOf {
   bool holds(const Tensor& t) const { return on_cpu || (t.get_device() == device && !t.is_cpu()); }
 };
 
-// A tensor as it is where it is dense, else a dense copy.
-inline Tensor dense(const Tensor& x) {
+// Whether a tensor's elements fill one run of memory.
+inline bool is_dense(const Shape& x) {
   BlockLayout layout;
-  const Shape shape(x);
-  return block_layout(shape.sizes, shape.strides, shape.dims, kMinBlockSize, &layout)
-             ? x
-             : torch::stable::contiguous(x);
+  return block_layout(x.sizes, x.strides, x.dims, kMinBlockSize, &layout);
 }
 
-// An empty tensor laid out as x is.
+// A tensor as it is where it is dense, else a dense copy.
+inline Tensor dense(const Tensor& x) { return is_dense(x) ? x : torch::stable::contiguous(x); }
+
+// An empty tensor laid out as x is, which must be dense: the strides of any other lead past numel elements.
 inline Tensor empty_like(const Tensor& x, ScalarType dtype) {
+  STD_TORCH_CHECK(is_dense(x), "empty_like takes a dense tensor");
   Tensor y = torch::stable::new_empty(x, {x.numel()}, dtype);
   AtenTensorHandle view;
   STABLE_TORCH_ERROR_CODE_CHECK(

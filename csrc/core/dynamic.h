@@ -12,15 +12,21 @@ MEMKERN_FN float dynamic_factor(float scale) {
   return is_finite(factor) ? factor : 0.0f;
 }
 
+// The map and the midpoints between its entries; a kernel may have a copy that is quicker to index.
+template <bool Signed> struct DynamicTables {
+  const float* map = Signed ? kDynamicMapSigned : kDynamicMapUnsigned;
+  const float* midpoints = Signed ? kDynamicMidpointsSigned : kDynamicMidpointsUnsigned;
+};
+
 // A code is an entry's index less that of 0 (modulo 256), so that code 0 is 0 in both maps.
-template <bool Signed> MEMKERN_FN float dynamic_decode(uint8_t code) {
-  return Signed ? kDynamicMapSigned[static_cast<uint8_t>(code + kDynamicZeroSigned)]
-                : kDynamicMapUnsigned[code];
+template <bool Signed> MEMKERN_FN float dynamic_decode(uint8_t code, const DynamicTables<Signed>& tables) {
+  return tables.map[Signed ? static_cast<uint8_t>(code + kDynamicZeroSigned) : code];
 }
 
 // The code of the entry nearest to x / scale (a tie takes the lower one). Non-finite: 0 where signed, else
 // the largest.
-template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float factor) {
+template <bool Signed>
+MEMKERN_FN uint8_t dynamic_encode(float x, float factor, const DynamicTables<Signed>& tables) {
   if (!is_finite(x)) return Signed ? 0 : 255;
   const float t = (Signed || x > 0 ? x : 0.0f) * factor;
   // Decade i, from 10^-7 up, holds n entries a side, evenly spaced; entries nearer to zero come before it.
@@ -43,9 +49,8 @@ template <bool Signed> MEMKERN_FN uint8_t dynamic_encode(float x, float factor) 
   }
   int q = rank < 0 ? 0 : rank > 254 ? 254 : rank;
   // The guess is at most one off: fp32 rounds near a boundary, and decades do not meet at a midpoint.
-  const float* midpoints = Signed ? kDynamicMidpointsSigned : kDynamicMidpointsUnsigned;
-  if (q > 0 && !(t > midpoints[q - 1])) --q;
-  if (t > midpoints[q]) ++q;
+  if (q > 0 && !(t > tables.midpoints[q - 1])) --q;
+  if (t > tables.midpoints[q]) ++q;
   return static_cast<uint8_t>(Signed ? q - kDynamicZeroSigned : q);
 }
 

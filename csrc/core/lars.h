@@ -7,7 +7,7 @@ namespace memkern {
 
 struct LarsScalars : SgdScalars {  // rate: lr, not classic: times the trust ratio
   float grad_ratio;                // classic: the trust ratio, else 1
-  bool classic;
+  int32_t classic;
 };
 
 MEMKERN_FN LarsScalars lars_scalars(double lr, const LarsHyperparameters& h, double grad_factor,

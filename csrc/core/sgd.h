@@ -11,7 +11,7 @@ struct SgdScalars {
   float momentum;
   float weight;  // of the gradient in the momentum
   float rate;
-  bool nesterov;
+  int32_t nesterov;  // not bool: kernels load four bytes
 };
 
 // Of SGD or of another optimizer with the same hyperparameters.

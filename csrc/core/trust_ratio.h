@@ -17,11 +17,15 @@ struct TrustRule {
   double weight_decay, eps, lr;
 };
 
+// A weight's norm up to this makes no ratio: LEAST_NORM of memkern/quant/codec.py.
+constexpr double kLeastNorm = 0x1p-100;
+
 // 1 where a norm is 0 or NaN.
 MEMKERN_FN float trust_ratio(const Squares& squares, const TrustRule& t) {
   const double p = ::sqrt(squares.param), u = ::sqrt(squares.update);
   double ratio = 1.0;
-  if (p > 0.0 && u > 0.0) ratio = t.coeff != 0.0 ? t.coeff * p / (u + p * t.weight_decay + t.eps) : p / u;
+  if (p > kLeastNorm && u > 0.0)
+    ratio = t.coeff != 0.0 ? t.coeff * p / (u + p * t.weight_decay + t.eps) : p / u;
   if (t.clip) {
     if (t.coeff != 0.0) ratio = ratio / t.lr;
     if (ratio > 1.0) ratio = 1.0;

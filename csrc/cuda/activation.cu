@@ -182,9 +182,11 @@ int64_t resident_blocks_for(const Elementwise& t, int threads = kThreads) {
 
 template <int Fn> constexpr bool kHasFastForward = Fn == kGelu || Fn == kGeluTanh;
 
-// The forward pass by a kernel of its own; false: there is none for such a tensor and table.
+// The forward pass by a kernel of its own; false: there is none for such a tensor and table, or it is not
+// asked for.
 template <int Fn> bool fast_forward(const Tensor& x, const Elementwise& t, float a, float b,
                                     const Thresholds& thresholds, cudaStream_t stream) {
+  if (!fast_paths()) return false;
   constexpr const char* kName = "few_bit_forward";
   if (t.type == FloatType::kBf16) {
     if (!t.aligned || t.numel < kTableNumel) return false;

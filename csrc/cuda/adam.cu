@@ -37,6 +37,7 @@ struct AdamRule {
 template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
       work.tensor, [&](auto... types) { adam_update<Kind, AdamRule>(work, types...); },

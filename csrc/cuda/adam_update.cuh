@@ -36,18 +36,20 @@ template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
                                     const Span& v_at, float m_unit, float v_unit) {
   const TensorRecord& t = work.tensor;
-  Raw p, g;
+  RawWeights<P> p;
+  Raw g;
   Codes m, v;
+  const Alignment alignment = alignment_of(work.grad, at);
   with_constant_span(at, [&](const Span& span) {
     p = load_weights(t, param_type, span);
-    g = load_raw(work.grad, grad_type, span);
+    g = load_gradient(work.grad, grad_type, span, alignment);
     m = load_codes(t.exp_avg, span);
     if constexpr (Kind != StateKind::kPower4) v = load_codes(t.exp_avg_sq, span);
   });
   if constexpr (Kind == StateKind::kPower4) v = unpack_pairs(load_pairs(t.exp_avg_sq, v_at));
   AdamVector x;
   join_weights(t, param_type, p, x.p);
-  to_floats(g, grad_type, x.g);
+  gradient_to_floats(g, grad_type, alignment, x.g);
   decode<Kind, true>(m, m_unit, x.m);
   decode<Kind, false>(v, v_unit, x.v);
   if constexpr (is_power(Kind))
@@ -59,12 +61,14 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
 template <class P> MEMKERN_DEVICE AdamVector adam_load_fp32(const TensorRecord& t, P param_type,
                                                             const void* grad, const Span& at,
                                                             const AdamScalars& s) {
-  const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
+  const Alignment alignment = alignment_of(grad, at);
+  const auto p = load_weights(t, param_type, at);
+  const Raw g = load_gradient(grad, t.grad_type, at, alignment);
   AdamVector x;
   load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
   load_floats(t.exp_avg_sq, FloatType::kFp32, at, x.v);
   join_weights(t, param_type, p, x.p);
-  to_floats(g, t.grad_type, x.g);
+  gradient_to_floats(g, t.grad_type, alignment, x.g);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     x.m[i] = s.beta1 * x.m[i];
@@ -128,7 +132,6 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
   const Rounding rounding{false, work.scalars.step};
   const MomentHalves half(group);
   const int levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
-  const bool aligned = t.aligned && on_16_bytes(work.grad);
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     float* const scale = half.pick(t.exp_avg_scale, t.exp_avg_sq_scale) + block.index;
     const float decay = half.pick(s.beta1, kPower ? s.root_beta2 : s.beta2);
@@ -146,8 +149,8 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
       const int j =
           ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
-      const Span at = span_of(block.start + j, block.n - j, aligned);
-      const Span v_at = kPacked ? packed_span(v_start + j / 2, at.n, aligned) : at;
+      const Span at = span_of(block.start + j, block.n - j, t.aligned);
+      const Span v_at = kPacked ? packed_span(v_start + j / 2, at.n, t.aligned) : at;
       AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, v_at, m_unit, v_unit);
       float m_vector_max = absmax_or_nan<true>(x.m), v_vector_max = absmax_or_nan<false>(x.v), w[kVector];
       with_float_type(x, at.n, m_vector_max, v_vector_max, s,
@@ -188,8 +191,7 @@ MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
-  const bool aligned = t.aligned && on_16_bytes(grad);
-  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, aligned, [&](const Span& at) {
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
     AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
     float w[kVector];
     adam_update_params<Rule, float>(x, w, s);

@@ -7,9 +7,10 @@
 namespace memkern {
 
 // A vector of a tensor and its moments, and its block's scale, as they are in memory.
-struct AdamLoaded {
+template <class P> struct AdamLoaded {
   float scale;
-  Raw p, g;
+  RawWeights<P> p;
+  Raw g;
   Codes m, v;
 };
 
@@ -29,30 +30,31 @@ template <class Scalars, class P, class G, StateKind Kind = StateKind::kPower> s
   // meanwhile: four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than
   // five that do not, which is all that registers allow.
   template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
-    AdamLoaded next = load(0);
+    AdamLoaded<P> next = load(0);
     for (int round = 0; round < this->rounds; ++round, this->next()) {
-      const AdamLoaded loaded = next;
-      if (this->left > this->kGroups) next = load(this->kGroups);
+      const AdamLoaded<P> loaded = next;
+      this->find_next();
+      next = load(this->kGroups);
       work(update(loaded));
     }
   }
 
  private:
-  // The vector so many blocks on.
-  MEMKERN_DEVICE AdamLoaded load(int blocks) const {
-    const Span at{blocks * kWholeBlock, kVector, true};
-    return {__ldcs(this->scale + blocks), load_weights(this->tensor, this->param_type, at),
-            load_raw(this->grad, this->grad_type, at), load_codes(this->tensor.exp_avg, at),
-            load_root_codes<Kind>(this->tensor.exp_avg_sq, blocks)};
+  // The vector ahead, in the block so many on.
+  MEMKERN_DEVICE AdamLoaded<P> load(int blocks_on) const {
+    const Span at{this->ahead.offset, kVector, true};
+    return {this->load_scale(blocks_on), load_weights(this->tensor, this->param_type, at),
+            load_gradient(this->grad, this->grad_type, at, this->grad_alignment),
+            load_codes(this->tensor.exp_avg, at), load_root_codes<Kind>(this->tensor.exp_avg_sq, at)};
   }
 
-  MEMKERN_DEVICE AdamVector update(const AdamLoaded& loaded) const {
+  MEMKERN_DEVICE AdamVector update(const AdamLoaded<P>& loaded) const {
     const auto& [scale, p, g, m, v] = loaded;
     float m_unit, v_unit;
     this->half.exchange(this->formula.unit(scale), m_unit, v_unit);
     AdamVector x;
     join_weights(this->tensor, this->param_type, p, x.p);
-    to_floats(g, this->grad_type, x.g);
+    gradient_to_floats(g, this->grad_type, this->grad_alignment, x.g);
     decode<StateKind::kPower, true>(m, m_unit, x.m);
     decode_root<Kind>(v, v_unit, x.v);
 #pragma unroll
@@ -151,7 +153,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
           rounded = to_raw(x.p, param_type);
         }
       }
-      if (at.exists()) store_raw(at.tensor.param, param_type, whole_vector(), rounded);
+      if (at.exists()) store_raw(at.tensor.param, param_type, at.span(), rounded);
     } else {
       if (any_lane(!fast)) {
         with_float_type(x, kVector, m_absmax, v_absmax, s,
@@ -162,7 +164,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
       }
       if (at.exists())
         store_weights(
-            at.tensor, param_type, whole_vector(), step,
+            at.tensor, param_type, at.span(), step,
             [&](int i) { return static_cast<uint32_t>(at.position() + i); }, x.p);
     }
     float scale = at.half.maximum(m_absmax, v_absmax), m_factor, v_factor;
@@ -178,9 +180,9 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
         v_codes = encode_exactly<Kind, false>(w, v_factor, at.position(), dithers);
       }
     }
-    if (at.exists()) store_codes(at.tensor.exp_avg, whole_vector(), m_codes);
-    if (at.exists()) store_root_codes<Kind>(at.tensor.exp_avg_sq, v_codes);
-    if (at.stores_scale()) __stcs(at.scale, scale);
+    if (at.exists()) store_codes(at.tensor.exp_avg, at.span(), m_codes);
+    if (at.exists()) store_root_codes<Kind>(at.tensor.exp_avg_sq, at.span(), v_codes);
+    if (at.stores_scale()) __stcs(at.scale(), scale);
   });
 }
 
@@ -189,8 +191,7 @@ template <StateKind Kind, class Rule, class P, class G, class Group>
 MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                 Group group) {
   if constexpr (is_power(Kind) && std::is_same_v<Group, SixteenLanes>)
-    if (any_lane(has_whole_blocks(work.tensor, work.grad)))
-      return adam_update_whole<Kind, Rule>(work, param_type, grad_type);
+    if (any_lane(work.tensor.main_path)) return adam_update_whole<Kind, Rule>(work, param_type, grad_type);
   adam_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 

@@ -39,6 +39,36 @@ template <bool Signed> MEMKERN_DEVICE float code_value(uint32_t word, int i) {
   return float_of(__byte_perm(bytes, 0x4B000000u, 0x7550u + i)) - (Signed ? 8388736.0f : 8388608.0f);
 }
 
+// The dynamic map in shared memory: lanes index it with codes of their own. From constant memory, which
+// serves one address at a time, a warp would wait for each of up to 32.
+struct DynamicShared {
+  static constexpr int kEntries = 256;
+  float map[2][kEntries], midpoints[2][kEntries];  // unsigned, signed
+};
+
+MEMKERN_DEVICE DynamicShared& dynamic_shared() {
+  __shared__ DynamicShared tables;
+  return tables;
+}
+
+template <bool Signed> MEMKERN_DEVICE DynamicTables<Signed> dynamic_tables() {
+  return {dynamic_shared().map[Signed], dynamic_shared().midpoints[Signed]};
+}
+
+// A kernel for dynamic codes calls it with all threads, before a __syncthreads() and its first code.
+template <StateKind Kind> MEMKERN_DEVICE void fill_dynamic_shared() {
+  if constexpr (Kind == StateKind::kDynamic) {
+    DynamicShared& shared = dynamic_shared();
+    for (int i = threadIdx.x; i < DynamicShared::kEntries; i += kThreads) {
+      const int middle = i < DynamicShared::kEntries - 1 ? i : i - 1;
+      shared.map[0][i] = kDynamicMapUnsigned[i];
+      shared.map[1][i] = kDynamicMapSigned[i];
+      shared.midpoints[0][i] = kDynamicMidpointsUnsigned[middle];
+      shared.midpoints[1][i] = kDynamicMidpointsSigned[middle];
+    }
+  }
+}
+
 // Dequantizes a vector of codes. unit (decode_unit): scale * decay, for power codes divided by N^2.
 template <StateKind Kind, bool Signed>
 MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kVector]) {
@@ -48,7 +78,7 @@ MEMKERN_DEVICE void decode(const Codes& codes, float unit, float (&x)[kVector]) 
     if constexpr (is_power(Kind))
       x[i] = power_decode<Signed>(code_value<Signed>(word, i % 4), unit);
     else
-      x[i] = dynamic_decode<Signed>(static_cast<uint8_t>(word >> 8 * (i % 4))) * unit;
+      x[i] = dynamic_decode(static_cast<uint8_t>(word >> 8 * (i % 4)), dynamic_tables<Signed>()) * unit;
   }
 }
 
@@ -176,7 +206,7 @@ MEMKERN_DEVICE Codes encode_exactly(const float (&x)[kVector], float factor, int
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if constexpr (Kind == StateKind::kDynamic) {
-      code[i] = dynamic_encode<Signed>(x[i], factor);
+      code[i] = dynamic_encode(x[i], factor, dynamic_tables<Signed>());
       if (!Signed && !rounding.nearest && code[i] == 0 && x[i] > 0.0f) code[i] = 1;
     } else if constexpr (Signed) {
       const float q = rounding.nearest ? power_encode_signed(x[i], factor)

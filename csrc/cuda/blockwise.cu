@@ -25,6 +25,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
   const LaneGroup group(t.blocks.block);
   __shared__ Tile tile;
   if (threadIdx.x == 0) tile.start(t.blocks, blockIdx.x, group);
+  fill_dynamic_shared<Kind>();
   __syncthreads();
   for_each_block(t.blocks, tile, group, [&](const BlockSpan& block) {
     float absmax = 0.0f, factor = 0.0f;
@@ -67,14 +68,22 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
   const Rounding nearest{true, 0};
   const int64_t vectors = t.blocks.blocks * kWholeLanes;
   const int lane = threadIdx.x % kWholeLanes;
-  // All threads come as often, as they shuffle; those without a vector take the last, and store nothing.
-  for (int64_t first = int64_t{blockIdx.x} * kThreads; first < vectors;
-       first += int64_t{gridDim.x} * kThreads) {
-    const int64_t mine = first + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  // All threads come as often, as they shuffle; those without a vector take the last block's, and store
+  // nothing.
+  const auto span = [&](int64_t vector) {
+    return Span{(vector < vectors ? vector : vectors - kWholeLanes + lane) * kVector, kVector, true};
+  };
+  int64_t mine = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  // The next vector is loaded before this one is used.
+  Raw next = load_raw(t.values, type, span(mine));
+  for (int64_t first = mine - threadIdx.x; first < vectors; first += step, mine += step) {
     const bool exists = mine < vectors;
-    const Span at{(exists ? mine : vectors - kWholeLanes + lane) * kVector, kVector, true};
+    const Span at = span(mine);
+    const Raw raw = next;
+    next = load_raw(t.values, type, span(mine + step));
     float x[kVector];
-    load_floats(t.values, type, at, x);
+    to_floats(raw, type, x);
     for (float& each : x) each = storable<Signed>(each);
     float absmax = absmax_or_nan<Signed>(x);
     const bool finite = is_finite(absmax);
@@ -93,6 +102,7 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
   const LaneGroup group(t.blocks.block);
   __shared__ Tile tile;
   if (threadIdx.x == 0) tile.start(t.blocks, blockIdx.x, group);
+  fill_dynamic_shared<Kind>();
   __syncthreads();
   for_each_block(t.blocks, tile, group, [&](const BlockSpan& block) {
     const float unit =
@@ -145,7 +155,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   const CodecTensor t = codec_tensor(x, codes, scale, layout);
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
-    if (kind() == StateKind::kPower && !step && t.aligned && are_whole(t.blocks)) {
+    if (fast_paths() && kind() == StateKind::kPower && !step && t.aligned && are_whole(t.blocks)) {
       const auto kernel = t.type == FloatType::kFp32   ? quantize_whole<FloatType::kFp32, sign()>
                           : t.type == FloatType::kBf16 ? quantize_whole<FloatType::kBf16, sign()>
                                                        : quantize_whole<FloatType::kFp16, sign()>;

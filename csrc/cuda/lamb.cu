@@ -58,12 +58,14 @@ MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P para
   Squares sum{0.0, 0.0};
   at.for_each([&](const AdamVector& x) {
     const AdamRange range(x);
-    const int n = at.exists() ? kVector : 0;
-    if (any_lane(!range.is_fast(max_radicand) || n == 0))
+    const bool exists = at.exists();
+    if (any_lane(exists && !range.is_fast(max_radicand))) {
+      const int n = exists ? kVector : 0;
       with_float_type(x, n, range.m_most, absmax_or_nan<false>(x.v), at.s,
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, n, at.s); });
-    else
+    } else if (exists) {
       lamb_squares<Fast>(sum, x, kVector, at.s);
+    }
   });
   return sum;
 }
@@ -76,7 +78,6 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
   const LambScalars& s = work.scalars.scalars;
   const MomentHalves half(group);
   const int levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
-  const bool aligned = t.aligned && on_16_bytes(work.grad);
   Squares sum{0.0, 0.0};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     const float* const scale = half.pick(t.exp_avg_scale, t.exp_avg_sq_scale) + block.index;
@@ -85,7 +86,7 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
     half.exchange(decode_unit<Kind>(*scale, decay, levels), m_unit, v_unit);
     for (int iteration = 0; iteration < group.vectors; ++iteration) {
       const int j = (iteration * group.width() + group.lane()) * kVector;
-      const Span at = span_of(block.start + j, block.n - j, aligned);
+      const Span at = span_of(block.start + j, block.n - j, t.aligned);
       const AdamVector x = adam_load<Kind>(work, param_type, grad_type, at, at, m_unit, v_unit);
       with_float_type(x, at.n, absmax_or_nan<true>(x.m), absmax_or_nan<false>(x.v), s,
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, at.n, s); });
@@ -97,8 +98,7 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
 template <StateKind Kind, class P, class G, class Group>
 MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambTensor>& work, P param_type, G grad_type, Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
-    if (any_lane(has_whole_blocks(work.tensor, work.grad)))
-      return lamb_norms_whole(work, param_type, grad_type);
+    if (any_lane(work.tensor.main_path)) return lamb_norms_whole(work, param_type, grad_type);
   return lamb_norms_8bit<Kind>(work, param_type, grad_type, group);
 }
 
@@ -107,9 +107,9 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTen
   const LambScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_each_vector(
-      t.numel, work.tile_index, t.blocks.tile_elements, t.aligned && on_16_bytes(grad),
-      [&](const Span& at) { lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s); });
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
+    lamb_squares<float>(sum, adam_load_fp32(t, param_type, grad, at, s), at.n, s);
+  });
   return sum;
 }
 
@@ -117,6 +117,7 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTen
 template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LambTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_state_types<Master>(
@@ -129,6 +130,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
       work.tensor, [&](auto... types) { adam_update<Kind, LambRule>(work, types...); },

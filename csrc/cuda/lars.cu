@@ -3,7 +3,7 @@
 #include "common/ops.h"
 #include "core/lars.h"
 #include "launch_step.h"
-#include "lion_update.cuh"
+#include "lion_whole.cuh"
 #include "trust_ratio.cuh"
 
 namespace memkern {
@@ -52,13 +52,12 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsTensor>& work, P param
                                        LaneGroup group) {
   const TensorRecord& t = work.tensor;
   const LarsScalars& s = work.scalars.scalars;
-  const bool aligned = t.aligned && on_16_bytes(work.grad);
   Squares sum{0.0, 0.0};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     const float unit = decode_unit<Kind>(t.exp_avg_scale[block.index], 1.0f, kPowerLevelsSigned);
     for (int iteration = 0; iteration < group.vectors; ++iteration) {
       const int j = (iteration * group.width() + group.lane()) * kVector;
-      const Span at = span_of(block.start + j, block.n - j, aligned);
+      const Span at = span_of(block.start + j, block.n - j, t.aligned);
       lars_squares(sum, lion_load<Kind>(work, param_type, grad_type, at, unit, !s.classic), s);
     }
   });
@@ -70,14 +69,13 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
   const LarsScalars s = work.scalars.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
-  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned && on_16_bytes(grad),
-                  [&](const Span& at) {
-                    LionVector x{};
-                    join_weights(t, param_type, load_weights(t, param_type, at), x.p);
-                    load_floats(grad, t.grad_type, at, x.g);
-                    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
-                    lars_squares(sum, x, s);
-                  });
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
+    LionVector x{};
+    join_weights(t, param_type, load_weights(t, param_type, at), x.p);
+    load_gradient_floats(grad, t.grad_type, at, x.g);
+    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    lars_squares(sum, x, s);
+  });
   return sum;
 }
 
@@ -85,6 +83,7 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
 template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
   __shared__ TileWork<LarsTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
   with_state_types<Master>(
@@ -94,17 +93,18 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LarsRule>(work, types...); },
+      work.tensor, [&](auto... types) { lion_update_tile<Kind, LarsRule>(work, types...); },
       [&](auto type) { lion_update_fp32<LarsRule>(work, type); });
 }
 
 void lars_step_cuda(const StepArgs& args) {
-  step_in_two_passes<kStepBlocks, LarsHyperparameters, LarsTensor>(
+  step_in_two_passes<kAheadBlocks, LarsHyperparameters, LarsTensor>(
       "lars_step_", kLarsStep, args, lars_prologue,
       {lars_norm_tiles<StateKind::kPower, false>, lars_norm_tiles<StateKind::kDynamic, false>,
        lars_norm_tiles<StateKind::kPower, true>, lars_norm_tiles<StateKind::kDynamic, true>},

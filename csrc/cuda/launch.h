@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
 #include "common/tensors.h"
 #include "tile.cuh"
@@ -16,6 +18,16 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 #endif
 
 namespace memkern {
+
+// Whether kernels take their fast paths. With MEMKERN_CUDA_FAST=0 in the environment, read once, the general
+// kernels run: the same bits, for looking for a fault or for what a fast path gains.
+inline bool fast_paths() {
+  static const bool fast = [] {
+    const char* const given = std::getenv("MEMKERN_CUDA_FAST");
+    return given == nullptr || std::string_view(given) != "0";
+  }();
+  return fast;
+}
 
 inline void check_cuda(cudaError_t status, const char* what) {
   STD_TORCH_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
@@ -70,14 +82,23 @@ inline bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Waits for a stream that is not captured. That others may be does not matter here, as it would in CUDA's
-// default mode.
+// In its scope this thread may call what waits or allocates while another thread's stream is captured, which
+// CUDA's default mode forbids.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// Waits for a stream that is not captured.
 inline void synchronize(cudaStream_t stream) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  const cudaError_t status = cudaStreamSynchronize(stream);
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  check_cuda(status, "cudaStreamSynchronize");
+  const RelaxedCapture relaxed;
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
 // The kernels count the blocks of a segment in 32 bits.

@@ -72,6 +72,7 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   r.weight_storage = job.weight_storage;
   r.aligned = on_16_bytes(r.param) && on_16_bytes(r.exp_avg) && on_16_bytes(r.exp_avg_sq) &&
               on_16_bytes(r.weight_state);
+  r.main_path = fast_paths() && r.aligned && have_whole_vectors(r.blocks);
   return r;
 }
 

@@ -3,7 +3,7 @@
 #include "common/ops.h"
 #include "core/lion.h"
 #include "launch_step.h"
-#include "lion_update.cuh"
+#include "lion_whole.cuh"
 
 namespace memkern {
 
@@ -31,17 +31,18 @@ struct LionRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { lion_update_8bit<Kind, LionRule>(work, types...); },
+      work.tensor, [&](auto... types) { lion_update_tile<Kind, LionRule>(work, types...); },
       [&](auto type) { lion_update_fp32<LionRule>(work, type); });
 }
 
 void lion_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kStepBlocks, LionHyperparameters, LionTensor>(
+  step_in_one_pass<kAheadBlocks, LionHyperparameters, LionTensor>(
       "lion_step_", kLionStep, args, lion_prologue,
       {lion_tiles<StateKind::kPower, false>, lion_tiles<StateKind::kDynamic, false>,
        lion_tiles<StateKind::kPower, true>, lion_tiles<StateKind::kDynamic, true>});

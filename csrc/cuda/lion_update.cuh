@@ -17,16 +17,18 @@ template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE LionVector lion_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
                                     float unit, bool with_m = true) {
   const TensorRecord& t = work.tensor;
-  Raw p, g;
+  RawWeights<P> p;
+  Raw g;
   Codes m{0, 0};
+  const Alignment alignment = alignment_of(work.grad, at);
   with_constant_span(at, [&](const Span& span) {
     p = load_weights(t, param_type, span);
-    g = load_raw(work.grad, grad_type, span);
+    g = load_gradient(work.grad, grad_type, span, alignment);
     if (with_m) m = load_codes(t.exp_avg, span);
   });
   LionVector x;
   join_weights(t, param_type, p, x.p);
-  to_floats(g, grad_type, x.g);
+  gradient_to_floats(g, grad_type, alignment, x.g);
   decode<Kind, true>(m, unit, x.m);
   return x;
 }
@@ -51,7 +53,6 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars& s = work.scalars.scalars;
   const Rounding rounding{false, work.scalars.step};
-  const bool aligned = t.aligned && on_16_bytes(work.grad);
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     const float unit = decode_unit<Kind>(__ldcs(t.exp_avg_scale + block.index), 1.0f, kPowerLevelsSigned);
     float absmax = 0.0f, factor = 0.0f;
@@ -63,7 +64,7 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
       const bool max_pass = iteration < group.vectors, store_pass = iteration >= iterations - group.vectors;
       const int j =
           ((max_pass ? iteration : iteration - group.vectors) * group.width() + group.lane()) * kVector;
-      const Span at = span_of(block.start + j, block.n - j, aligned);
+      const Span at = span_of(block.start + j, block.n - j, t.aligned);
       LionVector x = lion_load<Kind>(work, param_type, grad_type, at, unit);
       lion_update_vector<Rule>(x, s);
       if (max_pass) {
@@ -102,13 +103,12 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work
   const TensorRecord& t = work.tensor;
   const typename Rule::Scalars s = work.scalars.scalars;
   const void* const grad = work.grad;
-  const bool aligned = t.aligned && on_16_bytes(grad);
-  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, aligned, [&](const Span& at) {
-    const Raw p = load_weights(t, param_type, at), g = load_raw(grad, t.grad_type, at);
+  for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
+    const auto p = load_weights(t, param_type, at);
     LionVector x;
     load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
     join_weights(t, param_type, p, x.p);
-    to_floats(g, t.grad_type, x.g);
+    load_gradient_floats(grad, t.grad_type, at, x.g);
     lion_update_vector<Rule>(x, s);
     store_weights(
         t, param_type, at, work.scalars.step,

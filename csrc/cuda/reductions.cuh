@@ -21,15 +21,15 @@ MEMKERN_DEVICE double sum_over_warp(double x) {
 }
 
 // The sum over all threads of a thread block, in every thread. All of them call it.
-MEMKERN_DEVICE double sum_over_block(double x) {
-  __shared__ double of_warp[kThreads / kWarp];
+template <int Threads = kThreads> MEMKERN_DEVICE double sum_over_block(double x) {
+  __shared__ double of_warp[Threads / kWarp];
   x = sum_over_warp(x);
   __syncthreads();  // until all threads have read the sums of an earlier call
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
   __syncthreads();
   double sum = 0.0;
 #pragma unroll
-  for (int i = 0; i < kThreads / kWarp; ++i) sum += of_warp[i];
+  for (int i = 0; i < Threads / kWarp; ++i) sum += of_warp[i];
   return sum;
 }
 

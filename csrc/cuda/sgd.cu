@@ -3,7 +3,7 @@
 #include "common/ops.h"
 #include "core/sgd.h"
 #include "launch_step.h"
-#include "lion_update.cuh"
+#include "lion_whole.cuh"
 
 namespace memkern {
 
@@ -30,17 +30,18 @@ struct SgdRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
+template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     sgd_tiles(SgdTable table, bool fp32) {
   __shared__ TileWork<SgdTensor> work;
+  fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
-      work.tensor, [&](auto... types) { lion_update_8bit<Kind, SgdRule>(work, types...); },
+      work.tensor, [&](auto... types) { lion_update_tile<Kind, SgdRule>(work, types...); },
       [&](auto type) { lion_update_fp32<SgdRule>(work, type); });
 }
 
 void sgd_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kStepBlocks, SgdHyperparameters, SgdTensor>(
+  step_in_one_pass<kAheadBlocks, SgdHyperparameters, SgdTensor>(
       "sgd_step_", kSgdStep, args, sgd_prologue,
       {sgd_tiles<StateKind::kPower, false>, sgd_tiles<StateKind::kDynamic, false>,
        sgd_tiles<StateKind::kPower, true>, sgd_tiles<StateKind::kDynamic, true>});

@@ -46,7 +46,7 @@ struct TensorRecord {
   int32_t aligned;  // to 16 bytes: all arrays but the gradient
   int32_t first_layer;
   WeightStorage weight_storage;
-  int32_t unused;  // no padding, whose bytes would be undefined
+  int32_t main_path;  // whether whole_blocks.cuh has its update
 };
 
 MEMKERN_DEVICE bool has_master_weights(const TensorRecord& t) {
@@ -93,13 +93,16 @@ template <class Scalars> struct TileWork {
   Scalars scalars;
   const void* grad;
   int64_t tile_index;  // in the tensor
+  bool skip;           // the whole step
 
   // Finds the tile of blockIdx.x; all threads call it. Returns whether this launch processes it: not if the
   // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true; and if it has
   // master weights or not, as `master` says.
   template <class Group>
   MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool master) {
-    if (any_lane(skipped(*table.header))) return false;
+    // The second warp looks whether the step is skipped while the first finds the tile: each takes several
+    // loads that depend on one another.
+    if (threadIdx.x == kWarp) skip = skipped(*table.header);
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
       if (threadIdx.x == 0) {
@@ -112,7 +115,7 @@ template <class Scalars> struct TileWork {
       }
     }
     __syncthreads();
-    return any_lane(has_master_weights(tensor) == master &&
+    return any_lane(!skip && has_master_weights(tensor) == master &&
                     (tensor.kind == kind || (tensor.kind == StateKind::kFp32 && fp32)));
   }
 };

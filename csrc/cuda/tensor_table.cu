@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <list>
+#include <map>
+#include <tuple>
 
 namespace memkern {
 namespace {
@@ -15,14 +17,16 @@ constexpr int kSmallChunk = 3584, kLargeChunk = 31744;
 
 template <int Bytes> __global__ void __launch_bounds__(kThreads)
     write_table(uint4* to, int words, const __grid_constant__ Chunk<Bytes> chunk) {
-  for (int i = threadIdx.x; i < words; i += kThreads) to[i] = chunk.words[i];
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < words) to[i] = chunk.words[i];
 }
 
 template <int Bytes> void write_chunk(char* to, const char* from, size_t bytes, cudaStream_t stream) {
   Chunk<Bytes> chunk;
   memcpy(chunk.words, from, bytes);
-  launch_checked("write_table", write_table<Bytes>, 1, stream, reinterpret_cast<uint4*>(to),
-                 static_cast<int>(bytes / sizeof(uint4)), chunk);
+  const int words = static_cast<int>(bytes / sizeof(uint4));
+  launch_checked("write_table", write_table<Bytes>, ceil_div(words, kThreads), stream,
+                 reinterpret_cast<uint4*>(to), words, chunk);
 }
 
 void write(char* to, const char* from, size_t bytes, cudaStream_t stream) {
@@ -35,24 +39,79 @@ void write(char* to, const char* from, size_t bytes, cudaStream_t stream) {
   }
 }
 
-// A table on a device. The key (op to count) may find the wrong one: the whole image is compared.
-struct CachedTable {
-  std::string op;
-  int device;
-  cudaStream_t stream;
-  const void* first;
-  size_t count;
-  std::vector<char> image;  // what is on the device; empty if that is not known
-  Tensor memory;
+Tensor allocate(const Tensor& like, size_t bytes) {
+  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+}
+
+// Device memory that stays from step to step. From CUDA itself: while torch.compile warms up for a CUDA
+// graph, torch's allocator takes this thread's memory from the graph's pool, in which nothing may be left
+// afterwards but the graph's outputs. From torch where CUDA has none left, as what torch has cached is
+// torch's.
+class TableMemory {
+ public:
+  TableMemory() = default;
+  TableMemory(const TableMemory&) = delete;
+  TableMemory& operator=(const TableMemory&) = delete;
+  ~TableMemory() { release(); }
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+  void grow(const Tensor& like, size_t bytes) {
+    release();
+    const RelaxedCapture relaxed;
+    void* data = nullptr;
+    if (const cudaError_t status = cudaMalloc(&data, bytes); status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      of_torch_ = allocate(like, bytes);
+      data = of_torch_->data_ptr();
+    } else {
+      check_cuda(status, "cudaMalloc");
+    }
+    data_ = static_cast<char*>(data);
+    bytes_ = bytes;
+  }
+
+ private:
+  // cudaFree waits for the kernels that may still read it.
+  void release() {
+    if (data_ && !of_torch_) {
+      const RelaxedCapture relaxed;
+      cudaFree(data_);
+    }
+    of_torch_.reset();
+    data_ = nullptr;
+    bytes_ = 0;
+  }
+
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+  std::optional<Tensor> of_torch_;
 };
 
-constexpr size_t kMaxCachedTables = 64;
+// What finds the table that is likely to be that of the step before: op, device, stream, a tensor of the
+// step, and how many there are. The whole image is compared.
+using TableKey = std::tuple<std::string, int, cudaStream_t, const void*, size_t>;
+
+// A table on a device.
+struct CachedTable {
+  TableKey key;
+  std::vector<char> image;  // what is on the device; empty if that is not known
+  TableMemory memory;
+};
+
+// Tables that have not been used for the longest time are dropped where all take more than kCachedBytes and
+// there are more than kCachedTables. StepInBackward has one for each parameter, of about 500 bytes.
+constexpr size_t kCachedTables = 64, kCachedBytes = 32 << 20;
 
 struct TableCache {
   std::mutex mutex;
   std::list<CachedTable> tables;  // the most recently used is the first
+  std::map<TableKey, std::list<CachedTable>::iterator> places;
+  size_t bytes = 0;
 
-  CachedTable& find(const char* op, const Tensor& first, size_t count, cudaStream_t stream);
+  CachedTable& find(const TableKey& key);
+  void make_room(size_t more);
 };
 
 TableCache& cache() {
@@ -60,22 +119,23 @@ TableCache& cache() {
   return *found;
 }
 
-Tensor allocate(const Tensor& like, size_t bytes) {
-  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-}
-
-CachedTable& TableCache::find(const char* op, const Tensor& first, size_t count, cudaStream_t stream) {
-  const auto found = std::find_if(tables.begin(), tables.end(), [&](const CachedTable& t) {
-    return t.first == first.data_ptr() && t.count == count && t.stream == stream &&
-           t.device == first.get_device() && t.op == op;
-  });
-  if (found == tables.end()) {
-    if (tables.size() == kMaxCachedTables) tables.pop_back();
-    tables.push_front({op, first.get_device(), stream, first.data_ptr(), count, {}, allocate(first, 0)});
+CachedTable& TableCache::find(const TableKey& key) {
+  const auto found = places.find(key);
+  if (found == places.end()) {
+    tables.emplace_front().key = key;
+    places[key] = tables.begin();
   } else {
-    tables.splice(tables.begin(), tables, found);
+    tables.splice(tables.begin(), tables, found->second);
   }
   return tables.front();
+}
+
+void TableCache::make_room(size_t more) {
+  while (tables.size() > kCachedTables && bytes + more > kCachedBytes) {
+    bytes -= tables.back().memory.bytes();
+    places.erase(tables.back().key);
+    tables.pop_back();
+  }
 }
 
 }  // namespace
@@ -90,13 +150,17 @@ DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op
     // behind.
     Tensor memory = allocate(first, bytes);
     keep_for_replay(memory);
-    write(static_cast<char*>(memory.data_ptr()), now.data(), now.size(), stream);
-    return {memory, std::move(lock)};
+    char* data = static_cast<char*>(memory.data_ptr());
+    write(data, now.data(), now.size(), stream);
+    return {data, memory, std::move(lock)};
   }
-  CachedTable& table = cache().find(op, first, count, stream);
-  if (table.image.size() != now.size() || static_cast<size_t>(table.memory.numel()) < bytes) {
+  CachedTable& table = cache().find({op, first.get_device(), stream, first.data_ptr(), count});
+  if (table.memory.bytes() < bytes) {
     table.image.clear();  // before the allocation, which may throw
-    table.memory = allocate(first, bytes);
+    cache().bytes -= table.memory.bytes();
+    cache().make_room(bytes);
+    table.memory.grow(first, bytes);
+    cache().bytes += bytes;
   }
   // From the first to the last 16 bytes that differ.
   size_t begin = 0, end = now.size();
@@ -109,10 +173,10 @@ DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op
   }
   if (begin < end) {
     table.image.clear();
-    write(static_cast<char*>(table.memory.data_ptr()) + begin, now.data() + begin, end - begin, stream);
+    write(table.memory.data() + begin, now.data() + begin, end - begin, stream);
   }
   table.image = now;
-  return {table.memory, std::move(lock)};
+  return {table.memory.data(), std::nullopt, std::move(lock)};
 }
 
 }  // namespace memkern

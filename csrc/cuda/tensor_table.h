@@ -28,12 +28,11 @@ class TableImage {
 
 // A table's copy on the device.
 struct DeviceTable {
-  Tensor memory;
+  char* data;
+  std::optional<Tensor> memory;       // that holds it, where it is torch's
   std::unique_lock<std::mutex> lock;  // held until the step is launched: no other thread changes a table
 
-  template <class T> T* at(size_t offset) const {
-    return reinterpret_cast<T*>(static_cast<char*>(memory.data_ptr()) + offset);
-  }
+  template <class T> T* at(size_t offset) const { return reinterpret_cast<T*>(data + offset); }
 };
 
 // Brings the device's copy of an image up to date; after it there are `scratch` bytes for the kernels' use.

@@ -23,6 +23,11 @@ struct Blocks {
 // their own for these have 16 lanes for each.
 constexpr int kWholeBlock = 128, kWholeLanes = kWholeBlock / kVector;
 MEMKERN_FN bool are_whole(const Blocks& b) { return b.block == kWholeBlock && b.segment % kWholeBlock == 0; }
+// Blocks of as many lanes that are cut into whole vectors, as in rows of a multiple of 8 elements.
+MEMKERN_FN bool have_whole_vectors(const Blocks& b) {
+  return b.block % kVector == 0 && b.segment % kVector == 0 && b.block <= kWholeBlock &&
+         b.block > kWholeBlock / 2;
+}
 
 // Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
 // tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
@@ -96,18 +101,25 @@ struct Tile {
   int64_t segment_step;   // what is added to both of these for the next block of a group, which is
   int32_t block_in_segment, block_step;  // as many blocks ahead as the thread block has groups
   int32_t blocks;                        // in the tile
+  int32_t step;  // in elements, where the next block is in the segment that these counts lead to
+  int32_t gap;   // by so many elements a segment is shorter than its blocks; not above 0
 
   // By one thread: so the divisions are done once per tile.
   MEMKERN_DEVICE void start(const Blocks& b, int64_t tile, const LaneGroup& group) {
     first_block = tile * b.tile_blocks;
     blocks =
         static_cast<int>(b.blocks - first_block < b.tile_blocks ? b.blocks - first_block : b.tile_blocks);
-    const int64_t segment = first_block / b.blocks_per_segment;
+    // A division of 64 bits takes four times as long.
+    const int64_t segment =
+        first_block >> 32 ? first_block / b.blocks_per_segment
+                          : static_cast<uint32_t>(first_block) / static_cast<uint32_t>(b.blocks_per_segment);
     segment_start = segment * b.segment;
     block_in_segment = static_cast<int>(first_block - segment * b.blocks_per_segment);
     const int segments = group.groups() / b.blocks_per_segment;
     segment_step = segments * b.segment;
     block_step = group.groups() - segments * b.blocks_per_segment;
+    step = static_cast<int32_t>(segment_step) + block_step * b.block;
+    gap = static_cast<int32_t>(b.segment - int64_t{b.blocks_per_segment} * b.block);
   }
 };
 

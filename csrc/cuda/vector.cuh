@@ -137,6 +137,60 @@ MEMKERN_DEVICE void store_floats(void* array, Type type, const Span& at, const f
   store_raw(array, type, at, to_raw(x, type));
 }
 
+// Where a gradient starts. All other arrays are on 16 bytes, or a tensor has no vectors; gradients may be
+// views of DDP's buckets (gradient_as_bucket_view=True), which start at any element.
+enum class Alignment { kVector, kWord, kHalfWord };
+
+MEMKERN_DEVICE Alignment alignment_of(const void* gradient) {
+  const auto address = reinterpret_cast<uintptr_t>(gradient);
+  return address % 16 == 0 ? Alignment::kVector : address % 4 == 0 ? Alignment::kWord : Alignment::kHalfWord;
+}
+// The elements of a vector that is not whole are loaded one by one, wherever they are.
+MEMKERN_DEVICE Alignment alignment_of(const void* gradient, const Span& at) {
+  return at.whole ? alignment_of(gradient) : Alignment::kVector;
+}
+
+// A vector of a gradient; in words that are aligned, fp32 in 8 and 16-bit types in 4, or in 3 between two
+// halves, which gradient_to_floats() joins.
+template <class Type>
+MEMKERN_DEVICE Raw load_gradient(const void* array, Type type, const Span& at, Alignment alignment) {
+  if (alignment == Alignment::kVector) return load_raw(array, type, at);
+  Raw raw;
+  if (type == FloatType::kFp32) {
+    const uint32_t* p = static_cast<const uint32_t*>(array) + at.offset;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) raw.word[i] = p[i];
+    return raw;
+  }
+  const uint16_t* p = static_cast<const uint16_t*>(array) + at.offset;
+  if (alignment == Alignment::kWord) {
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) raw.word[i] = reinterpret_cast<const uint32_t*>(p)[i];
+  } else {
+    raw.word[0] = p[0];
+#pragma unroll
+    for (int i = 0; i < kVector / 2 - 1; ++i) raw.word[i + 1] = reinterpret_cast<const uint32_t*>(p + 1)[i];
+    raw.word[kVector / 2] = p[kVector - 1];
+  }
+  return raw;
+}
+
+template <class Type>
+MEMKERN_DEVICE void gradient_to_floats(const Raw& raw, Type type, Alignment alignment, float (&x)[kVector]) {
+  if (type == FloatType::kFp32 || alignment != Alignment::kHalfWord) return to_floats(raw, type, x);
+  Raw joined;
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i)
+    joined.word[i] = __byte_perm(raw.word[i], raw.word[i + 1], i == 0 ? 0x5410 : 0x5432);
+  to_floats(joined, type, x);
+}
+
+template <class Type>
+MEMKERN_DEVICE void load_gradient_floats(const void* array, Type type, const Span& at, float (&x)[kVector]) {
+  const Alignment alignment = alignment_of(array, at);
+  gradient_to_floats(load_gradient(array, type, at, alignment), type, alignment, x);
+}
+
 // Of two bf16 numbers in a word: all bits of the halves where a < b.
 MEMKERN_DEVICE uint32_t less_bf16x2(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 900

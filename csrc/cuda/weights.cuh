@@ -6,47 +6,51 @@
 
 namespace memkern {
 
-// A vector of a parameter as it is in memory. MasterWeights: the copy in fp32 in 8 words, or bf16 in the
-// first 4 and its errors in the others.
-template <class Type> MEMKERN_DEVICE Raw load_weights(const TensorRecord& t, Type type, const Span& at) {
+// A vector of a parameter as it is in memory.
+template <class Type> struct RawWeights : Raw {};
+// And its weight state: 8 copies in fp32, or 8 errors in the first 4 words or the first 2.
+template <> struct RawWeights<MasterWeights> : Raw {
+  Raw state;
+};
+
+template <class Type>
+MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, const Span& at) {
+  RawWeights<Type> raw{load_raw(t.param, type, at)};
   if constexpr (std::is_same_v<Type, MasterWeights>) {
-    if (t.weight_storage == WeightStorage::kFp32) return load_raw(t.weight_state, FloatType::kFp32, at);
-    Raw raw = load_raw(t.param, type, at);
-    if (t.weight_storage == WeightStorage::kError16) {
-      const Raw errors = load_raw(t.weight_state, type, at);
-#pragma unroll
-      for (int i = 0; i < kVector / 2; ++i) raw.word[kVector / 2 + i] = errors.word[i];
+    if (t.weight_storage == WeightStorage::kFp32) {
+      raw.state = load_raw(t.weight_state, FloatType::kFp32, at);
+    } else if (t.weight_storage == WeightStorage::kError16) {
+      raw.state = load_raw(t.weight_state, type, at);
     } else if (t.weight_storage == WeightStorage::kError8) {
       const Codes errors = load_codes(t.weight_state, at);
-      raw.word[kVector / 2] = errors.x;
-      raw.word[kVector / 2 + 1] = errors.y;
+      raw.state.word[0] = errors.x;
+      raw.state.word[1] = errors.y;
     }
-    return raw;
-  } else {
-    return load_raw(t.param, type, at);
   }
+  return raw;
 }
 
 // The weights in fp32.
-template <class Type>
-MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type, const Raw& raw, float (&p)[kVector]) {
+template <class Type> MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type,
+                                                       const RawWeights<Type>& raw, float (&p)[kVector]) {
+  to_floats(raw, type, p);
   if constexpr (std::is_same_v<Type, MasterWeights>) {
     const WeightStorage storage = t.weight_storage;
-    if (storage == WeightStorage::kFp32) return to_floats(raw, FloatType::kFp32, p);
-    const uint32_t* const errors = raw.word + kVector / 2;
-    to_floats(raw, type, p);
+    const uint32_t (&state)[kVector] = raw.state.word;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      if (storage == WeightStorage::kError16) {
-        const int32_t error = static_cast<int32_t>(errors[i / 2] << 16 * (1 - i % 2)) >> 16;
-        p[i] = float_of(join_weight(bits_of(p[i]), static_cast<uint32_t>(error)));
+      const uint32_t bits = bits_of(p[i]);
+      if (storage == WeightStorage::kFp32) {
+        const uint32_t copy = state[i];
+        p[i] = unless_nan(select(equal(round_to_bf16(copy), bits), float_of(copy), p[i]), p[i]);
+      } else if (storage == WeightStorage::kError16) {
+        const int32_t error = static_cast<int32_t>(state[i / 2] << 16 * (1 - i % 2)) >> 16;
+        p[i] = unless_nan(float_of(join_weight(bits, static_cast<uint32_t>(error))), p[i]);
       } else if (storage == WeightStorage::kError8) {
-        const int32_t error = static_cast<int32_t>(errors[i / 4] << 8 * (3 - i % 4)) >> 24;
-        p[i] = float_of(join_weight(bits_of(p[i]), static_cast<uint32_t>(error) << 8));
+        const int32_t error = static_cast<int32_t>(state[i / 4] << 8 * (3 - i % 4)) >> 24;
+        p[i] = unless_nan(float_of(join_weight(bits, static_cast<uint32_t>(error) << 8)), p[i]);
       }
     }
-  } else {
-    to_floats(raw, type, p);
   }
 }
 

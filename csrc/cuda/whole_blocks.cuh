@@ -1,6 +1,6 @@
-// The main path of a step: power codes in blocks of 128 elements that all are whole, in arrays that are
-// aligned to 16 bytes. What other tensors need for each element or each block is computed once per tile here,
-// and what few values need is behind branches that a whole warp takes or does not take.
+// The main path of a step: power codes in blocks of 65 to 128 elements, in rows of a multiple of 8, in arrays
+// that are aligned to 16 bytes (a gradient to its elements). What other tensors need for each element or each
+// block is computed once per tile here, and what few values need is behind warp-uniform branches.
 #pragma once
 #include "block_state.cuh"
 #include "fast_path.cuh"
@@ -8,12 +8,6 @@
 #include "weights.cuh"
 
 namespace memkern {
-
-MEMKERN_DEVICE constexpr Span whole_vector() { return {0, kVector, true}; }
-
-MEMKERN_DEVICE bool has_whole_blocks(const TensorRecord& t, const void* grad) {
-  return are_whole(t.blocks) && t.aligned && on_16_bytes(grad);
-}
 
 // One moment's scale, by half of a block's lanes (MomentHalves).
 struct ScaleFormula {
@@ -47,58 +41,113 @@ struct ScaleFormula {
   }
 };
 
+// A lane's vector of a block, by its distance from the tile's first element. Lanes past the end of a block
+// have its first vector, which changes no maximum, and store nothing.
+struct WholeVector {
+  uint32_t offset;
+  bool within;
+};
+
 // A lane's vectors in the blocks of a tile, one after the other; 16 lanes share a block.
-template <StateKind Kind, class P, class G> struct WholeVectors {
+template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors {
   static constexpr int kLanes = kWholeLanes, kGroups = kThreads / kLanes;
-  TensorRecord tensor;  // these three point to the vector, and to its block's scale
+  TensorRecord tensor;  // its arrays start at the tile here
   const void* grad;
-  float* scale;
+  float* scales;
   P param_type;
   G grad_type;
+  Alignment grad_alignment;
   MomentHalves half;
   ScaleFormula formula;
   int lane, rounds, left;
+  WholeVector here, ahead;
 
   template <class Work>
   MEMKERN_DEVICE WholeVectors(const Work& work, P param_type_, G grad_type_, float m_decay, float w_decay)
       : tensor(work.tensor),
-        grad(work.grad),
         param_type(param_type_),
         grad_type(grad_type_),
         half(SixteenLanes{}),
         lane(threadIdx.x % kLanes),
         rounds(same_in_all_lanes((work.tile.blocks + kGroups - 1) / kGroups)),
-        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kLanes) {
+        left(work.tile.blocks - static_cast<int>(threadIdx.x) / kLanes),
+        tile(work.tile),
+        blocks(work.tensor.blocks),
+        ragged(any_lane(!are_whole(blocks))) {
+    if (Moments == 1) half.upper = false;
     const float levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
     formula = {levels * levels, 1.0f / (levels * levels), half.pick(m_decay, w_decay), half.upper};
-    const int64_t block = work.tile.first_block + (left > 0 ? threadIdx.x / kLanes : 0);
-    scale = half.pick(tensor.exp_avg_scale, tensor.exp_avg_sq_scale) + block;
-    move(block * kWholeBlock + position());
+    start_at(tile.first_block,
+             tile.segment_start + static_cast<int64_t>(tile.block_in_segment) * blocks.block, work.grad);
+    const unsigned group = left > 0 ? threadIdx.x / kLanes : 0;
+    const unsigned per_segment = static_cast<unsigned>(blocks.blocks_per_segment),
+                   block = static_cast<unsigned>(tile.block_in_segment) + group;
+    in_segment = static_cast<int>(block % per_segment);
+    start = group * blocks.block + static_cast<int>(block / per_segment) * tile.gap;
+    find_vector();
+    here = ahead;
   }
 
   // In its block.
   MEMKERN_DEVICE int position() const { return lane * kVector; }
-  // A group without a block left has an earlier one's values, and stores nothing.
-  MEMKERN_DEVICE bool exists() const { return left > 0; }
+  // A group without a block left has its last one's values, or the tile's first, and stores nothing.
+  MEMKERN_DEVICE bool exists() const { return left > 0 && here.within; }
   // Of each moment one lane.
-  MEMKERN_DEVICE bool stores_scale() const { return exists() && lane % (kLanes / 2) == 0; }
+  MEMKERN_DEVICE bool stores_scale() const { return left > 0 && lane % (kLanes / Moments) == 0; }
+  MEMKERN_DEVICE Span span() const { return {here.offset, kVector, true}; }
+  // Of the block; and of the one so many on, or else the tile's last.
+  MEMKERN_DEVICE float* scale() const { return scales + (tile.blocks - left); }
+  MEMKERN_DEVICE float load_scale(int blocks_on) const {
+    const int block = tile.blocks - left + blocks_on;
+    return __ldcs(scales + (block < tile.blocks ? block : tile.blocks - 1));
+  }
+
+  // Finds the next block's vector, before next(). After a group's last block it is the same again: loads
+  // without a branch around them take fewer instructions, and find it in the cache.
+  MEMKERN_DEVICE void find_next() {
+    const bool more = left > kGroups;
+    if (!ragged) {
+      ahead.offset += more ? kGroups * kWholeBlock : 0;
+    } else if (more) {
+      in_segment += tile.block_step;
+      start += tile.step;
+      if (in_segment >= blocks.blocks_per_segment) {
+        in_segment -= blocks.blocks_per_segment;
+        start += tile.gap;
+      }
+      find_vector();
+    }
+  }
 
   MEMKERN_DEVICE void next() {
     left -= kGroups;
-    scale += kGroups;
-    move(kGroups * kWholeBlock);
+    here = ahead;
   }
 
  private:
-  MEMKERN_DEVICE void move(int64_t elements) {
+  const Tile& tile;  // in shared memory: registers are scarce
+  const Blocks& blocks;
+  bool ragged;     // some blocks are not of 128 elements
+  int in_segment;  // the place of the block ahead
+  uint32_t start;
+
+  MEMKERN_DEVICE void find_vector() {
+    const bool last = in_segment == blocks.blocks_per_segment - 1;
+    ahead.within = lane * kVector < blocks.block + (last ? tile.gap : 0);
+    ahead.offset = start + (ahead.within ? position() : 0);
+  }
+
+  MEMKERN_DEVICE void start_at(int64_t block, int64_t element, const void* gradient) {
     const auto forward = [](auto* array, int64_t bytes) {
       return static_cast<decltype(array)>(static_cast<char*>(const_cast<void*>(array)) + bytes);
     };
-    tensor.param = forward(tensor.param, elements * (param_type == FloatType::kFp32 ? 4 : 2));
-    grad = forward(grad, elements * (grad_type == FloatType::kFp32 ? 4 : 2));
-    tensor.exp_avg = forward(tensor.exp_avg, elements);
-    tensor.exp_avg_sq = forward(tensor.exp_avg_sq, Kind == StateKind::kPower4 ? elements / 2 : elements);
-    tensor.weight_state = forward(tensor.weight_state, elements * weight_state_bytes(tensor.weight_storage));
+    scales = half.pick(tensor.exp_avg_scale, tensor.exp_avg_sq_scale) + block;
+    tensor.param = forward(tensor.param, element * (param_type == FloatType::kFp32 ? 4 : 2));
+    grad = forward(gradient, element * (grad_type == FloatType::kFp32 ? 4 : 2));
+    grad_alignment = static_cast<Alignment>(same_in_all_lanes(static_cast<int>(alignment_of(grad))));
+    tensor.exp_avg = forward(tensor.exp_avg, element);
+    tensor.exp_avg_sq = forward(tensor.exp_avg_sq, Kind == StateKind::kPower4 ? element / 2 : element);
+    tensor.weight_state = forward(tensor.weight_state, element * weight_state_bytes(tensor.weight_storage));
   }
 };
 
@@ -150,19 +199,20 @@ MEMKERN_DEVICE DitherTable& dither_table() {
   return table;
 }
 
-// A vector of a second moment's codes, so many blocks on, as it is in memory: in 4 bits just the first word.
-template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, int blocks) {
+// A vector of a second moment's codes as it is in memory: in 4 bits just the first word.
+template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Span& at) {
   if constexpr (Kind == StateKind::kPower4)
-    return {load_pairs(array, packed_span(blocks * kWholeBlock / 2, kVector, true)), 0};
+    return {load_pairs(array, packed_span(at.offset / 2, kVector, true)), 0};
   else
-    return load_codes(array, {blocks * kWholeBlock, kVector, true});
+    return load_codes(array, at);
 }
 
-template <StateKind Kind> MEMKERN_DEVICE void store_root_codes(void* array, const Codes& codes) {
+template <StateKind Kind>
+MEMKERN_DEVICE void store_root_codes(void* array, const Span& at, const Codes& codes) {
   if constexpr (Kind == StateKind::kPower4)
-    store_packed(array, whole_vector(), codes);
+    store_packed(array, packed_span(at.offset / 2, kVector, true), codes);
   else
-    store_codes(array, whole_vector(), codes);
+    store_codes(array, at, codes);
 }
 
 // decode<kPower, false>: unit * (q * q), rounded once. q * q is added to the bits of 2^23, and the fused

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -72,24 +74,34 @@ class _Sum:
         self.known = (total, total._version) if dtype is not None else None
 
 
+active: Counter[int] = Counter()
+"""How many handles add up the gradients of a parameter, by its id (a weak reference would forbid swap_tensors)."""
+_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The additions of a model so far: each ``with`` block goes on where the one before has ended."""
+
+
 class Accumulation:
     """What :func:`accumulate` returns: ``remove()`` ends it, as does leaving a ``with`` block.
 
     ``restart(count)`` sets the count of additions.
     """
 
-    def __init__(self, params: list[Tensor], storage: str) -> None:
+    def __init__(self, model: nn.Module, params: list[Tensor], storage: str) -> None:
+        self._model, self._params = model, params
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # a parameter holds its own but weakly
         self._sums = [_Sum(storage) for _ in params]
+        self.restart(_counts.get(model, 0))
         for p, one in zip(params, self._sums, strict=True):
             self._add(p, one)
+        active.update(map(id, params))
 
     def _add(self, p: Tensor, one: _Sum) -> None:
         node = get_gradient_edge(p).node
         self._nodes.append(node)
         self._handles.append(node.register_prehook(lambda _: one.hold(p)))
-        self._handles.append(p.register_post_accumulate_grad_hook(one.add))
+        # Not the tensor's own hook: after one was removed, torch.utils.swap_tensors leaves it without any for good.
+        self._handles.append(node.register_hook(lambda *_: one.add(p)))
 
     def restart(self, count: int) -> None:
         """Sets the count of additions, from which the random bits come: a loop that goes on repeats every bit."""
@@ -97,6 +109,9 @@ class Accumulation:
             one.count = count
 
     def remove(self) -> None:
+        if self._handles:
+            _counts[self._model] = max(one.count for one in self._sums)
+            active.subtract(map(id, self._params))
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -119,13 +134,15 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
         p.grad = round(p.grad + g)    in fp32; up or down to a neighbouring bf16 with the probability of its nearness
 
     To the nearest, a sum that has grown to 256 times a micro-batch's gradient no longer changes. The random bits come
-    from the position in blocks of 128 and a count of the additions, so runs repeat. ``zero_grad`` and optimizers need
+    from the position in blocks of 128 and a count of the model's additions, which goes on from one handle to the next,
+    so runs repeat. ``zero_grad`` and optimizers need
     not know of it; the first gradient after ``zero_grad()`` is taken as it is, and a sum that something else changes
     (clipping) goes on from there.
 
     Args:
         model: its bf16 parameters that require a gradient; others add as before. Not for gradients that a wrapper
-            adds up in buffers of its own (DistributedDataParallel, fully_shard).
+            adds up in buffers of its own (DistributedDataParallel, fully_shard; HostOffload with offload_gradients
+            raises).
         storage: "stochastic" keeps nothing, and is right on the average; "bf16+8" and "bf16+16" keep the sum's rounding
             error too, in 1 or 2 bytes per parameter: sums of 24 or 32 bits (``master_weights`` has the same names).
 
@@ -145,4 +162,4 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
         raise ValueError(
             "model has no bfloat16 parameter that requires a gradient; others need no such rounding"
         )
-    return Accumulation(params, storage)
+    return Accumulation(model, params, storage)

@@ -39,7 +39,7 @@ def step(optimizer: BlockwiseOptimizer, args: StepArgs) -> None:
         check_param(p, group)
         check_gradient(p, g)
     for p, group in zip(args.params, groups, strict=True):
-        optimizer._restore(p, group, group)
+        optimizer._restore(p, group)
     norms = _grad_norms(optimizer, args)
     calls: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether kernels can do it
     with_numbers: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class StepInBackward(Optimizer):
 
     optimizer_class: type[Optimizer]
     wraps_a_class = True
+    # All groups, the group that is alone now, and its parameters (_alone).
+    _whole: tuple[list[dict[str, Any]], dict[str, Any], list[Tensor]] | None = None
     _step_supports_amp_scaling = (
         True  # so that GradScaler leaves its grad_scale here, where step() refuses it
     )
@@ -72,6 +75,7 @@ class StepInBackward(Optimizer):
     def _start(self) -> None:
         self._hooks = ParameterHooks(self._step_one)
         self._stepped: set[Tensor] = set()
+        self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
 
     # ---- parameters
 
@@ -90,26 +94,76 @@ class StepInBackward(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    # ---- one parameter in place of all
+
+    @contextlib.contextmanager
+    def _alone(self, p: Tensor) -> Iterator[bool]:
+        """In its scope the optimizer has one group, of one parameter; gives whether the parameter is in any.
+
+        So a step takes constant time, and other gradients, which were set by hand, wait for step().
+        """
+        place = self._place_of(p)
+        if place is None:
+            yield False
+            return
+        groups, group = self.param_groups, place[0]
+        self._whole = groups, group, group["params"]
+        try:
+            self.param_groups, group["params"] = [group], [p]
+            yield True
+        finally:
+            self.param_groups, group["params"], self._whole = groups, self._whole[2], None
+
+    def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
+        """A parameter's group and its index there, by a map that is made again where lists have changed."""
+        for _ in range(2):
+            if (place := self._places.get(p)) is not None:
+                params = place[0]["params"]
+                if place[1] < len(params) and params[place[1]] is p:
+                    return place
+            self._places = {q: (g, i) for g in self.param_groups for i, q in enumerate(g["params"])}
+        return None
+
+    def _follow_groups(self) -> None:
+        """Of memkern's optimizers: done for all groups at the first gradient of a backward pass."""
+        if self._whole is None:
+            super()._follow_groups()  # type: ignore[misc]
+
+    def _look_at_groups(self) -> None:
+        """Of memkern's optimizers: at all groups, whose parameters' kinds decide how steps are taken."""
+        now, whole = self.param_groups, self._whole
+        if whole is None:
+            super()._look_at_groups()  # type: ignore[misc]
+            return
+        groups, group, params = whole
+        alone = group["params"]
+        try:
+            self.param_groups, group["params"] = groups, params
+            super()._look_at_groups()  # type: ignore[misc]
+        finally:
+            self.param_groups, group["params"] = now, alone
+
     # ---- steps
 
     def _step_one(self, p: Tensor) -> None:
         """The hook: the step of one parameter, whose gradient is complete."""
         check_first_gradient(p, self._stepped)
         check_not_reduced_later(p)
+        first = not self._stepped
         self._stepped.add(p)
-        # What else has a gradient (set by hand) waits for step().
-        others = [(q, q.grad) for q in self._parameters() if q.grad is not None and q is not p]
-        for q, _ in others:
-            q.grad = None
         try:
-            self._step_all()
+            if first and hasattr(super(), "_follow_groups"):
+                self._follow_groups()
+            with self._alone(p) as is_there:
+                if is_there:
+                    self._step_all()
         finally:
             p.grad = None
-            for q, grad in others:
-                q.grad = grad
 
     def _step_all(self) -> None:
         """The optimizer's own step of every parameter that has a gradient, without its hooks."""
+        for group in self.param_groups:
+            check_no_norm(group.get("max_grad_norm"))
         without_hooks(super().step)()
 
     @torch.no_grad()
@@ -126,6 +180,7 @@ class StepInBackward(Optimizer):
         for p in left:
             p.grad = None
         self._stepped.clear()
+        self._places.clear()  # groups may change until the next pass
         self._hooks.add(self._parameters())
         return loss
 

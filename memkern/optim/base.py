@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,43 +13,32 @@ from torch.optim import Optimizer
 
 from .. import _ops
 from ..schemas import StepArgs, StepOp
-from . import apart, bits, foreign, loading, sharded_step, sharding, weights
+from . import apart, bits, following, foreign, loading, sharded_step, sharding, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class BlockwiseOptimizer(Optimizer):
     """Base of the optimizers. A subclass names its op, and what of its options the op's hyperparameters are."""
 
     op: ClassVar[StepOp]
-    later_options: ClassVar[dict[str, Any]] = {
-        "maximize": False,
-        "min_8bit_size": 4096,
-        "max_grad_norm": None,
-        "capturable": False,
-        "master_weights": None,
-        "stochastic_rounding": False,
-    }
-    """Options that a saved group may be older than, with what was done before there was one."""
     fixed_options: ClassVar[dict[str, Any]] = {}
     """Options that make the class what it is: a loaded state does not change them."""
     storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec", "master_weights")
     """Options that say how a group's states are stored."""
-    _step_supports_amp_scaling = True  # GradScaler leaves grad_scale and found_inf to step()
-
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    # By a group's identity, as groups may be moved about in the list: the group, and what its states are stored with.
-    _stored_with: dict[int, tuple[dict[str, Any], dict[str, Any]]]
+    # memkern/optim/following.py: the groups at the last look, and the storage options of each state.
+    _looks: list[following.Look]
+    _stored: dict[Tensor, dict[str, Any]]
     _apart = False  # whether a step needs more than one call of the op
     _sharded = False  # whether there are DTensors
     _ranks: dict[Tensor, sharding.Ranks]  # of those of which other ranks have other elements
-    # memkern/optim/weights.py: version counters after the last step, whether they can be relied on, a warning's flag.
-    _versions: dict[Tensor, int]
-    _is_compiled = False
-    _said_changed = False
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: Any, **options: Any) -> Self:
         foreign.check_arguments(cls, options)  # Python would say no more than that there is none of that name
         return super().__new__(cls)
 
@@ -74,11 +63,12 @@ class BlockwiseOptimizer(Optimizer):
             for p in tensors:
                 if isinstance(p, Tensor):
                     check_param(p, {**self.defaults, **param_group})
-                    sharding.check_flat_shard(p, self._needs_norms())
+                    sharding.check_flat_shard(p, self._needs_norms(norm))
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
-        self._stored_with = getattr(self, "_stored_with", {})
-        self._versions = getattr(self, "_versions", {})
+        self.param_groups[-1]["state_bits"] = bits.of(self.param_groups[-1])
+        self._looks = [*getattr(self, "_looks", []), following.looks(self)[-1]]
+        self._stored = getattr(self, "_stored", {})
         self._look_at_groups()
 
     def _look_at_groups(self) -> None:
@@ -93,13 +83,13 @@ class BlockwiseOptimizer(Optimizer):
             if self._sharded and (ranks := sharding.ranks_of(p))
         }
 
-    def _needs_norms(self) -> str | None:
+    def _needs_norms(self, max_grad_norm: float | None) -> str | None:
         """What needs norms of whole tensors, if anything does."""
-        return None if self.defaults["max_grad_norm"] is None else "max_grad_norm"
+        return None if max_grad_norm is None else "max_grad_norm"
 
     def _place_lr(self, group: dict[str, Any]) -> None:
         """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
-        if group["capturable"] and group["params"]:
+        if group["capturable"] and group["params"] and not group["params"][0].is_meta:
             device, lr = group["params"][0].device, group["lr"]
             dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
             group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
@@ -141,6 +131,10 @@ class BlockwiseOptimizer(Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state | weights.initial_state(p, group)
 
+    def _follow_groups(self) -> None:
+        """Before a step: what is known of the groups is of the groups as they are now."""
+        following.follow(self)
+
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
     ) -> None:
@@ -148,7 +142,8 @@ class BlockwiseOptimizer(Optimizer):
 
         The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
         """
-        self._follow_options(group)
+        if group is self.param_groups[0]:
+            self._follow_groups()
         for p in group["params"]:
             if (g := p.grad) is not None:
                 params.append(p)
@@ -157,42 +152,34 @@ class BlockwiseOptimizer(Optimizer):
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(self._init_state(p, group))
+                self._stored[p] = following.storage(self, group)
         scaled = f"{next(iter(self.moments))}_scale"
         coded = [state for state in states if scaled in state]
         *lists_by_key, weight_states = lists
         for key, tensors in zip(self._state_keys(), lists_by_key, strict=True):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
         for key in weights.keys_of(group):
-            weights.renew_changed(self, group, params)
             weight_states += map(itemgetter(key), states)
-
-    def _follow_options(self, group: dict[str, Any]) -> None:
-        """Converts the group's states where its options ask for others than when they were stored."""
-        options = {key: group[key] for key in self.storage_options}
-        known, before = self._stored_with.get(id(group), (None, options))
-        if known is group and before == options:
-            return
-        if known is group:
-            self._check_group(group)
-            for p in group["params"]:
-                check_param(p, group)
-            for p in group["params"]:
-                self._restore(p, group, before)
-            self._look_at_groups()
-        self._stored_with[id(group)] = group, options
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _restore(self, p: Tensor, group: dict[str, Any], before: dict[str, Any]) -> bool:
+    def _restore(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Converts a state that is stored otherwise than its parameter and its group ask for; whether it was."""
-        state = self.state.get(p)
-        new = restored(self._op_of(group), state, p, group, before) if state else None
-        if state and new:
+        if not (state := self.state.get(p)):
+            return False
+        new = restored(self._op_of(group), state, p, group, self._stored.get(p) or group)
+        if new:
             state.clear()
             state.update(new)
+        self._stored[p] = following.storage(self, group)
         return new is not None
 
     # ---- step
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """For GradScaler, which leaves ``grad_scale`` and ``found_inf`` to step()."""
+        return not foreign.lightning_asks()
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         """A group's value of one of the op's hyperparameters: mostly the option of that name."""
@@ -204,13 +191,15 @@ class BlockwiseOptimizer(Optimizer):
         if torch.compiler.is_compiling():
             # A product is what the compiler can take a changing float into; torch.full would recompile at each change.
             return [
-                g["lr"] if isinstance(g["lr"], Tensor) else torch.ones((), dtype=torch.float64) * g["lr"]
+                g["lr"]
+                if isinstance(g["lr"], Tensor)
+                else torch.ones((), dtype=torch.float64, device="cpu") * g["lr"]
                 for g in groups
             ]
         # Reused, so that a step allocates nothing.
         if len(getattr(self, "_lr_buffers", ())) != len(groups):
             with torch.inference_mode(False):
-                self._lr_buffers = [torch.zeros((), dtype=torch.float64) for _ in groups]
+                self._lr_buffers = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in groups]
         return [
             g["lr"] if isinstance(g["lr"], Tensor) else buffer.fill_(g["lr"])
             for g, buffer in zip(groups, self._lr_buffers, strict=True)
@@ -245,7 +234,6 @@ class BlockwiseOptimizer(Optimizer):
                     sharded_step.step(self.op, args, self.defaults["max_grad_norm"], ranks)
                 else:
                     _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
-                weights.remember(self)
                 return loss
         except Exception:
             # The op checks everything before it changes anything. Looking at each gradient and each state from here,
@@ -254,7 +242,6 @@ class BlockwiseOptimizer(Optimizer):
                 raise
             args = self._step_args()
         apart.step(self, args)
-        weights.remember(self)
         return loss
 
     def _repaired(self) -> bool:
@@ -271,11 +258,10 @@ class BlockwiseOptimizer(Optimizer):
         changed = False
         for group in self.param_groups:
             for p in group["params"]:
-                changed |= self._restore(p, group, group)
-        before = self._apart
+                changed |= self._restore(p, group)
+        before = self._apart, self._sharded
         self._look_at_groups()
-        changed |= self._apart and not before
-        return changed
+        return changed or before != (self._apart, self._sharded)
 
     def _step_args(self) -> StepArgs:
         """The arguments of the op for all parameters that have a gradient, as if they were on one device."""
@@ -345,7 +331,7 @@ class BlockwiseOptimizer(Optimizer):
 
         Options of the groups (``block_size``, ``codec``, lr, ...) come with the state, but for what this optimizer is:
         its class, its ``state_bits``, ``max_grad_norm`` and ``capturable``. A state of other bits is converted, and one
-        warning lists what differed. Options that the state is older than get the default of its time.
+        warning lists what differed.
 
         Raises:
             ValueError: the state is not memkern's, or does not fit the parameters; before anything is changed.
@@ -376,31 +362,24 @@ class BlockwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
-            for key, value in self.later_options.items():
-                group.setdefault(key, value)
+            group["state_bits"] = bits.of(group)
         for p, values in self.state.items():
             if isinstance(values, dict):
-                values.update(self._completed_state(values))
                 for key, value in values.items():
                     if isinstance(value, loading.Held):
                         values[key] = value.for_parameter(p)
-        self._stored_with, self._versions = {}, {}
+        self._looks = following.looks(self)
+        self._stored = {p: following.storage(self, g) for g in self.param_groups for p in g["params"]}
         self._look_at_groups()
 
     def __getstate__(self) -> dict[str, Any]:
-        for group in self.param_groups:
-            self._follow_options(group)
+        following.follow(self)
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: plain tensors, stored as the groups' options say."""
-        for group in self.param_groups:
-            self._follow_options(group)
+        following.follow(self)
         return sharding.without_flat_codes(self, super().state_dict())
-
-    def _completed_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state of an earlier version with what it did not have yet."""
-        return state
 
     def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
         loading.check_state(self, i, state, p, group)

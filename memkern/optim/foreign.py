@@ -64,6 +64,17 @@ def check_overrides(params: Iterable[Any]) -> None:
             )
 
 
+def lightning_asks() -> bool:
+    """Whether Lightning reads the property that calls this.
+
+    With ``precision="16-mixed"`` or ``"bf16-mixed"`` it refuses to clip the gradients of optimizers that unscale them
+    in their step. These take unscaled ones too: told that they do not, Lightning unscales, clips, and goes on to
+    GradScaler.step(), which asks for itself.
+    """
+    caller: str = sys._getframe(2).f_globals.get("__name__", "")
+    return caller.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
 class GlobalOptimManager:
     """bitsandbytes' registry of options by parameter, which parameter groups stand for: every use raises."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import accumulation
 from .backward import (
     ParameterHooks,
     check_class,
@@ -22,6 +23,8 @@ from .backward import (
     without_hooks,
 )
 from .base import BlockwiseOptimizer
+from .following import follow
+from .foreign import lightning_asks
 from .offloaded import (
     Options,
     Weight,
@@ -94,14 +97,14 @@ class HostOffload(Optimizer):
 
     It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
     load it. Weights of another dtype than the model's are in the state as ``master_weight``, or as ``host_weights``
-    beside it where the optimizer is not memkern's or the model is fp16. Weights that are changed in the model, as when
-    it loads a state_dict, are noticed by their version (not through ``p.data``), and the host takes them over. On the
-    CPU nothing is copied that the CPU can read where it is.
+    beside it where the optimizer is not memkern's or the model is fp16. A step goes on from the model's weights,
+    whoever has written them (a state_dict that it loads, an edit under no_grad or of ``p.data``): what the host keeps
+    of one in more bits counts where it rounds to it. On the CPU nothing is copied that the CPU can read where it is.
 
     Bytes on the device: the model, and with a gradient offloaded its largest few gradients. On the host, per
-    parameter of 2 bytes: 4 (weight), 2 or 4 (buffers of the transfers) and the states. Over the link per step: a
-    gradient down and a weight up, in the parameter's dtype. Buffers and weights that are transferred are pinned; states
-    are never transferred and are not.
+    parameter of 2 bytes: 4 (weight), 2 to 6 (buffers of the transfers) and the states. Over the link per step: a
+    gradient and a weight down and a weight up, in the parameter's dtype. Buffers and weights that are transferred are
+    pinned; states are never transferred and are not.
 
     Raises:
         ValueError, TypeError: from ``optimizer_class``; an option of another type; max_grad_norm with step_in_backward;
@@ -231,6 +234,11 @@ class HostOffload(Optimizer):
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
         self._join_adding()
+        if self._hooks_gradients and w.gradient is not None and accumulation.active[id(w.p)] > 0:
+            raise RuntimeError(
+                f"accumulate() cannot add to a gradient of shape {tuple(w.p.shape)} that HostOffload has taken to the "
+                "host: leave offload_gradients False, and gradients are added up on the device; or leave accumulate()"
+            )
         if add := w.take(self._transfers_to(w.p.device)):
             self._adding = self._submit(add)
         if self._hooks_gradients:
@@ -251,6 +259,7 @@ class HostOffload(Optimizer):
                 if not self._stepped:
                     copy_options(self, self.inner)
                 self._stepped.add(p)
+                w.fetch(self._transfers_to(p.device))
             self._take(w)
             if self._steps_in_backward:
                 number = self._bucket_of[p]
@@ -285,8 +294,8 @@ class HostOffload(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow()
         self._hook_parameters()
-        copy_options(self, self.inner)
         self._scale_inner()
         try:
             self._step_buckets()
@@ -298,6 +307,24 @@ class HostOffload(Optimizer):
                 w.gradient = None
         self._share_state()
         return loss
+
+    def _follow(self) -> None:
+        """Hands the groups' options to the inner optimizer, before its first bucket is stepped."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        if [*map(id, params)] != [*map(id, self._weights)]:
+            raise RuntimeError(
+                "params of HostOffload were replaced, and the host has weights of the ones that it was given: make a "
+                "new HostOffload of the new ones, and load_state_dict() of this one's state"
+            )
+        copy_options(self, self.inner)
+        if isinstance(self.inner, BlockwiseOptimizer):
+            before = self.defaults.get("max_grad_norm")
+            if self._steps_in_backward:
+                for group in self.param_groups:
+                    check_no_norm(group["max_grad_norm"])
+            follow(self.inner)
+            if before != self.defaults["max_grad_norm"]:
+                self._make_buckets()
 
     def _step_buckets(self) -> None:
         """Steps what has a gradient. The gradients of a bucket are on their way while the one before is stepped."""
@@ -313,6 +340,7 @@ class HostOffload(Optimizer):
         for i, bucket in enumerate(buckets):
             for ahead in buckets[i and i + 1 : i + 2]:
                 for w in ahead:
+                    w.fetch(self._transfers_to(w.p.device))
                     if w.p.grad is not None:
                         self._take(w)
             self._join_adding()
@@ -326,6 +354,7 @@ class HostOffload(Optimizer):
         for w in bucket:
             if w.arrived is not None:
                 self._transfers_to(w.p.device).host_waits(w.arrived)
+            w.renew()
         try:
             self._step_inner(bucket)
         except torch.OutOfMemoryError:
@@ -368,14 +397,15 @@ class HostOffload(Optimizer):
         """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it away."""
         for name in ("grad_scale", "found_inf"):
             if scaled and (given := getattr(self, name, None)) is not None:
-                setattr(self.inner, name, torch.as_tensor(given, dtype=torch.float32).cpu())
+                setattr(self.inner, name, torch.as_tensor(given, dtype=torch.float32, device="cpu"))
             else:
                 vars(self.inner).pop(name, None)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # Else GradScaler unscales the device's gradients itself.
-        return self._hooks_gradients or getattr(self.inner, "_step_supports_amp_scaling", False)
+        takes = getattr(self.inner, "_step_supports_amp_scaling", False)
+        return self._hooks_gradients or (takes and not lightning_asks())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim's, for gradients on the device and on the host."""
@@ -429,7 +459,6 @@ class HostOffload(Optimizer):
             for i, w in enumerate(weights):
                 if w.own:
                     w.home.copy_(loaded.get(i, w.p))
-                    w.version = w.p._version
         copy_options(self.inner, self)
         self.state.clear()
         homes = {w.home for w in weights}

@@ -46,7 +46,7 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             if isinstance(p, Tensor) and p.layout == torch.strided:
                 _layer_count(p, group)
 
-    def _needs_norms(self) -> str | None:
+    def _needs_norms(self, max_grad_norm: float | None) -> str | None:
         return type(self).__name__
 
     def _state_keys(self, op: StepOp | None = None) -> list[str]:
@@ -57,9 +57,9 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
         return {**super()._init_state(p, group), "trust_ratio": _ones(p, group)}
 
     @torch.inference_mode(False)
-    def _restore(self, p: Tensor, group: dict[str, Any], before: dict[str, Any]) -> bool:
-        changed = super()._restore(p, group, before)
-        if p in self.state and len(self.state[p]["trust_ratio"]) != _layer_count(p, group):
+    def _restore(self, p: Tensor, group: dict[str, Any]) -> bool:
+        changed = super()._restore(p, group)
+        if self.state.get(p) and len(self.state[p]["trust_ratio"]) != _layer_count(p, group):
             self.state[p]["trust_ratio"] = _ones(p, group)
             return True
         return changed

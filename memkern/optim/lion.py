@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..schemas import LION_STEP
@@ -83,11 +82,6 @@ class Lion(BlockwiseOptimizer):
             "capturable": capturable,
         }
         super().__init__(params, defaults)
-
-    def _completed_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(m := state.get("exp_avg"), Tensor) or "step" in state:
-            return state
-        return {**state, "step": torch.zeros((), dtype=torch.float32, device=m.device)}
 
 
 class Lion8bit(Lion):

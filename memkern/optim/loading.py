@@ -1,4 +1,4 @@
-"""Loading a state dict: what is refused, what an older one lacks, and what an optimizer of other options stored."""
+"""Loading a state dict: what is refused, and what an optimizer of other options stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..quant.layout import layout_of, same_layout
 from ..schemas import StepOp
 from . import bits, weights
 from .sharding import is_dtensor, is_flat_shard, local, placed
-from .storage import dense_like, moment_dtype, restored
+from .storage import ENTRIES, dense_like, moment_dtype, own_entries, restored, takes_8bit_state
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -42,8 +42,7 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     """The state dict as the optimizer takes it, its tensors held, and what its groups' options were changed from.
 
     The optimizer's own class, ``state_bits``, ``max_grad_norm`` and ``capturable`` win; a state in other bits is
-    converted. The other options come with the state, and one that was not there yet when it was saved has the default
-    of that time.
+    converted. The other options come with the state.
 
     Raises:
         ValueError: the state is not memkern's, or does not fit the parameters.
@@ -54,9 +53,12 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     changes: list[str] = []
     older, newer = [], []
     for k, (own, given) in enumerate(zip(groups, saved, strict=True)):
-        older.append(_completed(optimizer, k, given))
+        _check_options(optimizer, k, given)
+        older.append({**given, "state_bits": bits.of(given)})
         optimizer._check_group({**older[k], "params": own["params"]})
         fixed = {key: own[key] for key in OWN_OPTIONS} | optimizer.fixed_options
+        if bits.has_4bit_codes(fixed):
+            fixed["codec"] = "power"  # the only one with 4 bits
         if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
             changes.append(f"group {k}: {', '.join(differing)}")
         whole = {"max_grad_norm": optimizer.defaults["max_grad_norm"], "capturable": own["capturable"]}
@@ -68,7 +70,10 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
         for p, i in zip(own["params"], older[k]["params"], strict=True)
     }
     state = {
-        i: {key: Held(value) for key, value in _state(optimizer, i, values, *of_index[i]).items()}
+        i: {
+            key: Held(value) if isinstance(value, Tensor) else value
+            for key, value in _state(optimizer, i, values, *of_index[i]).items()
+        }
         if i in of_index and values != {}
         else values
         for i, values in state_dict["state"].items()
@@ -76,17 +81,19 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     return {**state_dict, "state": state, "param_groups": newer}, changes
 
 
-def _completed(optimizer: BlockwiseOptimizer, k: int, saved: Group) -> Group:
-    """A saved group with the options that came after it."""
+def _check_options(optimizer: BlockwiseOptimizer, k: int, saved: Group) -> None:
+    """Raises ValueError for a saved group that lacks options of the optimizer."""
     own = {*optimizer.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
-    if missing := own - {*saved} - {*optimizer.later_options}:
+    if missing := own - {*saved}:
+        from .adam import Adam
+
+        see = "memkern.optim.from_bitsandbytes_state_dict converts a state of bitsandbytes' Lion"
+        if isinstance(optimizer, Adam):
+            see = "memkern.optim.from_torch_state_dict and from_bitsandbytes_state_dict convert others"
         raise ValueError(
             f"the state_dict is not one of memkern's {type(optimizer).__name__}: its group {k} has no "
-            f"{', '.join(sorted(missing))}; for a torch.optim or bitsandbytes state see "
-            "memkern.optim.from_torch_state_dict and from_bitsandbytes_state_dict"
+            f"{', '.join(sorted(missing))}; {see}"
         )
-    later = {key: x for key, x in optimizer.later_options.items() if key in own and key not in saved}
-    return saved | later | {"state_bits": bits.of(saved)}
 
 
 def _state(
@@ -95,14 +102,14 @@ def _state(
     """A parameter's state, checked, and stored as the optimizer's group asks for."""
     if not isinstance(state, dict):
         does_not_fit(optimizer, i, f"it must be a dict of tensors, got {state!r}")
-    state, op = optimizer._completed_state(state), optimizer._op_of(older)
+    op = optimizer._op_of(older)
     if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
-        state = {**state, "step": torch.tensor(float(step), dtype=torch.float32)}
+        state = {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
     state = {
         key: placed(key, x, p, older["block_size"], _is_packed(op, key, x, older))
-        if isinstance(x, Tensor)
+        if isinstance(x, Tensor) and key in ENTRIES
         else x
         for key, x in state.items()
     }
@@ -133,14 +140,16 @@ def check_state(
     coded = isinstance(first, Tensor) and not first.is_floating_point()
     keys = [k for k in optimizer._state_keys(op) if coded or not k.endswith("_scale")]
     keys += weights.keys_of(group)
-    if {*state} != {*keys}:
+    if {*own_entries(state)} != {*keys}:
         does_not_fit(optimizer, i, f"keys {sorted(state)}, expected {sorted(keys)}")
     for key in keys:
         value = state[key]
         if not isinstance(value, Tensor):
             does_not_fit(optimizer, i, f"{key} must be a tensor, got {type(value).__name__}")
         if key == "step":
-            if value.numel() != 1 or value.dtype != torch.float32 or not 0 <= float(value) < math.inf:
+            if value.numel() != 1 or value.dtype != torch.float32:
+                does_not_fit(optimizer, i, f"step must be one float32 number, got {value}")
+            if _has_values(value) and not 0 <= float(value) < math.inf:
                 does_not_fit(optimizer, i, f"step must be one finite number, 0 or more, got {value}")
         elif key.endswith("_scale"):
             _check_scale(optimizer, i, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
@@ -162,6 +171,17 @@ def check_state(
                 )
         elif key in op.moments:
             _check_moment(optimizer, i, key, value, p, coded, op.moments[key])
+    # SGD and Lion may have such numbers of their own; Adam's m and v cannot both.
+    may_be_codes = not coded and (len(op.moments) > 1 or takes_8bit_state(p, group))
+    if may_be_codes and all(_are_codes(local(state[key]), signed) for key, signed in op.moments.items()):
+        # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
+        does_not_fit(
+            optimizer,
+            i,
+            f"{', '.join(op.moments)}: codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a "
+            "state of the state_bits that were saved: give the optimizer state_bits=8, load, and change that of its "
+            "groups then",
+        )
 
 
 def _check_scale(optimizer: BlockwiseOptimizer, i: Any, key: str, scale: Tensor, shape: Any) -> None:
@@ -171,14 +191,20 @@ def _check_scale(optimizer: BlockwiseOptimizer, i: Any, key: str, scale: Tensor,
             i,
             f"{key} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}",
         )
-    if not bool(((local(scale) >= 0) & local(scale).isfinite()).all()):
+    if _has_values(scale) and not bool(((local(scale) >= 0) & local(scale).isfinite()).all()):
         does_not_fit(optimizer, i, f"{key} has entries that are negative or not finite")
+
+
+def _has_values(x: Tensor) -> bool:
+    """False on meta and under FakeTensorMode."""
+    return not x.is_meta and type(x).__name__ != "FakeTensor"
 
 
 def _are_codes(x: Tensor, signed: bool) -> bool:
     """Whether floats are whole numbers up to the largest code, which each block has whose scale is not zero."""
     return (
         x.numel() > 1
+        and _has_values(x)
         and bool((x == x.trunc()).all())
         and float(x.abs().max()) in ((127, 128) if signed else (255,))
     )
@@ -204,13 +230,5 @@ def _check_moment(
             f"{key} must have strides {like.stride()} like its parameter, got {value.stride()}; load the state while "
             "the model has the memory format that it was saved in, and change that after: the next step converts it",
         )
-    if not coded and _are_codes(local(value), signed):
-        # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
-        does_not_fit(
-            optimizer,
-            i,
-            f"{key} has the codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a state of the "
-            "state_bits that were saved: give the optimizer state_bits=8, load, and change that of its groups then",
-        )
-    if not coded and not signed and bool((~(local(value) >= 0)).any()):
-        does_not_fit(optimizer, i, f"{key}, a second moment, has entries that are negative or NaN")
+    if not coded and not signed and _has_values(value) and bool((local(value) < 0).any()):
+        does_not_fit(optimizer, i, f"{key}, a second moment, has negative entries")

@@ -28,8 +28,8 @@ class Weight:
     """Whether home and state stay on the parameter's device."""
     own: bool
     """Whether home has memory of its own, which is copied to p after a step."""
-    version: int = -1
-    """p's version when home was last the same."""
+    current: Tensor | None = None
+    """p's values before a step, on the host where home is there; not needed where home has p's dtype."""
     buffer: Tensor | None = None
     """Host memory in p's dtype: the gradient on its way here, then the weights on their way back."""
     gradient: Tensor | None = None
@@ -38,18 +38,33 @@ class Weight:
     """The event of its copy."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "buffer": None, "gradient": None, "arrived": None}
+        return {**vars(self), "current": None, "buffer": None, "gradient": None, "arrived": None}
 
-    def renew(self) -> None:
-        """Takes over p's values where something else than this optimizer has written them."""
+    def fetch(self, transfers: Transfers) -> None:
+        """Begins the copy of p's values to where home is: a step goes on from them, whoever has written them."""
         p, home = self.p.detach(), self.home
         if not self.own:
             if home.data_ptr() != p.data_ptr() or home.stride() != p.stride() or home.shape != p.shape:
                 home.data = p
-        elif self.version != p._version:
-            if not torch.equal(home.detach().to(p.dtype).to(p.device), p):
-                home.data.copy_(p)
-            self.version = p._version
+            return
+        if home.shape != p.shape:
+            home.data = torch.empty_like(p, dtype=home.dtype, device=home.device).copy_(p)
+        if self.resident or transfers.shares_memory:
+            self.current = p
+        elif home.dtype == p.dtype:
+            self.arrived = transfers.to_host(home.detach(), p)
+        else:
+            if self.current is None or self.current.shape != p.shape or self.current.dtype != p.dtype:
+                self.current = transfers.empty_like(p)
+            self.arrived = transfers.to_host(self.current, p)
+
+    def renew(self) -> None:
+        """Where home does not round to p's values, takes those. Their copy has arrived."""
+        if self.own and self.current is not None:
+            home, p = self.home.data, self.current
+            rounded = home.to(p.dtype)
+            if p.device.type != "cpu" or not torch.equal(rounded, p):  # on a device a look at it would wait
+                torch.where(rounded == p, home, p.to(home.dtype), out=home)
 
     def take(self, transfers: Transfers) -> Callable[[], None] | None:
         """Begins the copy of p's gradient, or takes the gradient where it is.
@@ -59,13 +74,12 @@ class Weight:
         """
         grad = self.p.grad
         assert grad is not None
-        self.renew()
         if self.resident or transfers.shares_memory:
             self.gradient = grad if self.gradient is None else self.gradient.add_(grad)
             return None
         if grad.layout != torch.strided:
             raise RuntimeError(f"gradients must be dense to be copied to the host, got {grad.layout}")
-        if self.buffer is None:
+        if self.buffer is None or self.buffer.shape != grad.shape:
             self.buffer = transfers.empty_like(self.p.detach(), grad.dtype)
         if self.gradient is None:
             self.arrived, self.gradient = transfers.to_host(self.buffer, grad), self.buffer
@@ -89,14 +103,13 @@ class Weight:
                 assert self.buffer is not None
                 source = self.buffer.copy_(source)  # the gradient was used
             done = transfers.to_device(self.p.detach(), source, self.arrived)
-        self.arrived, self.version = None, self.p._version
+        self.arrived = None
         return done
 
     def move_to_host(self, inner: Optimizer, transfers: Transfers) -> None:
         """Moves a resident weight and its state to the host."""
-        old = self.home
+        old, self.current = self.home, None
         self.resident, self.own = False, not transfers.shares_memory or old.dtype != self.p.dtype
-        self.version = self.p._version
         if transfers.shares_memory:
             return
         values = transfers.empty_like(old.detach()).copy_(old.detach())
@@ -120,7 +133,7 @@ def offloaded(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Transfer
         torch.empty_like(p.detach(), dtype=dtype) if resident else transfers.empty_like(p.detach(), dtype)
     )
     home = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
-    return Weight(p, home, resident, own=True, version=p._version)
+    return Weight(p, home, resident, own=True)
 
 
 def bytes_on_device(

@@ -23,7 +23,7 @@ class SGD(BlockwiseOptimizer):
     Args:
         params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
         lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
-        momentum: decay of the momentum, from 0 to below 1. Default 0.9.
+        momentum: decay of the momentum, from 0 to below 1. Default 0, as in torch.optim.SGD.
         dampening: see the formula. Default 0.
         weight_decay: default 0.
         nesterov: with momentum and without dampening. Default False.
@@ -36,8 +36,8 @@ class SGD(BlockwiseOptimizer):
     The state is ``momentum_buffer`` (m), in 8 bits with ``momentum_buffer_scale``: 1 + 4 / block_size bytes per
     parameter; and ``step``. A step with an 8-bit state reads and writes 14.06 bytes per fp32 parameter (8.06 in bf16).
 
-    Differs from torch.optim.SGD: ``momentum`` is 0.9 by default (torch: 0). Without momentum there is nothing to keep
-    in 8 bits; torch's own then has no state at all.
+    Differs from torch.optim.SGD: without momentum torch's has no state at all, and here ``momentum_buffer`` has the
+    last gradient.
 
     Raises:
         ValueError: an option out of range or not supported, a parameter whose elements overlap in memory.
@@ -53,7 +53,7 @@ class SGD(BlockwiseOptimizer):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
@@ -118,7 +118,7 @@ class SGD8bit(SGD):
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,

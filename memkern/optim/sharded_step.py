@@ -228,13 +228,14 @@ def _index(p: Any) -> Tensor:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     own = local(p)
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
     for d, size in enumerate(p.shape):
         at = [
             x if x.is_replicate() or x.dim == d == 0 else Shard(0) if x.dim == d else Replicate()
             for x in p.placements
         ]
-        along = distribute_tensor(torch.arange(size), p.device_mesh, at, src_data_rank=None).to_local().cpu()
+        places = torch.arange(size, device="cpu")
+        along = distribute_tensor(places, p.device_mesh, at, src_data_rank=None).to_local().cpu()
         index = index[..., None] * size + along
     return index.reshape(-1).to(own.device)
 

@@ -11,7 +11,7 @@ from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import is_dense, same_layout
 from ..reference.blockwise import dequantize_packed, quantize_packed, sqrt
-from ..schemas import STEP_OPS, StepOp
+from ..schemas import AMSGRAD_STEP, STEP_OPS, StepOp
 from . import bits, sharded_step, sharding, weights
 
 # 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
@@ -19,6 +19,16 @@ from . import bits, sharded_step, sharding, weights
 MIN_1D_FACTOR = 16
 SIGNED = {name: signed for op in STEP_OPS.values() for name, signed in op.moments.items()}
 """Whether a moment's codes have a sign."""
+ENTRIES = {
+    *(*SIGNED, *AMSGRAD_STEP.moments),
+    *(f"{name}_scale" for name in SIGNED),
+    *("step", "trust_ratio", *weights.KEYS),
+}
+"""The entries of a state that are memkern's. Wrappers may add others (timm's Lookahead), which are kept as they are."""
+
+
+def own_entries(state: dict[str, Any]) -> dict[str, Any]:
+    return state if ENTRIES.issuperset(state) else {key: x for key, x in state.items() if key in ENTRIES}
 
 
 def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
@@ -86,6 +96,8 @@ def restored(
     Codes are read with the options of ``before`` and in their own memory format. A state of codes stays so while the
     group's ``state_bits`` are not 32, whatever the parameter's size: shards are smaller than what they were cut from.
     """
+    given = state
+    state = own_entries(state)
     was_coded = any(key.endswith("_scale") for key in state)
     coded = bits.are_codes(group) and (was_coded or takes_8bit_state(p, group))
     like = dense_like(p)
@@ -108,8 +120,9 @@ def restored(
     same_moments = same_place and same_form and {*state} - others == {*op.moments}
     if same_moments and same_weight:
         return None
+    others_own = {key: x for key, x in given.items() if key not in state}
     if same_moments:
-        return {key: x for key, x in state.items() if key not in weights.KEYS} | weight
+        return {key: x for key, x in state.items() if key not in weights.KEYS} | weight | others_own
     step = int(state["step"]) if "step" in state else 0
     new: dict[str, Tensor] = {}
     for name in op.moments:
@@ -118,4 +131,5 @@ def restored(
     rest = {key: x for key, x in state.items() if key in ("step", "trust_ratio")}
     if "trust_ratio" in rest:
         rest["trust_ratio"] = rest["trust_ratio"].to(moment_dtype(p))
-    return {**{key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}, **rest, **weight}
+    moments = {key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}
+    return {**moments, **rest, **weight, **others_own}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 
 from ..quant.codec import WEIGHT_DROPPED_BITS, WEIGHTS
-from ..reference.weights import bits_of, join_weight, split_weight
+from ..reference.weights import bits_of, float_of, join_weight, kept_weight, split_weight
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
+    from .host import HostOffload
 
 Group = dict[str, Any]
 
@@ -65,7 +63,7 @@ def keys_of(group: Group) -> list[str]:
 
 
 def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
-    """The entries of a parameter that has not stepped yet, or has changed since: no error, its value in fp32."""
+    """The entries of a parameter that has not stepped yet: no error, its value in fp32."""
     return {
         key: torch.zeros_like(p, dtype=dtype, requires_grad=False)
         if key == "weight_error"
@@ -75,10 +73,10 @@ def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
 
 
 def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """A parameter with what its state keeps of it, as new fp32 values of its shape and strides."""
+    """What a step would read: a parameter with what its state keeps of it, as new fp32 values of its strides."""
     p = p.detach()
     if (master := state.get("master_weight")) is not None:
-        return torch.empty_like(p, dtype=torch.float32).copy_(master)
+        return torch.empty_like(p, dtype=torch.float32).copy_(kept_weight(p, master))
     if (error := state.get("weight_error")) is None:
         return p.float() if p.dtype != torch.float32 else p.clone()
     dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
@@ -88,11 +86,15 @@ def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
 def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
     """What the group's ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, which x rounds to and which stays.
 
-    In 8 bits the error is rounded to the nearest, and is at most 127 units.
+    In 8 bits the error is rounded to the nearest, and is at most 127 units. In fp32 a tie, which an error may stand for
+    and which rounds to another bf16 value than p, becomes its neighbour on p's side: a copy must round to p to count.
     """
     state = initial_state(p, group)
     if "master_weight" in state:
-        state["master_weight"].copy_(x)
+        p, x = p.detach().float(), x.float()
+        side = (bits_of(p) - bits_of(x)).sign()
+        counts = bits_of(kept_weight(p, x)) == bits_of(x)
+        state["master_weight"].copy_(torch.where(counts, x, float_of(bits_of(x) + side)))
     elif "weight_error" in state:
         dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
         error = bits_of(x.float()) - bits_of(p.detach().float())
@@ -113,79 +115,61 @@ def restored(p: Tensor, state: dict[str, Tensor], group: Group) -> dict[str, Ten
     return state_from_fp32(p, fp32_weight(p, state), group)
 
 
-# ---- changes from outside
-
-
-def remember(optimizer: BlockwiseOptimizer) -> None:
-    """After a step: the version counters of the parameters that have stepped and whose states keep their weights."""
-    if torch.compiler.is_compiling():
-        return
-    for group in optimizer.param_groups:
-        if group["master_weights"] is not None:
-            optimizer._versions.update((p, p._version) for p in group["params"] if p.grad is not None)
-
-
-def renew_changed(optimizer: BlockwiseOptimizer, group: Group, params: Sequence[Tensor]) -> None:
-    """Before a step: what is kept of weights that were changed since their last step belongs to other weights.
-
-    It becomes what it is for new parameters, and one warning per optimizer says so. Not seen: changes through
-    ``p.data``, between the replays of a CUDA graph, and any once a step of the optimizer was compiled.
-    """
-    versions = optimizer._versions
-    if TracingContext.try_get() is not None:  # TorchDynamo runs this once, and the compiled steps never
-        optimizer._is_compiled = True
-    if optimizer._is_compiled:
-        versions.clear()
-        return
-    changed = [p for p in params if optimizer.state.get(p) and versions.get(p, p._version) != p._version]
-    for p in changed:
-        for key, x in initial_state(p, group).items():
-            optimizer.state[p][key].copy_(x)
-        del versions[p]
-    if changed and not optimizer._said_changed:
-        optimizer._said_changed = True
-        warnings.warn(
-            f"{len(changed)} parameters were changed since the last step by something else than this optimizer "
-            f"(load_state_dict, a copy of averaged weights, an edit under no_grad); what master_weights="
-            f"{group['master_weights']!r} kept of them was of other values and begins anew. Said once.",
-            stacklevel=4,
-        )
-
-
 # ---- fp32 weights of a whole model
 
 
 def _check_model(model: Any, optimizer: Any) -> None:
     from .base import BlockwiseOptimizer
+    from .host import HostOffload
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, BlockwiseOptimizer):
+    if not isinstance(optimizer, (BlockwiseOptimizer, HostOffload)):
         got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         raise TypeError(f"optimizer must be one of memkern.optim's, got {got}")
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    if stepped and not any(p in stepped for p in model.parameters()):
+        raise ValueError(
+            "optimizer must step parameters of model, and none of its is one: is model a copy, or optimizer the inner "
+            "one of a HostOffload? Give the model that is trained and the optimizer that was made of its parameters"
+        )
+
+
+def _host_weight(optimizer: Any, p: Tensor) -> Tensor | None:
+    """HostOffload's own fp32 weight of a half-precision parameter, which an inner optimizer's state does not keep."""
+    weight = getattr(optimizer, "_weights", {}).get(p)
+    return weight.home.detach() if weight is not None and weight.home.dtype != p.dtype else None
 
 
 @torch.no_grad()
-def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer) -> dict[str, Tensor]:
+def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOffload) -> dict[str, Tensor]:
     """``model.state_dict()`` with its bf16 parameters in fp32, as the optimizer knows them.
 
     Args:
         model: whose parameters the optimizer steps; not changed.
         optimizer: with ``master_weights`` "fp32" or "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A
-            parameter without (another group, no step yet, changed since by something else) is its bf16 value.
+            parameter without (another group, no step yet) is its bf16 value, and so is an element whose fp32 copy does
+            not round to it, as something else has written it since; errors count whoever has written the weight. Of
+            HostOffload the host's weights, those of an fp16 model too.
 
     Returns:
         A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.
 
     Raises:
         TypeError: another kind of model or optimizer.
+        ValueError: the optimizer steps no parameter of the model, as where the model is a copy.
     """
     _check_model(model, optimizer)
     state_dict = model.state_dict()
     for name, p in model.named_parameters(remove_duplicate=False):
-        if p.dtype == torch.bfloat16 and name in state_dict:
-            unchanged = optimizer._versions.get(p, p._version) == p._version
-            state_dict[name] = fp32_weight(p, optimizer.state.get(p, {}) if unchanged else {})
+        if name not in state_dict:
+            continue
+        if (home := _host_weight(optimizer, p)) is not None:
+            x = home.to(p.device, torch.float32)
+            state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
+        elif p.dtype == torch.bfloat16:
+            kept = {key: x.to(p.device) for key, x in optimizer.state.get(p, {}).items() if key in KEYS}
+            state_dict[name] = fp32_weight(p, kept)
     return state_dict
 
 
@@ -202,10 +186,17 @@ def load_fp32_state_dict(
         state_dict: for ``model.load_state_dict``, all keys.
 
     Raises:
-        TypeError: another kind of model or optimizer.
+        TypeError: another kind of model or optimizer. HostOffload: load into the model and the optimizer's class, and
+            give its state_dict() to a new HostOffload.
+        ValueError: the optimizer steps no parameter of the model.
         RuntimeError: what ``model.load_state_dict`` raises; nothing of the optimizer is changed then.
     """
     _check_model(model, optimizer)
+    if hasattr(optimizer, "inner"):
+        raise TypeError(
+            "optimizer must not be HostOffload: load into the model and an optimizer of its class, and give that one's "
+            "state_dict() to HostOffload.load_state_dict"
+        )
     model.load_state_dict(state_dict)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -216,9 +207,9 @@ def load_fp32_state_dict(
         if not optimizer.state.get(p):
             optimizer.state[p] = optimizer._init_state(p, group)
         if (dropped := WEIGHT_DROPPED_BITS.get(group["master_weights"])) is None:
+            p.copy_(x)
             optimizer.state[p]["master_weight"].copy_(x)
         else:
             weight, error = split_weight(x, 1 << dropped >> 1, dropped)
             p.copy_(weight)
             optimizer.state[p]["weight_error"].copy_(error)
-        optimizer._versions.pop(p, None)

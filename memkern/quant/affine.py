@@ -1,4 +1,4 @@
-"""Affine quantization: integers with a scale and a zero point, per block, channel or tensor."""
+"""Affine quantization: integers with a scale and a zero point, per block, channel or tensor. In torch's operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops
+from ..reference import affine as reference
 from .layout import FLOATS, check_block_size, layout_of, memory_order
 
 GRANULARITIES = ("block", "channel", "tensor")
@@ -22,7 +22,7 @@ def _check(name: str, given: Any, allowed: Sequence[Any]) -> None:
 
 
 def _scales(x: Tensor, granularity: str, block_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """What the ops call block_size (None: runs of memory share a scale), and the shape of the scales."""
+    """The block_size of the reference (None: runs of memory share a scale), and the shape of the scales."""
     layout = layout_of(x, block_size)  # raises unless dense
     if granularity == "block" or x.numel() == 0:
         return block_size, layout.scale_shape
@@ -57,6 +57,7 @@ def _finite_range(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.where(none, 0.0, low).float().view(shape), torch.where(none, 0.0, high).float().view(shape)
 
 
+@torch.no_grad()
 def quantize_affine(
     x: Tensor,
     *,
@@ -112,11 +113,12 @@ def quantize_affine(
         low, high = (x.new_full(shape, end, dtype=torch.float32) for end in _fixed_range(range))
     elif size is None:
         low, high = _finite_range(x, shape)
-    return _ops.quantize_affine(
+    return reference.quantize_affine(
         x, low, high, bits, size, None if rounding == "nearest" else int(seed) % 2**32
     )
 
 
+@torch.no_grad()
 def dequantize_affine(
     codes: Tensor,
     scale: Tensor,
@@ -164,6 +166,6 @@ def dequantize_affine(
     for name, given in (("scale", scale), ("zero_point", zero_point)):
         if tuple(given.shape) != scale_shape:
             raise ValueError(f"{name} must have shape {scale_shape}, got {tuple(given.shape)}")
-    return _ops.dequantize_affine(
+    return reference.dequantize_affine(
         codes, scale.contiguous(), zero_point.contiguous(), bits, op_block_size, values.shape, dtype
     )

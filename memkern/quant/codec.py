@@ -82,8 +82,6 @@ DITHER_CLAMP = 2.0**-14
 
 AFFINE_FARTHEST = 2**20
 """No affine zero point is further from zero than about so many steps: beyond, fp32 could not tell codes apart."""
-AFFINE_RUN = 1024
-"""Kernels cut a run of memory that shares an affine scale into pieces of so many elements."""
 
 WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
@@ -95,14 +93,20 @@ A bf16 weight with its error is fp32's bits in two pieces, as whole numbers ``u`
     weight = (u + 2^15) >> 16           to the nearest bf16, ties away from zero
     error = u - (weight << 16)          from -2^15 to 2^15 - 1; its low d bits are 0 and are not stored
 
-    u = (weight << 16) + error          the weight of the next step
+    u = (weight << 16) + error          the weight of the next step; weight << 16 where that is NaN
 
     r = ((j * WEIGHT_J + step * WEIGHT_STEP) mod 2^32) >> (32 - d)      j: the position inside the block
+
+The next step goes on from the weight that is there, whoever has written it. An error is relative to it, and an fp32
+copy counts where it rounds to it (to nearest, ties to even); elsewhere the weight counts.
 """
 WEIGHT_DROPPED_BITS = {"stochastic": 16, "bf16+8": 8, "bf16+16": 0}
 # 2^32 times the fractional parts of sqrt(2) and sqrt(3): independent of the dither's golden ratio.
 WEIGHT_J = 1779033703
 WEIGHT_STEP = 3144134277
+LEAST_NORM = 2.0**-100
+"""A weight's norm up to this makes no trust ratio. A zeroed bf16 layer keeps errors beside its zeros, numbers below
+2^-133: a ratio made of them would never let it start again. ``csrc/core/trust_ratio.h`` has the same."""
 
 DYNAMIC_EXPONENTS = 7
 """Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
@@ -182,8 +186,6 @@ def c_header() -> str:
         "kMinBlockSize": MIN_BLOCK_SIZE,
         "kMaxBlockSize": MAX_BLOCK_SIZE,
         "kDitherShift": DITHER_SHIFT,
-        "kAffineFarthest": AFFINE_FARTHEST,
-        "kAffineRun": AFFINE_RUN,
         "kWeightDroppedStochastic": WEIGHT_DROPPED_BITS["stochastic"],
         "kWeightDroppedError8": WEIGHT_DROPPED_BITS["bf16+8"],
         "kPlain": PLAIN,
@@ -208,7 +210,7 @@ def c_header() -> str:
             "#include <cstdint>",
             "",
             "#ifdef __CUDACC__",
-            "#define MEMKERN_TABLE static __device__ __constant__ const",
+            "#define MEMKERN_TABLE static __device__ const",
             "#else",
             "#define MEMKERN_TABLE inline constexpr",
             "#endif",

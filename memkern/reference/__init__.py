@@ -5,7 +5,6 @@ fp32, IEEE round-to-nearest, one rounding an operation. Written to be read, not 
 
 from .activation import few_bit_backward, few_bit_backward_from_output, few_bit_encode, few_bit_forward
 from .adam import adam_step_, amsgrad_step_
-from .affine import dequantize_affine, quantize_affine
 from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
 from .lamb import lamb_step_
@@ -16,7 +15,6 @@ from .sgd import sgd_step_
 __all__ = [
     "adam_step_",
     "amsgrad_step_",
-    "dequantize_affine",
     "dequantize_blockwise",
     "few_bit_backward",
     "few_bit_backward_from_output",
@@ -26,7 +24,6 @@ __all__ = [
     "lamb_step_",
     "lars_step_",
     "lion_step_",
-    "quantize_affine",
     "quantize_blockwise",
     "sgd_step_",
 ]

@@ -1,4 +1,4 @@
-"""Affine codes in plain PyTorch: the specification of :func:`memkern.quantize_affine`."""
+"""Affine codes in plain PyTorch, for any device: what :func:`memkern.quantize_affine` runs."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def quantize_affine(
     block_size: int | None,
     seed: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The op behind :func:`memkern.quantize_affine`: codes, scale, zero_point.
+    """Codes, scale and zero_point of :func:`memkern.quantize_affine`.
 
     low, high: the ranges, fp32; None takes each block's own. Without ``block_size`` as many equal runs of memory as
     there are ranges share one each. seed: of stochastic rounding; None rounds to the nearest.
@@ -180,7 +180,7 @@ def dequantize_affine(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The op behind :func:`memkern.dequantize_affine`. shape: that of the values; codes of 4 bits do not show it."""
+    """The values of :func:`memkern.dequantize_affine`. shape: that of the values; codes of 4 bits do not show it."""
     layout, values = check_dequantize(codes, scale, zero_point, bits, block_size, shape, dtype)
     if bits == 4:
         codes = from_halves(codes, values.numel()).view(values.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..quant.codec import LEAST_NORM
 from ..quant.layout import BlockLayout, layer_count
 from ..schemas import StepArgs, StepOp
 from .blockwise import arithmetic, from_blocks
@@ -70,7 +71,7 @@ def squares_of_layers(t: StepTensor, x: Tensor, update: Tensor) -> Tensor:
 
 def both_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
     """``ratio``, or 1 where a norm is 0 (or NaN: no order tells it from 0)."""
-    return torch.where((x_norm > 0) & (norm > 0), ratio, 1.0)
+    return torch.where((x_norm > LEAST_NORM) & (norm > 0), ratio, 1.0)
 
 
 def of_blocks(values: Tensor, layout: BlockLayout, x: Tensor) -> Tensor:

@@ -24,8 +24,20 @@ def float_of(u: Tensor) -> Tensor:
 
 
 def join_weight(p: Tensor, error: Tensor, dropped: int) -> Tensor:
-    """The fp32 weights of bf16 ones and their errors, as they are stored."""
-    return float_of(bits_of(p.float()) + (error.int() << dropped))
+    """The fp32 weights of bf16 ones and their errors, as they are stored: p itself where that would be NaN.
+
+    No step leaves such an error, but p may be edited and keep it: 0 and a negative error are the bits of NaN.
+    """
+    p = p.float()
+    kept = float_of(bits_of(p) + (error.int() << dropped))
+    return torch.where(kept.isnan(), p, kept)
+
+
+def kept_weight(p: Tensor, copy: Tensor) -> Tensor:
+    """The fp32 weights of which ``copy`` was kept beside bf16 ones: p where the copy does not round to it."""
+    p = p.float()
+    kept = torch.where(bits_of(copy.bfloat16().float()) == bits_of(p), copy, p)
+    return torch.where(kept.isnan(), p, kept)
 
 
 def split_weight(x: Tensor, r: Tensor | int, dropped: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +56,7 @@ def load_weight(p: Tensor, state: Tensor | None, storage: int, layout: BlockLayo
     if state is None:
         return to_blocks(p, layout)
     if storage == FP32:
-        return to_blocks(state, layout)
+        return kept_weight(to_blocks(p, layout), to_blocks(state, layout))
     return join_weight(to_blocks(p, layout), to_blocks(state, layout), DROPPED[storage])
 
 

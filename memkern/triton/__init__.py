@@ -1,7 +1,7 @@
 """The ops as Triton kernels, for CUDA and ROCm devices: the bits of :mod:`memkern.reference`.
 
 Functions have the ops' names and take their arguments. Each family has a module: ``adam``, ``lamb``, ``lars``,
-``lion``, ``sgd``, ``grad_norm``, ``blockwise``, ``affine``, ``activation``. Kernels share ``codec``, ``block_state``
+``lion``, ``sgd``, ``grad_norm``, ``blockwise``, ``activation``. Kernels share ``codec``, ``block_state``
 and ``tile``; steps on many tensors share ``step_table``, ``tensor_table``, ``launch_step``, ``squares`` and
 ``trust_ratio``.
 """
@@ -13,7 +13,6 @@ from .activation import (
     few_bit_forward,
 )
 from .adam import adam_step_
-from .affine import dequantize_affine, quantize_affine
 from .blockwise import dequantize_blockwise, quantize_blockwise
 from .grad_norm import grad_norm_
 from .lamb import lamb_step_
@@ -23,7 +22,6 @@ from .sgd import sgd_step_
 
 __all__ = [
     "adam_step_",
-    "dequantize_affine",
     "dequantize_blockwise",
     "few_bit_backward",
     "few_bit_backward_from_output",
@@ -33,7 +31,6 @@ __all__ = [
     "lamb_step_",
     "lars_step_",
     "lion_step_",
-    "quantize_affine",
     "quantize_blockwise",
     "sgd_step_",
 ]

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quant import codec as C
+from .launch import allocate_outside_of_graphs
 
 # How a moment is stored: the KIND of a kernel.
 FP32 = tl.constexpr(0)
@@ -51,7 +52,10 @@ def dynamic_tables(device: torch.device) -> Tensor:
     rows = chain.from_iterable(
         (C.dynamic_map(signed), (*C.dynamic_midpoints(signed), 0.0)) for signed in (True, False)
     )
-    return torch.tensor([*chain.from_iterable(rows)], dtype=torch.float32, device=device)
+    values = [*chain.from_iterable(rows)]
+    return allocate_outside_of_graphs(
+        lambda: torch.tensor(values, dtype=torch.float32, device=device), device
+    )
 
 
 @triton.jit

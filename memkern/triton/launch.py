@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # No contraction of a multiplication and an addition into an fma, so that every backend gives the same bits.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -56,3 +60,21 @@ def stream_of(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     return torch.get_device_module(device.type).current_stream().stream_id
+
+
+def allocate_outside_of_graphs(make: Callable[[], T], device: torch.device) -> T:
+    """Calls ``make``, whose tensors stay from step to step, in a thread of its own, on the current stream.
+
+    While torch.compile warms up for a CUDA graph, torch's allocator serves the thread that does so from the graph's
+    memory pool, in which nothing may be left afterwards but the graph's outputs.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def in_another_thread() -> T:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(in_another_thread).result()

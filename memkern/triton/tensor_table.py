@@ -22,13 +22,25 @@ from ..quant.layout import FLOATS, BlockLayout, layout_of
 from ..schemas import WEIGHT_STATES, StepArgs
 from . import step_table as st
 from .codec import FP32
-from .launch import OPTIONS, cdiv, is_capturing, is_remote, options_of, rows_of, stream_of
+from .launch import (
+    OPTIONS,
+    allocate_outside_of_graphs,
+    cdiv,
+    is_capturing,
+    is_remote,
+    options_of,
+    rows_of,
+    stream_of,
+)
 from .step_args import addresses_of, header_and_group_words, signature_of
 from .tile import is_flat, next_power_of_two, vector_of
 from .weights import param_dtype
 
 FLAT_BLOCK = 128  # BLOCK_SIZE of tensors with fp32 states, which have no quantization blocks
-MAX_PLANS = 64
+MAX_PLANS, MAX_WORDS, WORDS_PER_PLAN = 64, 1 << 20, 256
+"""The plans that have not been used for the longest time are dropped where there are more than MAX_PLANS and they take
+more than MAX_WORDS words of 8 bytes. A plan's memory on the host counts as WORDS_PER_PLAN. So there may be some 3,500
+plans of one tensor each: StepInBackward has one for each parameter."""
 CONSTANTS = (
     "KIND",
     "PARAM_DTYPE",
@@ -215,7 +227,33 @@ class Plan:
         return order, first_programs
 
 
-_plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+class Plans(OrderedDict[tuple[Any, ...], Plan]):
+    """Plans by key, the most recently used last."""
+
+    words = 0
+
+    def add(self, key: tuple[Any, ...], plan: Plan) -> None:
+        if (old := self.pop(key, None)) is not None:
+            self.words -= words_of(old)
+        self[key] = plan
+        self.words += words_of(plan)
+        while len(self) > MAX_PLANS and self.words > MAX_WORDS:
+            self.words -= words_of(self.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        super().clear()
+        self.words = 0
+
+
+def words_of(plan: Plan) -> int:
+    return WORDS_PER_PLAN + sum(plan.memory_sizes)
+
+
+def new_table(sizes: tuple[int, int, int], device: torch.device) -> DeviceTable:
+    return allocate_outside_of_graphs(lambda: DeviceTable(*sizes, device), device)
+
+
+_plans = Plans()
 # Plans of captured CUDA graphs. A graph may be replayed at any later time, so they are never freed and never reused.
 _captured: list[Plan] = []
 _spares: dict[tuple[Any, ...], DeviceTable] = {}
@@ -249,13 +287,10 @@ def plan_for(
         check()
         words = header_and_group_words(args, device)
         plan = Plan(args, signature, addresses, tiles, sums_per_program)
-        plan.memory = DeviceTable(*plan.memory_sizes, device)
+        plan.memory = new_table(plan.memory_sizes, device)
         plan.header_and_groups = words
         plan.memory.upload(0, chain(words, grads, plan.columns))
-        _plans[key] = plan
-        _plans.move_to_end(key)
-        if len(_plans) > MAX_PLANS:
-            _plans.popitem(last=False)
+        _plans.add(key, plan)
     else:
         words = header_and_group_words(args, device)
         _plans.move_to_end(key)
@@ -268,7 +303,7 @@ def plan_for(
     if is_remote(device):
         spare = op, device, plan.memory_sizes
         if spare not in _spares:
-            _spares[spare] = DeviceTable(*plan.memory_sizes, device)
+            _spares[spare] = new_table(plan.memory_sizes, device)
     return plan
 
 

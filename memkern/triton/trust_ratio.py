@@ -9,9 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..quant import codec as C
 from ..schemas import STEP_OPS
 from . import step_table as st
 
+_LEAST_NORM = tl.constexpr(C.LEAST_NORM)
 RATE = tl.constexpr(13)
 ADAPT = tl.constexpr(14)
 
@@ -94,7 +96,7 @@ def norms_of_layer(columns, sums, programs_before, programs, tensors, first, cou
 @triton.jit
 def ratio_or_one(p_norm, norm, ratio):
     """``ratio``, or 1 where a norm is 0 or NaN."""
-    return tl.where((p_norm > 0.0) & (norm > 0.0), ratio, 1.0)
+    return tl.where((p_norm > _LEAST_NORM) & (norm > 0.0), ratio, 1.0)
 
 
 @triton.jit

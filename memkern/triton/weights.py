@@ -59,14 +59,22 @@ def load_weights(address, state, tile, PARAM_DTYPE: tl.constexpr, VECTOR: tl.con
 
 @triton.jit
 def join_weights(p, state, PARAM_DTYPE: tl.constexpr):
-    """The weights in fp32, from what :func:`load_weights` returns."""
+    """The weights in fp32, from what :func:`load_weights` returns.
+
+    What is kept counts where it rounds to p; an error that no step left beside p must not make NaN of it.
+    """
+    x = p.to(tl.float32)
     if PARAM_DTYPE == FP32_COPY:
-        return state
+        u = state.to(tl.int32, bitcast=True)
+        nearest = (u + (0x7FFF + ((u >> 16) & 1))) & -0x10000
+        kept = tl.where(nearest == x.to(tl.int32, bitcast=True), state, x)
+        return tl.where(kept == kept, kept, x)
     elif PARAM_DTYPE == ERROR16 or PARAM_DTYPE == ERROR8:  # noqa: SIM109 (Triton has no `in`)
         error = state.to(tl.int32) << (_DROPPED8 if PARAM_DTYPE == ERROR8 else 0)
-        return (p.to(tl.float32).to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
+        kept = (x.to(tl.int32, bitcast=True) + error).to(tl.float32, bitcast=True)
+        return tl.where(kept == kept, kept, x)
     else:
-        return p.to(tl.float32)
+        return x
 
 
 @triton.jit

@@ -26,6 +26,7 @@ extern "C" __attribute__((visibility("default"))) int memkern_cuda_probe() {
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 def test_cuda_sources_are_compiled_and_linked(tmp_path: Path) -> None:
     options = {"MEMKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MEMKERN_CXX_FLAGS": "-O0"}
+    options["MAX_JOBS"] = "4"  # each .cu by itself, as on larger machines
     libraries = built_libraries("cuda", options, {"csrc/cuda/probe.cu": PROBE})
     shutil.copytree(ROOT / "memkern", tmp_path / "memkern", ignore=shutil.ignore_patterns("*.so"))
     for library in libraries.iterdir():

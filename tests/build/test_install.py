@@ -153,6 +153,9 @@ def test_an_editable_install_builds_the_library_in_the_tree(tree: Path, tmp_path
     assert (tree / "memkern" / "libmemkern.so").exists()
     assert_cpu_is_available(env)
     assert Path(env.step()["file"]).is_relative_to(tree)
+    # A path, which mypy and Pyright follow; they do not see packages that an import hook finds.
+    (pth,) = env.site_packages.glob("__editable__*memkern*.pth")
+    assert pth.read_text().split() == [str(tree)]
 
 
 def test_one_wheel_serves_every_python(sdist: Path, tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_a_read_past_the_end_is_seen(tree: Path, runtime: str, isa: str) -> None
     assert "libmemkern.so" in run.stdout or "csrc" in run.stdout
 
 
-def test_nothing_is_found(tree: Path, runtime: str) -> None:
-    run = drive(tree, runtime)
+# Of every size up to 4,096 and 250 draws of stride patterns the first case has a few.
+@pytest.mark.parametrize("what", [(), pytest.param(("guards",), marks=pytest.mark.long)], ids=["", "guards"])
+def test_nothing_is_found(tree: Path, runtime: str, what: tuple[str, ...]) -> None:
+    run = drive(tree, runtime, *what)
     assert run.returncode == 0, run.stdout[-8000:]
     assert run.stdout.strip() == "nothing found"

@@ -129,7 +129,7 @@ def test_channels_last_after_a_step_converts_codes(build: type, max_grad_norm: f
     before, steps = moments_of(optimizer), copy.deepcopy(snapshot(optimizer)["states"][0].get("step"))
     to_channels_last(optimizer)
     (p,) = optimizer.param_groups[0]["params"]
-    optimizer._restore(p, optimizer.param_groups[0], optimizer.param_groups[0])
+    optimizer._restore(p, optimizer.param_groups[0])
     assert_close_as_codes(moments_of(optimizer), before)
     assert_same(optimizer.state[p].get("step"), steps)
     train(optimizer, 2, first=2)
@@ -333,6 +333,35 @@ def test_parameters_with_gaps_step_as_dense_ones(backend: str, build: type, dtyp
     other = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)])
     other.load_state_dict(optimizer.state_dict())
     assert_same(snapshot(other)["states"], snapshot(optimizer)["states"])
+
+
+def halved(way: str, build: type) -> torch.Tensor:
+    """Weights after three steps, half of whose columns were cut off before the first: as a view, or as a copy."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(512, 64)
+    if way == "StepInBackward":
+        optimizer = optim.StepInBackward(build, layer.parameters())
+    elif way == "HostOffload":
+        optimizer = optim.HostOffload(build, layer.parameters())
+    else:
+        optimizer = build(layer.parameters())
+    half = layer.weight.data[:, :256]
+    layer.weight.data = half.clone() if way == "copy" else half
+    for step in range(3):
+        layer(hard((4, 256), step)).sum().backward()  # whose gradients have no gaps
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layer.weight.is_contiguous() == (way == "copy")
+    return layer.weight.detach()
+
+
+@over_optimizers
+@over_cpu
+def test_gaps_that_come_after_the_optimizer_was_made(backend: str, build: type) -> None:
+    with on(backend):
+        expected = halved("copy", build)
+        for way in ("view", "StepInBackward", "HostOffload"):
+            assert torch.equal(halved(way, build), expected), way
 
 
 def test_bad_gradients_of_a_parameter_with_gaps_raise_before_the_others_step() -> None:

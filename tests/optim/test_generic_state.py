@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.support.generic_optimizers import LATER, Options, clones, closure_of, linear, named, saved
+from tests.support.generic_optimizers import Options, clones, closure_of, linear, named, saved
 from tests.support.helpers import assert_same, name_of, over_optimizers, snapshot
 
 NAMES = [(False, False), (False, True), (True, False), (True, True)]
@@ -69,24 +69,6 @@ def primed(new: Any, steps: int = 3) -> tuple[torch.optim.Optimizer, Callable[[]
 def test_state_dicts_load_with_weights_only(plain: Any) -> None:
     optimizer, _ = primed(plain)
     assert_same(saved(optimizer.state_dict()), optimizer.state_dict())
-
-
-def test_an_older_state_dict_loads(new: Any) -> None:
-    optimizer, closure = primed(new)
-    older = copy.deepcopy(optimizer.state_dict())
-    for group in older["param_groups"]:
-        for key in LATER:
-            if key != "amsgrad" or not group.get(key):  # it had entries of its own from the start
-                group.pop(key, None)
-    bits = older["param_groups"][0]["state_bits"]
-    other = new.build(clones(*optimizer.param_groups[0]["params"]), state_bits=bits)
-    for each in (optimizer, other):
-        each.load_state_dict(older)
-        group = each.param_groups[0]
-        assert (group["maximize"], group["min_8bit_size"], group["max_grad_norm"]) == (
-            False, 4096, each.defaults["max_grad_norm"]
-        )  # fmt: skip
-    optimizer.step(closure)
 
 
 @pytest.mark.parametrize("kind", [float, int, torch.tensor, torch.DoubleTensor], ids=name_of)

@@ -29,7 +29,6 @@ from tests.optim.test_generic import (  # noqa: F401
 from tests.optim.test_generic_state import (  # noqa: F401
     test_a_state_dict_of_another_dtype,
     test_a_step_that_is_a_number_loads,
-    test_an_older_state_dict_loads,
     test_can_be_printed,
     test_copies_have_everything,
     test_groups_have_every_option,

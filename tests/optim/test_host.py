@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -295,19 +296,19 @@ def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_events_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of the next bucket come while one is stepped, and weights of the last one go."""
+    """Weights and gradients of the next bucket come while one is stepped, and weights of the last one go."""
     assert logged("default", monkeypatch) == [
         "backward is over",
-        ("down", 0),
-        ("down", 1),
-        ("host waits", "down", 0),
-        "CPU steps",
-        ("up", 0),
-        ("down", 2),
+        *(("down", i) for i in range(4)),
         ("host waits", "down", 1),
         "CPU steps",
+        ("up", 0),
+        ("down", 4),
+        ("down", 5),
+        ("host waits", "down", 3),
+        "CPU steps",
         ("up", 1),
-        ("host waits", "down", 2),
+        ("host waits", "down", 5),
         "CPU steps",
         ("up", 2),
         *(("device waits", "up", i) for i in range(3)),
@@ -319,8 +320,12 @@ def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     log = logged("offload_gradients", monkeypatch)
     over = log.index("backward is over")
     assert log[:over] == [("down", i) for i in range(3)]
-    assert log[over + 1 :] == [
-        *(e for i in range(3) for e in (("host waits", "down", 2 - i), "CPU steps", ("up", i))),
+    assert log[over + 1 :] == [  # in step() the weights come
+        ("down", 3),
+        ("down", 4),
+        *(("host waits", "down", 3), "CPU steps", ("up", 0)),
+        ("down", 5),
+        *(e for i in (1, 2) for e in (("host waits", "down", 3 + i), "CPU steps", ("up", i))),
         *(("device waits", "up", i) for i in range(3)),
         "step is over",
     ]
@@ -329,8 +334,9 @@ def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_cpu_steps_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     log = logged("step_in_backward", monkeypatch)
     for i in range(3):
-        assert log.index(("down", i)) < log.index("backward is over")
-        assert log.index(("down", i)) < log.index(("host waits", "down", i)) < log.index(("up", i))
+        weight, gradient = ("down", 2 * i), ("down", 2 * i + 1)
+        assert log.index(weight) < log.index(gradient) < log.index("backward is over")
+        assert log.index(gradient) < log.index(("host waits", *gradient)) < log.index(("up", i))
     assert log[-4:] == [*(("device waits", "up", i) for i in range(3)), "step is over"]
     assert log.count("CPU steps") == 3
 
@@ -558,15 +564,74 @@ def test_weights_that_are_loaded_into_the_model(transfers: Any, dtype: torch.dty
     _, optimizer, model = run(
         lambda params: HostOffload(optim.AdamW, params, transfers=transfers), dtype=dtype
     )
-    kept = [w.home.detach().clone() for w in optimizer._weights.values()]
+    kept = [optim.weights.fp32_weight(w.p, optimizer.state[w.p]) for w in optimizer._weights.values()]
     model.load_state_dict(copy.deepcopy(model.state_dict()))  # the same: fp32 weights keep their bits
-    for w in optimizer._weights.values():
-        w.renew()
-    assert_same([w.home for w in optimizer._weights.values()], [nn.Parameter(k) for k in kept])
-    model.load_state_dict(model_of(dtype).state_dict())
-    for w in optimizer._weights.values():
-        w.renew()
-        assert torch.equal(w.home.detach(), w.p.detach().to(w.home.dtype))
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    for _ in range(2):
+        losses(model, 1)[0].backward()
+        optimizer.step()
+        found = [optim.weights.fp32_weight(w.p, optimizer.state[w.p]) for w in optimizer._weights.values()]
+        assert_same(found, kept)
+        model.load_state_dict({key: 2 * x for key, x in model.state_dict().items()})
+        kept = [p.detach().float() for p in model.parameters()]
+
+
+def halve_vector(model: nn.Module) -> None:
+    x = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(0.5 * x, model.parameters())
+
+
+def prune_half(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data[p.data.abs() < p.data.abs().median()] = 0
+
+
+HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "load_state_dict": lambda model: model.load_state_dict(model_of(torch.float32).state_dict()),
+    "vector_to_parameters": halve_vector,
+    ".data": prune_half,
+}
+
+
+@over_modes
+@over_transfers
+@pytest.mark.parametrize("edit", HOST_EDITS)
+@pytest.mark.parametrize("case", ["fp32 weights", "bf16+8", "torch's, fp32", "torch's, bf16"])
+def test_a_step_goes_on_from_edited_weights(mode: str, transfers: Any, edit: str, case: str) -> None:
+    """As it does in memory: never back to weights of before."""
+    dtype = torch.float32 if case == "torch's, fp32" else torch.bfloat16
+    build = torch.optim.AdamW if "torch" in case else functools.partial(optim.AdamW8bit, min_8bit_size=0)
+    here = {"fp32 weights": {"master_weights": "fp32"}, "bf16+8": {"master_weights": "bf16+8"}}.get(case, {})
+    offloaded = functools.partial(HostOffload, transfers=transfers, **MODES[mode])
+    there = here if case == "bf16+8" else {}
+    models = [model_of(dtype) for _ in range(2)]
+    optimizers = [
+        build(models[0].parameters(), lr=1e-2, **here),
+        offloaded(build.func if isinstance(build, functools.partial) else build, models[1].parameters(), lr=1e-2,
+                  **(build.keywords if isinstance(build, functools.partial) else {}), **there),
+    ]  # fmt: skip
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            losses(model, 1)[0].backward()
+            if step == 1 and mode != "step_in_backward":
+                HOST_EDITS[edit](model)  # between the backward pass and the step, too
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                HOST_EDITS[edit](model)
+    if case == "torch's, bf16":  # which has no fp32 weights in memory
+        before = [p.detach().clone() for p in models[1].parameters()]
+        HOST_EDITS[edit](models[1])
+        edited = [p.detach().clone() for p in models[1].parameters()]
+        losses(models[1], 1)[0].backward()
+        optimizers[1].step()
+        for p, x, y in zip(models[1].parameters(), edited, before, strict=True):
+            assert ((p - x).abs() <= 0.011 + x.abs() / 128).all()
+            assert not torch.equal(p, y)
+    else:
+        assert_same(
+            [p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()]
+        )
 
 
 def test_a_model_that_changes_its_memory_format() -> None:
@@ -769,3 +834,32 @@ def test_transfers_of_the_cpu_are_plain_copies() -> None:
     made = transfers_of(torch.device("cpu"))
     assert type(made) is Transfers
     assert made.shares_memory
+
+
+def test_fp32_weights_of_a_model_whose_optimizer_is_on_the_host() -> None:
+    for dtype, new in (
+        (torch.bfloat16, optim.AdamW8bit),
+        (torch.bfloat16, torch.optim.AdamW),
+        (torch.float16, optim.AdamW),
+    ):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 128).to(dtype)
+        expected = torch.nn.Linear(64, 128)
+        expected.load_state_dict(model.state_dict())
+        host, plain = optim.HostOffload(new, model.parameters(), lr=1e-4), new(expected.parameters(), lr=1e-4)
+        for _ in range(5):
+            for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+                p.grad = torch.randn(p.shape).to(dtype)
+                q.grad = p.grad.float()
+            host.step()
+            plain.step()
+        found = optim.to_fp32_state_dict(model, host)
+        for name, x in expected.state_dict().items():
+            torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-7)
+        if new is optim.AdamW8bit:
+            with pytest.raises(
+                ValueError, match="is model a copy, or optimizer the inner one of a HostOffload"
+            ):
+                optim.to_fp32_state_dict(copy.deepcopy(model), host)
+            with pytest.raises(TypeError, match="HostOffload"):
+                optim.load_fp32_state_dict(model, host, found)

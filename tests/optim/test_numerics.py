@@ -38,9 +38,12 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "Adam, maximize, no decay": (optim.Adam, {"maximize": True, "betas": (0.8, 0.95)}),
     "Lion": (optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "Lion, maximize, no decay": (optim.Lion, {"maximize": True, "betas": (0.95, 0.98)}),
-    "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "SGD, dampened, maximize": (optim.SGD, {"lr": 0.1, "momentum": 0.8, "dampening": 0.5, "maximize": True}),
-    "SGD, nesterov": (optim.SGD, {"lr": 0.1, "nesterov": True, "weight_decay": 0.1}),
+    "SGD, nesterov": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
     # Norms are added up in an order of each backend's own, but in fp64: a ratio rounded to fp32 differs where its
     # true value is within some 1e-15 of the middle between two, and for these numbers it never is.
     "LAMB": (optim.LAMB, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -164,8 +167,8 @@ def test_settings_and_gradients_give_the_same_bits(backend: str, build: type, st
     if name.startswith("blocks") and states == "fp32":
         pytest.skip("fp32 states have no blocks")
     options = {"weight_decay": 0.1} | SETTINGS.get(name, {}) | STATES[states]
-    if build in (optim.LARS, optim.SGD) and "betas" in options:
-        options["momentum"] = options.pop("betas")[0]
+    if build in (optim.LARS, optim.SGD):
+        options["momentum"] = options.pop("betas", (0.9,))[0]
     params = [
         tensor(layout, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))
     ]

@@ -13,7 +13,7 @@ from tests.support.helpers import assert_same, hard, make_params, on, over_cpu, 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.5}, {"state_bits": 32}], ids=str)
 def test_classic_lars_without_ratios_has_the_same_bits(backend: str, options: dict[str, Any]) -> None:
     runs = []
-    for build, own in ((optim.SGD8bit, {}), (optim.LARS8bit, {"trust_coeff": 1.0})):
+    for build, own in ((optim.SGD8bit, {"momentum": 0.9}), (optim.LARS8bit, {"trust_coeff": 1.0})):
         p = torch.nn.Parameter(hard((40, 300), 0))
         optimizer = build([p], lr=0.1, weight_decay=0.0, min_8bit_size=0, **options, **own)
         with on(backend):

@@ -3,7 +3,6 @@
 #pragma once
 #include "cpu/kernels/activation.h"
 #include "cpu/kernels/adam.h"
-#include "cpu/kernels/affine.h"
 #include "cpu/kernels/blockwise.h"
 #include "cpu/kernels/grad_norm.h"
 #include "cpu/kernels/lamb.h"

@@ -103,7 +103,7 @@ template <class Code, StateKind Kind> struct Moment {
       float lane[kLanes];
       store(lane, q);
       for (int k = 0; k < kLanes; ++k)
-        lane[k] = dynamic_decode<kSigned>(static_cast<uint8_t>(static_cast<int>(lane[k])));
+        lane[k] = dynamic_decode<kSigned>(static_cast<uint8_t>(static_cast<int>(lane[k])), {});
       return load(lane) * unit;
     }
   }
@@ -160,7 +160,7 @@ MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, co
     std::memset(codes, 0, codes_bytes<Code>(n));
   } else if constexpr (Kind == StateKind::kDynamic) {
     for (int i = 0; i < n; ++i) {
-      const uint8_t code = dynamic_encode<kSigned>(values[i], factor);
+      const uint8_t code = dynamic_encode<kSigned>(values[i], factor, {});
       const bool too_small = !kSigned && dither.u && code == 0 && values[i] > 0.0f;
       codes[i] = static_cast<Code>(too_small ? 1 : code);
     }

@@ -5,7 +5,6 @@
 #include "common/step_tensor.h"
 #include "core/activation.h"
 #include "core/adam.h"
-#include "core/affine.h"
 #include "core/lamb.h"
 #include "core/lars.h"
 #include "core/lion.h"
@@ -52,21 +51,6 @@ struct CodecJob {
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
 };
 
-// Values to affine codes, or back.
-struct AffineJob {
-  void* values;
-  void* codes;  // int8, or two in a byte
-  float* scale;
-  int32_t* zero_point;
-  const float *low, *high;  // the ranges; null where the values give them
-  int64_t blocks_per_scale;
-  int bits;
-  bool packed;    // two codes in a byte
-  uint32_t seed;  // of stochastic rounding
-  BlockLayout layout;
-  void (*run)(const AffineJob&, int64_t begin, int64_t end);
-};
-
 // The thresholds of plane p are those from first[p] to first[p + 1].
 struct PlaneThresholds {
   int symmetry, bits;
@@ -98,7 +82,6 @@ struct ActivationJob {
   decltype(LarsJob::run) lars_kernel(const StepTensor&);                                            \
   Norms<LarsJob> lars_norms(const StepTensor&);                                                     \
   decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
-  decltype(AffineJob::run) affine_kernel(FloatType values, bool quantize, bool stochastic);         \
   decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
   decltype(ActivationJob::run) encode_kernel(FloatType x, int bits);                                \
   decltype(ActivationJob::run) levels_kernel(FloatType grad, int bits);                             \

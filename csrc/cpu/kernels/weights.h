@@ -37,12 +37,15 @@ template <> struct Weights<master_bf16> {
   template <class T> MEMKERN_FN T* state_as() const { return reinterpret_cast<T*>(state); }
 
   template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
-    if (storage == WeightStorage::kFp32) return load_from(state_as<const float>() + i);
     const F x = load_from(p + i);
+    if (storage == WeightStorage::kFp32) {
+      const F copy = load_from(state_as<const float>() + i);
+      return unless_nan(select(equal(round_to_bf16(to_bits(copy)), to_bits(x)), copy, x), x);
+    }
     if (storage == WeightStorage::kError8)
-      return from_bits(join_weight(to_bits(x), load_from(state_as<const error8>() + i)));
+      return unless_nan(from_bits(join_weight(to_bits(x), load_from(state_as<const error8>() + i))), x);
     if (storage == WeightStorage::kError16)
-      return from_bits(join_weight(to_bits(x), load_from(state_as<const error16>() + i)));
+      return unless_nan(from_bits(join_weight(to_bits(x), load_from(state_as<const error16>() + i))), x);
     return x;
   }
 

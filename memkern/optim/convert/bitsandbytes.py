@@ -72,7 +72,7 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
         if not isinstance(optimizer, Lion):
             check_keys(where, values, ["step"])
         step = step_number(where, values.get("step", 0))
-        state[i] = {"step": torch.tensor(step, dtype=torch.float32)}
+        state[i] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
         for name in optimizer.moments:
             state[i] |= _from_bnb(where, name, values, p, group, int(step))
         state[i] |= weights.initial_state(p, group)

@@ -91,7 +91,8 @@ def check_optimizer(optimizer: Any, *kinds: type) -> None:
     if not isinstance(optimizer, kinds):
         names = " or ".join(f"memkern.optim.{kind.__name__}" for kind in kinds)
         got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-        raise TypeError(f"optimizer must be a {names}, got {got}")
+        inner = "; HostOffload's is optimizer.inner" if hasattr(optimizer, "inner") else ""
+        raise TypeError(f"optimizer must be a {names}, got {got}{inner}")
 
 
 def check_keys(where: str, values: dict[str, Any], keys: list[str]) -> None:

@@ -63,7 +63,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
         moments = optimizer._op_of(of_parameter[i]).moments
         check_keys(where, values, [*moments, "step"])
         step = step_number(where, values["step"])
-        state[i] = {"step": torch.tensor(step, dtype=torch.float32)}
+        state[i] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
         for name in moments:
             x = values[name]
             check_moment(f"{where}[{name!r}]", x, p)

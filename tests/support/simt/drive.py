@@ -166,27 +166,10 @@ def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]
             assert_same(actual, reference.dequantize_blockwise(*expected, codec, block_size, out), what)
 
 
-def compare_affine(ops: Any, layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
-    """quantize_affine and dequantize_affine of some ops and of the reference, equal in every bit."""
-    whole = spoiled(tensor(layout, dtype, scale=1.0))
-    runs = [n for n in (1, 3, *whole.shape[:1]) if whole.numel() and whole.numel() % n == 0]
-    cuts: list[tuple[Any, ...]] = [(None, None, size) for size in block_sizes]
-    cuts += [(torch.linspace(-1, 100, n), torch.linspace(0.5, 100, n), None) for n in runs]
-    for (low, high, block_size), bits, seed in itertools.product(cuts, (8, 4), (None, 7)):
-        x = whole if bits == 8 else whole.contiguous()
-        expected = reference.quantize_affine(x, low, high, bits, block_size, seed)
-        what = f"{layout}, {block_size=}, {bits=}, {seed=}"
-        assert_same([*ops.quantize_affine(x, low, high, bits, block_size, seed)], [*expected], what)
-        for out in FLOATS:
-            args = *expected, bits, block_size, [*x.shape], out
-            assert_same(ops.dequantize_affine(*args), reference.dequantize_affine(*args), what)
-
-
 if __name__ == "__main__":
     build.load(Path(sys.argv[1]))
     for layout, dtype in itertools.product(LAYOUTS, FLOATS):
         compare_codecs(layout, dtype, (24, 264))
-        compare_affine(torch.ops.memkern_simt, layout, dtype, (24, 264))
     for name, (param, grad) in itertools.product(STEP_OPS, (FLOATS[:2], FLOATS[1:], (FLOATS[2], FLOATS[0]))):
         compare_steps(name, step_args(name, param, grad), scaler(), steps=1)
     compare_steps("adam_step_", step_args("adam_step_", block_size=1024), {}, steps=1)

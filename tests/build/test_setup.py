@@ -1,0 +1,55 @@
+"""What setup.py decides before it compiles anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAST = "ext_modules, cmdclass = extensions(what_to_build())"
+
+
+def decided(before: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What setup.py would build, after ``before`` has been run in its process."""
+    source = (ROOT / "setup.py").read_text()
+    assert source.count(LAST) == 1
+    functions = source.replace("from __future__ import annotations", "").partition(LAST)[0]
+    code = f"__file__ = 'setup.py'\n{before}\n{functions}"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMKERN_", "TORCH_"))}
+    return subprocess.run(
+        [sys.executable, "-c", f"{code}\nprint(what_to_build())"],
+        cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "works"), [("65.5.0", False), ("76.1", False), ("77.0.3", True)])
+def test_a_setuptools_that_is_too_old_is_named_with_the_cure(version: str, works: bool) -> None:
+    done = decided(f"import setuptools; setuptools.__version__ = {version!r}", MEMKERN_BUILD="none")
+    assert (done.returncode == 0) == works
+    assert (done.stdout == "none\n") == works
+    wanted = f"needs setuptools 77 or newer to build, found {version}: pip install 'setuptools>=77'"
+    assert (wanted in done.stderr) != works
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("cuda", "built"), [("None", "cpu"), ("'13.0'", "cuda")])
+def test_an_isolated_build_is_for_the_torch_of_the_environment(tmp_path: Path, cuda: str, built: str) -> None:
+    # The build's own torch has CUDA; what counts is the one beside which memkern is installed.
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(f"cuda = {cuda}")
+    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    before = f"""
+import sys, sysconfig, types
+sys.modules["torch"] = types.SimpleNamespace(version=types.SimpleNamespace(cuda="13.0"))
+sysconfig.get_path = lambda name: {str(tmp_path)!r}
+"""
+    done = decided(before, NVCC=str(tmp_path / "nvcc"))
+    assert done.stdout == f"{built}\n", done.stderr[-2000:]
+
+
+def test_a_build_without_isolation_asks_for_what_it_needs_alone() -> None:
+    # `python -m build --no-isolation` fails where one of these is missing; ninja is not needed.
+    assert 'requires = ["setuptools>=77", "torch>=2.10"]' in (ROOT / "pyproject.toml").read_text()

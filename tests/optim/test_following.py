@@ -1,0 +1,304 @@
+"""Groups that change between steps: their lists of parameters, and their options."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import optim
+from tests.support.helpers import EIGHT_BIT, assert_same, snapshot
+
+SHAPES = ((40, 128), (96, 64), (64,))
+Change = Callable[[torch.optim.Optimizer, Any], Any]
+
+
+def parameters(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(100 + step)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+# ---- parameters in place of others
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("new", EIGHT_BIT)
+def test_states_follow_the_parameters_in_place_of_theirs(new: Any, in_place: bool) -> None:
+    straight, swapped = new(parameters(), lr=1e-2), new(parameters(), lr=1e-2)
+    for optimizer in (straight, swapped):
+        train(optimizer, 0, 2)
+    group = swapped.param_groups[0]
+    group["params"][:] = copies_of(group["params"])
+    if not in_place:
+        group["params"] = [*group["params"]]
+    for optimizer in (straight, swapped):
+        train(optimizer, 2, 4)
+    assert_same(snapshot(swapped), snapshot(straight))
+    assert len(swapped.state) == len(SHAPES)
+
+
+def test_a_save_right_after_has_the_states() -> None:
+    optimizer = optim.AdamW8bit(parameters())
+    train(optimizer, 0, 2)
+    expected = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["params"] = copies_of(optimizer.param_groups[0]["params"])
+    assert_same(optimizer.state_dict(), expected)
+
+
+def test_another_shape_raises_before_anything_is_changed() -> None:
+    optimizer = optim.AdamW8bit(parameters())
+    train(optimizer, 0, 2)
+    before = copy.deepcopy(snapshot(optimizer)["states"])
+    old = [*optimizer.state]
+    params = copies_of(parameters(1))
+    params[1] = nn.Parameter(torch.zeros(96, 65))
+    optimizer.param_groups[0]["params"] = params
+    unchanged = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"group 0 had one of shape \(96, 64\) with a state at 1"):
+        train(optimizer, 2, 3)
+    assert_same([p.detach() for p in params], unchanged)
+    assert all(a is b for a, b in zip(optimizer.state, old, strict=True))
+    assert_same([*optimizer.state.values()], before)
+    optimizer.state.clear()  # as the message says
+    train(optimizer, 2, 3)
+
+
+def test_one_that_left_a_group_and_a_new_one_in_another_raise() -> None:
+    a, b, c = parameters()
+    optimizer = optim.AdamW8bit([{"params": [a, b]}, {"params": [c]}])
+    train(optimizer, 0, 1)
+    optimizer.param_groups[0]["params"] = [b]
+    optimizer.param_groups[1]["params"] = [c, *copies_of([a])]
+    with pytest.raises(ValueError, match=r"group 0 had one of shape \(40, 128\) with a state at 0"):
+        train(optimizer, 1, 2)
+
+
+def test_parameters_may_come_and_go() -> None:
+    optimizer = optim.AdamW8bit(parameters())
+    train(optimizer, 0, 2)
+    first, *rest = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = rest  # frozen
+    train(optimizer, 2, 3)
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(40, 128)), first, *rest]
+    train(optimizer, 3, 4)
+    steps = [float(optimizer.state[p]["step"]) for p in optimizer.param_groups[0]["params"]]
+    assert steps == [1, 3, 4, 4]
+
+
+def test_a_parameter_with_gaps_in_place_of_one_without() -> None:
+    straight, swapped = optim.AdamW8bit(parameters()), optim.AdamW8bit(parameters())
+    for optimizer in (straight, swapped):
+        train(optimizer, 0, 2)
+    p = swapped.param_groups[0]["params"][0]
+    wide = torch.zeros(40, 256)
+    swapped.param_groups[0]["params"][0] = nn.Parameter(wide[:, ::2].copy_(p.detach()))
+    for optimizer in (straight, swapped):
+        train(optimizer, 2, 4)
+    ours, theirs = (o.param_groups[0]["params"][0].detach().contiguous() for o in (swapped, straight))
+    assert_same(ours, theirs)
+
+
+def test_a_model_from_meta() -> None:
+    model = nn.Linear(64, 128, device="meta")
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, capturable=True)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    train(optimizer, 0, 2)
+    assert optimizer.param_groups[0]["lr"].device.type == "cpu"
+    assert not torch.equal(model.weight, torch.full_like(model.weight, 0.5))
+
+
+def test_host_offload_says_that_its_parameters_were_replaced() -> None:
+    optimizer = optim.HostOffload(optim.AdamW8bit, parameters())
+    train(optimizer, 0, 1)
+    optimizer.param_groups[0]["params"] = copies_of(optimizer.param_groups[0]["params"])
+    with pytest.raises(RuntimeError, match="params of HostOffload were replaced"):
+        train(optimizer, 1, 2)
+
+
+def test_a_parameter_between_groups_of_other_storage() -> None:
+    a, b, c = parameters()
+    groups = [{"params": [a, c]}, {"params": [b], "codec": "dynamic", "block_size": 64}]
+    optimizer = optim.AdamW8bit(groups, lr=1e-3)
+    train(optimizer, 0, 2)
+    before = _moments(optimizer, a)
+    optimizer.param_groups[0]["params"] = [c]
+    optimizer.param_groups[1]["params"] = [b, a]
+    optimizer.state_dict()  # converts
+    for x, y in zip(_moments(optimizer, a), before, strict=True):
+        assert float((x - y).abs().max()) <= 0.05 * float(y.abs().max())
+
+
+# ---- options
+
+
+def _moments(optimizer: Any, p: Tensor) -> list[Tensor]:
+    from memkern.optim.storage import load_moment
+
+    (group,) = (g for g in optimizer.param_groups if any(p is q for q in g["params"]))
+    return [load_moment(name, optimizer.state[p], group) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def by_load(optimizer: Any) -> Any:
+    found = type(optimizer)(copies_of(optimizer.param_groups[0]["params"]))
+    found.load_state_dict(optimizer.state_dict())
+    return found
+
+
+WAYS = {
+    "load_state_dict": by_load,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+CHANGES: list[dict[str, Any]] = [
+    {"codec": "dynamic"},
+    {"state_bits": 32},
+    {"state_bits": 32, "amsgrad": True},
+    {"state_bits": (8, 4)},
+    {"block_size": 136},
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: ",".join(map(str, c.values())))
+def test_options_changed_right_after_a_load_convert_the_state(way: str, change: dict[str, Any]) -> None:
+    straight = optim.AdamW8bit(parameters(), lr=1e-2)
+    train(straight, 0, 3)
+    other = WAYS[way](straight)
+    for optimizer in (straight, other):
+        optimizer.param_groups[0].update(change)
+    saved = copy.deepcopy(other).state_dict()  # as the options say, before a step too
+    assert_same(saved, copy.deepcopy(straight).state_dict())
+    for optimizer in (straight, other):
+        train(optimizer, 3, 5)
+    assert_same(snapshot(other), snapshot(straight))
+
+
+def test_state_bits_as_a_list_are_those_of_a_tuple(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = optim.AdamW8bit(parameters(), state_bits=[8, 4])
+    train(optimizer, 0, 1)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["state_bits"] = [8, 4]  # as JSON has it
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["state_bits"] == (8, 4)
+    assert not [*recwarn]
+
+
+def test_max_grad_norm_may_change_between_steps() -> None:
+    def run(changed: bool, **options: Any) -> Any:
+        params = parameters()
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        optimizer = optim.AdamW8bit(groups, lr=1e-2, **options)
+        for group in optimizer.param_groups if changed else ():
+            group["max_grad_norm"] = 0.5
+        train(optimizer, 0, 3)
+        return snapshot(optimizer)
+
+    assert_same(run(True), run(False, max_grad_norm=0.5))
+    assert not torch.equal(run(True)["params"][0], run(False)["params"][0])
+
+
+def test_max_grad_norm_is_one_for_all_groups() -> None:
+    params = parameters()
+    optimizer = optim.AdamW8bit([{"params": params[:2]}, {"params": params[2:]}])
+    optimizer.param_groups[1]["max_grad_norm"] = 0.5
+    with pytest.raises(ValueError, match=r"max_grad_norm .* set it in all groups, got None, 0\.5"):
+        train(optimizer, 0, 1)
+    for group in optimizer.param_groups:
+        group["max_grad_norm"] = -1.0
+    with pytest.raises(ValueError, match="max_grad_norm must be None or more than 0"):
+        train(optimizer, 0, 1)
+
+
+# ---- wrappers
+
+
+def test_flat_parts_of_deepspeed_raise_where_norms_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    for new, options in ((optim.LAMB8bit, {}), (optim.AdamW8bit, {"max_grad_norm": 1.0})):
+        optimizer = new(parameters(), **options)
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(5664))]  # as ZeRO stage 1 and 2 do
+        with pytest.raises(RuntimeError, match="DeepSpeed's ZeRO leaves this rank a flat part"):
+            train(optimizer, 0, 1)
+    optimizer = optim.AdamW8bit(parameters())
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(5664))]
+    train(optimizer, 0, 1)
+
+
+def test_entries_of_wrappers_survive() -> None:
+    """timm's Lookahead keeps its slow weights in the state; torch.optim saves and loads such entries."""
+    optimizer = optim.AdamW8bit(parameters(), lr=1e-2)
+    train(optimizer, 0, 1)
+    for p, state in optimizer.state.items():
+        state["lookahead_slow_buff"], state["ema"] = p.detach().clone(), 0.5
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = optim.AdamW8bit(copies_of(parameters()), state_bits=32)
+    with pytest.warns(UserWarning, match="state_bits 8 -> 32"):
+        other.load_state_dict(saved)
+    other.param_groups[0]["state_bits"] = 8
+    other.param_groups[0]["params"] = copies_of(other.param_groups[0]["params"])
+    train(other, 1, 2)
+    for state, p in zip(other.state.values(), saved["state"].values(), strict=True):
+        assert_same(state["lookahead_slow_buff"], p["lookahead_slow_buff"])
+        assert state["ema"] == 0.5
+
+
+def test_a_dynamic_state_loads_into_4_bits() -> None:
+    optimizer = optim.AdamW8bit(parameters(), codec="dynamic")
+    train(optimizer, 0, 1)
+    other = optim.AdamW8bit(copies_of(parameters()), state_bits=(8, 4))
+    with pytest.warns(
+        UserWarning, match=r"state_bits 8 -> \(8, 4\), codec dynamic -> power|codec dynamic -> power"
+    ):
+        other.load_state_dict(optimizer.state_dict())
+    train(other, 1, 2)
+
+
+def test_a_state_loads_under_fake_tensor_mode() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        optimizer = optim.AdamW8bit([nn.Parameter(torch.zeros(64, 128))])
+        optimizer.param_groups[0]["params"][0].grad = torch.zeros(64, 128)
+        optimizer.step()
+        other = optim.AdamW8bit([nn.Parameter(torch.zeros(64, 128))])
+        other.load_state_dict(optimizer.state_dict())
+        assert next(iter(other.state.values()))["exp_avg"].dtype == torch.int8
+
+
+def test_a_first_step_where_meta_is_the_default_device() -> None:
+    straight, other = optim.AdamW8bit(parameters()), optim.AdamW8bit(parameters())
+    train(straight, 0, 2)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 + step)
+        for p in other.param_groups[0]["params"]:
+            p.grad = torch.randn(p.shape, generator=generator)
+        with torch.device("meta"):
+            other.step()
+            loaded = optim.AdamW8bit(copies_of(other.param_groups[0]["params"]))
+            loaded.load_state_dict(other.state_dict())
+        assert_same(loaded.state_dict()["state"], other.state_dict()["state"])
+    assert_same(snapshot(other), snapshot(straight))

@@ -1,0 +1,50 @@
+"""Training loops with whatever people do between steps, found by hypothesis."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.support.training_loops import Loop
+
+LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "250"))
+SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
+
+
+def run(machine: Any, number: int, loops: int) -> None:
+    options = settings(
+        max_examples=loops,
+        stateful_step_count=25,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        suppress_health_check=[*HealthCheck],
+        phases=[Phase.generate, *([Phase.shrink] if os.environ.get("MEMKERN_FUZZ_SHRINK") else [])],
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    run_state_machine_as_test(seed(number)(machine), settings=options)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")  # resumed so
+def test_loops_are_those_of_a_plain_optimizer() -> None:
+    run(Loop, 0, LOOPS)
+
+
+@pytest.mark.long
+def test_an_hour_of_loops() -> None:
+    class Compiled(Loop):
+        compiles = True
+
+    end, number = time.monotonic() + SECONDS, 1
+    while time.monotonic() < end:
+        run(Compiled, number, LOOPS)
+        number += 1

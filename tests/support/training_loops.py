@@ -1,0 +1,493 @@
+"""A training loop of random steps and edits, beside the same loop of a plain optimizer in fp32.
+
+The machine is hypothesis' (tests/optim/test_loops.py runs it). Every step's gradients are given, so that the two sides
+do not drift apart: what is compared after a step is its update, and with ``master_weights`` the sum of the updates
+since something else has written the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import torch
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.strategies import booleans, integers, just, lists, one_of, sampled_from
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from memkern import optim
+from tests.support import training_edits
+from tests.support.late_transfers import LateTransfers
+
+SHAPES = ((64, 128), (24, 50), (40,), (8, 6, 3, 3), (1, 1000))
+PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adam": (torch.optim.Adam, {}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "Lion": (optim.Lion, {}),
+    "LAMB": (optim.LAMB, {}),
+    "LARS": (optim.LARS, {}),
+}
+"""A class, what it is compared with (torch.optim's, else memkern's own with fp32 states), and options of both."""
+ERRORS = {32: 1e-3, 8: 0.3, (8, 4): 0.7}
+"""The error of an update, in means over a tensor, by state_bits; of sign(m), 0.3 is 15 % of the signs."""
+SHARED = ("lr", "weight_decay", "betas", "momentum", "maximize")
+WRITTEN = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+"""The most that writing a weight in a dtype changes it by, relative."""
+seeds = integers(0, 2**16)
+numbers = integers(0, len(SHAPES) - 1)
+
+
+class Holder(nn.Module):
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for i, shape in enumerate(SHAPES):
+            w = torch.randn(shape, generator=generator)
+            self.register_parameter(f"w{i}", nn.Parameter(w.to(dtype)))
+
+    def weight(self, i: int) -> nn.Parameter:
+        return self._parameters[f"w{i}"]  # type: ignore[return-value]
+
+
+class Loop(RuleBasedStateMachine):
+    """memkern's optimizer of ``model``, and ``plain`` of the fp32 weights ``refs``."""
+
+    compiles = False  # torch.compile takes seconds: where there is an hour
+
+    # ---- beginning
+
+    @initialize(
+        name=sampled_from([*PLAIN]),
+        dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        bits=sampled_from([8, 8, 32, (8, 4)]),
+        weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]),
+        wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward"]),
+        seed=seeds,
+    )
+    def begin(self, name: str, dtype: torch.dtype, bits: Any, weights: Any, wrapper: str, seed: int) -> None:
+        self.name, self.wrapper, self.time, self.generator = (
+            name,
+            wrapper,
+            0,
+            torch.Generator().manual_seed(seed),
+        )
+        self.model = Holder(seed, dtype)
+        self.members = [[0, 1, 2], [3, 4]]
+        self.refs = [nn.Parameter(self.model.weight(i).detach().float().clone()) for i in range(len(SHAPES))]
+        bits = bits if bits != (8, 4) or name.startswith("Adam") else 8
+        options = {"lr": 1e-2, "weight_decay": 0.0, **PLAIN[name][1]}
+        self.plain = PLAIN[name][0](self._groups(self.refs), **options)
+        own: dict[str, Any] = {"state_bits": bits, "min_8bit_size": 512}
+        if dtype == torch.bfloat16:
+            own |= {"stochastic_rounding": True} if weights == "stochastic" else {"master_weights": weights}
+        self.options = options | own
+        self.optimizer = self._made()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
+        self.errors = [ERRORS[bits]] * len(SHAPES)
+        self.budgets = [(0.0, 0.0)] * len(
+            SHAPES
+        )  # of the mean and the largest error since a weight was written
+        self.gradients = self._directions()
+        self.saved: Any = None
+        self.snapshot = copy.deepcopy(self.model.state_dict())
+
+    def _groups(self, params: Any) -> list[dict[str, Any]]:
+        return [{"params": [params[i] for i in own]} for own in self.members]
+
+    def _made(self, **changes: Any) -> Any:
+        new, options = getattr(optim, self.name), {**self.options, **changes}
+        groups = self._groups([self.model.weight(i) for i in range(len(SHAPES))])
+        if self.wrapper == "backward":
+            return optim.StepInBackward(new, groups, **options)
+        if self.wrapper:
+            extra: dict[str, Any] = {"offload_gradients": self.wrapper == "host gradients"}
+            if self.wrapper == "late":
+                extra |= {"transfers": LateTransfers, "offload_gradients": True}
+            return optim.HostOffload(new, groups, **extra, **options)
+        return new(groups, **options)
+
+    def _directions(self) -> list[Tensor]:
+        """What gradients have in common from step to step, so that moments are not noise alone."""
+        return [torch.randn(s, generator=self.generator) * 10.0 ** (i - 3) for i, s in enumerate(SHAPES)]
+
+    # ---- what is there
+
+    @property
+    def whole(self) -> bool:
+        """Whether the optimizer is memkern's own class: groups may be edited in every way."""
+        return self.wrapper == ""
+
+    def group_of(self, i: int) -> Any:
+        return self.optimizer.param_groups[next(k for k, own in enumerate(self.members) if i in own)]
+
+    def is_kept(self, i: int) -> bool:
+        """Whether more than the parameter is kept of its weight: masters, errors, the host's fp32 weights."""
+        if self.group_of(i).get("master_weights"):
+            return True
+        hosted = (
+            self.wrapper in ("host", "host gradients", "late") and self.model.weight(i).element_size() < 4
+        )
+        return hosted and not self.group_of(i).get("stochastic_rounding")
+
+    @torch.no_grad()
+    def written(self, i: int) -> None:
+        """After something else than a step has written a weight."""
+        p, ref = self.model.weight(i).detach(), self.refs[i]
+        assert p.shape == ref.shape
+        unit = WRITTEN[p.dtype]
+        ref.copy_(p)
+        finite = ref[ref.isfinite()].abs()
+        if finite.numel():
+            self.budgets[i] = float(finite.mean()) * unit, float(finite.max()) * unit
+
+    # ---- a step
+
+    @rule(
+        kinds=lists(
+            sampled_from(["drift", "drift", "drift", "noise", "none", "zero", "sparse", "large"]),
+            min_size=len(SHAPES),
+            max_size=len(SHAPES),
+        ),
+        count=integers(1, 4),
+        micro=integers(1, 3),
+        clip=sampled_from([None, None, None, 0.1]),
+        scaled=sampled_from(["", "", "", "scaled", "infinite"]),
+        accumulated=booleans(),
+    )
+    def step(
+        self, kinds: list[str], count: int, micro: int, clip: float | None, scaled: str, accumulated: bool
+    ) -> None:
+        inside, offloads = self.wrapper == "backward", self.wrapper in ("host gradients", "late")
+        micro, clip = (1, None) if inside else (micro, clip)
+        clip, scaled = (None, "") if inside or offloads else (clip, scaled)
+        if scaled and any(p.dtype == torch.float16 for p in self.model.parameters()):
+            clip = None  # torch refuses to unscale fp16 gradients
+        for _ in range(count):
+            self._one_step(kinds, micro, clip, scaled, accumulated and not offloads)
+
+    def _one_step(self, kinds: list[str], micro: int, clip: Any, scaled: str, accumulated: bool) -> None:
+        before = self._prepare()
+        totals: list[Any] = [None] * len(SHAPES)
+        scale = self.scaler.get_scale() if scaled else 1.0
+        halves = [w for w in self.model.parameters() if w.dtype == torch.bfloat16]
+        handle = optim.accumulate(self.model) if accumulated and halves and micro > 1 else None
+        for _ in range(micro):
+            loss = torch.zeros(())
+            for i, kind in enumerate(kinds):
+                if (g := self._gradient(i, kind)) is not None:
+                    p = self.model.weight(i)
+                    g = g.to(p.dtype)
+                    totals[i] = g.float() + (0.0 if totals[i] is None else totals[i])
+                    if scaled == "infinite":
+                        g = g + torch.inf
+                    loss = loss + (p * g).float().sum()
+            if loss.requires_grad:
+                (self.scaler.scale(loss) if scaled else loss).backward()
+        if handle is not None:
+            handle.remove()
+        if all(total is None for total in totals):
+            return
+        for ref, total in zip(self.refs, totals, strict=True):
+            ref.grad = total
+        rounded = micro > 1 and any(p.dtype != torch.float32 for p in self.model.parameters())
+        if rounded and self.wrapper not in ("host gradients", "late", "backward"):
+            for i, ref in enumerate(self.refs):  # how micro-batches are added up is not what is compared here
+                p = self.model.weight(i)
+                if p.grad is not None and scaled != "infinite":
+                    assert (
+                        p.grad.float() / scale - ref.grad
+                    ).abs().mean() <= 0.02 * ref.grad.abs().mean() + 1e-6
+                    ref.grad = p.grad.float() / scale
+        self._step_both(clip, scaled)
+        self.time += 1
+        if scaled == "infinite":
+            self._unchanged(before)
+            self.scaler.update(4.0)
+        else:
+            self._compare(before, "rounded" if rounded else "")
+
+    @torch.no_grad()
+    def _prepare(self) -> list[tuple[Tensor, Tensor]]:
+        """Both weights before a step; a plain one is the parameter where nothing else is kept of it."""
+        for i, ref in enumerate(self.refs):
+            p = self.model.weight(i)
+            p.grad = ref.grad = None
+            if not self.is_kept(i):
+                self.written(i)
+        return [
+            (self.model.weight(i).detach().clone(), ref.detach().clone()) for i, ref in enumerate(self.refs)
+        ]
+
+    def _gradient(self, i: int, kind: str) -> Tensor | None:
+        if kind == "none":
+            return None
+        noise = torch.randn(SHAPES[i], generator=self.generator) * 10.0 ** (i - 3)
+        if kind == "zero":
+            return noise * 0
+        if kind == "sparse":
+            return noise * (torch.rand(SHAPES[i], generator=self.generator) < 0.1)
+        if kind == "large":
+            return noise * 10
+        return noise if kind == "noise" else noise + self.gradients[i]
+
+    def _step_both(self, clip: float | None, scaled: str) -> None:
+        if clip is not None:
+            if scaled:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            nn.utils.clip_grad_norm_(self.refs, clip)
+            for i, ref in enumerate(self.refs):  # clipping has rounded half-precision gradients
+                p = self.model.weight(i)
+                if p.grad is not None and p.element_size() < 4 and p.grad.isfinite().all():
+                    assert (p.grad.float() - ref.grad).abs().mean() <= 0.02 * ref.grad.abs().mean() + 1e-6
+                    ref.grad = p.grad.float()
+        if scaled:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        if scaled == "infinite":
+            return
+        norm = self.optimizer.param_groups[0].get("max_grad_norm")
+        if norm is not None:
+            nn.utils.clip_grad_norm_(self.refs, norm)
+        self.plain.step()
+
+    def _unchanged(self, before: list[tuple[Tensor, Tensor]]) -> None:
+        for i, (p, _) in enumerate(before):
+            assert torch.equal(self.model.weight(i).detach(), p), f"w{i}: an infinite gradient was stepped"
+
+    def _compare(self, before: list[tuple[Tensor, Tensor]], how: str) -> None:
+        for i, (ref, (_, start)) in enumerate(zip(self.refs, before, strict=True)):
+            group, p = self.group_of(i), self.model.weight(i).detach().float()
+            if ref.grad is None:
+                assert torch.equal(p, before[i][0].float()), f"w{i}: stepped without a gradient"
+                continue
+            seen = ref.detach().isfinite()
+            assert p[seen].isfinite().all(), f"w{i}: not finite where the plain step is"
+            off, update = (p - ref.detach())[seen].abs(), (ref.detach() - start)[seen].abs()
+            if not off.numel():
+                continue
+            error = self.errors[i] + (0.02 if how else 0.0)
+            unit, size = WRITTEN[self.model.weight(i).dtype], ref.detach()[seen].abs()
+            mean, most = self.budgets[i]
+            if group.get("master_weights") == "bf16+8":
+                mean, most = mean + float(size.mean()) * 2.0**-15, most + float(size.max()) * 2.0**-15
+            mean, most = mean + error * float(update.mean()), most + 30 * error * float(update.max())
+            self.budgets[i] = mean, most
+            allowed = mean + float(size.mean()) * unit + 1e-7
+            assert float(off.mean()) <= allowed, (
+                f"w{i}: off by {float(off.mean()):.3g}, allowed {allowed:.3g}"
+            )
+            allowed = most + float(size.max()) * unit + 1e-7
+            assert float(off.max()) <= allowed, (
+                f"w{i}: one off by {float(off.max()):.3g}, allowed {allowed:.3g}"
+            )
+
+    # ---- edits of weights
+
+    @rule(i=numbers, edit=sampled_from([*training_edits.VALUES]), seed=seeds)
+    def edit_values(self, i: int, edit: str, seed: int) -> None:
+        training_edits.VALUES[edit](self.model.weight(i), seed)
+        self.written(i)
+
+    @rule(i=numbers, edit=sampled_from([*training_edits.STORAGE]))
+    def edit_storage(self, i: int, edit: str) -> None:
+        """The same values elsewhere: nothing that is kept of them is lost."""
+        training_edits.STORAGE[edit](self.model.weight(i))
+
+    @rule(i=numbers, seed=seeds)
+    def swap_in_and_out(self, i: int, seed: int) -> None:
+        """Averaged weights for an evaluation, and back."""
+        p = self.model.weight(i)
+        kept = p.detach().clone()
+        with torch.no_grad():
+            p.copy_(torch.randn_like(p) * 0.1)
+            p.copy_(kept)
+
+    @rule()
+    def take_snapshot(self) -> None:
+        self.snapshot = copy.deepcopy(self.model.state_dict())
+
+    @rule(assign=booleans())
+    def load_weights(self, assign: bool) -> None:
+        snapshot = {k: x.to(self.model.weight(0).dtype) for k, x in copy.deepcopy(self.snapshot).items()}
+        self.model.load_state_dict(snapshot)
+        for i in range(len(SHAPES)):
+            self.written(i)
+
+    @rule(i=numbers)
+    def prune_weight(self, i: int) -> None:
+        self.model.weight(i).data = self.model.weight(i).data.contiguous()  # torch's function makes views
+        prune.l1_unstructured(self.model, f"w{i}", amount=0.3)
+        prune.remove(self.model, f"w{i}")
+        self.written(i)
+
+    @precondition(lambda self: self.whole)
+    @rule(dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    def cast(self, dtype: torch.dtype) -> None:
+        if any(g["master_weights"] or g["stochastic_rounding"] for g in self.optimizer.param_groups):
+            return
+        self.model.to(dtype)
+        for i in range(len(SHAPES)):
+            self.written(i)
+
+    # ---- groups and options
+
+    @precondition(lambda self: self.whole)
+    @rule(i=numbers, in_place=booleans())
+    def replace_parameter(self, i: int, in_place: bool) -> None:
+        old = self.model.weight(i)
+        new = nn.Parameter(old.detach().clone(memory_format=torch.preserve_format))
+        self.model._parameters[f"w{i}"] = new
+        group = self.group_of(i)
+        params = [new if p is old else p for p in group["params"]]
+        if in_place:
+            group["params"][:] = params
+        else:
+            group["params"] = params
+
+    @precondition(lambda self: self.whole)
+    @rule(i=numbers)
+    def move_between_groups(self, i: int) -> None:
+        k = next(k for k, own in enumerate(self.members) if i in own)
+        if len(self.members[k]) == 1:
+            return
+        p, ref = self.model.weight(i), self.refs[i]
+        was_kept = self.is_kept(i)
+        self.optimizer.state_dict()  # a look at the groups: one that was replaced and then moved would be unknown
+        for groups, x in ((self.optimizer.param_groups, p), (self.plain.param_groups, ref)):
+            groups[k]["params"] = [q for q in groups[k]["params"] if q is not x]
+            groups[1 - k]["params"] = [*groups[1 - k]["params"], x]
+        self.members[k].remove(i)
+        self.members[1 - k].append(i)
+        self.optimizer.state_dict()  # a look at the groups, before one is changed once more
+        self._note_storage(i, was_kept)
+
+    @rule(k=integers(0, 1), change=sampled_from(training_edits.OPTIONS))
+    def change_option(self, k: int, change: tuple[str, Any]) -> None:
+        name, value = change
+        group = self.optimizer.param_groups[k]
+        if name not in group or (name == "state_bits" and value == (8, 4) and not self._takes_4_bits(group)):
+            return
+        if name == "codec" and group["state_bits"] == (8, 4):
+            return
+        group[name] = value
+        if name in SHARED:
+            self.plain.param_groups[k][name] = value
+        self._note(k)
+
+    def _takes_4_bits(self, group: Any) -> bool:
+        return self.name.startswith("Adam") and group["codec"] == "power"
+
+    def _note(self, k: int) -> None:
+        for i in self.members[k]:
+            self._note_storage(i, self.is_kept(i))
+
+    def _note_storage(self, i: int, was_kept: bool) -> None:
+        """A state that was rounded once is so for as long as moments remember."""
+        self.errors[i] = max(self.errors[i], ERRORS[self.group_of(i)["state_bits"]])
+        if self.is_kept(i) and not was_kept:
+            self.written(i)
+
+    @precondition(lambda self: self.whole and self.model.weight(0).dtype == torch.bfloat16)
+    @rule(k=integers(0, 1), weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]))
+    def change_weights(self, k: int, weights: str | None) -> None:
+        if any(self.model.weight(i).dtype != torch.bfloat16 for i in self.members[k]):
+            return
+        was_kept = [self.is_kept(i) for i in self.members[k]]
+        stochastic = weights == "stochastic"
+        change = {"stochastic_rounding": stochastic, "master_weights": None if stochastic else weights}
+        self.optimizer.param_groups[k].update(change)
+        for i, kept in zip(self.members[k], was_kept, strict=True):
+            if kept and self.is_kept(i):  # from one way to another, of which one may have 24 bits
+                mean, most = self.budgets[i]
+                size = self.refs[i].detach().abs()
+                self.budgets[i] = mean + float(size.mean()) * 2.0**-15, most + float(size.max()) * 2.0**-15
+            self._note_storage(i, kept)
+
+    @precondition(lambda self: self.wrapper != "backward")
+    @rule(norm=one_of(just(None), sampled_from([0.05, 1.0])))
+    def change_norm(self, norm: float | None) -> None:
+        for group in self.optimizer.param_groups:
+            group["max_grad_norm"] = norm
+
+    # ---- copies, saves, loads
+
+    @rule(way=sampled_from(["deepcopy", "pickle"]))
+    def copy_everything(self, way: str) -> None:
+        pair = self.model, self.optimizer
+        if self.wrapper == "late":
+            return  # its queues are functions
+        self.model, self.optimizer = (
+            copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+        )
+
+    @rule()
+    def save(self) -> None:
+        if not all(p.is_contiguous() for p in self.model.parameters()):
+            return  # a state of another memory format is refused, with the way out
+        blob = io.BytesIO()
+        torch.save((self.model.state_dict(), self.optimizer.state_dict()), blob)
+        ours = {"members": self.members, "errors": self.errors, "budgets": self.budgets}
+        refs = [ref.detach().clone() for ref in self.refs]
+        norm = self.optimizer.param_groups[0]["max_grad_norm"]
+        options = [
+            {key: g[key] for key in ("state_bits", "master_weights", "stochastic_rounding")}
+            for g in self.optimizer.param_groups
+        ]
+        self.saved = blob.getvalue(), copy.deepcopy((ours, refs, self.plain.state_dict(), options, norm))
+
+    @precondition(lambda self: self.saved is not None)
+    @rule(fresh=booleans(), bits=sampled_from([None, None, 8, 32]))
+    def resume(self, fresh: bool, bits: Any) -> None:
+        blob, rest = self.saved
+        ours, refs, plain, options, norm = copy.deepcopy(rest)
+        weights, state = torch.load(io.BytesIO(blob), weights_only=True)
+        vars(self).update(ours)
+        if fresh or not self.whole:
+            self.model = Holder(self.time, weights["w0"].dtype)
+        else:
+            self.model.to(weights["w0"].dtype)
+        self.model.load_state_dict(weights)
+        self.options["max_grad_norm"] = norm
+        first = dict.fromkeys(options[0])
+        for key in first:
+            self.options.pop(key, None)
+        self.optimizer = self._resumed(options, bits)
+        self.optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for ref, x in zip(self.refs, refs, strict=True):
+                ref.copy_(x)
+        for group, own in zip(self.plain.param_groups, self.members, strict=True):
+            group["params"] = [self.refs[i] for i in own]
+        self.plain.load_state_dict(plain)
+        for k in range(2):
+            self._note(k)
+
+    def _resumed(self, options: list[dict[str, Any]], bits: Any) -> Any:
+        """An optimizer of the saved groups' own options, but for state_bits where others are given."""
+        import unittest.mock
+
+        def groups(params: Any) -> list[dict[str, Any]]:
+            found = [
+                {"params": [params[i] for i in own], **option}
+                for own, option in zip(self.members, options, strict=True)
+            ]
+            for group in found if bits is not None else ():
+                group["state_bits"] = bits
+            return found
+
+        with unittest.mock.patch.object(self, "_groups", groups):
+            return self._made()
+
+    @precondition(lambda self: self.compiles and self.whole)
+    @rule(rare=integers(0, 20))
+    def compile(self, rare: int) -> None:
+        if rare == 0 and not math.isnan(rare):
+            self.optimizer.step = torch.compile(self.optimizer.step)
