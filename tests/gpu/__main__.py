@@ -4,7 +4,7 @@ torch, nvcc or Triton, and the standard library are enough. What fails or is mis
 results are written as they come, to results.jsonl and a log for each part in out/gpu/; at the end (and after every
 part) all is in one file, gpu-results.tar.gz, in the folder $OUT or else out/. Ends with 1 where something failed.
 
-Without a GPU each part says what it would do, and the extension is built for sm_90.
+Without a GPU each part says what it would do, the extension is built for sm_90, and it ends with 1 but for --plan.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import sys
 import time
 from pathlib import Path
 
-from .parts import capability, output, parts
+from .gpu import Gpu, find_gpu, output
+from .parts import forecast, parts
 from .runner import ROOT, Outcome, Part, Results, row_of, run
 
 
-def environment(arch: str | None) -> dict[str, object]:
+def environment(gpu: Gpu | None) -> dict[str, object]:
     """What the results are of."""
     import torch
 
-    smi = output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     return {
-        "gpu": smi,
-        "capability": arch,
+        "gpu": gpu and gpu.name,
+        "capability": gpu and gpu.capability,
+        "found by": gpu and gpu.found_by,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -55,10 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--part", action="append", help="one part; may be given again")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "gpu", help="for logs and results")
+    parser.add_argument("--plan", action="store_true", help="ends with 0 where there is no GPU")
     args = parser.parse_args(argv)
     end = time.monotonic() + 60 * args.minutes
-    arch = capability()
-    todo = chosen(parts(arch), args.part)
+    gpu = find_gpu()
+    todo = chosen(parts(gpu and gpu.capability), args.part)
     shutil.rmtree(args.folder, ignore_errors=True)
     results = Results(args.folder)
     archive = Path(os.environ.get("OUT") or ROOT / "out") / "gpu-results.tar.gz"
@@ -67,15 +69,17 @@ def main(argv: list[str] | None = None) -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    about = environment(arch)
+    about = environment(gpu)
     results.add("environment", about)
-    say(", ".join(f"{name} {value}" for name, value in about.items() if value) + ("" if arch else "; no GPU"))
+    say(", ".join(f"{name} {value}" for name, value in about.items() if value) + ("" if gpu else "; no GPU"))
+    for line in forecast(todo, end - time.monotonic()):
+        say(line)
     outcomes: list[Outcome] = []
     try:
         for part in todo:
             say(f"== {part.name}: {part.what}")
             left = end - time.monotonic()
-            outcome = run(part, min(args.patience * part.seconds, left), results, say, gpu=arch is not None)
+            outcome = run(part, min(args.patience * part.seconds, left), results, say, gpu=gpu is not None)
             outcomes.append(outcome)
             results.add(part.name, row_of(outcome))
             say(f"== {part.name}: {outcome.result}, {outcome.seconds:.1f} s {outcome.reason}".rstrip())
@@ -85,6 +89,9 @@ def main(argv: list[str] | None = None) -> int:
         for outcome in outcomes:
             say(f"{outcome.part:16} {outcome.result:10} {outcome.seconds:6.1f} s  {outcome.reason}".rstrip())
         say(f"results: {archive}")
+    if gpu is None and not args.plan:
+        say("make gpu: no GPU was found by nvidia-smi, by torch or by CUDA's driver; nothing was proved")
+        return 1
     return int(any(outcome.result in ("failed", "timed out") for outcome in outcomes))
 
 

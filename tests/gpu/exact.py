@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .parts import capability, tool
+from .gpu import find_gpu
+from .parts import tool
 from .runner import ROOT
 
 SOURCE = Path(__file__).with_name("exact.cu")
@@ -21,7 +22,8 @@ def compile_for(arch: str, target: Path, *flags: str) -> None:
 
 
 def main() -> int:
-    arch = f"sm_{(capability() or '9.0').replace('.', '')}"
+    gpu = find_gpu()
+    arch = f"sm_{(gpu.capability if gpu else '9.0').replace('.', '')}"
     compile_for(arch, PROGRAM)
     print(f"{PROGRAM.name} for {arch}: {PROGRAM.stat().st_size >> 10} KiB", flush=True)
     if "--plan" in sys.argv:

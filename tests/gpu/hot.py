@@ -1,4 +1,4 @@
-"""One call of each hot kernel, for ncu (profile.py): ``python -m tests.gpu.hot [elements as a power of two]``."""
+"""One call of each hot kernel, for ncu (profile.py): ``python -m tests.gpu.hot [GROUP]``."""
 
 from __future__ import annotations
 
@@ -12,40 +12,63 @@ from memkern import _ops, optim
 from memkern.fewbit.tables import LEVELS
 from memkern.quant.codec import ACTIVATIONS
 
-DTYPES = (torch.float32, torch.bfloat16)
+ELEMENTS = 2**26
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in ("AdamW8bit", "Lion8bit", "LAMB8bit", "LARS8bit")),
     ("AdamW", {"state_bits": (8, 4)}),
+    ("AdamW8bit", {"codec": "dynamic"}),
 )
+ROW = 1600  # of GPT-2-XL: no whole blocks of 128
+GROUPS = ("steps bf16", "steps fp32", "others bf16", "others fp32")
+"""Each is a process for ncu, which tells what it found at the process's end."""
 
 
-def calls(elements: int, device: str) -> list[Callable[[], object]]:
-    """Warm: states and tables are there."""
+def calls(elements: int, device: str, group: str | None = None) -> list[Callable[[], object]]:
+    """Warm: states and tables are there. ``group``: of GROUPS; all by default."""
     found: list[Callable[[], object]] = []
-    table = LEVELS["gelu", 3]
-    for dtype in DTYPES:
-        x = torch.randn(elements, device=device).to(dtype)
-        for name, options in STEPS:
-            param = torch.nn.Parameter(x.clone().view(-1, 4096))
-            param.grad = torch.randn_like(param) * 1e-3
-            optimizer = getattr(optim, name)([param], lr=1e-3, weight_decay=0.1, **options)
-            found.append(optimizer.step)
-        norm = torch.zeros((), dtype=torch.float64, device=device)
-        codes = _ops.few_bit_encode(x, table)
-        found += [
-            lambda x=x: _ops.few_bit_forward(x, ACTIVATIONS["gelu"], 0.0, 0.0, table),
-            lambda x=x, codes=codes: _ops.few_bit_backward(x, codes, table.levels),
-            lambda x=x, norm=norm: _ops.grad_norm_(norm, [x], None),
-            lambda x=x: _ops.quantize_blockwise(x, "power", True, 128, None),
-        ]
+    for each in (group,) if group else GROUPS:
+        kind, dtype = each.split()
+        x = torch.randn(elements, device=device).to(DTYPES[dtype])
+        found += steps(x) if kind == "steps" else others(x)
     for call in found:
         call()
     return found
 
 
+def steps(x: torch.Tensor) -> list[Callable[[], object]]:
+    def step(name: str, rows: int, **options: Any) -> Callable[[], object]:
+        param = torch.nn.Parameter(x[: x.numel() // rows * rows].clone().view(-1, rows))
+        param.grad = torch.randn_like(param) * 1e-3
+        return getattr(optim, name)([param], lr=1e-3, weight_decay=0.1, **options).step
+
+    found = [step(name, 4096, **options) for name, options in STEPS]
+    return [*found, step("AdamW8bit", ROW), step("LAMB8bit", ROW)]
+
+
+def others(x: torch.Tensor) -> list[Callable[[], object]]:
+    table = LEVELS["gelu", 3]
+    norm = torch.zeros((), dtype=torch.float64, device=x.device)
+    planes = _ops.few_bit_encode(x, table)
+    found: list[Callable[[], object]] = [
+        lambda: _ops.few_bit_forward(x, ACTIVATIONS["gelu"], 0.0, 0.0, table),
+        lambda: _ops.few_bit_backward(x, planes, table.levels),
+        lambda: _ops.grad_norm_(norm, [x], None),
+    ]
+
+    def codec(name: str) -> list[Callable[[], object]]:
+        codes, scale = _ops.quantize_blockwise(x, name, True, 128, None)
+        return [
+            lambda: _ops.quantize_blockwise(x, name, True, 128, None),
+            lambda: _ops.dequantize_blockwise(codes, scale, name, 128, x.dtype),
+        ]
+
+    found += [*codec("power"), *codec("dynamic")]
+    return found
+
+
 def main() -> None:
-    elements, device = 2 ** int(sys.argv[1] if len(sys.argv) > 1 else 26), "cuda"
-    todo = calls(elements, device)
+    todo = calls(ELEMENTS, "cuda", sys.argv[1] if len(sys.argv) > 1 else None)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     for call in todo:

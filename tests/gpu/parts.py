@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from .runner import ROOT, Part
+from .wide import DEVICE
 
 PYTHON = sys.executable
-SMALL = [PYTHON, "-m", "tests.gpu.small"]
 TRITON_CACHE = ROOT / "build" / "gpu" / "triton"
 WHEELS = ROOT / "build" / "gpu" / "wheels"
 SITE = ROOT / "build" / "gpu" / "site"
@@ -21,19 +20,6 @@ SITE = ROOT / "build" / "gpu" / "site"
 
 def has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None or (SITE / module).exists()
-
-
-def output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def capability() -> str | None:
-    """Of the first GPU, such as "9.0"."""
-    found = output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    return found.splitlines()[0].strip() if found else None
 
 
 def tool(name: str) -> str | None:
@@ -56,6 +42,7 @@ def parts(arch: str | None) -> list[Part]:
     path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath), str(SITE / "bin")])
     everywhere = {"PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)])}
     cuda = {**everywhere, "MEMKERN_BACKEND": "cuda"}
+    general = {**cuda, "MEMKERN_CUDA_FAST": "0"}
     triton = {**everywhere, "MEMKERN_BACKEND": "triton", "TRITON_CACHE_DIR": str(TRITON_CACHE)}
     build = {
         **everywhere,
@@ -67,22 +54,21 @@ def parts(arch: str | None) -> list[Part]:
         return [PYTHON, "-m", f"tests.gpu.{module}", *arguments]
 
     def part(
-        name: str, what: str, module: list[str], seconds: float, env: dict[str, str], why: str | None
+        name: str, what: str, module: list[str], expected: float, env: dict[str, str], why: str | None
     ) -> Part:
-        return Part(name, what, module, seconds, env, why, [*module, "--plan"])
-
-    def sanitize(name: str) -> Part:
-        command = [str(tool("compute-sanitizer")), "--tool", name, "--error-exitcode", "9", *SMALL]
-        plan = [PYTHON, "-c", f"print('would run: {' '.join(command)}')"]
-        why = lacking("compute-sanitizer") or no_nvcc
-        return Part(
-            name, f"compute-sanitizer's {name} over small steps and codes", command, 60, cuda, why, plan
-        )
+        return Part(name, what, module, 2 * expected, env, why, [*module, "--plan"], expected=expected)
 
     no_triton = None if has("triton") else "Triton is not installed"
+    no_pytest = None if has("pytest") else "pytest is not installed; `make gpu-wheels` brings it"
+    # Expected times are guesses for 16 cores and an H200.
     return [
         Part(
-            "wheels", "installs what `make gpu-wheels` brought", script("wheels", "install"), 60, everywhere
+            "wheels",
+            "installs what `make gpu-wheels` brought",
+            script("wheels", "install"),
+            60,
+            everywhere,
+            expected=5,
         ),
         Part(
             "build",
@@ -90,39 +76,65 @@ def parts(arch: str | None) -> list[Part]:
             [PYTHON, "setup.py", "-q", "build_ext", "--inplace"],
             240,
             build,
+            expected=75,
         ),
-        part("smoke", "every op and dtype beside the reference", script("smoke", "cuda"), 60, cuda, no_nvcc),
-        part("exact", "what the fast paths assume of the device", script("exact"), 60, everywhere, no_nvcc),
-        part("headline", "times beside torch's and others'", script("headline", "cuda"), 150, cuda, no_nvcc),
+        part("smoke", "every op and dtype beside the reference", script("smoke", "cuda"), 50, cuda, no_nvcc),
+        part("exact", "what the fast paths assume of the device", script("exact"), 20, everywhere, no_nvcc),
+        part("headline", "times beside torch's and others'", script("headline", "cuda"), 100, cuda, no_nvcc),
         part(
-            "profile",
-            "ncu of the hot kernels",
-            script("profile"),
-            90,
-            cuda,
-            lacking("ncu") or no_nvcc,
+            "device",
+            "graphs, streams, scalers, more than 2^31 elements",
+            script("wide", DEVICE),
+            70,
+            everywhere,
+            no_pytest,
         ),
-        sanitize("memcheck"),
-        sanitize("racecheck"),
-        part("triton smoke", "the same for Triton", script("smoke", "triton"), 90, triton, no_triton),
-        part("triton headline", "times of Triton's", script("headline", "triton"), 90, triton, no_triton),
+        part("profile", "ncu of the hot kernels", script("profile"), 70, cuda, lacking("ncu") or no_nvcc),
+        part(
+            "sanitizers",
+            "compute-sanitizer's four tools over small steps and codes",
+            script("sanitize"),
+            60,
+            cuda,
+            lacking("compute-sanitizer") or no_nvcc,
+        ),
+        part("triton smoke", "the same for Triton", script("smoke", "triton"), 60, triton, no_triton),
+        part("triton headline", "times of Triton's", script("headline", "triton"), 60, triton, no_triton),
+        part("general smoke", "the same without fast paths", script("smoke", "cuda"), 60, general, no_nvcc),
+        part(
+            "general headline", "times without fast paths", script("headline", "cuda"), 150, general, no_nvcc
+        ),
         part(
             "wide",
-            "the tests that need a GPU, in parallel processes, as long as the time lasts",
+            "the other tests that need a GPU, in parallel processes, as long as the time lasts",
             script("wide"),
-            3600,
+            1800,
             everywhere,
-            None if has("pytest") else "pytest is not installed; `make gpu-wheels` brings it",
+            no_pytest,
         ),
         replace(
             part(
                 "tune",
                 "other sizes of tiles and thread blocks, and Triton's stages",
                 script("tune", "--arch", arch or "9.0"),
-                540,
+                270,
                 {**everywhere, "TRITON_CACHE_DIR": str(TRITON_CACHE)},
                 no_nvcc and no_triton,
             ),
             by_name=True,
         ),
     ]
+
+
+def forecast(todo: list[Part], seconds: float) -> list[str]:
+    """Which parts are expected to fit the time, in their order; a line for each."""
+    lines, before = [], 0.0
+    for part in todo:
+        if part.missing:
+            lines.append(f"{part.name:16} cannot run: {part.missing}")
+            continue
+        after = before + part.expected
+        fits = "fits" if after <= seconds else "begins" if before < seconds else "comes too late"
+        lines.append(f"{part.name:16} {before:4.0f} to {after:4.0f} s of {seconds:.0f}: {fits}")
+        before = after
+    return lines

@@ -20,7 +20,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from .parts import output
+from .gpu import output
 from .runner import ROOT
 
 VERSIONS = ("2.11.0", "newest")
@@ -85,7 +85,18 @@ def rehearse(python: Path) -> dict[str, Any]:
         out.mkdir()
         traces.mkdir()
         bare = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        command = [str(python), "-W", "ignore", "-m", "tests.gpu", "--minutes", "60", "--patience", "10"]
+        command = [
+            str(python),
+            "-W",
+            "ignore",
+            "-m",
+            "tests.gpu",
+            "--plan",
+            "--minutes",
+            "60",
+            "--patience",
+            "10",
+        ]
         subprocess.run(command, cwd=tree, env=bare | {"OUT": str(out)}, check=False)
         lines = (tree / "out" / "gpu" / "results.jsonl").read_text().splitlines()
         parts = {row["part"]: row for row in map(json.loads, lines) if "result" in row}

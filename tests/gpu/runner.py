@@ -30,6 +30,7 @@ class Part:
     missing: str | None = None  # why it cannot run here
     plan: list[str] | None = None  # where there is no GPU: a command that says what it would do
     by_name: bool = False  # runs only where it is named
+    expected: float = 0.0  # seconds
 
 
 @dataclass

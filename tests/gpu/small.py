@@ -15,7 +15,14 @@ def tensors() -> list[torch.Tensor]:
 
 
 def main() -> None:
-    for build in (optim.AdamW8bit, optim.Lion8bit, optim.LAMB8bit, optim.LARS8bit, optim.AdamW):
+    for build in (
+        optim.SGD8bit,
+        optim.AdamW8bit,
+        optim.Lion8bit,
+        optim.LAMB8bit,
+        optim.LARS8bit,
+        optim.AdamW,
+    ):
         for options in ({}, {"codec": "dynamic"}, {"block_size": 1024}, {"max_grad_norm": 1.0}):
             params = [torch.nn.Parameter(x) for x in tensors()]
             optimizer = build(params, lr=1e-2, min_8bit_size=0, **options)
@@ -27,9 +34,6 @@ def main() -> None:
         for signed in (True, False):
             codes, scale = memkern.quantize_blockwise(x.to(torch.bfloat16), signed=signed)
             memkern.dequantize_blockwise(codes, scale)
-        for bits in (8, 4):
-            made = memkern.quantize_affine(x.to(torch.bfloat16), bits=bits)
-            memkern.dequantize_affine(*made, bits=bits, shape=x.shape)
     torch.cuda.synchronize()
     print("done")
 

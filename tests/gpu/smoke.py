@@ -10,10 +10,10 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 import memkern
 from memkern import _ops, functional, optim
 from memkern.fewbit.tables import LEVELS, VALLEYS
+
+from . import smoke_large
+from .supervised import Journal, is_sticky, supervise
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
@@ -112,26 +115,6 @@ def quantizers() -> Iterator[Case]:
                 return "equal"
 
             yield f"quantize {codec} {dtype}", f"{layout}, signed {signed}", compare
-
-
-def affine() -> Iterator[Case]:
-    for dtype, bits, layout in itertools.product(FLOATS, (8, 4), LAYOUTS):
-
-        def compare(backend: str, device: str, dtype=dtype, bits=bits, layout=layout) -> str:
-            x = LAYOUTS[layout]().to(dtype)
-            for granularity, rounding in (("block", "nearest"), ("tensor", "stochastic")):
-                results = []
-                options = {"bits": bits, "granularity": granularity}
-                for b, d in ((backend, device), ("reference", "cpu")):
-                    with memkern.use_backend(b):
-                        made = memkern.quantize_affine(at(x, d), rounding=rounding, **options)
-                        back = memkern.dequantize_affine(*made, shape=x.shape, dtype=dtype, **options)
-                    results.append((*made, back))
-                for what, a, e in zip(("codes", "scale", "zero_point", "values"), *results, strict=True):
-                    same(a, e, f"{granularity}: {what}")
-            return "equal"
-
-        yield f"affine {bits} bits {dtype}", layout, compare
 
 
 def activations() -> Iterator[Case]:
@@ -248,6 +231,7 @@ def norms() -> Iterator[Case]:
 
         def compare(backend: str, device: str, dtype=dtype) -> str:
             grads = [make().to(dtype) for make in LAYOUTS.values()]
+            grads += [smoke_large.values(shape, 1, dtype) for shape in smoke_large.LARGE.values()]
             norm = torch.zeros((), dtype=torch.float64, device=device)
             with memkern.use_backend(backend):
                 _ops.grad_norm_(norm, [at(g, device) for g in grads], torch.full((), 4.0, device=device))
@@ -293,27 +277,38 @@ def on_the_device() -> Iterator[Case]:
 
 
 def cases(device: str) -> list[Case]:
+    def large() -> Iterator[Case]:
+        return smoke_large.cases(FLOATS, same, alike, at, Differs)
+
     makers = [
         quantizers,
-        affine,
         activations,
         optimizers,
         norms,
+        large,
         *([on_the_device] if device == "cuda" else []),
     ]
     return [case for maker in makers for case in maker()]
 
 
-def compare_group(group: str, todo: list[Case], backend: str, device: str) -> dict[str, object]:
+def compare_group(
+    group: str, todo: list[Case], backend: str, device: str, journal: Journal
+) -> dict[str, object]:
     start, found, first = time.monotonic(), {"equal": 0, "near": 0, "failed": 0}, ""
     for _, name, compare in (case for case in todo if case[0] == group):
+        if (full_name := f"{group}: {name}") in journal.over:
+            continue
+        journal.note("begin", full_name)
         try:
             found[compare(backend, device)] += 1
-        except Exception as error:  # noqa: PERF203  (the rest goes on)
+        except Exception as error:
+            if is_sticky():
+                journal.die(full_name, error)
             found["failed"] += 1
             first = (
                 first or f"{name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
             )
+        journal.note("done", full_name)
     row: dict[str, object] = {"group": group, **found, "seconds": round(time.monotonic() - start, 2)}
     return row | ({"first": first} if first else {})
 
@@ -321,9 +316,9 @@ def compare_group(group: str, todo: list[Case], backend: str, device: str) -> di
 def in_processes(count: int, arguments: list[str]) -> int:
     """Each process takes every count-th group; their lines are printed as they come."""
     command = [sys.executable, "-m", "tests.gpu.smoke", *arguments, "--processes", "1"]
-    shares = [subprocess.Popen([*command, "--share", str(i), str(count)]) for i in range(count)]
-    codes = [share.wait() for share in shares]
-    return int(any(codes))
+    shares = [[*command, "--share", str(i), str(count)] for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return int(any(pool.map(supervise, shares)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -335,6 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--share", type=int, nargs=2, default=(0, 1), help="which groups, and of how many processes"
     )
+    parser.add_argument("--journal", help="of processes before this one (supervised.py)")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"
     todo = [case for case in cases(device) if args.only in case[0]]
@@ -342,14 +338,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print(f"would compare {len(todo)} cases with the reference: {', '.join(groups)}")
         return 0
-    if args.processes > 1:  # the reference's time is the CPU's, and Triton's compiler's too
+    # The reference's time is the CPU's, and Triton's compiler's too.
+    if args.processes > 1 or (device == "cuda" and args.journal is None):
         return in_processes(args.processes, sys.argv[1:] if argv is None else argv)
     torch.set_num_threads(1)
-    bad = 0
+    bad, journal = 0, Journal(args.journal)
     for group in groups[args.share[0] :: args.share[1]]:
-        row = compare_group(group, todo, args.backend, device)
+        row = compare_group(group, todo, args.backend, device, journal)
         bad += bool(row["failed"])
         print(json.dumps(row), flush=True)
+    journal.note("finished", "")
     return int(bad > 0)
 
 

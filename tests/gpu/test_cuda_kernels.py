@@ -40,16 +40,15 @@ BUDGET = {
     **{"LAMB norms fp32": 78, "LAMB norms bf16": 47, "LAMB bf16": 79},  # 10.06, 6.06 and 10.13 bytes
     **{"LARS fp32": 109, "LARS bf16": 63, "grad norm fp32": 31, "grad norm bf16": 16},
     **{"power codes fp32": 39, "power codes bf16": 23, "power values fp32": 39, "power values bf16": 23},
-    **{"affine codes fp32": 39, "affine codes bf16": 23, "affine values fp32": 39, "affine values bf16": 23},
     **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34},
     **{"GELU 3-bit forward fp32": 65, "GELU 3-bit backward fp32": 65},
 }
-# What Adam was brought down to, with two or three for the registers of loads that are a vector ahead. Above what fits:
-# affine codes of bf16, of which a correctly rounded division is 10.
+# What Adam was brought down to, with two or three for the registers of loads that are a vector ahead, and five for
+# gradients that start anywhere and rows that end inside a block of 128; codes of bf16 with half a one for loads ahead.
 LIMIT = {
-    **{**BUDGET, "AdamW fp32": 68, "AdamW bf16": 61},
-    **{"AdamW fp32, v in 4 bits": 69, "AdamW bf16, v in 4 bits": 63},
-    **{"power codes bf16": 18, "affine codes bf16": 34, "GELU 3-bit forward fp32": 39},
+    **{**BUDGET, "AdamW fp32": 72, "AdamW bf16": 66, "Lion fp32": 44, "Lion bf16": 45},
+    **{"AdamW fp32, v in 4 bits": 74, "AdamW bf16, v in 4 bits": 69},
+    **{"power codes bf16": 19, "GELU 3-bit forward fp32": 39},
 }
 
 
@@ -103,6 +102,9 @@ def test_few_fp64_instructions_where_they_are_slow(arch: str) -> None:
     }
 
 
+ONE_MOMENT = ("Lion fp32", "Lion bf16", "LARS fp32", "LARS bf16")
+
+
 @over_counted
 @pytest.mark.skipif(sass.tool("cuobjdump") is None, reason="cuobjdump is not installed")
 def test_loads_are_a_vector_ahead(arch: str) -> None:
@@ -110,7 +112,15 @@ def test_loads_are_a_vector_ahead(arch: str) -> None:
     one."""
     ways = cuda_kernels.main_paths(cuda_kernels.compiled(arch)[0], arch)
     adam = ("AdamW fp32", "AdamW bf16", "AdamW fp32, v in 4 bits", "AdamW bf16, v in 4 bits")
-    for path in (*adam, "LAMB bf16", "LAMB norms fp32", "LAMB norms bf16"):
+    for path in (
+        *adam,
+        "LAMB bf16",
+        "LAMB norms fp32",
+        "LAMB norms bf16",
+        *ONE_MOMENT,
+    ):
         way = ways[path]
         assert sass.loads_before_use(way), path
-        assert max(n for n, i in enumerate(way) if i.opcode.startswith("LDG")) < len(way) / 8, path
+        # Elsewhere the addresses of a gradient that starts anywhere are a larger share of the way than in Adam.
+        share = 8 if path in adam else 5
+        assert max(n for n, i in enumerate(way) if i.opcode.startswith("LDG")) < len(way) / share, path

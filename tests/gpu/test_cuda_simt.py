@@ -45,7 +45,7 @@ from tests.support.helpers import (
 )
 from tests.support.op_helpers import step_args as op_args
 from tests.support.simt import build, drive
-from tests.support.simt.drive import cloned, compare_affine, compare_codecs, compare_steps, scaler, step_args
+from tests.support.simt.drive import cloned, compare_codecs, compare_steps, scaler, step_args
 
 pytestmark = [
     pytest.mark.full,
@@ -84,22 +84,6 @@ def _loaded(library: CDLL) -> None:
 @over_dtypes
 def test_codecs(layout: str, dtype: torch.dtype) -> None:
     compare_codecs(layout, dtype, (8, 128, 256, 1024))
-
-
-@over_layouts
-@over_dtypes
-def test_affine_codes(layout: str, dtype: torch.dtype) -> None:
-    compare_affine(torch.ops.memkern_simt, layout, dtype, (8, 128, 264, 1024))
-
-
-def test_affine_codes_of_many_tiles() -> None:
-    x = hard((40, 1001), 0)
-    low, high = torch.tensor([-1e-3]), torch.tensor([2e-3])
-    for args in ((x, None, None, 4, 128, 3), (x, low, high, 4, None, 3), (x, low, high, 8, None)):
-        expected = reference.quantize_affine(*args)
-        assert_same([*torch.ops.memkern_simt.quantize_affine(*args)], [*expected])
-        back = *expected, args[3], args[4], [*x.shape], torch.float32
-        assert_same(torch.ops.memkern_simt.dequantize_affine(*back), reference.dequantize_affine(*back))
 
 
 @pytest.mark.parametrize("layout", ACTIVATION_LAYOUTS)
@@ -146,7 +130,6 @@ def test_codecs_in_any_order(order: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SIMT_ORDER", order)
     for layout in ("odd", "short rows", "one long row"):
         compare_codecs(layout, torch.float32, (24, 264, 4096))
-        compare_affine(torch.ops.memkern_simt, layout, torch.float32, (24, 264, 4096))
 
 
 @over_steps
@@ -284,6 +267,57 @@ def test_whole_blocks(dtype: torch.dtype, weights: tuple[int, int], codec: tuple
     args = step_args("adam_step_", dtype, dtype, codec=codec, layouts=layouts, weights=weights)
     assert sum(not g.isfinite().all() for g in args.grads) >= 2
     compare_steps("adam_step_", args, scaler() if weights == (1, 2) else {}, steps=3)
+
+
+# Rows that are no multiple of 128 but of 8: 1,600 is GPT-2-XL's width. Blocks of 96 are shorter than a group of lanes.
+RAGGED = ((7, 1600), (3, 200), (40, 96), (2, 1000), (1600,), (40, 1024), (13, 136), (50, 8))
+
+
+def shifted(x: Tensor, by: int) -> Tensor:
+    """A copy that begins so many elements into its memory, as a view of a DDP bucket does."""
+    memory = torch.zeros(x.numel() + by, dtype=x.dtype)
+    return memory[by:].view(x.shape).copy_(x)
+
+
+@over_steps
+@pytest.mark.parametrize(
+    ("dtype", "grad", "weights"),
+    [
+        (torch.float32, torch.float32, (0, 0)),
+        (torch.bfloat16, torch.bfloat16, (0, 0)),
+        (torch.float32, torch.float16, (0, 0)),
+        (torch.bfloat16, torch.bfloat16, (2, 3)),
+    ],
+)
+@pytest.mark.parametrize("by", [0, 1, 2, 3])
+def test_rows_of_a_multiple_of_8(
+    name: str, dtype: torch.dtype, grad: torch.dtype, weights: tuple[int, int], by: int
+) -> None:
+    """The main path's last vectors in a row, and gradients off 16 bytes."""
+    for codec in [(0, 0), (2, 2) if name == "adam_step_" else (0, 1)]:
+        args = step_args(name, dtype, grad, codec=codec, layouts=RAGGED, weights=weights)
+        grads = [shifted(g, by) for g in args.grads]
+        assert all(g.data_ptr() % 16 == 0 for g in grads) == (by == 0)
+        compare_steps(name, args._replace(grads=grads), scaler() if by == 2 else {}, steps=1)
+
+
+def test_general_kernels_in_place_of_fast_paths(simt_library: tuple[CDLL, Path]) -> None:
+    """MEMKERN_CUDA_FAST=0, which is read once: in a process of its own, with the reference's bits there too."""
+    code = (
+        "import sys; from pathlib import Path; from tests.support.simt import build, drive; "
+        "build.load(Path(sys.argv[1])); "
+        "[drive.compare_steps(n, drive.step_args(n, codec=(0, 0), layouts=((7, 1600), (9, 640))), {}, 1)"
+        " for n in ('adam_step_', 'lamb_step_', 'lion_step_')]; "
+        "drive.compare_codecs('whole blocks', drive.FLOATS[1], (128,))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(simt_library[1])],
+        env={**os.environ, "MEMKERN_CUDA_FAST": "0"},
+        cwd=build.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @over_second_moments

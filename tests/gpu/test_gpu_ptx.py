@@ -183,21 +183,6 @@ def test_quantizers(compiled: Compiled, codec: str) -> None:
 
 
 @over_compiled
-def test_affine_codes(compiled: Compiled) -> None:
-    for i, layout in enumerate(SOME_LAYOUTS):
-        x = drive.spoiled(tensor(layout, FLOATS[i % 3], scale=1.0))
-        low = torch.full((x.shape[0],), -0.7)
-        for bits, ranges, seed in ((8, None, None), (8, low, 7), (4, None, 7), (4, low, None)):
-            ends = (None, None, 128) if ranges is None else (ranges, -2 * ranges, None)
-            x = x if bits == 8 else x.contiguous()
-            args = x, *ends[:2], bits, ends[2], seed
-            expected = reference.quantize_affine(*args)
-            assert_same([*compiled.ops.quantize_affine(*args)], [*expected], f"{layout}, {bits} bits")
-            args = *expected, bits, ends[2], [*x.shape], FLOATS[i % 3]
-            assert_same(compiled.ops.dequantize_affine(*args), reference.dequantize_affine(*args), layout)
-
-
-@over_compiled
 def test_norm(compiled: Compiled) -> None:
     grads = [tensor(layout, FLOATS[i % 3], scale=0.1) for i, layout in enumerate(LAYOUTS)]
     norm = torch.zeros((), dtype=torch.float64)

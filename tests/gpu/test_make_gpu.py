@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,20 @@ import pytest
 import torch
 
 from memkern import _ops, backend
-from tests.gpu import exact, headline, hot, profile, rehearse, smoke, tune, wide
+from tests.gpu import (
+    exact,
+    headline,
+    hot,
+    profile,
+    rehearse,
+    sanitize,
+    smoke,
+    smoke_large,
+    tune,
+    wide,
+)
 from tests.gpu.__main__ import chosen
-from tests.gpu.parts import parts
+from tests.gpu.parts import forecast, parts
 from tests.gpu.runner import ROOT, Part, Results, run
 from tests.support import cuda_kernels
 from tests.support.helpers import needs_cpp
@@ -57,6 +69,7 @@ def test_parts_can_be_chosen() -> None:
     everything = parts(None)
     names = [p.name for p in everything]
     assert names[:3] == ["wheels", "build", "smoke"]
+    assert names.index("device") < names.index("profile") < names.index("sanitizers") < names.index("wide")
     assert [p.name for p in chosen(everything, ["headline", "smoke"])] == ["smoke", "headline"]
     assert [p.name for p in everything if p not in chosen(everything, None)] == ["tune"]
     assert [p.name for p in chosen(everything, ["tune"])] == ["tune"]
@@ -68,6 +81,19 @@ def test_parts_can_be_chosen() -> None:
 def test_every_part_that_needs_a_gpu_says_what_it_would_do() -> None:
     for p in parts(None):
         assert p.plan is not None or p.name in ("wheels", "build"), p.name
+
+
+def test_parts_fit_the_time() -> None:
+    """The most valuable come first, and nine minutes are enough up to Triton's comparison."""
+    todo = chosen([replace(p, missing=None) for p in parts("9.0")], None)
+    lines = forecast(todo, 540)
+    fits = [line.split("  ")[0].strip() for line in lines if line.endswith("fits")]
+    assert fits == [p.name for p in todo][: len(fits)]
+    assert fits[-1] == "triton smoke"
+    assert [line.rpartition(": ")[2] for line in lines[len(fits) :]] == ["begins", *["comes too late"] * 3]
+    assert all(p.seconds >= p.expected > 0 for p in todo)
+    missing = [replace(p, missing="no nvcc") for p in todo]
+    assert all("cannot run: no nvcc" in line for line in forecast(missing, 540))
 
 
 # ---- smoke
@@ -110,6 +136,33 @@ def test_smoke_covers_every_op_and_dtype() -> None:
         ):
             assert f"{name} {dtype}" in groups
     assert "graph" in groups
+    for name in smoke_large.OPTIMIZERS:
+        assert f"large {name} {torch.bfloat16}" in groups
+
+
+@pytest.mark.full
+@needs_cpp
+@pytest.mark.parametrize("group", ["large AdamW8bit torch.bfloat16", "large codes torch.float32"])
+def test_smoke_of_large_tensors(
+    group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        smoke_large, "LARGE", {k: (v[0] // 32 or 1, v[1]) for k, v in smoke_large.LARGE.items()}
+    )
+    assert smoke.main(["cpu", "--processes", "1", "--only", group]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["equal"] == (2 if "AdamW" in group else 3)
+
+
+def test_large_tensors_and_all_alignments() -> None:
+    """Each thread block of an H200, 660 of them, has several turns of 1,024 elements, and one a shorter end."""
+    rows, block = smoke_large.LARGE["whole blocks, a short last tile"]
+    assert block == 128
+    assert (rows * block) // 660 > 4 * 1024
+    assert (rows * block) % 16384
+    for offset in smoke_large.OFFSETS:
+        x = smoke.at(smoke_large.values((3, 640), 0, torch.bfloat16, offset), "cpu")
+        assert x.data_ptr() % 16 == 2 * offset % 16
 
 
 # ---- times
@@ -128,6 +181,23 @@ def test_headline_cases() -> None:
 def test_the_hot_kernels_are_called() -> None:
     for call in hot.calls(2**13, "cpu"):
         call()
+    names = [call.__name__ for call in hot.calls(2**13, "cpu", "steps bf16")]
+    assert len(names) == len(hot.STEPS) + 2
+    assert {"AdamW8bit", "LAMB8bit"} <= {name for name, _ in hot.STEPS}
+
+
+def test_commands_of_nvidias_tools() -> None:
+    ncu = " ".join(profile.command("steps bf16"))
+    for words in (
+        "--clock-control none",
+        "ComputeWorkloadAnalysis",
+        "MemoryWorkloadAnalysis_Tables",
+        "hot steps bf16",
+    ):
+        assert words in ncu
+    assert {*sanitize.TOOLS} == {"memcheck", "racecheck", "initcheck", "synccheck"}
+    assert sanitize.ALONE == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    assert next(p for p in parts(None) if p.name == "sanitizers").seconds == 120
 
 
 def test_ncus_table_is_read() -> None:
@@ -287,8 +357,12 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key("memkern::{op}", "CUDA")
 
 
 def test_the_widest_tests_come_first() -> None:
-    names = [str(path.relative_to(path.parents[1])) for path in wide.files()]
-    assert names[0] == "gpu/test_gpu.py"
+    names = [str(path.relative_to(ROOT / "tests")) for path in wide.files([])]
+    assert names[0] == "gpu/test_activation.py"
+    assert wide.DEVICE not in names
+    assert [path.name for path in wide.files([wide.DEVICE])] == ["test_gpu.py"]
+    device = next(p for p in parts(None) if p.name == "device")
+    assert device.command[-1] == wide.DEVICE
 
 
 def test_where_the_loader_found_the_stream_function() -> None:

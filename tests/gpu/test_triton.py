@@ -20,7 +20,6 @@ INTERPRETED = {  # of these files what has the mark
     "steps": ["tests/gpu/triton_steps.py", "tests/gpu/triton_squares.py"],
     "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
     "quantizers": [
-        "tests/quant/test_affine.py",
         "tests/quant/test_blockwise.py",
         "tests/quant/test_dither.py",
         "tests/quant/test_layout.py",

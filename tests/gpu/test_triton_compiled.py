@@ -46,8 +46,6 @@ BYTES = {
     **{"lamb norms: power, fp32": 10.06, "lamb norms: power, bf16": 6.06, "norm: squares, fp32": 4},
     **{"quantize: power, signed, fp32": 5.03, "quantize: power, unsigned, bf16": 3.03},
     **{"dequantize: power, signed, fp32": 5.03, "dequantize: power, unsigned, bf16": 3.03},
-    **{"quantize affine: 8 bits, fp32": 5.06, "quantize affine: 8 bits, bf16": 3.06},
-    **{"dequantize affine: 8 bits, fp32": 5.06, "dequantize affine: 8 bits, bf16": 3.06},
     **{"few_bit: encode, bf16": 2.375, "few_bit: gelu, bf16": 4.375, "few_bit: gelu, fp32": 8.375},
     **{"few_bit: gelu_tanh, bf16": 4.375, "few_bit: silu, bf16": 4.375},
     **{"few_bit: backward, bf16": 4.375, "few_bit: backward, fp32": 8.375},
@@ -55,12 +53,11 @@ BYTES = {
 }
 # More than fits. A root or a division is 15 instructions, a test of each element for rare values among them; CUDA's
 # kernels test once for a warp. Adam has one of both, SiLU a division, "from output" a root and two sides' coefficients
-# to choose from; norms are fp64, and in codes of bf16 it is the rounding (and a division, of affine ones).
+# to choose from; norms are fp64, and in codes of bf16 it is the rounding.
 ABOVE = {
     **{"adam: power, bf16": 92, "adam: power, bf16+8": 102, "adam: 4 bits, bf16": 100},
     **{"lamb: power, bf16": 95, "lamb norms: power, bf16": 62},
     **{"quantize: power, unsigned, bf16": 34.5, "few_bit: encode, bf16": 19.5},
-    **{"quantize affine: 8 bits, fp32": 50, "quantize affine: 8 bits, bf16": 39},
     **{"few_bit: silu, bf16": 48, "few_bit: backward from output, bf16": 62.5},
 }
 

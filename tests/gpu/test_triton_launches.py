@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkern import backend
 from tests.support.helpers import INTERPRETED
@@ -21,8 +24,9 @@ from triton.runtime import driver, jit
 
 import memkern.triton
 from memkern.schemas import StepArgs
-from memkern.triton import adam, grad_norm, lars, launch_step, lion, squares, tensor_table
+from memkern.triton import adam, codec, grad_norm, lars, launch_step, lion, squares, tensor_table
 from tests.gpu.triton_steps import MIXED, arguments
+from tests.support.graph_pool import check_pool
 
 
 class Place(NamedTuple):
@@ -157,8 +161,9 @@ def two_devices(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> NotingD
     monkeypatch.setattr(
         torch.cuda,
         "current_stream",
-        lambda: SimpleNamespace(cuda_stream=noted.get_current_stream(noted.device)),
+        lambda *_: SimpleNamespace(cuda_stream=noted.get_current_stream(noted.device)),
     )
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(tensor_table, "DeviceTable", lambda *sizes: table(*sizes[:-1], on_cpu))
     monkeypatch.setattr(tensor_table, "_spares", {})
     monkeypatch.setattr(launch_step, "dynamic_tables", lambda _: torch.zeros(1024))
@@ -203,6 +208,65 @@ def test_norm_is_checked_where_the_plan_is_cached(noted: NotingDriver) -> None:
     memkern.triton.grad_norm_(torch.zeros((), dtype=torch.float64), grads)
     with pytest.raises(ValueError, match=r"norm must be float64 of one element, got torch.float32"):
         memkern.triton.grad_norm_(torch.zeros(()), grads)
+
+
+# ---- memory pools of CUDA graphs
+
+
+class PoolOfThisThread(TorchDispatchMode):
+    """What this thread allocates, as torch's allocator serves a graph's pool while torch.compile warms up for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage()._cdata not in given:  # not a view
+            self.storages.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    def live(self) -> set[int]:
+        return {x.cdata for x in self.storages if not x.expired()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["adam_step_", "lamb_step_", "lars_step_"])
+def test_nothing_stays_in_a_graphs_pool(
+    two_devices: NotingDriver, name: str, capability: dict[int, tuple[int, int]]
+) -> None:
+    capability[0] = 9, 0
+    args = placed(arguments(name, MIXED[4:9]), OnDevice0)
+    with PoolOfThisThread() as pool:
+        getattr(memkern.triton, name)(args)
+    assert len(two_devices.launched) > 2
+    two_devices.launched.clear()  # holds the kernels' arguments
+    check_pool(pool.live)
+    assert tensor_table._plans
+    with pool:
+        left = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"Detected 1 tensor\(s\) in the cudagraph pool"):
+        check_pool(pool.live)
+    assert len(left) == 3
+
+
+def test_tables_of_the_dynamic_codec_are_made_in_another_thread(
+    two_devices: NotingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    real = torch.tensor
+
+    def made(*args: Any, device: torch.device, **options: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "tensor", made)
+    codec.dynamic_tables.cache_clear()
+    codec.dynamic_tables(torch.device("cuda", 0))
+    codec.dynamic_tables.cache_clear()
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 # ---- slow fp64

@@ -234,10 +234,26 @@ def test_a_plan_follows_what_changes(change: str) -> None:
     assert_same([*made[0]], [*made[1]])
 
 
-def test_plans_are_bounded() -> None:
-    for _ in range(tensor_table.MAX_PLANS + 3):
-        memkern.triton.lion_step_(arguments("lion_step_", MIXED[4:5]))
-    assert len(tensor_table._plans) <= tensor_table.MAX_PLANS
+def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_table, "MAX_WORDS", 30_000)
+    tensor_table._plans.clear()
+    steps = [arguments("lion_step_", MIXED[4:5]) for _ in range(tensor_table.MAX_PLANS + 40)]
+    for args in steps:
+        memkern.triton.lion_step_(args)
+    assert len(steps) > len(tensor_table._plans) > tensor_table.MAX_PLANS
+    assert tensor_table._plans.words <= 30_000
+    assert tensor_table._plans.words == sum(map(tensor_table.words_of, tensor_table._plans.values()))
+
+
+def test_each_of_many_parameters_keeps_its_plan() -> None:
+    """As StepInBackward has it: the step of one parameter after the other, over and over."""
+    steps = [arguments("lion_step_", MIXED[4:5]) for _ in range(3 * tensor_table.MAX_PLANS)]
+    for args in steps:
+        memkern.triton.lion_step_(args)
+    plans = {id(plan) for plan in tensor_table._plans.values()}
+    for args in steps:
+        memkern.triton.lion_step_(args)
+    assert {id(plan) for plan in tensor_table._plans.values()} == plans
 
 
 # ---- graphs

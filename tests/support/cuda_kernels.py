@@ -68,8 +68,8 @@ PATHS |= {
 PATHS |= {
     "LARS fp32": ("lars_tiles<1, 0>", PATHS["Lion fp32"][1]),
     "LARS bf16": ("lars_tiles<1, 0>", PATHS["Lion bf16"][1]),
-    "grad norm fp32": ("norm_tiles", {"LDG.128": 2}),
-    "grad norm bf16": ("norm_tiles", {"LDG.128": 1}),
+    "grad norm fp32": ("norm_tiles", {"LDG.128": 4}),
+    "grad norm bf16": ("norm_tiles", {"LDG.128": 2}),
 }
 PATHS |= {
     "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
@@ -89,12 +89,6 @@ PATHS |= {  # of saved tensors: blocks of 128, rounded to the nearest
     "power values fp32": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 2}),
     "power values bf16": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
 }
-PATHS |= {
-    "affine codes fp32": ("quantize_affine_tiles<0, 0>", {"LDG.128": 2, "STG.64": 1, "SHFL": 10}),
-    "affine codes bf16": ("quantize_affine_tiles<0, 0>", {"LDG.128": 1, "STG.64": 1, "SHFL": 10}),
-    "affine values fp32": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 2}),
-    "affine values bf16": ("dequantize_affine_tiles<0, 0>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
-}
 # What a warp takes for all its elements where a code of v is in doubt: 16 roots more; in bf16 another 8, of v. For
 # sm_90 only: the search for this way takes seconds there, and minutes on sm_80 and sm_89.
 SLOW_PATHS = {
@@ -102,6 +96,7 @@ SLOW_PATHS = {
     "AdamW bf16, code in doubt": (PATHS["AdamW bf16"][0], PATHS["AdamW bf16"][1] | {"MUFU": 58}),
 }
 PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
+TWO_VECTORS = ("grad norm fp32", "grad norm bf16")  # that a lane has in one turn
 
 
 def short_name(mangled: str) -> str:
@@ -197,9 +192,14 @@ def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
     return found
 
 
+def elements(path: str) -> int:
+    """That a lane has in one turn of the loop."""
+    return 2 * PARAMETERS if path in TWO_VECTORS else PARAMETERS
+
+
 def instructions(binary: Path, arch: str) -> dict[str, float]:
     """Instructions per element on the main paths."""
-    return {path: len(way) / PARAMETERS for path, way in main_paths(binary, arch).items()}
+    return {path: len(way) / elements(path) for path, way in main_paths(binary, arch).items()}
 
 
 def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
@@ -208,7 +208,7 @@ def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
         path: sum(i.opcode.startswith(("DADD", "DMUL", "DFMA", "F2F.F64", "F2F.F32.F64")) for i in way)
         for path, way in main_paths(binary, arch).items()
     }
-    return {path: count / PARAMETERS for path, count in counts.items() if count}
+    return {path: count / elements(path) for path, count in counts.items() if count}
 
 
 def measure() -> dict[str, Any]:

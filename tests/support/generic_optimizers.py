@@ -46,7 +46,7 @@ OWN: dict[str, dict[str, Options]] = {
     "SGD": {
         "plain": {"momentum": 0.0},
         "dampening": {"momentum": 0.9, "dampening": 0.5},
-        "nesterov": {"nesterov": True, "weight_decay": 0.1},
+        "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     },
     "LARS": {
         "momentum": {"momentum": 0.5, "trust_clip": True, "always_adapt": True},
@@ -57,7 +57,6 @@ OWN: dict[str, dict[str, Options]] = {
 }
 ADAMS = ("Adam", "AdamW", "Adam8bit", "AdamW8bit")
 # Options that came after Adam, torch.optim's not_og_supported_flags: a state may be older than they are.
-LATER = ("maximize", "capturable", "max_grad_norm", "min_8bit_size", "amsgrad")
 
 CASES = [
     (build, name, options)

@@ -98,31 +98,6 @@ def quantized(layout: str, codec: int, signed: bool) -> tuple[Tensor, Tensor]:
     return op("memkern_reference", "quantize_blockwise")(tensor(layout), codec, signed, 128)
 
 
-def affine(
-    layout: str, bits: int, runs: int | None, dtype: torch.dtype = torch.float32, seed: int | None = None
-) -> tuple[Any, ...]:
-    """Arguments of quantize_affine; runs: of memory that have a given range each, None for blocks."""
-    x = tensor(layout, dtype)
-    if runs is None:
-        return x, None, None, bits, 128, seed
-    low = torch.linspace(-0.5, 0.0, runs)
-    return x, low, low + 1.0, bits, None, seed
-
-
-def affine_codes(layout: str, bits: int, runs: int | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of dequantize_affine."""
-    args = affine(layout, bits, runs)
-    made = op("memkern_reference", "quantize_affine")(*args)
-    return *made, bits, args[4], [*args[0].shape], dtype
-
-
-AFFINE = [  # (layout, bits, runs)
-    *((layout, 8, None) for layout in ("odd", "channels_last", "0-dim", "empty", "unaligned", "short rows")),
-    *((layout, 4, None) for layout in ("odd", "0-dim", "empty", "short rows", "whole blocks")),
-    ("odd", 8, 37),
-    ("one long row", 4, 1),
-]
-
 STEPS = {
     "8-bit": {"kinds": ["codes"]},
     "32-bit": {"kinds": ["fp32"]},
@@ -156,18 +131,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
         )
         for layout in ("odd", "channels_last", "0-dim", "empty", "short rows")
         for codec, signed, dtype in ((0, True, torch.float32), (1, False, torch.bfloat16))
-    },
-    "quantize_affine": {
-        f"{layout}, {bits} bits, runs {runs}": lambda a=(layout, bits, runs), i=i: affine(
-            *a, FLOATS[i % 3], None if i % 2 else 5
-        )
-        for i, (layout, bits, runs) in enumerate(AFFINE)
-    },
-    "dequantize_affine": {
-        f"{layout}, {bits} bits, runs {runs}": lambda a=(layout, bits, runs), i=i: affine_codes(
-            *a, FLOATS[i % 3]
-        )
-        for i, (layout, bits, runs) in enumerate(AFFINE)
     },
     **{
         step: {name: lambda s=step, o=options: step_args(s, **o) for name, options in STEPS.items()}

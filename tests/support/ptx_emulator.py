@@ -18,10 +18,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from tests.support.ptx_checks import Checks
 
 Array = np.ndarray
 SIZES = {
@@ -321,13 +324,16 @@ def launch(
     params: bytes,
     memory: Memory,
     shared_bytes: int = 0,
+    checks: Checks | None = None,
 ) -> None:
-    """Runs a one-dimensional grid. ``params``: all parameters, each at its offset."""
+    """Runs a one-dimensional grid. ``params``: all parameters, each at its offset. ``checks``: see ptx_checks."""
     from tests.support.ptx_threads import Threads  # which imports this file
 
+    if checks:
+        checks.begin(threads)
     for first in range(0, blocks, step := max(1, (1 << 17) // threads)):
         here = np.arange(first, min(first + step, blocks))
-        Threads(module, kernel, here, blocks, threads, params, memory, shared_bytes).run()
+        Threads(module, kernel, here, blocks, threads, params, memory, shared_bytes, checks).run()
 
 
 def pack(kernel: Kernel, *arguments: int | float | torch.Tensor) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tests.support.ptx_checks import Accesses, Checks, Now
 from tests.support.ptx_emulator import (
     SIZES,
     UNSIGNED,
@@ -38,8 +39,9 @@ class Threads(Instructions):
         params: bytes,
         memory: Memory,
         shared_bytes: int,
+        checks: Checks | None = None,
     ) -> None:
-        self.kernel, self.memory = kernel, memory
+        self.kernel, self.memory, self.checks = kernel, memory, checks
         self.count = n = len(blocks) * threads
         lane = np.tile(np.arange(threads, dtype=np.uint32), len(blocks))
         self.block = np.repeat(np.arange(len(blocks)), threads)
@@ -68,6 +70,13 @@ class Threads(Instructions):
         }
         # What nobody wrote is NaN.
         self.shared = np.full((len(blocks), kernel.shared_bytes + shared_bytes), 0xFF, np.uint8)
+        # For the checks: numbers in the whole grid, and barriers passed.
+        self.block_number = np.repeat(blocks, threads).astype(np.int64)
+        self.number = self.block_number * threads + lane
+        self.warp_number = self.number - lane % WARP
+        self.clock, self.turn, self.exchange = (np.zeros(n, np.int64) for _ in range(3))
+        self.shared_accesses = Accesses(self.shared.size) if checks else None
+        self.shared_written = np.zeros(self.shared.size if checks else 0, bool)
         self.registers: dict[str, Array] = {}
         self.pc = np.zeros(n, np.int64)
         self.state = np.zeros(n, np.uint8)
@@ -80,6 +89,8 @@ class Threads(Instructions):
             while (self.state == RUNNING).any():
                 # Who is furthest behind goes first: threads that diverged meet again where their paths do.
                 running = self.state == RUNNING
+                if self.checks:
+                    running = self.checks.chosen(running, self.thread)
                 here = int(self.pc[running].min())
                 if here >= len(code):
                     self.state[running & (self.pc >= len(code))] = EXITED
@@ -125,13 +136,35 @@ class Threads(Instructions):
             ]
         return self.memory.find(address, lanes * size, i.text)
 
+    def check(self, i: Instruction, at: Array, buffer: Array, places: Array, writes: bool) -> Array | None:
+        """Tells the checks of an access; ``places``: of each thread its bytes in the buffer. See Checks.read."""
+        if not self.checks or "param" in i.op or "const" in i.op:
+            return None
+        who = self.number, self.block_number, self.warp_number, self.clock, self.turn, self.exchange
+        now = Now(*(x[at] for x in who))
+        if "shared" in i.op:
+            accesses, written = self.shared_accesses, self.shared_written
+            assert accesses
+        else:
+            address = buffer.ctypes.data
+            accesses, written = (
+                self.checks.of_launch(address, len(buffer)),
+                self.checks.unwritten.get(address),
+            )
+        record = self.checks.write if writes else self.checks.read
+        return record(accesses, written, places, now, f"{self.kernel.name}: {i.text}", "shared" not in i.op)
+
     def do_ld(self, i: Instruction, kind: str, at: Array) -> None:
         names = i.operands[0].strip("{} ").replace(" ", "").split(",")
         size = SIZES[kind]
         for which, buffer, offset in self.access(i, i.operands[1], at, len(names), size):
+            places = offset[:, None] + np.arange(len(names) * size)
+            spoiled = self.check(i, at[which], buffer, places, writes=False)
             for k, name in enumerate(names):
                 place = (offset + k * size)[:, None] + np.arange(size)
                 bits = np.ascontiguousarray(buffer[place]).view(UNSIGNED[size])[:, 0]
+                if spoiled is not None:
+                    bits[spoiled] = UNSIGNED[size](-1 % 256**size)
                 self.put(name, values(bits, kind), kind, at[which])
 
     do_ldu = do_ld
@@ -140,6 +173,7 @@ class Threads(Instructions):
         names = i.operands[1].strip("{} ").replace(" ", "").split(",")
         size = SIZES[kind]
         for which, buffer, offset in self.access(i, i.operands[0], at, len(names), size):
+            self.check(i, at[which], buffer, offset[:, None] + np.arange(len(names) * size), writes=True)
             for k, name in enumerate(names):
                 bits = bits_of(self.get(name, kind, at[which]), kind)
                 buffer[(offset + k * size)[:, None] + np.arange(size)] = bits[:, None].view(np.uint8)
@@ -160,6 +194,10 @@ class Threads(Instructions):
     do_exit = do_ret
 
     def do_bar(self, i: Instruction, _: str, at: Array) -> None:
+        if "warp" in i.op:
+            self.together(i, i.operands[0], at)
+            self.turn[at] += 1
+            return
         self.state[at] = AT_BARRIER
         for block in np.unique(self.block[at]):
             mine = self.block == block
@@ -167,6 +205,7 @@ class Threads(Instructions):
                 if len({*self.pc[mine].tolist()}) > 1:
                     raise PtxError(f"threads of a block wait at different barriers: {i.text}")
                 self.state[mine] = RUNNING
+                self.clock[mine] += 1
 
     do_barrier = do_bar
 
@@ -187,6 +226,7 @@ class Threads(Instructions):
         for start in starts:
             if not here[start : self.warp_end[start]].all():
                 raise PtxError(f"some lanes of a warp are elsewhere: {i.text}")
+        self.exchange[at] += 1
 
     def do_shfl(self, i: Instruction, kind: str, at: Array) -> None:
         target, source, index, clamp, mask = i.operands
@@ -226,12 +266,14 @@ class Threads(Instructions):
     def do_ldmatrix(self, i: Instruction, _: str, at: Array) -> None:
         """8 x 8 matrices of 16 bits, one row of each at a lane's address; each lane gets two neighbours of each."""
         for name, rows, place in self.matrices(i, i.operands[0], i.operands[1], at):
+            self.check(i, at, self.shared, rows + place, writes=False)
             pair = self.shared.reshape(-1)[rows + place].view(np.uint16).astype(np.uint32)
             self.put(name, pair[:, 0] | pair[:, 1] << np.uint32(16), "b32", at)
 
     def do_stmatrix(self, i: Instruction, _: str, at: Array) -> None:
         for name, rows, place in self.matrices(i, i.operands[1], i.operands[0], at):
             pair = self.get(name, "b32", at)
+            self.check(i, at, self.shared, rows + place, writes=True)
             self.shared.reshape(-1)[rows + place] = pair[:, None].view(np.uint8)
 
     def matrices(

@@ -1,7 +1,8 @@
 """Drives every C++ op over awkward tensors; tests/build/test_sanitizers.py runs it with an instrumented build.
 
-``python sanitized.py`` exits with 0 where nothing is found. ``python sanitized.py overflow ISA`` reads past the end of
-a tensor on purpose, and the sanitizer must stop it.
+``python sanitized.py`` exits with 0 where nothing is found; ``python sanitized.py guards`` takes tensors of every size
+and stride pattern. ``python sanitized.py overflow ISA`` reads past the end of a tensor on purpose, and the sanitizer
+must stop it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
 from memkern.schemas import STEP_OPS
+from tests.support import guarded
 from tests.support.step_lists import MOMENTS, pack
 
 ISAS = ("generic", "avx2", "avx512")
@@ -75,22 +77,6 @@ def codec_results() -> Iterator[Tensor]:
             yield from (codes, scale)
             for out in DTYPES:
                 yield ops.dequantize_blockwise(codes, scale, codec, block_size, out)
-
-
-def affine_results() -> Iterator[Tensor]:
-    ops = torch.ops.memkern
-    for layout, dtype, bits, block_size, seed in product(
-        LAYOUTS, DTYPES, (8, 4), (*BLOCK_SIZES, None), (None, 7)
-    ):
-        x = values(layout, 3, dtype)
-        x = x if bits == 8 else x.contiguous()
-        if block_size is None and x.numel() == 0:
-            continue
-        ends = (None, None) if block_size else (torch.full((1,), -0.5), torch.full((1,), 0.25))
-        made = ops.quantize_affine(x, *ends, bits, block_size, seed)
-        yield from made
-        for out in DTYPES:
-            yield ops.dequantize_affine(*made, bits, block_size, [*x.shape], out)
 
 
 def states(
@@ -176,17 +162,11 @@ def refused() -> None:
         lambda: ops.dequantize_blockwise(codes, scale[:-1], 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale.double(), 0, 128, torch.float32),
         lambda: ops.dequantize_blockwise(codes, scale, 0, 128, torch.float64),
-        lambda: ops.quantize_affine(x[:, :5], None, None, 8, 128),
-        lambda: ops.quantize_affine(x, torch.zeros(2), torch.ones(2), 8, None),
-        lambda: ops.dequantize_affine(
-            codes, torch.ones(7, 1), torch.zeros(7, 2, dtype=torch.int32), 8, 128, [7, 131], torch.float32
-        ),
         lambda: ops.few_bit_encode(x[:, :5], *LEVELS["gelu", 3][:1], *LEVELS["gelu", 3][2:]),
         lambda: ops.few_bit_encode(x, 2, [0.0], [4], 0),
         lambda: ops.few_bit_backward(x, torch.zeros(3, 112, dtype=torch.uint8), [0.0] * 8),
         lambda: ops.few_bit_backward(x, torch.zeros(3, 128, dtype=torch.uint8), [0.0] * 4),
     ]
-    rate = [torch.tensor(1.0)]
     for grads, moments, scales, group in (
         ([x[:3]], [codes], [scale], [0]),
         ([x], [codes[:3]], [scale], [0]),
@@ -195,11 +175,11 @@ def refused() -> None:
         ([x], [codes], [scale], [1]),
         ([], [codes], [scale], [0]),
     ):
-        bad.append(
-            lambda g=grads, m=moments, s=scales, k=group: ops.lion_step_(
-                [x], g, m, s, [], [], k, rate, [0.5, 0.5, 0.5, 0.0], [0], [128]
-            )
-        )
+        lists = guarded.HYPERPARAMETERS | {
+            "params": [x], "grads": grads, "exp_avgs": moments, "exp_avg_scales": scales, "group": group,
+            "steps": [torch.zeros(())], "lr": [torch.tensor(1.0)], "codec": [0], "block_size": [128],
+        }  # fmt: skip
+        bad.append(functools.partial(ops.lion_step_, *pack("lion_step_", lists)))
     for call in bad:
         try:
             call()
@@ -216,7 +196,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def check() -> None:
     torch.set_num_threads(2)
     steps = (functools.partial(step_results, name) for name in STEP_OPS)
-    for drive in (codec_results, affine_results, activation_results, *steps):
+    for drive in (codec_results, activation_results, *steps):
         first: list[Tensor] = []
         for isa in ISAS:
             os.environ["MEMKERN_CPU_ISA"] = isa
@@ -225,7 +205,17 @@ def check() -> None:
             assert len(found) == len(first)
             for i, (a, b) in enumerate(zip(found, first, strict=True)):
                 assert same_bits(a, b), f"result {i} of {isa} differs from {ISAS[0]}'s"
+    for isa in ISAS:
+        os.environ["MEMKERN_CPU_ISA"] = isa
+        guarded.check(STEP_OPS, most=64, count=12)
     refused()
+
+
+def check_guards() -> None:
+    """Every size up to 4,096, and more of the patterns."""
+    for isa in ISAS:
+        os.environ["MEMKERN_CPU_ISA"] = isa
+        guarded.check(STEP_OPS, most=4096, count=250)
 
 
 def overflow(isa: str) -> None:
@@ -241,5 +231,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["overflow"]:
         overflow(sys.argv[2])
     else:
-        check()
+        check_guards() if sys.argv[1:2] == ["guards"] else check()
     print("nothing found")

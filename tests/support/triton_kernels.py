@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from memkern.fewbit.tables import LEVELS, VALLEYS
 from memkern.quant.codec import ACTIVATIONS
-from memkern.triton import activation, adam, affine, blockwise, grad_norm, lamb, lars, lion, sgd, trust_ratio
+from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, lion, sgd, trust_ratio
 from memkern.triton.launch import TILE, rows_of
 from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
 
@@ -123,22 +123,6 @@ def _blockwise(name: str, kernel: Any, codec: int, signed: bool, dtype: str, vec
     return Variant(kernel, constants, types, 1024, codec == POWER)
 
 
-def _affine(kernel: Any, bits: int, runs: bool, dtype: str, vector: int, everywhere: bool) -> Variant:
-    block = 1024 if runs else 128
-    constants: dict[str, Any] = {
-        "PACKED": bits == 4,
-        "RUNS": runs,
-        "ROWS": rows_of(block),
-        "BLOCK": block,
-        "VECTOR": vector,
-        "FLAT": vector > 1,
-    }
-    if kernel is affine.quantize_affine_tiles:
-        constants |= {"BITS": bits, "GIVEN": runs, "STOCHASTIC": runs}
-    types = {"values": f"*{dtype}", "codes": "*u8" if bits == 4 else "*i8"}
-    return Variant(kernel, constants, types, 1024, everywhere)
-
-
 def _norm(g: Any, vector: int) -> Variant:
     constants = tile(PLAIN, g, g, vector=vector)
     return Variant(grad_norm.norm_tiles, constants, {}, 1024, vector > 1)
@@ -176,20 +160,6 @@ KERNELS: dict[str, Variant] = {
             ("dynamic, unsigned, fp16, unaligned", DYNAMIC, False, "fp16", 1),
         )
     },
-}
-KERNELS |= {
-    f"{name} affine: {text}": _affine(kernel, bits, runs, dtype, vector, everywhere)
-    for name, kernel in (
-        ("quantize", affine.quantize_affine_tiles),
-        ("dequantize", affine.dequantize_affine_tiles),
-    )
-    for text, bits, runs, dtype, vector, everywhere in (
-        ("8 bits, fp32", 8, False, "fp32", 4, True),
-        ("8 bits, bf16", 8, False, "bf16", 8, True),
-        ("4 bits, bf16", 4, False, "bf16", 8, False),
-        ("8 bits, runs, fp32", 8, True, "fp32", 4, False),
-        ("8 bits, fp16, unaligned", 8, False, "fp16", 1, False),
-    )
 }
 GELU, VALLEY = LEVELS["gelu", 3], VALLEYS["gelu"]
 TABLE = {

@@ -11,7 +11,10 @@ import ctypes
 import importlib.util
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tests.support.ptx_checks import Checks
 
 LAUNCHER = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -23,7 +26,7 @@ LAUNCHER = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_int,
 )
-MOST_BLOCKS = 100_000  # of memory
+MOST_PIECES = 100_000  # of memory
 
 
 class Launch(NamedTuple):
@@ -35,6 +38,16 @@ class Launch(NamedTuple):
     params: bytes
     shared: int
     stream: int | None
+
+
+class Piece(NamedTuple):
+    """Memory of a device that one allocation gave."""
+
+    address: int
+    size: int
+    serial: int  # another one for each allocation
+    written: int  # whether the host has
+    owner: int  # 0: cudaMalloc, 1: torch, 2: torch, in the memory pool of a CUDA graph
 
 
 class Machine:
@@ -56,7 +69,7 @@ class Machine:
         from tests.support.ptx_emulator import Module
 
         self.runtime.fakegpu_new_stream.restype = ctypes.c_void_p
-        self.device.fakegpu_memory.restype = ctypes.c_size_t
+        self.runtime.fakegpu_memory.restype = ctypes.c_size_t
         self.library = torch.library.Library("memkern_nvcc", "DEF")
         for name, schema in _ops.SCHEMAS.items():
             self.library.define(name + schema)
@@ -65,7 +78,12 @@ class Machine:
         self.module = Module((folder / "ops.ptx").read_text())
         self.launches: list[Launch] = []
         self.graph: list[Launch] = []
+        self.runs = True  # or launches are only noted
+        self.noted: list[str] = []
         self.errors: list[Exception] = []
+        self.checks: Checks | None = None  # of all launches
+        self.written: dict[int, Any] = {}  # by serial number, of memory that the host did not write
+        self.given: tuple[int, list[tuple[int, int]]] | None = None  # see only()
         self._launcher = LAUNCHER(self._launch)  # as long as the runtime calls it
         self.runtime.fakegpu_set_launcher(self._launcher)
 
@@ -86,6 +104,9 @@ class Machine:
             params = bytearray(max((offset + size for offset, size in kernel.params.values()), default=0))
             for i, (offset, size) in enumerate(kernel.params.values()):
                 params[offset : offset + size] = ctypes.string_at(arguments[i], size)
+            self.noted.append(name.decode())
+            if not self.runs:
+                return 0
             launch = Launch(name.decode(), blocks, threads, bytes(params), shared, stream)
             if capturing:
                 self.graph.append(launch)
@@ -102,23 +123,72 @@ class Machine:
         self.launches.append(launch)
         kernel = self.module.kernels[launch.kernel]
         ptx_emulator.launch(
-            self.module, kernel, launch.blocks, launch.threads, launch.params, self.memory(), launch.shared
+            self.module,
+            kernel,
+            launch.blocks,
+            launch.threads,
+            launch.params,
+            self.memory(),
+            launch.shared,
+            self.checks,
         )
 
+    def pieces(self) -> list[Piece]:
+        """The devices' memory."""
+        rows = (ctypes.c_uint64 * (5 * MOST_PIECES))()
+        count = self.runtime.fakegpu_memory(rows, MOST_PIECES)
+        assert count <= MOST_PIECES
+        return [Piece(*rows[5 * i : 5 * i + 5]) for i in range(count)]
+
     def memory(self) -> Any:
-        """The devices' memory, and nothing of the host's."""
+        """The devices' memory, and nothing of the host's; of torch's, where :meth:`only` was called, what it allows."""
         import numpy as np
 
         from tests.support.ptx_emulator import Memory
 
-        addresses, sizes = (ctypes.c_uint64 * MOST_BLOCKS)(), (ctypes.c_uint64 * MOST_BLOCKS)()
-        count = self.device.fakegpu_memory(addresses, sizes, MOST_BLOCKS)
-        assert count <= MOST_BLOCKS
-        memory = Memory()
-        for address, size in zip(addresses[:count], sizes[:count], strict=True):
-            memory.starts.append(address)
-            memory.buffers.append(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
+        memory, pieces = Memory(), self.pieces()
+        if self.checks:
+            self.checks.unwritten.clear()
+        ranges = [(p.address, p.size, p) for p in pieces]
+        if self.given is not None:
+            first, spans = self.given
+            ranges = [(p.address, p.size, p) for p in pieces if not p.owner or p.serial > first]
+            homes = [p for p in pieces if p.owner and p.serial <= first]
+            for start, size in spans:
+                home = next(p for p in homes if p.address <= start and start + size <= p.address + p.size)
+                ranges.append((start, size, home))
+        for start, size, piece in sorted(ranges):
+            if not size:
+                continue
+            memory.starts.append(start)
+            memory.buffers.append(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)))
+            if self.checks and not piece.written:
+                written = self.written.setdefault(piece.serial, np.zeros(piece.size, bool))
+                self.checks.unwritten[start] = written[start - piece.address :][:size]
         return memory
+
+    def only(self, x: Any) -> None:
+        """From now on kernels get these tensors, to the byte, and what is allocated later; None: all again."""
+        if x is None:
+            self.given = None
+            return
+        found: list[tuple[int, int]] = []
+
+        def note(t: Any) -> Any:
+            last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            if t.is_cuda and t.numel():
+                found.append((t.data_ptr(), (last + 1) * t.element_size()))
+            return t
+
+        self._each(x, note)
+        spans: list[tuple[int, int]] = []
+        for start, size in sorted({*found}):
+            if spans and start < sum(spans[-1]):  # of one storage
+                begin = spans[-1][0]
+                spans[-1] = begin, max(sum(spans[-1]), start + size) - begin
+            else:
+                spans.append((start, size))
+        self.given = max((p.serial for p in self.pieces()), default=0), spans
 
     def replay(self) -> None:
         for launch in self.graph:

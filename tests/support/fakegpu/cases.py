@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.fakegpu import Machine
+from tests.support.fakegpu import Machine, memory_cases
 
-CASES: dict[str, Callable[[Machine], None]] = {}
+CASES: dict[str, Callable[[Machine], None]] = {**memory_cases.CASES}
 
 
 def case(function: Callable[[Machine], None]) -> Callable[[Machine], None]:
@@ -83,31 +83,6 @@ def quantize_and_dequantize(machine: Machine) -> None:
             back = machine.ops.dequantize_blockwise(*actual, codec, 128, FLOATS[i % 3])
             truth = reference.dequantize_blockwise(*expected, codec, 128, FLOATS[i % 3])
             assert_same(machine.to_host(back), truth, layout)
-
-
-@case
-def affine_codes(machine: Machine) -> None:
-    import torch
-
-    from memkern import reference
-    from tests.support.helpers import FLOATS, assert_same, tensor
-    from tests.support.simt.drive import spoiled
-
-    for i, layout in enumerate(("odd", "long rows", "channels_last", "unaligned", "empty", "0-dim")):
-        x = spoiled(tensor(layout, FLOATS[i % 3], scale=1.0))
-        ends = (torch.tensor(-0.5), torch.tensor(1.5)) if x.numel() else None
-        for bits, ranges, seed in ((8, None, None), (4, None, 7), (4, ends, None)):
-            x = x if bits == 8 else x.contiguous()
-            cut = (None, None, 128) if ranges is None else (*ranges, None)
-            expected = reference.quantize_affine(x, *cut[:2], bits, cut[2], seed)
-            args = machine.to_device([x, *cut[:2]] if ranges else [x])
-            low, high = args[1:] if ranges else (None, None)
-            actual = machine.ops.quantize_affine(args[0], low, high, bits, cut[2], seed)
-            assert {t.device.type for t in actual} == {"cuda"}
-            assert_same(machine.to_host(actual), [*expected], layout)
-            rest = bits, cut[2], [*x.shape], FLOATS[i % 3]
-            back = machine.ops.dequantize_affine(*actual, *rest)
-            assert_same(machine.to_host(back), reference.dequantize_affine(*expected, *rest), layout)
 
 
 @case

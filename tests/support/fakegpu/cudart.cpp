@@ -5,9 +5,12 @@
 // As on a GPU: a launch in a stream of another device than the current one fails; while a stream is captured
 // its launches are recorded; the default stream cannot be captured, and while a stream that waits for it is,
 // asking about it is an error and launching in it is another, which ends the capture. So does waiting for any
-// stream, but in the relaxed mode.
+// stream, and taking memory, but in the relaxed mode.
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <map>
 #include <string>
 #include <utility>
@@ -45,6 +48,20 @@ std::map<const void*, std::string>& kernels() {
   return names;
 }
 
+// Memory of the devices, between guard zones that belong to nothing.
+struct Memory {
+  size_t bytes;
+  uint64_t serial;
+  bool written;   // by the host: no kernel need do so before another reads it
+  bool of_torch;  // from torch's allocator, not from cudaMalloc
+  bool in_pool;   // in the memory pool of a CUDA graph
+};
+constexpr size_t kGuard = 4096;
+constexpr int kFill = 0xA5;  // of fresh memory: not 0, so that what relies on it is found out
+std::map<char*, Memory> memories;
+uint64_t next_serial = 0;
+bool allocating_to_pool = false, out_of_memory = false;
+
 cudaError_t fail(cudaError_t error) { return last_error = error; }
 
 Stream* stream_of(cudaStream_t stream) { return reinterpret_cast<Stream*>(stream); }
@@ -54,6 +71,17 @@ Stream* in_the_way() {
   for (Stream* each : streams)
     if (each->capturing && each->blocking && each->device == current_device) return each;
   return nullptr;
+}
+
+// Whether there was a capture that a call as of waiting has ended.
+bool end_captures_unless_relaxed() {
+  bool ended = false;
+  for (Stream* each : streams)
+    if (each->capturing && capture_mode != cudaStreamCaptureModeRelaxed) {
+      each->capturing = false;
+      ended = true;
+    }
+  return ended;
 }
 
 cudaError_t run(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
@@ -91,6 +119,37 @@ void* fakegpu_new_stream(int device, int blocking) {
 }
 void fakegpu_capture(void* stream, int on) { static_cast<Stream*>(stream)->capturing = on != 0; }
 int fakegpu_is_capturing(void* stream) { return static_cast<Stream*>(stream)->capturing; }
+
+// ---- memory: of torch's allocator (device.cpp) and of cudaMalloc
+
+void* fakegpu_allocate(size_t bytes, int of_torch) {
+  const size_t room = (bytes + 511) / 512 * 512 + 2 * kGuard;
+  char* start = static_cast<char*>(std::aligned_alloc(512, room));
+  std::memset(start, kFill, room);
+  memories[start + kGuard] = {bytes, ++next_serial, false, of_torch != 0, of_torch && allocating_to_pool};
+  return start + kGuard;
+}
+void fakegpu_release(void* memory) {
+  if (memory && memories.erase(static_cast<char*>(memory))) std::free(static_cast<char*>(memory) - kGuard);
+}
+void fakegpu_written(void* memory) { memories.at(static_cast<char*>(memory)).written = true; }
+// As while torch.compile warms up for a CUDA graph: torch's allocator takes all from the graph's pool.
+void fakegpu_allocate_to_pool(int on) { allocating_to_pool = on != 0; }
+void fakegpu_out_of_memory(int on) { out_of_memory = on != 0; }
+// Five numbers for each piece of memory: address, bytes, serial number, whether the host wrote it, whether it is
+// torch's (1) or in a pool (2). Returns how many there are.
+size_t fakegpu_memory(uint64_t* rows, size_t room) {
+  size_t i = 0;
+  for (const auto& [address, m] : memories) {
+    if (i < room) {
+      const uint64_t row[] = {reinterpret_cast<uint64_t>(address), m.bytes, m.serial, m.written,
+                              m.in_pool ? 2ull : m.of_torch};
+      std::memcpy(rows + 5 * i, row, sizeof(row));
+    }
+    ++i;
+  }
+  return i;
+}
 
 // ---- what nvcc's host code calls
 
@@ -188,11 +247,18 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Stream* stream = stream_of(handle);
   if (!stream && in_the_way()) return fail(cudaErrorStreamCaptureImplicit);
   if (stream && stream->capturing) return fail(cudaErrorStreamCaptureUnsupported);
-  for (Stream* each : streams)
-    if (each->capturing && capture_mode != cudaStreamCaptureModeRelaxed) {
-      each->capturing = false;
-      return fail(cudaErrorStreamCaptureUnsupported);
-    }
+  return end_captures_unless_relaxed() ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (end_captures_unless_relaxed()) return fail(cudaErrorStreamCaptureUnsupported);
+  if (out_of_memory) return fail(cudaErrorMemoryAllocation);
+  *memory = fakegpu_allocate(bytes, false);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  if (end_captures_unless_relaxed()) return fail(cudaErrorStreamCaptureUnsupported);
+  if (!memories.count(static_cast<char*>(memory))) return fail(cudaErrorInvalidValue);
+  fakegpu_release(memory);
   return cudaSuccess;
 }
 

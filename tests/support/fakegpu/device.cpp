@@ -9,16 +9,16 @@
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <map>
+
+extern "C" void* fakegpu_allocate(size_t bytes, int of_torch);
+extern "C" void fakegpu_release(void* memory);
+extern "C" void fakegpu_written(void* memory);
 
 namespace {
 
 constexpr int kDevices = 2;
-constexpr int kFill = 0xA5;  // of fresh memory: not 0, so that what relies on it is found out
 
-std::map<void*, size_t> blocks;
 void* current_streams[kDevices];
 int stream_lookups[kDevices];
 
@@ -32,9 +32,7 @@ struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device_now()));
     if (bytes == 0) return {nullptr, nullptr, &release, device};
-    void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
-    std::memset(memory, kFill, bytes);
-    blocks[memory] = bytes;
+    void* memory = fakegpu_allocate(bytes, true);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (void* stream = current_streams[device.index()])
       cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
@@ -42,10 +40,7 @@ struct DeviceMemory final : c10::Allocator {
     return {memory, memory, status == cudaStreamCaptureStatusNone ? &release : &keep, device};
   }
   static void keep(void*) {}
-  static void release(void* memory) {
-    blocks.erase(memory);
-    std::free(memory);
-  }
+  static void release(void* memory) { fakegpu_release(memory); }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
@@ -89,7 +84,9 @@ at::Tensor moved(const at::Tensor& x, c10::Allocator* allocator, c10::DispatchKe
 }
 at::Tensor to_device(const at::Tensor& x, int64_t device) {
   const OnDevice on(static_cast<int>(device));
-  return moved(x, &device_memory, c10::DispatchKey::CUDA);
+  const at::Tensor y = moved(x, &device_memory, c10::DispatchKey::CUDA);
+  if (y.storage().nbytes()) fakegpu_written(y.storage().mutable_data());
+  return y;
 }
 at::Tensor to_host(const at::Tensor& x) {
   return moved(x, c10::GetAllocator(c10::DeviceType::CPU), c10::DispatchKey::CPU);
@@ -174,17 +171,4 @@ extern "C" __attribute__((visibility("default"))) void fakegpu_use_stream(int de
 }
 extern "C" __attribute__((visibility("default"))) int fakegpu_stream_lookups(int device) {
   return stream_lookups[device];
-}
-// Fills the arrays with the addresses and sizes of the devices' memory; returns how many there are.
-extern "C" __attribute__((visibility("default"))) size_t fakegpu_memory(uint64_t* addresses, uint64_t* sizes,
-                                                                        size_t room) {
-  size_t i = 0;
-  for (const auto& [memory, bytes] : blocks) {
-    if (i < room) {
-      addresses[i] = reinterpret_cast<uint64_t>(memory);
-      sizes[i] = bytes;
-    }
-    ++i;
-  }
-  return i;
 }

@@ -1,0 +1,67 @@
+"""The GPU that is here: what nvidia-smi says, else torch, else CUDA's driver."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from typing import NamedTuple
+
+# In a process of its own: it leaves no CUDA context in this one.
+ASK_TORCH = """
+import torch
+if torch.cuda.is_available():
+    print("%d.%d" % torch.cuda.get_device_capability(0), torch.cuda.get_device_name(0), sep=", ")
+"""
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+class Gpu(NamedTuple):
+    capability: str  # such as "9.0"
+    name: str
+    found_by: str
+
+
+def output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def of_nvidia_smi() -> str | None:
+    return output(
+        "nvidia-smi", "--query-gpu=compute_cap,name,driver_version,memory.total", "--format=csv,noheader"
+    )
+
+
+def of_torch() -> str | None:
+    return output(sys.executable, "-W", "ignore", "-c", ASK_TORCH)
+
+
+def of_driver(library: str = "libcuda.so.1") -> str | None:
+    try:
+        cuda = ctypes.CDLL(library)
+    except OSError:
+        return None
+    major, minor, device, name = (
+        ctypes.c_int(),
+        ctypes.c_int(),
+        ctypes.c_int(),
+        ctypes.create_string_buffer(256),
+    )
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device)
+    cuda.cuDeviceGetName(name, 256, device)
+    return f"{major.value}.{minor.value}, {name.value.decode()}"
+
+
+def find_gpu() -> Gpu | None:
+    """The first one."""
+    for found_by, ask in (("nvidia-smi", of_nvidia_smi), ("torch", of_torch), ("driver", of_driver)):
+        if said := ask():
+            capability, _, name = said.splitlines()[0].partition(",")
+            return Gpu(capability.strip(), name.strip(), found_by)
+    return None
