@@ -48,8 +48,8 @@ class Coded:
         self.belongs, self.bytes = belongs, 0.0
         self.codec_of = Session._codec
 
-    def __call__(self, session: Session, root: Edge, data: Tensor) -> codecs.Codec | None:
-        codec = self.codec_of(session, root, data)
+    def __call__(self, session: Session, root: Edge, data: Tensor, use: str) -> codecs.Codec | None:
+        codec = self.codec_of(session, root, data, use)
         if codec is None or not self.belongs(resolve.maker(root), data.dim(), data.shape[-1]):
             return None
         self.bytes += data.numel() * (1 + 4 / codecs.BLOCK_SIZE)

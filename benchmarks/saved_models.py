@@ -1,10 +1,10 @@
 """python -m benchmarks.saved_models: what models save for their backward pass, by model, precision, length and mode.
 
-transformers' models with random weights (benchmarks/zoo.py), one sequence. Saved: bytes alive with the graph after the
-forward pass; peak: of the whole step without the optimizer, parameters and gradients included. Both are counted over
-all storages that operators return. Gradients are compared with those of torch's mode: the median over parameter tensors
-of the relative error, and the cosine of all gradients together; tensors whose gradient is zero but for rounding (the
-bias of keys) are left out of the median.
+Models of transformers and timm with random weights (benchmarks/zoo.py), one sequence or a few images. Saved: bytes
+alive with the graph after the forward pass; peak: of the whole step without the optimizer, parameters and gradients
+included. Both are counted over all storages that operators return. Gradients are compared with those of torch's mode:
+the median over parameter tensors of the relative error, and the cosine of all gradients together; tensors whose
+gradient is zero but for rounding (the bias of keys) are left out of the median.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ COLUMNS = (*report.PROVENANCE, "transformers", "model", "precision", "tokens", "
 
 
 def _checkpointed(model: Any) -> None:
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise NotImplementedError("the net has no gradient_checkpointing_enable")
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
@@ -144,7 +146,7 @@ def table(path: Path) -> str:
     with path.open(newline="") as file:
         last = {tuple(row[c] for c in COLUMNS[-10:-6]): row for row in csv.DictReader(file)}
     lines = ["| | " + " | ".join(shown[0] for shown in _SHOWN) + " |", "|---|" + "---:|" * len(_SHOWN)]
-    for name in zoo.MODELS:
+    for name in zoo.NAMES:
         cells = [_cell(last.get((name, *case)), column) for _, *case, column in _SHOWN]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -156,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     default = Path(__file__).parent / "results"
     parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
-    parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=list(zoo.MODELS))
+    parser.add_argument("--models", nargs="+", choices=zoo.NAMES, default=list(zoo.NAMES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiling import assume_constant_result
+
 _WAY_OUT = "use torch.nn.functional's own (memkern.restore(model)) where it is needed"
 
 
@@ -53,7 +55,7 @@ def _no_jvp(reason: str, ctx: Any, *tangents: Any) -> Any:
     raise RuntimeError(f"{reason} for the backward pass, so forward-mode AD is not possible; {_WAY_OUT}")
 
 
-@torch.compiler.assume_constant_result  # TorchDynamo, which one of ONNX' ways of export runs, would not look
+@assume_constant_result  # TorchDynamo, which one of ONNX' ways of export runs, would not look
 def _exports_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
@@ -78,9 +80,18 @@ def apply(function: type[SavesLess], *args: Any) -> Tensor:
     return results if isinstance(results, Tensor) else results[0]
 
 
+def is_recorded() -> bool:
+    """Whether torch.export or torch.jit.trace records a program: in it an op without its autograd function would have
+    no gradient, so torch's own operations are recorded. ONNX export raises instead, in :func:`apply`."""
+    recorded = torch.compiler.is_exporting() or (
+        not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+    )
+    return recorded and not _exports_to_onnx()
+
+
 def needs_gradient(x: Tensor | None) -> bool:
     """Whether a gradient of ``x`` may be asked for, by autograd or by a transform of torch.func at any level."""
-    if x is None or not torch.is_grad_enabled():
+    if x is None or not torch.is_grad_enabled() or is_recorded():
         return False
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         # vmap's tensors do not show what those inside of them need.

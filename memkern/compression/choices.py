@@ -83,14 +83,22 @@ class Compression:
             self.names.setdefault(module, []).append(name)
         self.by_name = {name: module for module, names in self.names.items() for name in names}
         self.owners = _owners(model)
-        floats = (p.dtype for p in model.parameters() if p.dtype.is_floating_point)
-        self.dtype = next(floats, torch.get_default_dtype())
+        floats = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+        # Of the first that there are codes for: a float64 parameter among others is not the model's dtype.
+        self.dtype = next(
+            (d for d in floats if d != torch.float64), next(iter(floats), torch.get_default_dtype())
+        )
+        self.called = match.Called(self.by_name.values())
         self.swapped: list[Swap] = []
         self.left: list[Left] = []
         self.marked: list[str] = []
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((names[0], module) for module, names in self.names.items())
+
+    def _may_be_called(self, name: str) -> bool:
+        parent, _, own = name.rpartition(".")
+        return not name or self.called.may_call(self.by_name[parent], own)
 
     def _leave(self, module: nn.Module, reason: str) -> None:
         self.left.append(Left(tuple(self.names[module]), original_class(module).__name__, reason))
@@ -156,12 +164,18 @@ class Compression:
         if new is None:
             if function := match.called_in_forward(module):
                 self._leave(module, f"calls {function} itself; memkern.functional has one that saves less")
+            elif issubclass(cls, match.NO_COUNTERPART):
+                self._leave(module, "there is none that saves less; compress(model, saved_bits=8) covers it")
             return
         if isinstance(new, str):
             self._leave(module, new)
             return
-        reason = "torch saves its output, which the next layer usually saves too"
-        if self._wanted(name, module, reason if cls in match.SAVE_THEIR_OUTPUT else None):
+        reason = None
+        if cls in match.SAVE_THEIR_OUTPUT:
+            reason = "torch saves its output, which the next layer usually saves too"
+        elif not any(self._may_be_called(each) for each in self.names[module]):
+            reason = "no method of the model names it, so that nothing calls it"
+        if self._wanted(name, module, reason):
             self._swap(name, module, new, _saved_per_element(cls, module, self.dtype))
 
     def _swap(self, name: str, module: nn.Module, new: nn.Module, before: float) -> None:

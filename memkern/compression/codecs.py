@@ -16,6 +16,8 @@ from ..fewbit.levels import Levels
 from ..quant.layout import FLOATS, is_dense
 
 BLOCK_SIZE = 128
+LARGEST_SCALE = 3.3e38
+"""Decoding rounds: from a scale of finfo.max, as of a mask, it would come to infinity."""
 
 
 class Layout(NamedTuple):
@@ -43,16 +45,19 @@ def _finite_or_marked(x: Tensor, scale: Tensor) -> Tensor | None:
     """The scale, or None where x has a NaN or inf; NaN on devices where asking would wait."""
     if isinstance(x, FakeTensor):
         return scale
-    total = x.sum(dtype=torch.float32)
+    if x.device.type == "cpu" and math.isfinite(x.sum(dtype=torch.float32).item()):
+        return scale
+    low, high = x.aminmax()  # a sum may overflow, as of a mask of finfo.min; both of these carry NaN on
+    marks = (low - low + (high - high)).float()
     if x.device.type == "cpu":
-        return scale if math.isfinite(total.item()) else None
-    return scale + total * 0
+        return scale if marks.item() == 0 else None
+    return scale + marks
 
 
 def _encode_power(signed: bool, x: Tensor) -> tuple[Tensor, ...] | None:
     x = _dense(x)
     codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None)
-    marked = _finite_or_marked(x, scale)
+    marked = _finite_or_marked(x, scale.clamp_max_(LARGEST_SCALE))
     return None if marked is None else (codes, marked)
 
 
@@ -62,6 +67,34 @@ def _decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) ->
 
 POWER = Codec("power", True, functools.partial(_encode_power, True), _decode_power)
 UNSIGNED = Codec("unsigned power", True, functools.partial(_encode_power, False), _decode_power)
+
+MOST_NEGATIVE = -20.0
+"""Of log-probabilities: exp of it is 2e-9, and what is smaller, such as what a mask has left out, adds no more."""
+
+
+def _encode_logarithm(x: Tensor) -> tuple[Tensor, ...] | None:
+    return _encode_power(False, x.clamp_min(MOST_NEGATIVE).neg_())
+
+
+def _decode_logarithm(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    return _decode_power(data, layout, dtype).neg_()
+
+
+LOGARITHM = Codec("log-probability", True, _encode_logarithm, _decode_logarithm)
+
+
+def centred(centre: Tensor) -> Codec:
+    """Codes of x - centre, which broadcasts over x: where a norm's mean is large, its deviations keep their digits."""
+
+    def encode(x: Tensor) -> tuple[Tensor, ...] | None:
+        data = _encode_power(True, x.float() - centre)
+        return None if data is None else (*data, centre)
+
+    def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+        return (_decode_power(data[:2], layout, torch.float32) + data[2]).to(dtype)
+
+    return Codec("centred", True, encode, decode)
+
 
 _SAMPLE = 256
 _LEAST = -torch.finfo(torch.float32).max
@@ -110,4 +143,4 @@ def _decode_constant(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype)
 
 
 CONSTANT = Codec("constant", False, _encode_constant, _decode_constant)
-CODECS = {"power": POWER, "unsigned power": UNSIGNED, "affine": POWER}
+CODECS = {codec.name: codec for codec in (POWER, UNSIGNED, LOGARITHM)}

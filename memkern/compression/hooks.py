@@ -7,26 +7,20 @@ pickle, state_dict and sharding see nothing new. The hooks are functions of this
 from __future__ import annotations
 
 import fnmatch
-import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .saved import EXACT, Session, check_bits
+from ..autograd import is_recorded
+from .leaves import leaves
+from .saved import EXACT, Session, check_bits, close_interrupted, open_sessions
 
 SAVED = "_memkern_saved_bits"
 Bits = int | str | None
 SavedBits = Bits | Mapping[str, Bits] | Callable[[str, nn.Module], Bits]
-
-_local = threading.local()
-
-
-def _open_sessions() -> list[tuple[nn.Module, Session]]:
-    if not hasattr(_local, "sessions"):
-        _local.sessions = []
-    return _local.sessions
 
 
 def _tensors_of(call: Any) -> Iterator[Tensor]:
@@ -35,23 +29,53 @@ def _tensors_of(call: Any) -> Iterator[Tensor]:
             yield item
         elif isinstance(item, (tuple, list)):
             yield from _tensors_of(item)
+        elif isinstance(item, Mapping):  # transformers' outputs too
+            yield from _tensors_of(item.values())
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or is_recorded() or not torch.is_grad_enabled():
         return
-    session = Session(vars(module)[SAVED])
+    close_interrupted()
+    if not open_sessions():
+        leaves.note_all(module.parameters())
+    session = Session(vars(module)[SAVED], module, sys._getframe(1))
     session.enter()
-    _open_sessions().append((module, session))
+    open_sessions().append(session)
 
 
 def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    sessions = _open_sessions()
-    if sessions and sessions[-1][0] is module:
+    sessions = open_sessions()
+    if sessions and sessions[-1].module is module:
         # The caller's variables still hold the arguments, and will let go of them soon.
-        sessions.pop()[1].exit(_tensors_of((args, tuple(kwargs.values()))))
+        sessions.pop().exit(_tensors_of((args, kwargs)), _tensors_of((output,)))
+
+
+class SavingStep:
+    """A method of a module with hooks, called by itself: opens the context that a call of the module would open."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        self.module, self.__wrapped__ = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_installed(self.module) or not torch.is_grad_enabled():  # restored meanwhile
+            return self.__wrapped__(*args, **kwargs)
+        leaves.note_all(self.module.parameters())
+        session = Session(vars(self.module)[SAVED])
+        session.enter()
+        outputs: list[Any] = []
+        try:
+            outputs.append(self.__wrapped__(*args, **kwargs))
+            return outputs[0]
+        finally:
+            close_interrupted()
+            session.exit(_tensors_of((args, kwargs)), _tensors_of(outputs))
+
+
+def is_installed(module: nn.Module) -> bool:
+    return SAVED in vars(module)
 
 
 def _install(module: nn.Module, bits: Bits) -> None:
@@ -62,7 +86,7 @@ def _install(module: nn.Module, bits: Bits) -> None:
 
 def remove(module: nn.Module) -> bool:
     """Takes the hooks off one module; says whether there were any."""
-    if SAVED not in vars(module):
+    if not is_installed(module):
         return False
     del vars(module)[SAVED]
     before = module._forward_pre_hooks
@@ -99,8 +123,7 @@ def check(model: nn.Module, saved_bits: SavedBits) -> None:
         raise ValueError(
             "saved_bits needs a model with floating-point parameters or buffers, and this one has none"
         )
-    wide = next((t for t in floats if t.dtype == torch.float64), None)
-    if wide is not None and saved_bits != EXACT:
+    if all(t.dtype == torch.float64 for t in floats) and saved_bits != EXACT:
         raise ValueError("saved_bits: there are no 8-bit codes for float64 models; use saved_bits='exact'")
 
 
@@ -139,6 +162,7 @@ def modes(model: nn.Module, saved_bits: SavedBits) -> Modes:
 
 def install(model: nn.Module, wanted: Modes) -> None:
     """Puts the hooks where the mode differs from the one around, and nowhere else."""
+    close_interrupted()
     for module in model.modules():
         remove(module)
     for _, module, bits, outside in wanted:
@@ -148,7 +172,7 @@ def install(model: nn.Module, wanted: Modes) -> None:
 
 def installed(model: nn.Module) -> list[tuple[str, Bits]]:
     """The modules with hooks, and their modes."""
-    return [(name, vars(m)[SAVED]) for name, m in model.named_modules() if SAVED in vars(m)]
+    return [(name, vars(m)[SAVED]) for name, m in model.named_modules() if is_installed(m)]
 
 
 def covered(model: nn.Module) -> dict[nn.Module, Bits]:

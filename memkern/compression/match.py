@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..nn import activation as ours
 from ..nn.linear import RandomizedConv1D, RandomizedLinear
+from .class_swap import original_class
 
 Maker = Callable[..., nn.Module]
 """(module, bits, keep) -> its counterpart, made anew."""
@@ -60,6 +62,23 @@ BY_NAME: dict[str, Maker] = {
     "HardSwish": lambda m, bits, keep: ours.Hardswish(bits=bits),
 }
 
+
+# Activations and layers that save much and have no counterpart here.
+NO_COUNTERPART = (
+    *(
+        nn.ELU,
+        nn.SELU,
+        nn.CELU,
+        nn.PReLU,
+        nn.RReLU,
+        nn.GLU,
+        nn.LogSigmoid,
+        nn.Softsign,
+        nn.Tanhshrink,
+        nn.Softmax,
+    ),
+    *(nn.LogSoftmax, nn.RNNBase, nn.MultiheadAttention),
+)
 
 # Functions whose input torch saves; called in a forward they are out of reach.
 FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
@@ -132,12 +151,67 @@ def _function_name(value: Any) -> str | None:
     return name if name in FUNCTIONS and getattr(torch.nn.functional, name) is function else None
 
 
+def _codes(function: Any) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside of it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    left = [] if code is None else [code]
+    while left:
+        yield (code := left.pop())
+        left += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """Those that a module's class has beside torch.nn.Module's."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base not in (nn.Module, object):
+            found.update({k: v for k, v in vars(base).items() if inspect.isfunction(v) and k != "__init__"})
+    return found
+
+
+def _names_in_forward(cls: type[nn.Module]) -> Iterator[str]:
+    """Names in the code of forward, and of the methods that it names, and so on."""
+    methods, seen, left = _methods(cls), {"forward"}, [cls.forward]
+    while left:
+        for code in _codes(left.pop()):
+            yield from code.co_names
+            new = {name for name in code.co_names if name in methods and name not in seen}
+            seen |= new
+            left += [methods[name] for name in new]
+
+
 def called_in_forward(module: nn.Module) -> str | None:
-    """The function of FUNCTIONS that a module's forward names or that it holds as an attribute, if any is seen."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or type(module) in TORCH or type(module).__module__.startswith("memkern."):
+    """The function of FUNCTIONS that a module's forward, or a method that it calls, names or holds, if any is seen."""
+    if type(module) in TORCH or type(module).__module__.startswith("memkern."):
         return None
     children = dict(module.named_children())
-    named = (name for name in code.co_names if name in FUNCTIONS and name not in children)
+    methods = _methods(type(module))
+    named = (
+        name
+        for name in _names_in_forward(type(module))
+        if name in FUNCTIONS and name not in children and name not in methods
+    )
     held = filter(None, map(_function_name, vars(module).values()))
     return next(named, None) or next(held, None)
+
+
+_ANY_CHILD = frozenset({"children", "named_children", "modules", "named_modules", "_modules", "getattr"})
+
+
+class Called:
+    """Which names the methods of a model's modules have in them: a child that none names is not called."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        classes = {type(module) for module in modules} | {original_class(module) for module in modules}
+        self.names: dict[type, set[str]] = {}
+        for cls in classes:
+            codes = [code for method in _methods(cls).values() for code in _codes(method)]
+            texts = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+            self.names[cls] = texts.union(*(code.co_names for code in codes))
+        self.all: set[str] = set().union(*self.names.values())
+
+    def may_call(self, parent: nn.Module, child: str) -> bool:
+        cls = original_class(parent)
+        if cls.__module__.startswith("torch.") or "forward" in vars(parent) or self.names[cls] & _ANY_CHILD:
+            return True
+        return child in self.all

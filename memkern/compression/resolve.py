@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .leaves import leaves
 from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
+from .users import operation
 from .values import Computed, Edge, Leaf, Value, register, registered, saved_by
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -24,33 +26,51 @@ class Resolver:
     """Finds of what a saved tensor is made.
 
     exact: values with codes in them are not good enough. views_only: only what is stored, and views of it.
+    rounded: values that are computed anew to within rounding are good enough, such as the rows of norms.
+    shape: only the shape is asked for, so that any codes are good enough. copies_only: nothing is computed but views,
+    casts and the like. beside_codes: other values are in codes.
     """
 
-    def __init__(self, exact: bool, views_only: bool) -> None:
-        self.exact, self.views_only = exact, views_only
+    def __init__(
+        self,
+        exact: bool,
+        views_only: bool,
+        rounded: bool = True,
+        shape: bool = False,
+        copies_only: bool = False,
+        beside_codes: bool = False,
+    ) -> None:
+        self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
+        self.copies_only, self.beside_codes = copies_only, beside_codes
         self.failed: set[tuple[Any, int, torch.dtype]] = set()
 
-    def good(self, value: Value | None, need: torch.dtype) -> bool:
+    def good(self, value: Value, need: torch.dtype) -> bool:
         return (
-            value is not None
-            and value.fresh()
+            value.fresh()
             and not (self.exact and value.lossy)
+            and (self.rounded or not value.rounded)
+            and (self.shape or not value.clipped)
             and (value.lossy or finer(value.precision, need))
         )
 
     def resolve(self, edge: Edge, need: torch.dtype, left: int = _LONGEST) -> Value | None:
         """The value at an edge, right to ``need``; None where it cannot be had from what is saved."""
         value = registered(edge)
-        if self.good(value, need) and not (self.views_only and isinstance(value, Computed)):
+        if (
+            value is not None
+            and self.good(value, need)
+            and not (self.views_only and isinstance(value, Computed))
+        ):
+            if self.exact:
+                value.stay_exact()
             return value
-        name = edge.node.name()
-        if name == _ACCUMULATE:
-            return Leaf(edge.node.variable)
-        rule = RULES.get(name)
+        rule = RULES.get(operation(edge.node))
         key = (edge.node, edge.nr, need)
         if rule is None or left == 0 or (self.views_only and rule.kind != "view") or key in self.failed:
             return None
-        if rule.uncoded and not self.exact:
+        if self.copies_only and rule.kind == "function":
+            return None
+        if (rule.uncoded and self.beside_codes) or (rule.exactness == "rounding" and not self.rounded):
             return None
         value = self._apply(rule, edge, need, left)
         if value is None:
@@ -58,12 +78,18 @@ class Resolver:
         return value
 
     def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int) -> Value | None:
-        if (function := rule.make(edge)) is None:
+        try:
+            function = rule.make(edge)
+        except RuntimeError:  # the node is freed: a backward pass has run through it
+            return None
+        if function is None:
             return None
         values: list[Value] = []
         for i, source in enumerate(edge.inputs()):
             if source is None:
                 found = self._without_edge(rule, edge.node, i)
+            elif source.node.name() == _ACCUMULATE:
+                found = self._leaf(rule, edge.node, source.node.variable, i)
             elif source.device != edge.device:
                 found = None
             else:
@@ -79,10 +105,20 @@ class Resolver:
         if rule.exactness == "rounding" and self.exact and values[1].dtype != torch.float32:
             return None  # statistics in bf16: the rows would be off by more than rounding
         value = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
+        value.rounded = rule.exactness == "rounding" or any(each.rounded for each in values)
+        value.clipped = any(each.clipped for each in values)
         if value.depth > MOST_FUNCTIONS:
             return None
         register(edge, value)
         return value
+
+    def _leaf(self, rule: Rule, node: Any, leaf: Tensor, i: int) -> list[Value] | None:
+        """A leaf as it was when the node was built: as the node has saved it, or where its version is known."""
+        attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
+        found = saved_by(node, attribute.removeprefix("*")) if attribute else None
+        if found:
+            return found if found[0].fresh() else None
+        return [Leaf(leaf)] if leaves.unchanged_since(leaf, node._sequence_nr()) else None
 
     def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
         """An argument that needs no gradient, if the node has saved it."""
@@ -131,7 +167,10 @@ def _itself(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
 
 
 def _before_the_cast(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    return x if source.device == x.device and source.dtype.is_floating_point else None
+    if source.device != x.device or not source.dtype.is_floating_point:
+        return None
+    # Of a coarser dtype: its values, in it, so that nobody further up takes them for those of a finer one.
+    return x if finer(source.dtype, x.dtype) else x.to(source.dtype)
 
 
 _BACK: dict[str, Callable[[Edge, Edge, Tensor], Tensor | None]] = {
@@ -148,7 +187,7 @@ _BACK: dict[str, Callable[[Edge, Edge, Tensor], Tensor | None]] = {
 
 def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
     """The edge furthest up of which ``x`` holds all there is, and the data seen from there."""
-    while (back := _BACK.get(name := edge.node.name())) is not None:
+    while (back := _BACK.get(name := operation(edge.node))) is not None:
         if views_only and RULES[name].kind != "view":
             break
         source = edge.inputs()[0]
@@ -172,12 +211,20 @@ _SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == "view"} | 
 
 def maker(edge: Edge) -> str:
     """The operation that made the data of an edge, views and copies left aside; "" where the graph does not tell."""
-    while edge.node.name() in _SEEN_THROUGH:
+    while (name := operation(edge.node)) in _SEEN_THROUGH:
         source = edge.inputs()[0]
         if source is None:
             return ""
         edge = source
-    return edge.node.name()
+    return name
+
+
+_COPIES = {name for name, rule in RULES.items() if rule.kind != "function"}
+
+
+def is_copy(edge: Edge) -> bool:
+    """Whether an edge has the values of another, as a view, in another dtype or elsewhere."""
+    return operation(edge.node) in _COPIES
 
 
 def codec_of(edge: Edge) -> str | None:

@@ -107,12 +107,15 @@ def _leaky_relu(edge: Edge) -> Callable[[Tensor], Tensor]:
 def _layer_norm(edge: Edge) -> Callable[..., Tensor]:
     dtype = edge.dtype
 
+    with peeking():
+        has_weight = edge.node._saved_weight is not None
+
     def function(x: Tensor, mean: Tensor, inverse_deviation: Tensor, *affine: Tensor) -> Tensor:
         y = x.float().sub(mean).mul_(inverse_deviation)
-        if affine:
+        if has_weight:
             y = y.mul_(affine[0])
-        if len(affine) > 1:
-            y = y.add_(affine[1])
+        if len(affine) > has_weight:
+            y = y.add_(affine[-1])
         return y.to(dtype)
 
     return function
@@ -144,7 +147,7 @@ def _composite(edge: Edge) -> Callable[[Tensor], Tensor]:
 def _summed(edge: Edge) -> Callable[[Tensor], Tensor] | None:
     """Over a dimension or more, of few elements: a sum over many is small, and saved as it is."""
     source = edge.inputs()[0]
-    if source is None or source.shape.numel() > _FEW * edge.shape.numel():
+    if source is None or edge.node._saved_dim is None or source.shape.numel() > _FEW * edge.shape.numel():
         return None
     dims = [signed(dim) for dim in edge.node._saved_dim]
     return functools.partial(torch.sum, dim=dims, keepdim=edge.node._saved_keepdim, dtype=edge.dtype)
@@ -204,8 +207,8 @@ class Rule(NamedTuple):
     inputs: of each argument, where it is if it has no edge (needs no gradient): the node's attribute, with "*" before
         it if there may be no such argument; "" nowhere; None for any number of arguments, all with edges.
     extra: what else is saved, which the function takes after the first argument.
-    uncoded: only where nothing is stored in codes: their errors would grow in an exponential or a product, and what
-        the operation makes is itself in codes for a byte per element.
+    uncoded: only where nothing is stored in codes: their errors would grow in an exponential, a product or a difference
+        of what is nearly equal.
     """
 
     kind: str
@@ -253,12 +256,13 @@ RULES: dict[str, Rule] = {
     "UnbindBackward0": _view(_unbound),
     "CloneBackward0": _copy(_same(lambda x: x)),
     "ToCopyBackward0": _copy(_cast),
-    "EmbeddingBackward0": Rule("copy", "bits", _rows, ("",), ("_saved_indices",)),
+    # Torch does not save the table: it may be changed before the backward pass, as max_norm does.
+    "EmbeddingBackward0": Rule("copy", "bits", _rows, ("",), ("_saved_indices",), uncoded=True),
     "IndexBackward0": Rule("copy", "bits", _indexed, ("",), ("_saved_indices",)),
     "CatBackward0": Rule("function", "bits", _joined, None),
     "NegBackward0": _function(torch.neg),
     "AddBackward0": Rule("function", "bits", _scaled(torch.add), ("", "")),
-    "SubBackward0": Rule("function", "bits", _scaled(torch.sub), ("", "")),
+    "SubBackward0": Rule("function", "bits", _scaled(torch.sub), ("", ""), uncoded=True),
     "MulBackward0": _function(torch.mul, "_saved_self", "_saved_other"),
     "MulBackward1": Rule("function", "bits", _times_number),
     "DivBackward0": _function(torch.div, "_saved_self", "_saved_other"),
@@ -270,8 +274,8 @@ RULES: dict[str, Rule] = {
     "MishBackward0": _function(F.mish),
     "HardswishBackward0": _function(F.hardswish),
     "LeakyReluBackward0": Rule("function", "bits", _leaky_relu),
-    "GluBackward": Rule("function", "bits", _glu, None),
-    "CompositeBackward": Rule("function", "bits", _composite),
+    "memkern.Glu": Rule("function", "bits", _glu, None),
+    "memkern.Composite": Rule("function", "bits", _composite),
     "SumBackward1": Rule("function", "bits", _summed, uncoded=True),
     "SoftmaxBackward0": Rule("function", "bits", _softmax, uncoded=True),
     "SafeSoftmaxBackward0": Rule("function", "bits", _safe_softmax, uncoded=True),
@@ -292,7 +296,7 @@ RULES: dict[str, Rule] = {
 MOST_FUNCTIONS = 12
 """So many one after another are computed anew at most; a value further from what is stored is stored itself."""
 
-POWER, UNSIGNED, AFFINE = "power", "unsigned power", "affine"
+POWER, UNSIGNED, LOGARITHM = "power", "unsigned power", "log-probability"
 CODED: dict[str, str] = {
     # matrix products and convolutions
     **dict.fromkeys(
@@ -327,12 +331,8 @@ CODED: dict[str, str] = {
     **dict.fromkeys(("ConstantPadNdBackward0", "MaxPool2DWithIndicesBackward0", "AvgPool2DBackward0"), POWER),
     **dict.fromkeys(("UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0"), POWER),
     # of :mod:`memkern.functional`
-    **dict.fromkeys(("CodesBackward", "OutputBackward", "WrappedBackward"), POWER),
-    **dict.fromkeys(("GluBackward", "CompositeBackward"), POWER),
-    "LogSoftmaxBackward0": AFFINE,
+    **dict.fromkeys(("memkern.Codes", "memkern.Output", "memkern.Wrapped"), POWER),
+    **dict.fromkeys(("memkern.Glu", "memkern.Composite"), POWER),
+    "LogSoftmaxBackward0": LOGARITHM,
 }
-"""What is stored in 8 bits, by the operation that made it, and how.
-
-Not here, and so saved as torch does: what divides or goes through a logarithm elsewhere (exp, sqrt, rsqrt, pow, sums,
-means, norms), where a small value that becomes 0 would become an infinite gradient.
-"""
+"""In which codes a value is stored, by the operation that made it; whether it is, its users decide (users.py)."""

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from ..quant.layout import FLOATS, is_dense
-from . import codecs, resolve, values
+from . import callers, codecs, ranges, resolve, values
+from .evaluation import evaluate
+from .leaves import leaves
 from .resolve import Resolver
-from .values import Edge, Hooks, Leaf, Stored, Value, register, registered
+from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
+from .undecided import EXACT as EXACTLY
+from .users import BOUNDED, UNKNOWN
+from .values import Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
 
 EXACT = "exact"
 _CHECKPOINT = "torch.utils.checkpoint"
+_FEW = 64
 MIN_NUMEL = 1024
 """Smaller tensors are not worth codes: they are saved as torch does, once."""
 
@@ -30,54 +40,121 @@ def check_bits(bits: Any, name: str = "bits") -> None:
 class _Packed:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("dtype", "stride", "value")
+    __slots__ = ("__weakref__", "dtype", "stride", "value")
 
     def __init__(self, value: Value, x: Tensor) -> None:
         value.uses += 1
         self.value, self.dtype = value, x.dtype
-        self.stride = x.stride() if is_dense(x.shape, x.stride()) else None
+        self.stride = x.stride() if is_plain(x) and is_dense(x.shape, x.stride()) else None
 
     def tensor(self) -> Tensor:
-        x = values.evaluate(self.value).to(self.dtype)
+        x = evaluate(self.value).to(self.dtype)
         if self.stride is None or x.stride() == self.stride:
             return x
         return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _top_hooks() -> Hooks | None:
+    """The hooks that torch calls in this thread now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _session_of(hooks: Hooks | None) -> Session | None:
+    session = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return session if isinstance(session, Session) else None
+
+
+_local = threading.local()
+
+
+def open_sessions() -> list[Session]:
+    """Those that module calls have opened in this thread."""
+    if not hasattr(_local, "sessions"):
+        _local.sessions = []
+    return _local.sessions
+
+
+def close_interrupted() -> None:
+    """Closes what module calls have left open: torch runs always_call hooks after Exception, not KeyboardInterrupt."""
+    sessions = open_sessions()
+    while sessions and sessions[-1].interrupted():
+        sessions.pop().exit()
+
+
 class Session:
     """The hooks of one ``with`` block, or of one forward pass of a module; ``bits`` None saves as torch does."""
 
-    def __init__(self, bits: int | str | None) -> None:
+    def __init__(
+        self, bits: int | str | None, module: nn.Module | None = None, frame: types.FrameType | None = None
+    ) -> None:
         self.bits, self.exact = bits, bits == EXACT
+        self.module, self.frame = module, frame  # whose call opens it, if one does
         self.opened = True
+        self.below: Hooks | None = None
         self.outer: Hooks | None = None
         self.inside: Session | None = None
         self.coded: list[weakref.ref[Stored]] = []
         self.constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
+        self.most = _FEW  # notes of what is stored, dead ones among them, before they are looked through
 
     def enter(self) -> None:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and top[0].__module__ == _CHECKPOINT:
+        top = _top_hooks()
+        if (
+            top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT
+        ):  # descriptors have no module
             # Inside of a checkpoint nothing is saved; its hooks count, and the recomputation must come to the same.
             self.opened = False
             return
-        ours = getattr(top[0], "__self__", None) if top else None
-        if isinstance(ours, Session):
-            self.inside, self.outer = ours, ours.outer
-        else:
-            self.outer = top
+        self.below, self.inside = top, _session_of(top)
+        self.outer = top if self.inside is None else self.inside.outer
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
-    def exit(self, passing: Iterable[Tensor] = ()) -> None:
-        """passing: tensors that whoever calls holds for a moment only."""
+    def exit(self, passing: Iterable[Tensor] = (), outputs: Iterable[Tensor] = ()) -> None:
+        """passing: tensors that whoever calls holds for a moment only. outputs: what the block has made."""
         if not self.opened:
             return
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._pop_hooks()
+        self._look_at(outputs)
         if self.inside is not None:
             self.inside.coded += self.coded
         else:
-            self._hold_what_is_alive({x.untyped_storage()._cdata for x in passing})
+            held = list(passing)
+            self._encode_what_passes(held)
+            self._hold_what_is_alive({x.untyped_storage()._cdata for x in held})
         self.coded, self.constants = [], {}
+
+    def _pop_hooks(self) -> None:
+        self.opened, self.frame = False, None
+        # A block around an interrupted module call, such as save_on_cpu's, ends first and pops these hooks in place of
+        # its own, which are on top then.
+        if _session_of(top := _top_hooks()) is self or (top is not None and top == self.below):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def interrupted(self) -> bool:
+        """Whether the module call that opened it is over."""
+        if self.frame is None:
+            return False
+        try:
+            self.frame.clear()
+        except RuntimeError:  # it is executing
+            return False
+        return True
+
+    def _encode_what_passes(self, passing: list[Tensor]) -> None:
+        """A module's result, which was alive when it returned and so is not in codes, is the next one's argument."""
+        for x in passing:
+            if self.bits is not None and not self.exact and is_plain(x) and x.grad_fn is not None:
+                value = registered(resolve.root(Edge(x.grad_fn, x.output_nr), x, x._version > 0)[0])
+                if isinstance(value, Stored):
+                    value.encode_again()
+                    self._note(value)
+
+    def _look_at(self, outputs: Iterable[Tensor]) -> None:
+        for x in outputs:
+            if x.grad_fn is not None:  # the gradient of a loss is a number
+                undecided.look([x.grad_fn], BOUNDED if x.numel() == 1 else UNKNOWN)
+        if self.outer is not None and self.inside is None:
+            undecided.give_up(self.outer)
 
     def _hold_what_is_alive(self, passing: set[int]) -> None:
         """What the caller holds anyway, such as cached keys and values, need not be held in codes beside it."""
@@ -88,17 +165,37 @@ class Session:
     # ---- the hooks
 
     def pack(self, x: Tensor) -> Any:
+        if self.frame is not None and self.interrupted():
+            close_interrupted()
+            self.bits = None
+        if self.inside is not None and not self.opened:
+            return self.inside.pack(x)
         if (
             self.bits is None
-            or type(x) not in _KNOWN
-            or x.layout != torch.strided
+            or forward_ad._current_level >= 0  # a tangent belongs to the tensor itself
+            or not is_plain(x)
             or x.is_conj()
             or x.is_neg()
         ):
             return _Packed(Stored(x, x.dtype, None, self.outer), x)
+        seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
         if x.grad_fn is None:  # also where torch does not show it to the hooks: then nothing is coded
-            return _Packed(Leaf(x) if x.requires_grad else self._constant(x), x)
-        return _Packed(self._value(x), x)
+            if not x.requires_grad:
+                callers.note_weight(sys._getframe(1), seq)
+                return _Packed(self._constant(x), x)
+            leaves.note(x, seq)
+            return _Packed(Leaf(x), x)
+        edge = Edge(x.grad_fn, x.output_nr)
+        use = callers.use(sys._getframe(1))
+        if use == CODED:
+            callers.note_cast(edge, seq)
+        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq)
+        value = self._at_once(x, edge, use)
+        if value is not None:
+            return _Packed(value, x)
+        packed = _Packed(Waiting(x, edge, self), x)
+        undecided.add(seq, packed)
+        return packed
 
     def unpack(self, packed: _Packed) -> Tensor:
         if values.peeked(packed.value):
@@ -106,46 +203,89 @@ class Session:
         with torch.no_grad():
             return packed.tensor()
 
-    def _value(self, x: Tensor) -> Value:
-        edge = Edge(x.grad_fn, x.output_nr)
+    # ---- what is stored
+
+    def _at_once(self, x: Tensor, edge: Edge, use: str | None) -> Value | None:
+        """The value, if it is the same for any user or the user is known."""
+        if use is not None:
+            return self._value(x, edge, use, None)
+        if self.exact:
+            value = self._value(x, edge, CODED, None)
+            return None if value.rounded else value
+        if x.numel() < MIN_NUMEL or x.shape[-1] == 1:
+            return self._value(x, edge, EXACTLY, None)
+        if registered(edge) is None and not resolve.is_copy(edge):
+            return None
+        options = {"rounded": False, "copies_only": True, "beside_codes": True}
+        return Resolver(True, x._version > 0, **options).resolve(edge, x.dtype)
+
+    def settle(self, packed: _Packed, use: str, node: Any) -> None:
+        """What waited is used as ``use`` says, by ``node``."""
+        waiting = packed.value
+        assert isinstance(waiting, Waiting)
+        if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
+            packed.value = self._value(waiting.x, waiting.edge, use, node)
+            packed.value.uses += 1
+
+    def _value(self, x: Tensor, edge: Edge, use: str, node: Any) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
-        value = Resolver(self.exact, views_only).resolve(edge, x.dtype)
-        return self._store(edge, x, views_only) if value is None else value
+        if use == CODED and node is not None and not self.exact and ranges.saturated(node):
+            use = EXACTLY
+        exact = self.exact or use == EXACTLY
+        centre = ranges.centre(node, x) if node is not None and not exact else None
 
-    def _store(self, edge: Edge, x: Tensor, views_only: bool) -> Value:
+        def find() -> Value | None:
+            exactly = exact or centre is not None
+            options = {"rounded": use != EXACTLY, "shape": use == ANY, "beside_codes": not self.exact}
+            return Resolver(exactly, views_only, **options).resolve(edge, x.dtype)
+
+        value = find()
+        if value is not None:
+            return value
         root, data = resolve.root(edge, x, views_only)
-        codec = self._codec(root, data)
+        codec = self._codec(root, data, use)
+        if centre is not None and codec is not None:
+            codec = codecs.centred(centre) if root == edge and registered(root) is None else None
+        stored = self._store(root, data, codec)
+        if root == edge:
+            return stored
+        value = find()
+        return stored_itself(edge, x, self.outer) if value is None else value
+
+    def _store(self, root: Edge, data: Tensor, codec: codecs.Codec | None) -> Stored:
         if codec is None and resolve.finer(data.dtype, root.dtype):
             data = data.to(root.dtype)
         old = registered(root)
-        if isinstance(old, Stored) and old.codec is None and codec is None and old.fresh():
-            old.upgrade(data)
-            stored = old
-        else:
-            stored = Stored(data, root.dtype, codec, self.outer)
-            register(root, stored)
-            self._note(stored)
-        if root == edge:
-            return stored
-        value = Resolver(self.exact, views_only).resolve(edge, x.dtype)
-        return stored_itself(edge, x, self.outer) if value is None else value
+        if isinstance(old, Stored) and old.fresh() and codec is None:
+            old.upgrade(data)  # the exact one serves all users
+            old.clipped = False
+            return old
+        stored = Stored(data, root.dtype, codec, self.outer)
+        stored.clipped = stored.codec is codecs.LOGARITHM
+        register(root, stored)
+        self._note(stored)
+        return stored
 
-    def _codec(self, root: Edge, data: Tensor) -> codecs.Codec | None:
+    def _codec(self, root: Edge, data: Tensor, use: str) -> codecs.Codec | None:
         if (
             self.exact
+            or use == EXACTLY
             or data.numel() < MIN_NUMEL
             or data.shape[-1] == 1
             or not {data.dtype, root.dtype} <= {*FLOATS}
         ):
             return None
-        return codecs.CODECS.get(resolve.codec_of(root) or "")
+        codec = codecs.CODECS.get(resolve.codec_of(root) or "")
+        return None if codec is codecs.LOGARITHM and use != ANY else codec
 
     def _note(self, stored: Stored) -> None:
         if stored.codec is not None:
             self.coded.append(weakref.ref(stored))
-            if len(self.coded) % 512 == 0:  # one block may hold a whole training loop
-                self.coded = [ref for ref in self.coded if ref() is not None]
+        if len(self.coded) + len(self.constants) >= self.most:  # one block may hold a whole training loop
+            self.coded = [ref for ref in self.coded if ref() is not None]
+            self.constants = {key: known for key, known in self.constants.items() if known[2]() is not None}
+            self.most = max(_FEW, 2 * (len(self.coded) + len(self.constants)))
 
     def _constant(self, x: Tensor) -> Stored:
         """What needs no gradient is never rounded; masks become bits."""
@@ -173,9 +313,6 @@ def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None) -> Stored:
     return stored
 
 
-_KNOWN = (Tensor, torch.nn.Parameter, FakeTensor)
-
-
 class quantize_saved:
     """A context in which autograd saves each value once, and in 8 bits: the same training loop, a seventh of the bytes.
 
@@ -192,10 +329,12 @@ class quantize_saved:
     - outputs of elementwise functions, products, normalized rows, embeddings and gathers whose inputs are saved
       already are computed anew.
 
-    What is left, and what a matrix product, a convolution, attention, a norm or an elementwise function has made, is
-    stored in block-wise 8-bit codes (:func:`memkern.quantize_blockwise`, power, to the nearest; unsigned for
-    probabilities and ReLU). Everything else is saved as torch does, among it all that needs no gradient: attention's
-    log-sum-exp, means and inverse deviations. Masks of two values become bits and indices fewer bytes, exactly.
+    What is left is stored in block-wise 8-bit codes (:func:`memkern.quantize_blockwise`, power, to the nearest) where
+    the operation that uses it allows: matrix products, convolutions, attention, norms, and smooth functions whose
+    result does not go through a division or a logarithm (memkern/compression/users.py). Everything else is saved as
+    torch does: what other operations use, such as ``amax``, ``log`` or an autograd.Function of your own, all that needs
+    no gradient, and what the last operations of the block use. Masks of two values become bits and indices fewer
+    bytes, exactly.
 
     Args:
         bits: ``8``, or ``"exact"``: the rules without codes. Gradients then differ from torch's by rounding of the
@@ -209,12 +348,10 @@ class quantize_saved:
     1.8 %. In the median over the parameter tensors of the larger models above, .1 to 1.3 %.
 
     In-place changes: what is stored in codes keeps the value that was saved; anything else that was changed between
-    forward and backward, also a parameter by an optimizer's step, raises as in torch. Not seen are changes through
-    ``.data``, as in torch, and under ``no_grad`` those of a value that no operation has saved: what is made of it later
-    may be computed anew from the value before. NaN and inf survive.
-
-    Around a block whose loss subtracts what is nearly equal, such as ``mse_loss(model(x), y)`` of a model that fits
-    well, the prediction is coded too and its difference is not: compute such a loss after the block.
+    forward and backward, also a parameter by an optimizer's step, raises as in torch. With ``"exact"`` so does a change
+    of an embedding's table (also by ``max_norm``, in a second call), as its rows are looked up again. Not seen are
+    changes through ``.data``, as in torch, and under ``no_grad`` those of a value that no operation has saved: what is
+    made of it later may be computed anew from the value before. NaN and inf survive.
 
     What the caller still holds when the block ends (cached keys and values, hidden states) is not held in codes beside
     it. Hooks that are open around the block get what is stored, so that under ``torch.autograd.graph.save_on_cpu()``
@@ -233,9 +370,11 @@ class quantize_saved:
 
     def __enter__(self) -> quantize_saved:
         session = Session(self.bits)
+        leaves.note_all()
         session.enter()
         self._sessions.append(session)
         return self
 
     def __exit__(self, *_: Any) -> None:
+        close_interrupted()
         self._sessions.pop().exit()

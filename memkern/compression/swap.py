@@ -20,7 +20,7 @@ from .class_swap import ORIGINAL, revert
 from .hooks import SavedBits
 from .measure import measure
 from .report import Report
-from .saved import EXACT
+from .saved import EXACT, close_interrupted
 from .worth import leave_what_saves_nothing
 
 
@@ -89,13 +89,15 @@ def compress(
             that save nothing on it are taken back. Without it the report says what is possible at most.
 
     A module that occurs under several names is swapped once. Left alone and reported: subclasses, modules whose forward
-    is set on the instance, and, as far as their code shows it, modules that call such a function themselves
-    (``F.gelu(self.up(x))``). A second call changes what its arguments change; the same call again changes nothing.
-    Compress before wrapping a model for sharding.
+    is set on the instance, activations and layers that have no counterpart (ELU, PReLU, LSTM, MultiheadAttention, ...),
+    activations that nothing calls, and, as far as their code shows it, modules that call such a function themselves
+    (``F.gelu(self.up(x))``), in forward or in a method that it calls. A second call changes what its arguments change;
+    the same call again changes nothing. Compress before wrapping a model for sharding.
 
     Raises:
         TypeError: model is no module, or an argument that there is none of.
-        ValueError: an option out of range, or few-bit activations of a float64 model; before anything is changed.
+        ValueError: an option out of range, or few-bit activations of a model whose parameters are all float64; before
+            anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -145,6 +147,7 @@ def swapped_state(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], di
 def restore(model: nn.Module) -> int:
     """Undoes every :func:`compress` of a model, in place; returns how many modules changed."""
     count = 0
+    close_interrupted()
     for module in model.modules():
         changed = revert(module)
         if vars(module).pop(MARKED, False):

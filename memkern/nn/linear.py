@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from ..randomized.linear import MIN_TOKENS, check_options, randomized_linear
 
+torch.fx.wrap("randomized_linear")  # one node of a traced graph
+
 
 class RandomizedLinear(nn.Linear):
     r"""torch.nn.Linear by :func:`randomized_linear`: exact but for the weight's gradient, which is unbiased.
@@ -62,8 +64,8 @@ class RandomizedLinear(nn.Linear):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "torch.ao.quantization knows torch.nn.Linear and not memkern.nn.RandomizedLinear: call "
-            "memkern.restore(model) before it"
+            "torch.ao.quantization and torch.jit know torch.nn.Linear and not memkern.nn.RandomizedLinear: call "
+            "memkern.restore(model) before them"
         )
 
     def extra_repr(self) -> str:

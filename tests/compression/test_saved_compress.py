@@ -65,6 +65,53 @@ def test_layers_by_themselves_do_not_hold_what_passes_between_them() -> None:
     assert bytes_of(layers, x) <= bytes_of(whole, x) + 2.5 * one  # the head's input and the logits
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.ReLU(),
+        *(pytest.param(f, marks=pytest.mark.full) for f in (nn.Tanh(), nn.Sigmoid(), nn.Softmax(-1))),
+    ],
+    ids=str,
+)
+def test_blocks_by_themselves_share_what_passes_between_them(activation: nn.Module) -> None:
+    """What a block saves of its result is alive when it returns: its caller passes it on to the next one."""
+    x, found = torch.randn(512, WIDTH), []
+    for how in ("torch", "whole", "by name", "each by itself"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation) for _ in range(6)))
+        if how == "whole":
+            memkern.compress(model, None, saved_bits=8)
+        elif how == "by name":
+            memkern.compress(model, None, saved_bits={str(i): 8 for i in range(6)})
+        elif how == "each by itself":
+            for block in model:
+                memkern.compress(block, None, saved_bits=8)
+        found.append(bytes_of(model, x))
+    plain, whole, *parts = found
+    assert whole < 0.4 * plain
+    assert max(parts) <= whole
+
+
+class _Twice(nn.Module):
+    """Gives its argument to two blocks."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.second, self.third = second, nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(h).sum() + self.third(h).sum()
+
+
+def test_what_one_block_needs_exactly_is_not_coded_by_the_next() -> None:
+    model, x = _Twice(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())), torch.randn(512, WIDTH)
+    expected = gradients(model, lambda: model(x))
+    memkern.compress(model, None, saved_bits={"first": 8, "second": "exact", "third": 8})
+    actual = gradients(model, lambda: model(x))
+    assert torch.equal(actual["second.0.weight"], expected["second.0.weight"])
+
+
 def test_a_second_call_changes_what_its_arguments_change() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), gpt2.NewGELUActivation(), nn.Linear(WIDTH, WIDTH))
     memkern.compress(model, saved_bits=8)

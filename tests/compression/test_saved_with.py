@@ -311,12 +311,12 @@ def test_an_exact_part_is_not_made_of_codes() -> None:
 class EagerAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(16, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         mask = torch.full((x.shape[1],) * 2, float("-inf")).triu(1)
-        return F.dropout((q @ k.transpose(-1, -2) / 4 + mask).softmax(-1), 0.1) @ v
+        return self.o(F.dropout((q @ k.transpose(-1, -2) / 4 + mask).softmax(-1), 0.1) @ v)
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])

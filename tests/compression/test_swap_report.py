@@ -33,7 +33,7 @@ def test_subclasses_are_left_alone() -> None:
     before = [type(m) for m in model.modules()]
     report = memkern.compress(model, linear=0.5, predicate=EVERY)
     assert [type(m) for m in model.modules()] == before
-    assert {left.names[0] for left in report.left} == {"0", "1", "2", "3.out_proj"}
+    assert {left.names[0] for left in report.left} == {"0", "1", "2", "3", "3.out_proj"}
     assert "0: OwnForward, a subclass of torch.nn.GELU may do more" in str(report)
 
 
@@ -59,6 +59,25 @@ class Holds(nn.Module):
         return self.activation_fn(x)
 
 
+class CallsInAHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+    def first(self, x: Tensor) -> Tensor:
+        return next(self.second(row) for row in x)
+
+    def second(self, x: Tensor) -> Tensor:
+        return F.mish(x) + self.first(x)
+
+
+class NamesAMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gelu(x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return x
+
+
 class HasAChild(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +95,8 @@ class HasAChild(nn.Module):
         (Holds(F.silu), "silu"),
         (Holds(functools.partial(F.gelu, approximate="tanh")), "gelu"),
         (nn.TransformerEncoderLayer(8, 1, activation="gelu"), "gelu"),
+        (CallsInAHelper(), "mish"),
+        (NamesAMethod(), None),
         (Holds(F.relu), None),
         (nn.TransformerEncoderLayer(8, 1), None),
         (HasAChild(), None),
@@ -87,6 +108,8 @@ class HasAChild(nn.Module):
         "holds",
         "holds a partial",
         "torch's layer",
+        "calls in a helper",
+        "names a method",
         "relu",
         "torch's with relu",
         "child",
@@ -95,9 +118,8 @@ class HasAChild(nn.Module):
 )
 def test_calls_of_functions_are_reported(module: nn.Module, function: str | None) -> None:
     report = memkern.compress(nn.Sequential(module))
-    assert [left.reason.split(" itself")[0] for left in report.left] == (
-        [f"calls {function}"] if function else []
-    )
+    calls = [left.reason.split(" itself")[0] for left in report.left if left.what != "MultiheadAttention"]
+    assert calls == ([f"calls {function}"] if function else [])
 
 
 @pytest.mark.parametrize("build", [nn.ReLU, nn.Tanh, nn.Sigmoid])
@@ -109,6 +131,71 @@ def test_activations_whose_output_is_kept_anyway_are_left_by_default(build: Any)
     assert memory.saved_bytes(lambda: model(x)) == before
     memkern.compress(model, predicate=EVERY)
     assert memory.saved_bytes(lambda: model(x)) > before
+
+
+NO_COUNTERPART = [
+    *(nn.ELU(), nn.SELU(), nn.CELU(), nn.PReLU(), nn.GLU(), nn.LogSigmoid(), nn.Softsign()),
+    *(nn.LSTM(4, 4), nn.GRU(4, 4), nn.MultiheadAttention(4, 1)),
+]
+
+
+@pytest.mark.parametrize("module", NO_COUNTERPART, ids=lambda module: type(module).__name__)
+def test_what_has_no_counterpart_is_named(module: nn.Module) -> None:
+    report = memkern.compress(nn.Sequential(nn.Linear(4, 4), module))
+    assert (
+        f"  1: {type(module).__name__}, there is none that saves less; compress(model, saved_bits=8)"
+        in str(report)
+    )
+    assert not memkern.compress(nn.Sequential(nn.Linear(4, 4), module), saved_bits=8).left
+
+
+class _Mixer(nn.Module):
+    """Holds an activation that its fused kernel stands for, as transformers' Mamba does."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.activation, self.act, self.layer = "silu", nn.SiLU(), nn.Linear(4, 4)
+        if calls:
+            self.function = lambda x: self.act(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.silu(x))
+
+
+class _Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = _Mixer(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer.act(self.mixer(x))
+
+
+def test_an_activation_that_nothing_calls_is_not_listed_as_swapped() -> None:
+    report = memkern.compress(nn.Sequential(_Mixer(False)))
+    assert not report.swapped
+    assert "0.act: SiLU, no method of the model names it, so that nothing calls it" in str(report)
+    assert len(memkern.compress(_Around()).swapped) == 1
+    assert len(memkern.compress(_Mixer(False), predicate=EVERY).swapped) == 1
+
+
+@pytest.mark.parametrize("extra", ["parameter", "buffer"])
+def test_one_float64_tensor_does_not_refuse_a_float32_model(extra: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    clock = torch.zeros(3, dtype=torch.float64)
+    if extra == "buffer":
+        model[0].register_buffer("clock", clock)
+    else:
+        holder = nn.Module()
+        holder.clock = nn.Parameter(clock)
+        model.insert(0, holder)
+        model.forward = lambda x: model[3](model[2](model[1](x)))
+    x = torch.randn(64, 64)
+    assert len(memkern.compress(model, 3).swapped) == 1
+    memkern.restore(model)
+    plain = memory.saved_bytes(lambda: model(x), model)
+    memkern.compress(model, saved_bits=8)
+    assert memory.saved_bytes(lambda: model(x), model) < 0.5 * plain
 
 
 # The report

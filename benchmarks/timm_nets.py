@@ -1,0 +1,65 @@
+"""timm's nets with random weights, and a loss; torchvision, which `import timm` asks for, is not needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NETS = {
+    "MobileNetV3": "mobilenetv3_large_100",
+    "EfficientNet-B0": "efficientnet_b0",
+    "ResNet-18": "resnet18",
+    "ViT-tiny": "vit_tiny_patch16_224",
+}
+CLASSES = 10
+_NOT_USED = {  # what timm imports of torchvision beside its data sets
+    "torchvision": (),
+    "torchvision.models": (),
+    "torchvision.models.feature_extraction": ("create_feature_extractor", "get_graph_node_names"),
+    "torchvision.ops": (),
+    "torchvision.ops.misc": ("FrozenBatchNorm2d",),
+}
+
+
+def _timm() -> Any:
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError):  # none, or one of another torch
+        for name, classes in _NOT_USED.items():
+            sys.modules[name] = module = ModuleType(name)
+            vars(module).update({cls: type(cls, (nn.Module,), {}) for cls in classes})
+        _without_data_sets()
+    return importlib.import_module("timm")
+
+
+def _without_data_sets() -> None:
+    """timm.data with its constants, which the nets import, and nothing else."""
+    found = importlib.util.find_spec("timm")
+    if found is None or found.origin is None or "timm" in sys.modules:
+        return
+    folder = Path(found.origin).parent / "data"
+    data = sys.modules["timm.data"] = ModuleType("timm.data")
+    data.__path__ = [str(folder)]
+    exec((folder / "constants.py").read_text(), vars(data))
+
+
+class Classifier(nn.Module):
+    """A net with the loss that transformers' models give."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+        return SimpleNamespace(loss=F.cross_entropy(self.net(pixel_values), labels))
+
+
+def build(name: str) -> nn.Module:
+    """Dropout and stochastic depth are off, as timm has them by default. ModuleNotFoundError without timm."""
+    return Classifier(_timm().create_model(NETS[name], pretrained=False, num_classes=CLASSES))
