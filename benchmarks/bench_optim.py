@@ -84,8 +84,8 @@ LION = {
     "DeepSpeed CPULion": of("deepspeed.ops.lion", "DeepSpeedCPULion"),
 }
 SGD = {
-    "memkern SGD8bit": of("memkern.optim", "SGD8bit"),
-    "memkern SGD": of("memkern.optim", "SGD"),
+    "memkern SGD8bit": of("memkern.optim", "SGD8bit", momentum=0.9),
+    "memkern SGD": of("memkern.optim", "SGD", momentum=0.9),
     "torch SGD fused": of("torch.optim", "SGD", momentum=0.9, fused=True),
     "torch SGD foreach": of("torch.optim", "SGD", momentum=0.9, foreach=True),
     "bitsandbytes SGD8bit": of("bitsandbytes.optim", "SGD8bit", lr=1e-3, momentum=0.9),

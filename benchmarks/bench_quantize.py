@@ -38,19 +38,6 @@ def memkern(codec: str) -> Callable:
     return prepare
 
 
-def affine(x: Tensor) -> tuple[Callable, Callable]:
-    from memkern import dequantize_affine, quantize_affine
-
-    zero_points: list[Tensor] = []
-
-    def quantize() -> tuple[Tensor, Tensor]:
-        codes, scale, zero_point = quantize_affine(x, block_size=BLOCK)
-        zero_points[:] = [zero_point]
-        return codes, scale
-
-    return quantize, lambda codes, scale: dequantize_affine(codes, scale, *zero_points, block_size=BLOCK)
-
-
 def bitsandbytes(x: Tensor) -> tuple[Callable, Callable]:
     from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 
@@ -74,7 +61,6 @@ def cases(size: int, device: str) -> list[Case]:
     contenders = {
         "memkern power": memkern("power"),
         "memkern dynamic": memkern("dynamic"),
-        "memkern affine": affine,
         "bitsandbytes dynamic": bitsandbytes,
         "torch copy": copy,
     }

@@ -7,6 +7,10 @@ instructions per element takes at least the longer of ::
     t_issue  = I / (0.85 * multiprocessors * 128 * clock)
     t_fp64   = (those of I that are fp64) / (multiprocessors * FP64 * clock)
 
+The share then has a range: what is loaded ahead must cover the memory's latency (:func:`range_of_share`), which is
+between 0.6 and 1.0 microseconds under load on such cards, and 0.75 to 0.9 of the slots are issued. Left out: pipes that
+issue every second cycle, conversions and roots, wavefronts of shared memory.
+
 128 lanes of a multiprocessor issue an instruction per cycle (CUDA C++ Programming Guide, Compute Capabilities); 0.85
 is what loops with few stalls reach. FP64 is from the same guide. Latencies, the ends of a grid and the filling of
 tables are left out there; a second table has steps of 2^22 to 2^25 elements, where they count (``time_of_step``).
@@ -31,16 +35,17 @@ LANES = 128
 # or 2; kernels have as many of the one kind as of the other.
 FP64 = {"sm_80": 2 / (1 / 16 + 1 / 32), "sm_89": 2.0, "sm_90": 2 / (1 / 16 + 1 / 64), "sm_120": 2.0}
 # As csrc/cuda/device.cuh and tile.cuh have them.
-THREADS, VECTOR, TILE_ELEMENTS, STEP_BLOCKS, AHEAD_BLOCKS = 128, 8, 2**14, 5, 4
+THREADS, VECTOR, TILE_ELEMENTS, AHEAD_BLOCKS = 128, 8, 2**14, 4
 # Assumed until there is a measurement: seconds from a load to its use with the memory busy, and cycles from one
 # instruction of a warp to its next when few other warps run.
 LATENCY = 0.7e-6
+LATENCIES, ISSUED_RANGE = (1.0e-6, 0.6e-6), (0.75, 0.9)  # the low end of the range, and the high one
 CYCLES = 2
 
 
 class Card(NamedTuple):
     """Multiprocessors, boost clock in GHz and memory bandwidth in GB/s as the vendor's data sheets have them; a copy
-    reaches about 0.9 of the latter."""
+    reaches about 0.9 of the latter. H100 and H200 ran at 1.98 GHz when they were seen under load."""
 
     arch: str
     multiprocessors: int
@@ -55,8 +60,9 @@ class Card(NamedTuple):
 CARDS = {
     "A100 80 GB": Card("sm_80", 108, 1.41, 2039),
     "RTX 4090": Card("sm_89", 128, 2.52, 1008),
-    "H100 SXM": Card("sm_90", 132, 1.755, 3350),
-    "H200": Card("sm_90", 132, 1.755, 4800),
+    "H100 SXM": Card("sm_90", 132, 1.98, 3350),
+    "H200": Card("sm_90", 132, 1.98, 4800),
+    "B200": Card("sm_90", 148, 1.965, 8000),  # sm_100 by the counts of sm_90, which has its fp64 rate too
     "RTX 5090": Card("sm_120", 170, 2.41, 1792),
 }
 # Read and written per element: gradient, parameter twice, two codes twice, two scales of blocks of 128 twice.
@@ -98,8 +104,28 @@ KERNELS = {
     "LAMB norms bf16": "lamb_norm_tiles<1, 0>",
     "LAMB bf16": "lamb_tiles<1, 0>",
 }
-# Paths that load the next vector before they compute one (csrc/cuda/adam_whole.cuh).
-AHEAD = frozenset(path for path in KERNELS if "Lion" not in path)
+# The same of those that are not steps.
+OTHERS = {
+    "LARS fp32": "lars_tiles<1, 0>",
+    "LARS bf16": "lars_tiles<1, 0>",
+    "grad norm fp32": "norm_tiles",
+    "grad norm bf16": "norm_tiles",
+    "power codes fp32": "quantize_whole<0, 1>",
+    "power codes bf16": "quantize_whole<1, 1>",
+}
+# Bytes per element that are written, of those in BYTES. The others are loaded a vector ahead (csrc/cuda/adam_whole.cuh,
+# lion_whole.cuh), and two of a norm are.
+WRITTEN = {
+    **{
+        path: (4 if "fp32" in path else 2) + 2 + SCALES / 2
+        for path in ("AdamW fp32", "AdamW bf16", "LAMB bf16")
+    },
+    **{"AdamW fp32, v in 4 bits": 5.5 + SCALES / 2, "AdamW bf16, v in 4 bits": 3.5 + SCALES / 2},
+    **{f"{name} fp32": 5 + SCALES / 4 for name in ("Lion", "LARS")},
+    **{f"{name} bf16": 3 + SCALES / 4 for name in ("Lion", "LARS")},
+    **{f"{name} {dtype}": 0 for name in ("LAMB norms", "grad norm") for dtype in ("fp32", "bf16")},
+    **{"power codes fp32": 1 + 4 / 128, "power codes bf16": 1 + 4 / 128},
+}
 MIDDLE = (2**22, 2**23, 2**24, 2**25)
 
 
@@ -140,6 +166,26 @@ def expected_instructions(kernel: str, arch: str) -> float:
 def fp64_instructions(kernel: str, arch: str) -> float:
     counts: dict[str, dict[str, float]] = record()["fp64 instructions per element"]
     return counts.get(kernel, {}).get(arch, 0.0)
+
+
+def bytes_in_flight(card: Card, path: str) -> float:
+    """Of a multiprocessor, all its threads' vectors that are loaded ahead."""
+    registers = record()["registers"][(KERNELS | OTHERS)[path]][card.arch]
+    vectors = 2 if "grad norm" in path else 1
+    threads = THREADS * resident_blocks(card.arch, registers)
+    return threads * VECTOR * vectors * (BYTES[path] - WRITTEN[path])
+
+
+def range_of_share(card: Card, path: str) -> tuple[float, float]:
+    """The share of the copy bandwidth with the longer latency and fewer instructions issued, and with the others."""
+    instructions, fp64 = expected_instructions(path, card.arch), fp64_instructions(path, card.arch)
+    ends = []
+    for latency, issued in zip(LATENCIES, ISSUED_RANGE, strict=True):
+        loaded = card.multiprocessors * bytes_in_flight(card, path) / latency  # bytes per second
+        wanted = card.copy * 1e9 * (BYTES[path] - WRITTEN[path]) / BYTES[path]
+        issue = share_of_copy(card, BYTES[path], instructions * ISSUED / issued, fp64)
+        ends.append(min(issue, loaded / wanted))
+    return ends[0], ends[1]
 
 
 def share_of_copy(card: Card, size: float, instructions: float, fp64: float = 0.0) -> float:
@@ -185,10 +231,10 @@ def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
     The multiprocessor with the most tiles works on as many at once as there is room for, then on the next. These take
     the time of their bytes and instructions, but no less than one alone takes, which waits for its loads::
 
-        2 * LATENCY + turns * (LATENCY + (instructions of a turn) * CYCLES / clock)
+        3 * LATENCY + turns * max(LATENCY, (instructions of a turn) * CYCLES / clock)
 
-    with one turn for every THREADS * VECTOR elements; 2: for the step's table, before the first load. Where loads are
-    a turn ahead, a turn takes the longer of its two times, after one more LATENCY.
+    with one turn for every THREADS * VECTOR elements, as loads are a turn ahead; 3: for the step's table, twice, and
+    the first load.
     """
     instructions = expected_instructions(path, card.arch)
     room = resident_blocks(card.arch, record()["registers"][KERNELS[path]][card.arch])
@@ -196,10 +242,7 @@ def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
     issue = tile * instructions / (ISSUED * LANES * card.clock * 1e9)
     turns = tile / (THREADS * VECTOR)
     computing = VECTOR * instructions * CYCLES / (card.clock * 1e9)
-    if path in AHEAD:
-        alone = 3 * LATENCY + turns * max(LATENCY, computing)
-    else:
-        alone = 2 * LATENCY + turns * (LATENCY + computing)
+    alone = 3 * LATENCY + turns * max(LATENCY, computing)
     tiles = math.ceil(math.ceil(numel / tile) / card.multiprocessors)
     full, last = divmod(tiles, room)
     each = max(memory, issue)
@@ -212,7 +255,7 @@ def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
     def share(numel: int, tile: int) -> float:
         return numel * BYTES[path] / (card.copy * 1e9) / time_of_step(card, path, numel, tile)
 
-    slots = (AHEAD_BLOCKS if path in AHEAD else STEP_BLOCKS) * card.multiprocessors
+    slots = AHEAD_BLOCKS * card.multiprocessors
     return {n: (share(n, TILE_ELEMENTS), share(n, tile_elements(n, slots))) for n in MIDDLE}
 
 
@@ -226,6 +269,14 @@ def main() -> None:
     table = Table("kernel", "bytes per element", *CARDS, title="Share of the copy bandwidth, modelled")
     for kernel, row in shares().items():
         table.add_row(kernel, f"{BYTES[kernel]:.2f}", *(f"{share:.2f}" for share in row.values()))
+    Console(width=120).print(table)
+    table = Table(
+        "kernel", "kB in flight on an H200", *CARDS, title="The same with latencies and a range, modelled"
+    )
+    for path in KERNELS | OTHERS:
+        ranges = (range_of_share(card, path) for card in CARDS.values())
+        flying = bytes_in_flight(CARDS["H200"], path) / 1e3
+        table.add_row(path, f"{flying:.0f}", *(f"{low:.2f}-{high:.2f}" for low, high in ranges))
     Console(width=120).print(table)
     sizes = [f"2^{n.bit_length() - 1}" for n in MIDDLE]
     table = Table(

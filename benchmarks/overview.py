@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ TIMES = (
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
 PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # the beginning of a results file's hardware
+MODES = {
+    "compress": "`compress(model)`",
+    "exact": '`compress(model, saved_bits="exact")`',
+    "8": "`compress(model, saved_bits=8)`",
+}
 SAVED_MODES = {"exact": '`saved_bits="exact"`', "8": "`saved_bits=8`"}
 
 
@@ -62,13 +68,16 @@ def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, flo
     rows = next(iter(_topic("optim").values()))
     adam, lion = "AdamW, one tensor", "Lion, one tensor"
     yield (
-        "optimizer state",
+        "optimizer state of AdamW",
         "bytes per parameter",
         ("`torch.optim.AdamW`", _state(rows, adam, "torch AdamW fused")),
-        [
-            ("`AdamW8bit`", _state(rows, adam, "memkern AdamW8bit")),
-            ("`Lion8bit`", _state(rows, lion, "memkern Lion8bit")),
-        ],
+        [("`AdamW8bit`", _state(rows, adam, "memkern AdamW8bit"))],
+    )
+    yield (
+        "optimizer state of Lion",
+        "bytes per parameter",
+        ("32-bit Lion", _state(rows, lion, "memkern Lion")),
+        [("`Lion8bit`", _state(rows, lion, "memkern Lion8bit"))],
     )
     block = _last("saved-bytes.csv", "width", "way")
     kb = {way: float(row["bytes_per_token"]) / 1000 for (width, way), row in block.items() if width == "768"}
@@ -120,34 +129,82 @@ def saves_table() -> str:
 
 
 def speed_table() -> str:
-    """Times of memkern over those of a peer, by processor; below 1 memkern is faster."""
+    """Times of memkern over those of a peer, by processor; below 1 memkern is faster.
+
+    Optimizers, activations and saved tensors have tables of their own, with the processors that they were measured on.
+    """
     topics = {topic: _topic(topic) for topic, *_ in TIMES}
-    names = list(PROCESSORS.values())
-    lines = [
-        "| CPU, 2 threads: time of | over that of | case | " + " | ".join(names) + " |",
-        "|---|---|---|" + "---:|" * len(names),
-    ]
+    optimizers: list[list[str]] = []
+    activations: list[list[str]] = []
     for topic, case, ours, peer in TIMES:
-        cells = [_ratio(topics[topic].get(name, {}), case, ours, peer) for name in names]
-        lines.append(f"| {ours.removeprefix('memkern ')} | {peer} | {case} | " + " | ".join(cells) + " |")
-    for (model, precision, tokens, mode), row in _last(
-        "saved-time.csv", "model", "precision", "tokens", "mode"
-    ).items():
+        cells = [_ratio(topics[topic].get(name, {}), case, ours, peer) for name in PROCESSORS.values()]
+        rows = activations if topic == "activation" else optimizers
+        rows.append([ours.removeprefix("memkern "), peer, case, *cells])
+    tables = {
+        "2 threads: time of a step of": optimizers,
+        "2 threads: time of a forward and backward pass of": activations,
+        "1 thread: time of a forward and backward pass with": _saved_times(),
+    }
+    return "\n\n".join(_speed_columns(head, rows) for head, rows in tables.items())
+
+
+def _saved_times() -> list[list[str]]:
+    """The rows of saved-time.csv: one thread, processor time."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for case, row in _last("saved-time.csv", "model", "precision", "tokens", "mode", "hardware").items():
+        found.setdefault(case[:-1], {})[row["hardware"]] = f"{float(row['ratio']):.2f}"
+    rows: list[list[str]] = []
+    for (model, precision, tokens, mode), ratios in found.items():
         if mode in SAVED_MODES:
-            how, case = SAVED_MODES[mode], f"{model}, {precision}, {int(tokens):,} tokens, 1 thread"
             cells = [
-                f"{float(row['ratio']):.2f}" if n.split()[0] in row["hardware"] else "not run" for n in names
+                next((ratio for hardware, ratio in ratios.items() if name.split()[0] in hardware), "")
+                for name in PROCESSORS.values()
             ]
-            lines.append(f"| forward and backward, {how} | torch | {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            what = f"{model}, {precision}, {int(tokens):,} tokens"
+            rows.append([SAVED_MODES[mode], "torch", what, *cells])
+    return rows
+
+
+def _speed_columns(head: str, rows: list[list[str]]) -> str:
+    """The table without the columns of processors that have no figure."""
+    names = ["over that of", "case", *PROCESSORS.values()]
+    shown = [i for i in range(len(names) + 1) if any(row[i] for row in rows)]
+    lines = [[head, *names], ["---"] * 3 + ["---:"] * len(PROCESSORS), *rows]
+    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in lines)
 
 
 def _ratio(rows: dict[tuple[str, str], report.Row], case: str, ours: str, peer: str) -> str:
+    """Empty where one of the two was not measured."""
     mine, theirs = rows.get((case, ours)), rows.get((case, peer))
     if not mine or not theirs or not theirs["ms_median"]:
-        return "not run"
+        return ""
     ratio = float(mine["ms_median"]) / float(theirs["ms_median"])
     return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
+
+
+def models_table() -> str:
+    """What is saved, and the error of gradients, over all models of saved-models.csv: the median, and the worst."""
+    rows = _last("saved-models.csv", "model", "precision", "tokens", "mode")
+    heads = [f"{name}: median | worst" for name in ("saved bytes left", "peak of a step", "gradient error")]
+    lines = [f"| | precision | {' | '.join(heads)} |", "|---|---|" + "---:|---|" * len(heads)]
+    for mode, title in MODES.items():
+        for precision in ("fp32", "bf16 autocast", "bf16"):
+            of = {case: row for case, row in rows.items() if case[1] == precision and case[3] == mode}
+            cells = [title, precision]
+            for figure in ("share", "peak_share", "gradient_error"):
+                cells += _median_and_worst({case: float(row[figure]) for case, row in of.items()}, figure)
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _median_and_worst(values: dict[tuple[str, ...], float], figure: str) -> tuple[str, str]:
+    worst = max(values, key=values.__getitem__)
+    median, most, model = statistics.median(values.values()), values[worst], worst[0]
+    if figure != "gradient_error":
+        return f"{median:.2f}", f"{most:.2f} ({model})"
+    if most < 1e-5:
+        return "0 %", "rounding" if most else "0 %"
+    return f"{100 * median:.1f} %", f"{100 * most:.1f} % ({model})"
 
 
 def wheels_table() -> str:
@@ -166,7 +223,12 @@ def wheels_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"saves": saves_table, "speed": speed_table, "wheels": wheels_table}
+TABLES: dict[str, Callable[[], str]] = {
+    "saves": saves_table,
+    "speed": speed_table,
+    "models": models_table,
+    "wheels": wheels_table,
+}
 
 
 def fill(page: str) -> str:

@@ -34,7 +34,7 @@ FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "ste
 CASES = (
     Case("distilgpt2", 256, {}),
     Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
-    Case("gpt2", 128, {"checkpointing": "sqrt", "optimizer": "torch.AdamW", "micro_batch": 2}),
+    Case("gpt2", 128, {"checkpointing": "sqrt", "optimizer": "torch-adamw", "micro_batch": 2}),
     Case("distilgpt2", 256, {"precision": "amp"}),
     Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
     Case("distilgpt2", 256, {"saved_bits": 8, "micro_batch": 2}),
@@ -43,7 +43,7 @@ CASES = (
     Case("bert-base", 128, {"randomized_linear": 0.2, "micro_batch": 2, "state_bits": 8}, None),
     Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
     Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
-    Case("bert-large", 64, {"optimizer": "Lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
+    Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
 )
 
 

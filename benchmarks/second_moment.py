@@ -1,8 +1,8 @@
 """python -m benchmarks.second_moment PART: Adam with m in 8 bits and sqrt(v) in 4, in plain PyTorch.
 
 ``closed-loop``: the relative error of its updates on synthetic gradients. ``training``: a byte-level GPT over 2,000
-steps and three seeds, beside 8 bits for both. No hardware is measured; the outcome decided that kernels are worth
-writing: ``state_bits=(8, 4)``.
+steps and three seeds, beside 8 bits for both. ``decades``: an MLP whose inputs span four decades, by the optimizers
+themselves. No hardware is measured; the outcome decided that kernels are worth writing: ``state_bits=(8, 4)``.
 
 The 4-bit codes are those of the power codec with N = 15: ``w = s (q / 15)^2``, at least 1 where w > 0, rounded with the
 dither of the step.
@@ -11,6 +11,7 @@ dither of the step.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -150,7 +151,52 @@ def training(steps: int = 2000, seeds: Iterable[int] = range(3), lr: float = 3e-
             yield name, "GPT", seed, steps, "validation loss", loss if math.isfinite(loss) else math.inf
 
 
-PARTS: dict[str, Callable[[], Iterator[Figure]]] = {"closed-loop": closed_loop, "training": training}
+def decades(steps: int = 800, seeds: Iterable[int] = range(4), width: int = 128) -> Iterator[Figure]:
+    """An MLP whose inputs span four decades: the test error over the target's variance, by AdamW's own options.
+
+    The gradients of a row of its first layer span as much, within one block.
+    """
+    from memkern.optim import AdamW
+
+    ways: dict[str, dict[str, Any]] = {
+        "32 bits": {},
+        "both 8 bits": {"state_bits": 8},
+        "m 8 bits, sqrt(v) 4": {"state_bits": (8, 4)},
+        "m 8 bits, sqrt(v) 4, blocks of 64": {"state_bits": (8, 4), "block_size": 64},
+    }
+    for seed, (name, options) in itertools.product(seeds, ways.items()):
+        torch.manual_seed(seed)
+        scale = 10 ** (-4 * torch.rand(width))
+        first = torch.nn.Linear(width, 64)
+        target = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(64, 8)).requires_grad_(False)
+        first.weight.mul_(2.0)
+        hidden = [
+            torch.nn.Linear(width, width),
+            torch.nn.GELU(),
+            torch.nn.Linear(width, width),
+            torch.nn.GELU(),
+        ]
+        model = torch.nn.Sequential(*hidden, torch.nn.Linear(width, 8))
+        optimizer = AdamW(model.parameters(), weight_decay=0.0, **options)
+        for step in range(steps):
+            z = torch.randn(64, width)
+            cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
+            optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 100) * cosine
+            optimizer.zero_grad()
+            (model(z * scale) - target(z)).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            z = torch.randn(4096, width)
+            y = target(z)
+            error = (model(z * scale) - y).square().mean() / y.var()
+        yield name, "MLP, inputs of four decades", seed, steps, "error / variance", error.item()
+
+
+PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
+    "closed-loop": closed_loop,
+    "training": training,
+    "decades": decades,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Models of transformers with random weights and small sizes, and a batch for each: nothing is downloaded."""
+"""Models of transformers and timm with random weights, and a batch for each: nothing is downloaded.
+
+Those of transformers have small sizes, those of timm their own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from . import timm_nets
 
 VOCABULARY = 1000
 WIDTH, HEAD, LAYERS = 512, 64, 4
@@ -108,7 +113,8 @@ MODELS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
     "CLIP": ("CLIPConfig", "CLIPModel", _clip),
     "ConvNeXt": ("ConvNextConfig", "ConvNextForImageClassification", _convnext),
 }
-NOT_TRANSFORMERS = ("ConvNeXt",)
+NAMES = (*MODELS, *timm_nets.NETS)
+OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # nets, and without gradient_checkpointing_enable
 _CACHES = ("GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper")
 
 
@@ -116,13 +122,17 @@ def build(name: str, tokens: int) -> nn.Module:
     """The model in training mode, its dropout at 0, the same weights every time."""
     import transformers
 
-    config, model, arguments = MODELS[name]
     torch.manual_seed(0)
+    if name in timm_nets.NETS:
+        return timm_nets.build(name).train()
+    config, model, arguments = MODELS[name]
     return getattr(transformers, model)(getattr(transformers, config)(**arguments(tokens))).train()
 
 
 def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """One sequence (of ConvNeXt and CLIP two samples), with what the model needs for a loss."""
+    """One sequence, with what the model needs for a loss. CLIP: two samples. ConvNeXt: two images of 512 tokens, timm's
+    nets: four.
+    """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (1, tokens), generator=generator)
     side = _SIDES[tokens]
@@ -131,9 +141,10 @@ def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[st
             "pixel_values": torch.randn(1, 3, side, side, generator=generator),
             "labels": torch.tensor([1]),
         }
-    elif name == "ConvNeXt":
-        pixels = torch.randn(tokens // 256, 3, 224, 224, generator=generator)
-        made = {"pixel_values": pixels, "labels": torch.arange(tokens // 256) % 2}
+    elif name in OF_IMAGES:
+        images = tokens // (256 if name == "ConvNeXt" else 128)
+        pixels = torch.randn(images, 3, 224, 224, generator=generator)
+        made = {"pixel_values": pixels, "labels": torch.arange(images) % 2}
     elif name == "Whisper":
         made = {"input_features": torch.randn(1, 80, 2 * tokens, generator=generator), "labels": ids}
     elif name == "CLIP":

@@ -1,7 +1,8 @@
 """GPT-2-XL, 1.56 billion parameters with random weights, one sequence of 1,024 tokens at a time, on a CPU.
 
-`python -m memkern train --model gpt2-xl --from-config --fit 9GiB --device cpu` is the same with the planner's choice,
-progress, validation and checkpoints.
+The same with the planner's choice, progress, validation and checkpoints:
+
+  python -m memkern train --model gpt2-xl --from-config --fit 9GiB --batch-size 1 --seq-len 1024 --steps 30 --device cpu
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
     except KeyboardInterrupt as interrupt:
         print(*interrupt.args, file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(interrupt, "status", 130))
 
 
 if __name__ == "__main__":

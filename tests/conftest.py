@@ -19,6 +19,7 @@ pytest_plugins = [
     "tests.support.interpreted",
     "tests.support.outcomes",
     "tests.support.skips",
+    "tests.support.sticky",
 ]
 
 if os.environ.get("TRITON_INTERPRET") == "1":

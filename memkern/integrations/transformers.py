@@ -63,14 +63,26 @@ def optimizer_cls_and_kwargs(
         if "eps" in own and args.adam_epsilon != defaults["adam_epsilon"]:
             kwargs["eps"] = args.adam_epsilon
     kwargs |= options
-    cls(
-        [torch.nn.Parameter(torch.zeros(1))], **kwargs
-    )  # checks the options here rather than inside of the Trainer
+    # Checks the options here rather than inside of the Trainer. Every option takes a bf16 parameter.
+    cls([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device="cpu"))], **kwargs)
     if model is not None:
         from ..optim import param_groups
 
         kwargs["params"] = param_groups(model, weight_decay=args.weight_decay)
     return cls, kwargs
+
+
+def _check_clipping(args: TrainingArguments, optimizer: Any) -> None:
+    """Raises ValueError where the Trainer would clip gradients that a step in backward has freed."""
+    from ..optim import StepInBackward
+
+    while not isinstance(optimizer, StepInBackward) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer  # accelerate's wrapper
+    if isinstance(optimizer, StepInBackward) and args.max_grad_norm:
+        raise ValueError(
+            f"max_grad_norm={args.max_grad_norm} given with StepInBackward, whose gradients are freed before the "
+            "Trainer clips them; allowed: TrainingArguments(max_grad_norm=0), or an optimizer without StepInBackward"
+        )
 
 
 class CompressCallback(TrainerCallback):
@@ -81,6 +93,10 @@ class CompressCallback(TrainerCallback):
 
     ``report`` is compress' report. After the first step the table of the optimizer states' bytes is printed too. Only
     the first process prints. ``memkern.restore(model)`` undoes it.
+
+    Raises:
+        ValueError: when training begins, for :class:`memkern.optim.StepInBackward` with ``args.max_grad_norm``: the
+            Trainer would clip nothing.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -98,7 +114,8 @@ class CompressCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A model that ``model_init`` has made anew."""
+        """Compresses a model that ``model_init`` has made anew, and refuses clipping that would do nothing."""
+        _check_clipping(args, kwargs.get("optimizer"))
         model = kwargs["model"]
         self._compressing.compress(getattr(model, "module", model), args.process_index == 0)
 

@@ -86,11 +86,17 @@ class Chooser:
                 techniques = Techniques(**(choices | self.pinned))
                 if not (self.clip and techniques.step_in_backward):
                     found[techniques] = None
+        if not found:  # a step in backward is given, and clipping
+            raise TechniqueError("step_in_backward", True, "False with clip, which needs all gradients")
         return list(found)
 
     def smallest(self) -> Prediction:
-        """All techniques together, but randomized linear layers."""
-        return self.predictor.predict(self.frugal(min(self.candidates, key=self.predictor.floor)))
+        """All techniques together, but randomized linear layers; of the ways to hold gradients the smallest."""
+        least: dict[Any, Techniques] = {}
+        for techniques in sorted(self.candidates, key=self.predictor.floor):
+            shape = (techniques.micro_batch, techniques.step_in_backward, techniques.offload)
+            least.setdefault(shape, techniques)
+        return min(map(self.predictor.predict, map(self.frugal, least.values())), key=lambda p: p.peak)
 
     def fastest(self, memory: int) -> Prediction | None:
         """The fastest that fits; of those within 2 % of its time the one that changes least."""

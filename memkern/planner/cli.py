@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .planning import plan
-from .techniques import TechniqueError, Techniques
+from .techniques import CHOICES, RANGES, TechniqueError, Techniques
 
 DESCRIPTION = """\
 Says what a training step of a model needs with each technique, and which to use so that it fits. Techniques that are
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="PATH", help="a picture of it, to be written there")
     group = parser.add_argument_group("techniques")
     for field in dataclasses.fields(Techniques):
-        name, text = f"--{field.name.replace('_', '-')}", f"plain training has {field.default}"
+        name = f"--{field.name.replace('_', '-')}"
+        choices = (f'"{x}"' if isinstance(x, tuple) else str(x) for x in CHOICES.get(field.name, ()))
+        text = f"{', '.join(choices) or RANGES[field.name]} (plain training has {field.default})"
         kind = str if isinstance(field.default, str) else _value
         group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar="X", help=text)
 

@@ -58,7 +58,7 @@ def seconds(
     and those of the weights. Checkpoints repeat the forward pass, randomized linear layers compute their share of the
     weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads and writes what is saved
     once more in each pass. The step reads and writes weights, errors and states and reads gradients; with offload
-    gradients and weights go over the link.
+    gradients and weights go over the link, and weights back.
 
     head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any
     technique. state_bytes: of the optimizer and of the errors.
@@ -78,5 +78,5 @@ def seconds(
     bandwidth = hardware.host_bandwidth if techniques.offload else hardware.bandwidth
     total += (2 * weight_bytes + gradients + 2 * state_bytes) / bandwidth
     if techniques.offload:
-        total += (techniques.accumulation * gradients + weight_bytes) / hardware.link
+        total += (techniques.accumulation * gradients + 2 * weight_bytes) / hardware.link
     return total

@@ -102,6 +102,7 @@ class Configured:
     config: Any
     seq_len: int
     loss: Loss = model_output_loss
+    loss_code = "model(**batch).loss"
 
     def build(self, dtype: torch.dtype, empty: bool = True) -> nn.Module:
         """The model in a dtype; where ``empty`` without initial values, which on fake tensors nothing can compute."""
@@ -174,6 +175,17 @@ class Given:
         """A copy of the module with its weights in a dtype; no value is copied, so called on fake tensors."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return copy.deepcopy(self.model, {id(x): _empty_like(x, dtype) for x in tensors}).train()
+
+    @property
+    def loss_code(self) -> str:
+        """How a loop of one's own computes the loss; ``loss_fn`` is the caller's."""
+        if self.loss is not model_output_loss:
+            return "loss_fn(model, batch)  # the loss that the plan was given"
+        if isinstance(self.example, tuple):
+            return "loss_fn(model(*batch), target)  # yours, for what the model returns"
+        return (
+            "model(**batch).loss" if "labels" in self.example else "loss_fn(model(**batch), target)  # yours"
+        )
 
     @property
     def _leading(self) -> list[Tensor]:

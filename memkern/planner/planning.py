@@ -15,6 +15,7 @@ from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, Hardware, default
 from .prediction import BAND, Prediction, Predictor
+from .smaller import Asked, Change, would_fit
 from .techniques import TechniqueError, Techniques
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -43,6 +44,8 @@ class Plan:
     linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
     recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
     the truth may be above and below a prediction. What fits does so where the truth is above by so much, too.
+    changes: where nothing fits, what would: each change that is enough by itself, or, where none is, all of them.
+    fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
     """
 
     model: str
@@ -55,6 +58,9 @@ class Plan:
     recommended: Prediction | None
     largest_micro_batch: int
     counted_on: str
+    changes: tuple[Change, ...] = ()
+    fits_as_it_is: bool = False
+    loss: str = "model(**batch).loss"
 
     @property
     def fits(self) -> bool:
@@ -227,6 +233,7 @@ def _plan(
             alone[name] = predictor.predict(Techniques(**changes))
     limit = int(memory / (1 + BAND[counted_on][0]))
     best = chooser.fastest(limit)
+    plain = predictor.predict(Techniques(micro_batch=batch_size))
     largest = 0
     if best is not None:
         largest = chooser.largest_micro_batch(best.techniques, limit)
@@ -245,4 +252,7 @@ def _plan(
         best,
         largest,
         counted_on,
+        () if best else tuple(would_fit(Asked(predictor, pinned, batch_size, clip, hardware), memory)),
+        plain.peak <= limit,
+        source.loss_code,
     )

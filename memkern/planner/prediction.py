@@ -63,7 +63,7 @@ class Predictor:
     def traces(self, techniques: Techniques) -> Any:
         return self._traces(
             techniques.replace(
-                optimizer="AdamW",
+                optimizer="adamw",
                 state_bits=32,
                 master_weights=None,
                 step_in_backward=False,

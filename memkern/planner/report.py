@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .planning import Plan
 from .prediction import CATEGORIES, Prediction
+from .smaller import Change
 from .techniques import Techniques
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")
 
 
@@ -24,24 +25,42 @@ def rows(plan: Plan) -> Iterator[tuple[str, Prediction]]:
 
 def text(plan: Plan) -> str:
     above, below = plan.band
+    unit, name_of_unit, digits = (GIB, "GiB", 2) if _is_large(plan) else (MIB, "MiB", 1)
     base = next(iter(plan.alone.values())).seconds / next(iter(plan.alone.values())).techniques.micro_batch
     lines = [
-        f"{plan.model}: {plan.parameters:,} parameters, {plan.seq_len} tokens, {plan.device}; "
-        f"limit {plan.memory / GIB:.2f} GiB",
-        f"peak of a step in GiB, one sequence; time against plain training; truth within -{below:.0%} and +{above:.0%} "
-        f"(counted on {plan.counted_on})",
+        f"{plan.model}: {plan.parameters:,} parameters, {_length(plan)}{plan.device}; "
+        f"limit {plan.memory / unit:.{digits}f} {name_of_unit}",
+        f"peak of a step in {name_of_unit}, one {_sample(plan)}; time against plain training; truth within "
+        f"-{below:.0%} and +{above:.0%} (counted on {plan.counted_on})",
         "",
         f"{'':<32}{'peak':>8}{'time':>7}  " + "".join(f"{head:>9}" for head in HEADS),
     ]
     for name, p in rows(plan):
         cells = "".join(
-            f"{p.categories[c] / GIB:>9.2f}" if p.categories[c] else f"{'-':>9}" for c in CATEGORIES
+            f"{p.categories[c] / unit:>9.{digits}f}" if p.categories[c] else f"{'-':>9}" for c in CATEGORIES
         )
         sequences = p.techniques.micro_batch * p.techniques.accumulation
         fits = " " if p.peak * (1 + above) <= plan.memory else "!"
-        lines.append(f"{name:<32}{p.peak / GIB:>8.2f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}")
+        lines.append(
+            f"{name:<32}{p.peak / unit:>8.{digits}f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}"
+        )
+    if any(p.peak * (1 + above) > plan.memory for _, p in rows(plan)):
+        lines.append("! may need more than the limit")
     lines += ["", *verdict(plan)]
     return "\n".join(lines)
+
+
+def _is_large(plan: Plan) -> bool:
+    """Whether GiB with two decimals say something of the model's own bytes."""
+    return max(p.peak - p.categories["process and context"] for _, p in rows(plan)) >= GIB
+
+
+def _sample(plan: Plan) -> str:
+    return "sequence" if plan.seq_len > 1 else "example"
+
+
+def _length(plan: Plan) -> str:
+    return f"{plan.seq_len} tokens, " if plan.seq_len > 1 else ""
 
 
 def rounded_up(size: int) -> str:
@@ -53,8 +72,11 @@ def verdict(plan: Plan) -> Iterator[str]:
     p = plan.recommended
     if p is None:
         yield f"Does not fit: the least that could is {rounded_up(plan.least)} GiB, with {plan.together.techniques}."
+        yield from would_fit(plan, option)
         return
-    yield f"Fits: {p.techniques}."
+    if plan.fits_as_it_is:
+        yield "Fits as it is: plain training needs no more than the limit."
+    yield f"{'The fastest that fits' if plan.fits_as_it_is else 'Fits'}: {p.techniques}."
     yield f"Largest micro-batch with these: {plan.largest_micro_batch}."
     if p.host:
         yield f"On the host: {p.host / GIB:.2f} GiB."
@@ -63,11 +85,33 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield plan.code()
 
 
+def would_fit(plan: Plan, option: Callable[[Change], str]) -> Iterator[str]:
+    """Where nothing fits: the changes that would, each with what it needs. option: a change as it is typed."""
+    every = [f"{option(c)} ({rounded_up(c.memory)} GiB)" for c in plan.changes if c.name != "all of these"]
+    if not every:
+        return
+    if plan.changes[0].memory <= plan.memory:
+        yield f"What would fit, each by itself: {', '.join(every)}."
+        return
+    yield f"Not enough by themselves: {', '.join(every)}."
+    last = plan.changes[-1]
+    if len(plan.changes) > len(every):
+        enough = "fit" if last.memory <= plan.memory else "do not fit either"
+        yield f"All of these together {enough}: {rounded_up(last.memory)} GiB."
+
+
+def option(change: Change) -> str:
+    """A change as ``python -m memkern plan`` takes it."""
+    if change.name == "clip":
+        return "without --clip"
+    return f"--{change.name.replace('_', '-')} {change.value}"
+
+
 def code(plan: Plan) -> str:
     """A training loop with the techniques of the recommended step, else of the smallest."""
     t = (plan.recommended or plan.together).techniques
-    body = [f"batch = next(batches)  # {t.micro_batch} sequences"]
-    loss = _loss_lines(t)
+    body = [f"batch = next(batches)  # {t.micro_batch} {_sample(plan)}{'s' * (t.micro_batch > 1)}"]
+    loss = _loss_lines(t, plan.loss)
     if t.precision == "amp":
         loss = [f'with torch.autocast("{plan.device}", torch.bfloat16):', *_indented(loss)]
     body += loss
@@ -104,11 +148,12 @@ def _model_lines(t: Techniques) -> Iterator[str]:
 
 
 def _optimizer_line(t: Techniques) -> str:
-    if t.optimizer.startswith("torch."):
-        return f"optimizer = torch.optim.{t.optimizer.removeprefix('torch.')}(model.parameters(), lr=lr)"
-    options = f"lr=lr, state_bits={t.state_bits}"
+    options = ", ".join(["lr=lr", *(f"{name}={value!r}" for name, value in t.optimizer_options.items())])
+    if t.is_torch:
+        return f"optimizer = torch.optim.{t.optimizer_class}(model.parameters(), {options})"
+    options += f", state_bits={t.state_bits}"
     options += f', master_weights="{t.master_weights}"' if t.master_weights and not t.host_copies else ""
-    name = f"memkern.optim.{t.optimizer}"
+    name = f"memkern.optim.{t.optimizer_class}"
     if t.step_in_backward:
         return f"optimizer = memkern.optim.StepInBackward({name}, model.parameters(), {options})"
     if t.offload:
@@ -117,9 +162,9 @@ def _optimizer_line(t: Techniques) -> str:
     return f"optimizer = {name}(model.parameters(), {options})"
 
 
-def _loss_lines(t: Techniques) -> list[str]:
+def _loss_lines(t: Techniques, loss: str) -> list[str]:
     if not t.loss_chunk:
-        return ["loss = model(**batch).loss"]
+        return [f"loss = {loss}"]
     return [
         'hidden = model.base_model(batch["input_ids"]).last_hidden_state',
         'loss = loss_fn(hidden[:, :-1], batch["labels"][:, 1:])',
@@ -141,7 +186,7 @@ def write_png(path: Path, plan: Plan) -> None:
         axes.barh([name for name, _ in shown], sizes, left=left, label=category)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.axvline(plan.memory / GIB, color="black", linestyle="--", label="limit")
-    axes.set_xlabel(f"GiB at the peak of a step, {plan.model}, {plan.seq_len} tokens, {plan.device}")
+    axes.set_xlabel(f"GiB at the peak of a step, {plan.model}, {_length(plan)}{plan.device}")
     axes.legend(fontsize="small", loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

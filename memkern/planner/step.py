@@ -39,10 +39,10 @@ def prepare(model: nn.Module, techniques: Techniques) -> None:
 
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
     """The optimizer of the techniques; ``options`` beside theirs."""
-    if techniques.optimizer.startswith("torch."):
-        name = techniques.optimizer.removeprefix("torch.")
-        return getattr(torch.optim, name)(params, foreach=False, **options)
-    cls = getattr(optim, techniques.optimizer)
+    options = techniques.optimizer_options | options
+    if techniques.is_torch:
+        return getattr(torch.optim, techniques.optimizer_class)(params, foreach=False, **options)
+    cls = getattr(optim, techniques.optimizer_class)
     options["state_bits"] = techniques.state_bits
     if techniques.master_weights and not techniques.host_copies:
         options["master_weights"] = techniques.master_weights
@@ -185,7 +185,7 @@ def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tupl
         peak = max(peak, level)
     errors = _bytes(state[key] for state in optimizer.state.values() for key in ERRORS if key in state)
     states = _bytes(_states(optimizer)) - errors
-    if techniques.optimizer.startswith("torch.") and params[0].device.type == "cuda":
+    if techniques.is_torch and params[0].device.type == "cuda":
         peak = max(
             peak, sum(p.numel() * p.element_size() for p in params)
         )  # foreach: a root of every second moment

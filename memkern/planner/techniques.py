@@ -10,10 +10,30 @@ from collections.abc import Iterator
 from typing import Any
 
 PRECISIONS = ("fp32", "amp", "bf16")
-OPTIMIZERS = ("AdamW", "Adam", "Lion", "LAMB", "LARS", "torch.AdamW", "torch.Adam")
+# The classes of memkern.optim, and of torch.optim after "torch-".
+CLASSES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "sgd": "SGD", "lamb": "LAMB", "lars": "LARS"}
+OPTIMIZERS = (*CLASSES, "torch-adamw", "torch-adam", "torch-sgd")
 CHECKPOINTING = ("none", "blocks", "sqrt")
 MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
 SAVED_BITS = (None, "exact", 8)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "state_bits": (8, 32, (8, 4)),
+    "activation_bits": (None, 1, 2, 3, 4),
+    "saved_bits": SAVED_BITS,
+    "checkpointing": CHECKPOINTING,
+    "master_weights": MASTER_WEIGHTS,
+    "step_in_backward": (False, True),
+    "offload": (False, True),
+}
+RANGES = {
+    "randomized_linear": "False, True or a share above 0, at most 1",
+    "loss_chunk": "None or a whole number, 1 or more",
+    "micro_batch": "a whole number, 1 or more",
+    "accumulation": "a whole number, 1 or more",
+}
+"""What the others may be, in words."""
 
 
 class TechniqueError(ValueError):
@@ -30,8 +50,8 @@ class Techniques:
     """What a training step does to need less memory. The defaults are plain fp32 training.
 
     precision: "fp32"; "amp", autocast to bf16 over fp32 weights; "bf16", weights, activations and gradients in bf16.
-    optimizer: a class of memkern.optim, or of torch.optim after ``torch.``. state_bits: 32, 8 or, of Adam and AdamW,
-        (8, 4); torch's have 32.
+    optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb" or "lars"; torch's "torch-adamw",
+        "torch-adam" or "torch-sgd". state_bits: 32, 8 or, of Adam and AdamW, (8, 4); torch's have 32.
     activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
     saved_bits: :class:`memkern.quantize_saved` around the forward pass, with 8 bits or "exact"; None, without it.
     randomized_linear: the share of the tokens from which linear layers compute their weights' gradients, above 0 and
@@ -53,7 +73,7 @@ class Techniques:
     """
 
     precision: str = "fp32"
-    optimizer: str = "AdamW"
+    optimizer: str = "adamw"
     state_bits: int | tuple[int, int] = 32
     activation_bits: int | None = None
     saved_bits: int | str | None = None
@@ -69,18 +89,7 @@ class Techniques:
     def __post_init__(self) -> None:
         if isinstance(self.state_bits, list):  # as JSON has it
             object.__setattr__(self, "state_bits", tuple(self.state_bits))
-        choices = {
-            "precision": PRECISIONS,
-            "optimizer": OPTIMIZERS,
-            "state_bits": (8, 32, (8, 4)),
-            "activation_bits": (None, 1, 2, 3, 4),
-            "saved_bits": SAVED_BITS,
-            "checkpointing": CHECKPOINTING,
-            "master_weights": MASTER_WEIGHTS,
-            "step_in_backward": (False, True),
-            "offload": (False, True),
-        }
-        for name, allowed in choices.items():
+        for name, allowed in CHOICES.items():
             given = getattr(self, name)
             if not any(
                 given is value or (type(given) is type(value) and given == value) for value in allowed
@@ -89,21 +98,19 @@ class Techniques:
         for name in ("loss_chunk", "micro_batch", "accumulation"):
             given = getattr(self, name)
             if not (_is_count(given) or (given is None and name == "loss_chunk")):
-                raise TechniqueError(name, given, "a whole number, 1 or more")
+                raise TechniqueError(name, given, RANGES[name])
         if not isinstance(self.randomized_linear, (bool, float, int)) or not 0 <= self.randomized_linear <= 1:
-            raise TechniqueError(
-                "randomized_linear", self.randomized_linear, "False, True or a share above 0"
-            )
+            raise TechniqueError("randomized_linear", self.randomized_linear, RANGES["randomized_linear"])
         self._check_pairs()
 
     def _check_pairs(self) -> None:
         if self.master_weights is not None and self.precision != "bf16":
             raise TechniqueError("master_weights", self.master_weights, "None, unless precision is 'bf16'")
-        if self.state_bits != 32 and self.optimizer.startswith("torch."):
+        if self.state_bits != 32 and self.is_torch:
             raise TechniqueError(
                 "state_bits", self.state_bits, f"32 with {self.optimizer}; memkern.optim's have 8 too"
             )
-        if self.state_bits == (8, 4) and self.optimizer not in ("AdamW", "Adam"):
+        if self.state_bits == (8, 4) and self.optimizer not in ("adamw", "adam"):
             raise TechniqueError("state_bits", (8, 4), f"8 or 32 with {self.optimizer}")
         if self.step_in_backward and self.accumulation > 1:
             raise TechniqueError(
@@ -115,6 +122,21 @@ class Techniques:
             raise TechniqueError(
                 "step_in_backward", True, "False with offload, which frees the gradients already"
             )
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the optimizer is torch.optim's."""
+        return self.optimizer.startswith("torch-")
+
+    @property
+    def optimizer_class(self) -> str:
+        """The name of the optimizer's class in memkern.optim, or in torch.optim."""
+        return CLASSES[self.optimizer.removeprefix("torch-")]
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """What the optimizer is given beside lr and how its states are stored."""
+        return {"momentum": 0.9} if self.optimizer_class == "SGD" else {}
 
     @property
     def host_copies(self) -> bool:
@@ -148,7 +170,7 @@ class Techniques:
         names = {"fp32": "fp32", "amp": "bf16 autocast", "bf16": "bf16 weights"}
         yield names[self.precision] + weights[self.master_weights]
         bits = "8- and 4-bit" if self.state_bits == (8, 4) else f"{self.state_bits}-bit"
-        yield f"{self.optimizer}, {bits} states"
+        yield f"{'torch.' * self.is_torch}{self.optimizer_class}, {bits} states"
         if self.activation_bits:
             yield f"{self.activation_bits}-bit activations"
         if self.saved_bits:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(group: Any) -> None:
-    text = "files, and folders of text files, to train on: text, .jsonl, .csv, .tsv"
+    text = "files, and folders of text files, to train on: text, .jsonl, .csv, .tsv, .parquet"
     add(group, "data", text, "Python's standard library", nargs="+", action="extend", metavar="PATH")
     sizes = "; ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in MODELS.items())
     text = (
@@ -65,8 +65,14 @@ def add_model(group: Any) -> None:
     flag(
         group, "bytes", "UTF-8 bytes as tokens; by default the model's tokenizer, or one trained on the text"
     )
-    add(group, "text_field", "field of .jsonl and .csv files with the text", "text", metavar="NAME")
-    text = "train a sequence classifier to find this field of .jsonl and .csv files"
+    add(
+        group,
+        "text_field",
+        "field of .jsonl, .csv, .tsv and .parquet files with the text",
+        "text",
+        metavar="NAME",
+    )
+    text = "train a sequence classifier to find this field of .jsonl, .csv, .tsv and .parquet files"
     add(group, "label_field", text, "none; label, for a folder that holds a classifier", metavar="NAME")
     add(group, "dropout", "all dropout rates of the model", "the model's own", type=float, metavar="X")
     add(group, "layers", "number of a byte-level GPT's blocks", "the model's", type=int, metavar="N")

@@ -31,7 +31,7 @@ class Source:
 def load(config: TrainConfig) -> Source:
     """Reads the text that ``config`` names, as its model needs it. Raises ArgumentError for what cannot be used."""
     if config.is_preset:
-        return Source(load_corpus(config.data, seq_len=config.seq_len))
+        return Source(load_corpus(config.data, seq_len=config.seq_len, text_field=config.text_field))
     from . import huggingface
     from .documents import read_documents
     from .tokens import class_names, labelled_corpus, token_corpus
@@ -97,12 +97,13 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     if not config.optimizer.startswith("torch-"):
         more = {"max_grad_norm": config.max_norm} if config.clips_in_step else {}
         return make_optimizer(groups, config.techniques, lr=config.peak_lr, **more)
-    cls = {"torch-adamw": torch.optim.AdamW, "torch-adam": torch.optim.Adam}[config.optimizer]
+    cls = getattr(torch.optim, config.techniques.optimizer_class)
+    options = {"lr": config.peak_lr, "fused": True} | config.techniques.optimizer_options
     if config.step_in_backward:
-        return optim.StepInBackward(cls, groups, lr=config.peak_lr, fused=True)
+        return optim.StepInBackward(cls, groups, **options)
     if config.offload:
-        return optim.HostOffload(cls, groups, lr=config.peak_lr, fused=True)
-    return cls(groups, lr=config.peak_lr, fused=True)
+        return optim.HostOffload(cls, groups, **options)
+    return cls(groups, **options)
 
 
 def schedule(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +46,17 @@ def save(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, file)
 
 
+def _why_not(path: Path) -> str:
+    """What is wrong with a file that torch.load refuses. torch.save writes a zip archive."""
+    with path.open("rb") as file:
+        begins_so = file.read(4) == b"PK\x03\x04"
+    if not begins_so:
+        return "is no checkpoint: python -m memkern train --save writes them"
+    if not zipfile.is_zipfile(path):
+        return f"is cut off: {path.stat().st_size:,} bytes of a file that was not written to its end; use another one"
+    return "is damaged, or holds other objects than a checkpoint of memkern train"
+
+
 def load(path: Path) -> dict[str, Any]:
     """Reads what ``save`` wrote, with ``weights_only=True`` and tensors on the CPU.
 
@@ -55,8 +67,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ArgumentError("resume", f"{str(path)!r} cannot be read: {error}") from error
     except Exception as error:  # on a file of another format torch.load may raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ArgumentError("resume", f"{str(path)!r} is no checkpoint of memkern train: {reason}") from error
+        raise ArgumentError("resume", f"{str(path)!r} {_why_not(path)}") from error
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     if not isinstance(state, dict) or state.get("format") != FORMAT or set(state.get("config", ())) != fields:
         raise ArgumentError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +27,11 @@ __all__ = ["Stopped", "add_arguments", "main"]
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, after a checkpoint was written; the message says where."""
+    """Ctrl-C or SIGTERM, after a checkpoint was written; the message says where. ``status``: the process's own."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.status = 128 + number
 
 
 def check_installed(names: tuple[str, ...]) -> None:
@@ -34,8 +41,18 @@ def check_installed(names: tuple[str, ...]) -> None:
         raise SystemExit(f"memkern train needs {' and '.join(absent)}: pip install memkern[train]")
 
 
+def check_writes(name: str, folder: Path) -> None:
+    """Raises ArgumentError where no file can be written in a folder: a full disk, a quota, a read-only file system."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        raise ArgumentError(name, f"nothing can be written in {str(folder)!r}: {error.strerror}") from error
+
+
 def check_paths(out: Path | None, save: Path | None, export: Path | None) -> None:
-    """Raises ArgumentError for a path that could not be written at the end of the run. Writes nothing."""
+    """Raises ArgumentError for a path that could not be written at the end of the run. Leaves nothing."""
     # os.path rather than pathlib, whose tests raise inside a folder that may not be searched.
     if save is not None:
         if os.path.isdir(save):
@@ -50,6 +67,9 @@ def check_paths(out: Path | None, save: Path | None, export: Path | None) -> Non
         existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
             raise ArgumentError(name, f"{str(folder)!r} given; allowed: a folder that exists or can be made")
+        check_writes(name, existing)
+    if save is not None:
+        check_writes("save", save.parent)
     if export is not None and os.path.isdir(export) and os.listdir(export):
         raise ArgumentError(
             "export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder"
@@ -128,30 +148,70 @@ def process_group(group: Processes, device: str | None) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def saver(save_to: Path, interrupted: Callable[[], bool]) -> Callable[[Trainer], None]:
-    """Called after each step: writes checkpoints. At Ctrl-C in any process all write one and stop."""
-    import torch
+class Saver:
+    """Called after each step: writes checkpoints. At Ctrl-C or SIGTERM in any process all write one and stop.
 
-    from . import checkpoint
+    A checkpoint that cannot be written, as on a full disk, does not end the run: the file of the step before stays, and
+    the next one that is due is tried. ``failure`` says why the last one was not written.
+    """
 
-    def after_step(trainer: Trainer) -> None:
+    def __init__(self, path: Path, interrupted: Callable[[], int]) -> None:
+        self.path, self.interrupted = path, interrupted
+        self.failure: str | None = None
+        self.written: int | None = None  # the step of the last checkpoint of this run
+
+    def __call__(self, trainer: Trainer) -> None:
+        import torch
+
         done, config, group = trainer.steps_done, trainer.config, trainer.group
         last = done == config.steps
-        noted = torch.tensor(float(interrupted()), device=trainer.device)
+        number = self.interrupted()
+        noted = torch.tensor(float(number > 0), device=trainer.device)
         stop = bool(group.sum(noted) > 0) and not last
         if stop or last or done % config.save_every == 0:
             state = trainer.state_dict()
             if group.first:
-                checkpoint.save(save_to, state)
+                self._write(state, done, last or stop)
             group.barrier()
         if stop:
-            raise Stopped(f"Saved after step {done} of {config.steps}: go on with --resume {save_to}")
+            raise Stopped(self._where(done, config.steps), number or signal.SIGINT)
 
-    return after_step
+    def _write(self, state: dict[str, Any], done: int, final: bool) -> None:
+        from . import checkpoint
+
+        try:
+            checkpoint.save(self.path, state)
+            self.failure, self.written = None, done
+        except (OSError, RuntimeError) as error:  # torch.save wraps some of the former in the latter
+            cause = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
+            self.failure = str(cause).splitlines()[0]
+            if not final:
+                print(
+                    f"\nNo checkpoint after step {done}: {self.failure}. {self.kept()}; training goes on, and the next "
+                    "checkpoint is tried when it is due",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def kept(self) -> str:
+        """What the file holds after a failure."""
+        if self.written is not None:
+            return f"{self.path} has that of step {self.written}"
+        return (
+            f"{self.path} is as it was before this run" if self.path.exists() else f"{self.path} is not there"
+        )
+
+    def _where(self, done: int, steps: int) -> str:
+        if self.failure:
+            return f"Stopped after step {done} of {steps} and not saved: {self.failure}. {self.kept()}"
+        return f"Saved after step {done} of {steps}: go on with --resume {self.path}"
 
 
-def train(trainers: Sequence[Trainer], save_to: Path | None) -> Phases:
-    """Runs all to the end, with progress, checkpoints and, for a run alone, the memory of its phases."""
+def train(trainers: Sequence[Trainer], save_to: Path | None) -> tuple[Phases, str | None]:
+    """Runs all to the end, with progress, checkpoints and, for a run alone, the memory of its phases.
+
+    The second result says why the last checkpoint was not written, where it was not.
+    """
     from .interrupt import deferred
     from .loop import Diverged, run
     from .phases import Phases
@@ -161,18 +221,21 @@ def train(trainers: Sequence[Trainer], save_to: Path | None) -> Phases:
     if len(trainers) == 1:
         trainers[0].phases = phases
     shown = display(trainers) if trainers[0].group.first else nullcontext(lambda trainer: None)
-    with shown as show, deferred() if save_to else nullcontext(lambda: False) as interrupted, phases:
-        save = saver(save_to, interrupted) if save_to else lambda trainer: None
+    with shown as show, deferred() if save_to else nullcontext(lambda: 0) as interrupted, phases:
+        save = Saver(save_to, interrupted) if save_to else None
 
         def on_step(trainer: Trainer) -> None:
             show(trainer)
-            save(trainer)
+            if save:
+                save(trainer)
 
         try:
             run(trainers, on_step)
         except Diverged as error:
             raise SystemExit(f"{error}; try a lower --lr or a longer --warmup") from error
-    return phases
+    if save is None or save.failure is None:
+        return phases, None
+    return phases, f"the last checkpoint could not be written: {save.failure}. {save.kept()}"
 
 
 def write_results(
@@ -240,7 +303,11 @@ def print_evaluation(config: TrainConfig, on_host: str) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Checks everything, trains, reports. Raises ArgumentError before anything is written, Stopped at Ctrl-C."""
+    """Checks everything, trains, reports.
+
+    Raises ArgumentError before anything is written, Stopped at Ctrl-C or SIGTERM, and after the results SystemExit with
+    a line where a checkpoint or a result could not be written.
+    """
     check_installed(needed(args))
     from . import checkpoint, heap
     from .build import load
@@ -270,8 +337,13 @@ def main(args: argparse.Namespace) -> None:
             state = None  # the model and the optimizer have it
         if group.first:
             print(source.corpus.description(), flush=True)
-        phases = train(trainers, args.save or args.resume)
+        phases, failure = train(trainers, args.save or args.resume)
         weights = trainers[-1].weights() if args.export else {}
         if group.first:
-            write_results(args, source, trainers, phases, plan, weights)
+            try:
+                write_results(args, source, trainers, phases, plan, weights)
+            except OSError as error:
+                failure = "; ".join(filter(None, (failure, f"results could not be written: {error}")))
         group.barrier()
+    if failure:
+        raise SystemExit(f"memkern train: {failure}")

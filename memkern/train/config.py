@@ -15,8 +15,6 @@ MODELS = {
     "byte-gpt2": (12, 12, 768),
     "byte-gpt2-medium": (24, 16, 1024),
 }
-# Former names of presets. gpt2 and gpt2-medium now name the models of transformers.
-RENAMED = {"tiny": "byte-tiny", "small": "byte-small"}
 
 # Default learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it. Lion updates
 # every element by the learning rate: a tenth of AdamW's, and ten times the decay, so that their product is the same.
@@ -25,19 +23,19 @@ OPTIMIZERS = {
     "adamw8bit": (1e-3, 0.1),
     "adam8bit": (1e-3, 0.0),
     "lion8bit": (1e-4, 1.0),
+    "sgd8bit": (3e-2, 1e-4),
     "lamb8bit": (1e-2, 0.1),
     "lars8bit": (3e-2, 1e-4),
     "adamw": (1e-3, 0.1),
     "adam": (1e-3, 0.0),
     "lion": (1e-4, 1.0),
+    "sgd": (3e-2, 1e-4),
     "lamb": (1e-2, 0.1),
     "lars": (3e-2, 1e-4),
     "torch-adamw": (1e-3, 0.1),
     "torch-adam": (1e-3, 0.0),
+    "torch-sgd": (3e-2, 1e-4),
 }
-
-# The classes of memkern.optim and torch.optim.
-CLASSES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "lamb": "LAMB", "lars": "LARS"}
 
 # The baseline of --compare. Lion, LAMB and LARS are not in torch.optim: theirs is the same optimizer with fp32 states.
 BASELINES = {
@@ -48,6 +46,8 @@ BASELINES = {
     "lars8bit": "lars",
     "adamw": "torch-adamw",
     "adam": "torch-adam",
+    "sgd8bit": "torch-sgd",
+    "sgd": "torch-sgd",
 }
 
 # OPTIMIZERS' rates are those of small models from random weights: factors for transformers' models.
@@ -81,7 +81,7 @@ COUNTS = (
 )
 
 # What a preset has not, and what a model of transformers has not.
-TRANSFORMERS_ONLY = ("from_config", "bytes", "text_field", "label_field", "dropout")
+TRANSFORMERS_ONLY = ("from_config", "bytes", "label_field", "dropout")
 PRESETS_ONLY = ("layers", "heads", "width")
 
 # Options that may differ on resume: they do not change the losses (threads, device and parallel only in the last
@@ -92,6 +92,10 @@ FREE_ON_RESUME = frozenset(
         *("epochs", "warmup_epochs"),
     }
 )
+
+
+# Options whose None stands for a default, and the property that has the value in use.
+DEFAULTED = {"lr": "base_lr", "weight_decay": "decay", "clip": "max_norm", "warmup": "warmup_steps"}
 
 
 class ArgumentError(ValueError):
@@ -107,11 +111,12 @@ class ArgumentError(ValueError):
 class TrainConfig:
     """One run. ``None`` stands for a default that depends on another field; the properties resolve it.
 
-    data: files and folders of text, JSONL and CSV, empty for the running Python's library (``build.load``).
+    data: files and folders of text, JSONL, CSV, TSV and Parquet, empty for the running Python's library
+        (``build.load``).
     model: a preset of ``MODELS``, whose sizes layers, heads and width override; or a folder that transformers saved, or
         a name on the Hugging Face Hub. from_config: random weights. bytes: UTF-8 bytes in place of the model's
         tokenizer. dropout: every dropout rate of the model, default the model's own.
-    text_field: the text's field in JSONL and CSV, default "text". label_field: where given, a sequence classifier is
+    text_field: the text's field in these tables, default "text". label_field: where given, a sequence classifier is
         trained to find this field.
     seq_len: tokens in a window; of a classifier's texts, the most that are taken.
     optimizer: a key of ``OPTIMIZERS``. lr (peak) and weight_decay: default ``OPTIMIZERS[optimizer]``, lr for models of
@@ -240,11 +245,9 @@ class TrainConfig:
     @property
     def techniques(self) -> Techniques:
         """What a step does to need less memory, as the planner has it."""
-        torch_own = self.optimizer.startswith("torch-")
-        name = CLASSES[self.optimizer.removeprefix("torch-").removesuffix("8bit")]
         return Techniques(
             precision="bf16" if self.dtype == "bf16" else "fp32" if self.amp == "off" else "amp",
-            optimizer=f"torch.{name}" if torch_own else name,
+            optimizer=self.optimizer.removesuffix("8bit"),
             state_bits=8 if self.optimizer.endswith("8bit") else 32,
             activation_bits=self.activation_bits,
             saved_bits={"none": None, "exact": "exact", "8": 8}[self.saved_bits],
@@ -269,8 +272,6 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raises ArgumentError for the first option that is out of range. Looks at no file and no device."""
-        if self.model in RENAMED:
-            raise ArgumentError("model", f"{self.model!r} given; its name is now {RENAMED[self.model]}")
         for name, allowed in CHOICES.items():
             given = getattr(self, name)
             if given not in allowed:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import ArgumentError, TrainConfig
+from .tables import TEXT_FIELD, field, is_table, rows
 
 VALIDATION_SHARE = 10  # one byte in ten: the tail of every file
 SNIFF = 8192
@@ -100,7 +101,8 @@ def standard_library_files() -> list[Path]:
 def text_files(folder: Path) -> Iterator[Path]:
     """Text files under ``folder``, sorted by path.
 
-    Left out: what is hidden, links to folders, and binary files (git's rule: a zero byte in the first 8 KiB).
+    Left out: what is hidden, links to folders, and binary files (git's rule: a zero byte in the first 8 KiB) but
+    Parquet.
     """
     for parent, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -109,7 +111,7 @@ def text_files(folder: Path) -> Iterator[Path]:
             if name.startswith(".") or not path.is_file():
                 continue
             with path.open("rb") as file:
-                if 0 not in file.read(SNIFF):
+                if 0 not in file.read(SNIFF) or is_table(path):
                     yield path
 
 
@@ -129,9 +131,9 @@ def find_files(data: Sequence[str]) -> list[Path]:
                 files.update((file.resolve(), None) for file in text_files(path))
             elif path.is_file():
                 with path.open("rb") as file:
-                    if 0 in file.read(SNIFF):
+                    if 0 in file.read(SNIFF) and not is_table(path):
                         raise ArgumentError(
-                            "data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV"
+                            "data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV, Parquet"
                         )
                 files[path.resolve()] = None
             else:
@@ -158,23 +160,40 @@ def check_lengths(name: str, train: int, validation: int, seq_len: int, unit: st
     )
 
 
-def load_corpus(data: Sequence[str] = (), *, seq_len: int) -> Corpus:
+def read_bytes(path: Path, text_field: str) -> tuple[bytes, bytes]:
+    """A file's bytes for training and for validation: its last tenth, of a table every tenth row.
+
+    A row of a table is its text in UTF-8 and a newline.
+    """
+    if is_table(path):
+        parts: tuple[list[str], list[str]] = ([], [])
+        for number, row in enumerate(rows(path), 1):
+            parts[number % VALIDATION_SHARE == 0].append(
+                field(row, "text_field", text_field, path, number) + "\n"
+            )
+        return "".join(parts[0]).encode(), "".join(parts[1]).encode()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArgumentError("data", f"{str(path)!r} cannot be read: {error}") from error
+    cut = len(content) - len(content) // VALIDATION_SHARE
+    return content[:cut], content[cut:]
+
+
+def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str | None = None) -> Corpus:
     """Reads files and folders whole into memory; the last tenth of every file's bytes is for validation.
 
-    Empty ``data``: ``standard_library_files()``. Raises ArgumentError where nothing can be read, or where training or
-    validation text is too short for one window of seq_len + 1 bytes.
+    Of a .jsonl, .csv, .tsv or .parquet file the text is that of ``text_field`` (default "text"), and every tenth row is
+    for validation. Empty ``data``: ``standard_library_files()``. Raises ArgumentError where nothing can be read, or
+    where training or validation text is too short for one window of seq_len + 1 bytes.
     """
     files = find_files(data)
     name = " ".join(data) if data else f"Python {sysconfig.get_python_version()} standard library"
     train, validation = bytearray(), bytearray()
     for path in files:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ArgumentError("data", f"{str(path)!r} cannot be read: {error}") from error
-        cut = len(content) - len(content) // VALIDATION_SHARE
-        train += content[:cut]
-        validation += content[cut:]
+        parts = read_bytes(path, text_field or TEXT_FIELD)
+        train += parts[0]
+        validation += parts[1]
     check_lengths(name, len(train), len(validation), seq_len, "byte")
     digest = hashlib.blake2b(train, digest_size=16)
     digest.update(len(train).to_bytes(8, "little"))

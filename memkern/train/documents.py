@@ -1,20 +1,14 @@
-"""Documents out of text, JSONL and CSV files, and which of them are for validation."""
+"""Documents out of files of text and of tables, and which of them are for validation."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .config import ArgumentError
 from .data import VALIDATION_SHARE, find_files
-
-TEXT_FIELD = "text"
-TABLES = (".jsonl", ".csv", ".tsv")
+from .tables import TABLES, TEXT_FIELD, decoded, field, is_table, rows
 
 
 @dataclasses.dataclass
@@ -30,65 +24,10 @@ class Documents:
             self.labels.append(label)
 
 
-def decoded(path: Path) -> str:
-    """The file's UTF-8 text, without a byte order mark."""
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ArgumentError("data", f"{str(path)!r} cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ArgumentError(
-            "data", f"{str(path)!r} given, whose byte {error.start} is no UTF-8 text; allowed: text in UTF-8"
-        ) from error
-
-
-def json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(decoded(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ArgumentError("data", f"{str(path)!r}, line {number}, is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ArgumentError(
-                "data", f"{str(path)!r}, line {number}, is no JSON object; allowed: an object a line"
-            )
-        yield row
-
-
-def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """With a line of names. The separator is a tab in .tsv files, else the comma."""
-    csv.field_size_limit(2**31 - 1)  # the default of 128 kB is shorter than many texts
-    reader = csv.DictReader(
-        io.StringIO(decoded(path), newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ","
-    )
-    try:
-        yield from reader
-    except csv.Error as error:
-        raise ArgumentError("data", f"{str(path)!r}, line {reader.line_num}, is no CSV: {error}") from error
-
-
-def field(row: dict[str, Any], option: str, name: str, path: Path, number: int) -> str:
-    """A field of a row as text. Raises ArgumentError for the option that named it."""
-    value = row.get(name)
-    if value is None:
-        names = ", ".join(repr(key) for key in row if isinstance(key, str)) or "none"
-        raise ArgumentError(
-            option, f"{name!r} given, which row {number} of {str(path)!r} has not; allowed: {names}"
-        )
-    if isinstance(value, (dict, list)):
-        raise ArgumentError(option, f"{name!r} given, which is no text in row {number} of {str(path)!r}")
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def read_table(
     path: Path, text_field: str, label_field: str | None, train: Documents, validation: Documents
 ) -> None:
     """Adds a table's rows: every tenth one is for validation, as files are often sorted by label."""
-    rows: Callable[[Path], Iterator[dict[str, Any]]] = (
-        json_rows if path.suffix.lower() == ".jsonl" else csv_rows
-    )
     for number, row in enumerate(rows(path), 1):
         text = field(row, "text_field", text_field, path, number)
         label = None if label_field is None else field(row, "label_field", label_field, path, number)
@@ -110,21 +49,21 @@ def read_documents(
 ) -> tuple[Documents, Documents, int]:
     """The documents for training and for validation, and the number of files.
 
-    A text file is a document, of which the last tenth is for validation. A row of a .jsonl, .csv or .tsv file is one,
-    and every tenth row is for validation. Where labels are asked for, only such tables are read.
+    A text file is a document, of which the last tenth is for validation. A row of a .jsonl, .csv, .tsv or .parquet file
+    is one, and every tenth row is for validation. Where labels are asked for, only such tables are read.
 
     Raises ArgumentError for what cannot be read, is no such file, has no such field or holds no text.
     """
     files = find_files(data)
     train, validation = Documents(), Documents()
     for path in files:
-        if path.suffix.lower() in TABLES:
+        if is_table(path):
             read_table(path, text_field or TEXT_FIELD, label_field, train, validation)
         elif label_field is None:
             read_text(path, train, validation)
         else:
             raise ArgumentError(
-                "label_field", f"given, but {str(path)!r} has no fields; allowed: .jsonl, .csv, .tsv"
+                "label_field", f"given, but {str(path)!r} has no fields; allowed: {', '.join(TABLES)}"
             )
     if not train.texts:
         given = " ".join(data)

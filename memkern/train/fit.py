@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..planner.planning import Plan, plan
-from ..planner.report import rounded_up
+from ..planner.report import rounded_up, would_fit
+from ..planner.smaller import Change
 from ..planner.techniques import TechniqueError, Techniques
 from .build import Source
-from .config import CLASSES, ArgumentError, TrainConfig
+from .config import ArgumentError, TrainConfig
 
 # The planner's name of an option, where it is another.
 OPTIONS = {
@@ -46,9 +47,8 @@ def pinned(config: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
 def chosen(config: TrainConfig, techniques: Techniques) -> TrainConfig:
     """The options of a run with these techniques; those of an optimizer of torch's are not changed."""
     optimizer = config.optimizer
-    if not techniques.optimizer.startswith("torch."):
-        name = next(name for name, cls in CLASSES.items() if cls == techniques.optimizer)
-        optimizer = f"{name}8bit" if techniques.state_bits == 8 else name
+    if not techniques.is_torch:
+        optimizer = f"{techniques.optimizer}8bit" if techniques.state_bits == 8 else techniques.optimizer
     amp = config.amp if config.amp != "off" else "bf16"
     changes: dict[str, Any] = {
         "amp": amp if techniques.precision == "amp" else "off",
@@ -87,6 +87,19 @@ def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
     return {"model": model, "inputs": (tokens, tokens), "loss": loss}
 
 
+def option(change: Change) -> str:
+    """A change of what was asked of the planner, as ``python -m memkern train`` takes it."""
+    name, value = change.name, change.value
+    if name == "clip":
+        return "--clip 0"
+    if name == "precision":
+        return f"--{'amp bf16' if value == 'amp' else 'dtype ' + value}"
+    if name == "state_bits":
+        return f"an --optimizer with {value}-bit states"
+    flag = "--" + OPTIONS.get(name, name).replace("_", "-")
+    return flag if value is True else f"{flag} {value}"
+
+
 def fit(
     config: TrainConfig, source: Source, size: str, given: Mapping[str, Any], device: str
 ) -> tuple[TrainConfig, Plan]:
@@ -109,7 +122,7 @@ def fit(
         raise ArgumentError(
             "fit",
             f"{size} given; allowed: {rounded_up(made.least)} GiB or more, the least that could do, with "
-            f"{made.together.techniques}",
+            + " ".join([f"{made.together.techniques}.", *would_fit(made, option)]).removesuffix("."),
         )
     fitted = chosen(config, made.recommended.techniques)
     fitted.validate()

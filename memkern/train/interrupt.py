@@ -1,4 +1,4 @@
-"""Ctrl-C between steps."""
+"""Ctrl-C and SIGTERM between steps."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
 
 @contextlib.contextmanager
-def deferred() -> Iterator[Callable[[], bool]]:
-    """Inside the ``with`` block the first Ctrl-C is only noted, so that the step it meets is finished whole.
+def deferred() -> Iterator[Callable[[], int]]:
+    """Inside the ``with`` block the first Ctrl-C or SIGTERM is only noted, so that the step it meets is finished whole.
 
-    Yields a function that says whether there was one. A second Ctrl-C raises KeyboardInterrupt at once. Outside the
-    main thread, where Python sets no signal handlers, Ctrl-C stays as it is.
+    Yields a function that gives the number of the signal, 0 before one. A second one does at once what it did before
+    the block: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process. Outside the main thread, where Python sets no
+    signal handlers, both stay as they are.
     """
-    noted = False
+    noted = 0
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal noted
-        noted = True
-        signal.signal(signal.SIGINT, before)
-        print("\nCtrl-C: saving after this step; once more ends at once", file=sys.stderr, flush=True)
+        noted = number
+        restore()
+        name = NAMES[signal.Signals(number)]
+        print(f"\n{name}: saving after this step; once more ends at once", file=sys.stderr, flush=True)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield lambda: 0
         return
-    before = signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in NAMES}
     try:
         yield lambda: noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

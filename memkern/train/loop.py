@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import memory
 from ..optim import accumulate
 from .build import Source, build_objective, build_optimizer, resolve_device, resolved, schedule
-from .config import BASELINES, FREE_ON_RESUME, ArgumentError, TrainConfig
+from .config import BASELINES, DEFAULTED, FREE_ON_RESUME, ArgumentError, TrainConfig
 from .data import Batch, Corpus
 from .distributed import (
     Processes,
@@ -264,9 +264,15 @@ class Trainer:
         saved = TrainConfig(**state["config"])
         for field in dataclasses.fields(TrainConfig):
             given, before = getattr(self.config, field.name), getattr(saved, field.name)
-            if field.name not in FREE_ON_RESUME and given != before:
+            if field.name in FREE_ON_RESUME or given == before:
+                continue
+            used = DEFAULTED.get(field.name)  # None stands for a default, which may be given, too
+            if used is None or getattr(self.config, used) != getattr(saved, used):
+                before = getattr(saved, used) if used else before
                 raise ArgumentError(
-                    field.name, f"{given} given; allowed: {before}, with which the resumed run began"
+                    field.name,
+                    f"{given} given; allowed: {'none' if before is None else before}, with which the resumed run "
+                    "began, or a new run without --resume",
                 )
         if state["corpus"] != self.corpus.digest:
             raise ArgumentError(

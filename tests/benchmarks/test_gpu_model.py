@@ -37,6 +37,21 @@ def test_every_kernel_has_counts_for_every_card() -> None:
         assert all(0 < share <= 1 for share in row.values()), kernel
 
 
+def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share by latency alone is what is in flight over the latency; ends in their order, around the one figure."""
+    card = gpu_model.CARDS["H200"]
+    for path in gpu_model.KERNELS | gpu_model.OTHERS:
+        low, high = gpu_model.range_of_share(card, path)
+        assert 0 < low <= high <= 1, path
+        assert low <= gpu_model.shares()[path]["H200"], path
+    monkeypatch.setattr(gpu_model, "LATENCIES", (1e-3, 1e-4))  # then latency limits
+    flying = card.multiprocessors * gpu_model.bytes_in_flight(
+        card, "grad norm bf16"
+    )  # 2 bytes read, none written
+    ends = [flying / latency / (card.copy * 1e9) for latency in gpu_model.LATENCIES]
+    assert gpu_model.range_of_share(card, "grad norm bf16") == pytest.approx(tuple(ends))
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_share_of_codes_in_doubt(bf16: bool) -> None:
     """Of random second moments, whose magnitudes differ within a block."""

@@ -251,6 +251,7 @@ def test_the_package_works_without_the_library(tmp_path: Path) -> None:
         "AdamW8bit([p]).step()\n"
         "assert p.detach().max() < 1\n"
         "torch.ops.memkern.quantize_blockwise(p.detach(), 0, True, 128)\n"
+        "AdamW8bit([p]).step()\n"
         "report = memkern.report()\n"
         "assert report['selected']['cpu'] == 'reference'\n"
         "print(report['backends']['cpu']['reason'])\n"
@@ -258,6 +259,10 @@ def test_the_package_works_without_the_library(tmp_path: Path) -> None:
     result = python_in(python_files(tmp_path), code)
     assert result.returncode == 0, result.stderr
     assert "was not built; install a C++ compiler" in result.stdout
+    assert result.stderr.count("cpu tensors run in plain PyTorch, which can be tens of times slower") == 1
+    assert "the C++ extension was not built; install a C++ compiler" in result.stderr
+    chosen = f"import os; os.environ['MEMKERN_BACKEND'] = 'reference'\n{code}"
+    assert "plain PyTorch" not in python_in(tmp_path, chosen).stderr
 
 
 def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> None:

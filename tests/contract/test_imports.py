@@ -96,3 +96,33 @@ sys.exit(f"cannot be imported first: {failed}" if failed else 0)
     ]
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_importing_memkern_adds_its_own_modules_to_torch_alone() -> None:
+    code = """
+import sys
+import torch
+before = {*sys.modules}
+import memkern.optim
+memkern.compress, memkern.nn, memkern.quantize_saved, memkern.quantize_affine, memkern.memory
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+memkern.compress(model, saved_bits=8)
+model(torch.randn(2, 64)).sum().backward()
+print(*sorted({name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names}))
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "triton")
+print(*[name for name in heavy if name in {*sys.modules} - before])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split() for line in done.stdout.splitlines()] == [["memkern"], []]
+
+
+def test_the_mark_for_torchdynamo_is_the_one_that_torch_sets() -> None:
+    import torch
+
+    from memkern.compiling import assume_constant_result
+
+    def ours() -> None: ...
+    def theirs() -> None: ...
+
+    assert vars(assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}

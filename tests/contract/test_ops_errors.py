@@ -40,6 +40,7 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
         "params": [p(*ODD), p(3, 2000)[:, ::2]],
         "grads": [p(*ODD), p(3, 2000)[:, ::2]],
     },
+    "parameter with gaps, dense gradient": {"params": [p(*ODD), p(3, 2000)[:, ::2]]},
     "state in bf16": {"exp_avgs": [p(*ODD).to(torch.int8), p(*LONG, dtype=torch.bfloat16)]},
     "unsigned codes of m": {"exp_avgs": [p(*ODD).to(torch.int8), p(*LONG, dtype=torch.uint8)]},
     "state of another shape": {"exp_avgs": [p(*ODD).to(torch.int8), p(1000, 3, dtype=torch.int8)]},
@@ -133,46 +134,6 @@ BAD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm of two numbers": ("grad_norm_", (p(2, dtype=torch.float64), [X])),
     "norm, int": ("grad_norm_", (p((), dtype=torch.float64), [X.int()])),
     "dequantize, fp64": ("dequantize_blockwise", (CODES, p(4, 2), 0, 128, torch.float64)),
-}
-
-ENDS, POINTS = p(4), torch.zeros(4, 2, dtype=torch.int32)
-HALVES = torch.zeros(512, dtype=torch.uint8)
-SHAPE = [4, 256]
-BAD_CALLS |= {
-    "affine quantize, bits": ("quantize_affine", (X, None, None, 3, 128)),
-    "affine quantize, block size": ("quantize_affine", (X, None, None, 8, 12)),
-    "affine quantize, no blocks": ("quantize_affine", (X, None, None, 8, None)),
-    "affine quantize, one end": ("quantize_affine", (X, ENDS, None, 8, None)),
-    "affine quantize, other ends": ("quantize_affine", (X, ENDS, p(2), 8, None)),
-    "affine quantize, ends of blocks": ("quantize_affine", (X, ENDS, ENDS, 8, 128)),
-    "affine quantize, ends in fp64": ("quantize_affine", (X, ENDS.double(), ENDS.double(), 8, None)),
-    "affine quantize, runs": ("quantize_affine", (X, p(3), p(3), 8, None)),
-    "affine quantize, empty": ("quantize_affine", (X[:0], ENDS, ENDS, 8, None)),
-    "affine quantize, fp64": ("quantize_affine", (X.double(), None, None, 8, 128)),
-    "affine quantize, 4 bits of other strides": ("quantize_affine", (X.t(), None, None, 4, 128)),
-    "affine quantize, gaps": ("quantize_affine", (X[:, ::2], None, None, 8, 128)),
-    "affine dequantize, bits": ("dequantize_affine", (CODES, p(4, 2), POINTS, 5, 128, SHAPE, torch.float32)),
-    "affine dequantize, codes": ("dequantize_affine", (X, p(4, 2), POINTS, 8, 128, SHAPE, torch.float32)),
-    "affine dequantize, halves": ("dequantize_affine", (HALVES, p(4, 2), POINTS, 8, 128, SHAPE, torch.half)),
-    "affine dequantize, shape": ("dequantize_affine", (CODES, p(4, 2), POINTS, 8, 128, [1024], torch.half)),
-    "affine dequantize, bytes": (
-        "dequantize_affine",
-        (HALVES[1:], p(4, 2), POINTS, 4, 128, SHAPE, torch.half),
-    ),
-    "affine dequantize, scales": ("dequantize_affine", (CODES, p(8), POINTS, 8, 128, SHAPE, torch.float32)),
-    "affine dequantize, points": (
-        "dequantize_affine",
-        (CODES, p(4, 2), POINTS.view(8), 8, 128, SHAPE, torch.float32),
-    ),
-    "affine dequantize, fp32 points": (
-        "dequantize_affine",
-        (CODES, p(4, 2), p(4, 2), 8, 128, SHAPE, torch.float32),
-    ),
-    "affine dequantize, fp64": ("dequantize_affine", (CODES, p(4, 2), POINTS, 8, 128, SHAPE, torch.float64)),
-    "affine dequantize, gaps": (
-        "dequantize_affine",
-        (CODES[:, ::2], p(4, 1), POINTS[:, :1], 8, 128, [4, 128], torch.float32),
-    ),
 }
 
 PLANES = torch.zeros(3, 128, dtype=torch.uint8)  # of X

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from memkern import optim
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import everything, gpt, in_shards
+from tests.support.sharded import alone, everything, gpt, in_shards, steps
 
 
 def trained(new: Any, inside: bool) -> Any:
@@ -57,3 +57,25 @@ def offloaded() -> None:
 @pytest.mark.full
 def test_host_offload_is_refused(ranks: Ranks) -> None:
     ranks(2, offloaded)
+
+
+def sharded_after_two_steps(new: Any, options: dict[str, Any]) -> Any:
+    model = gpt()
+    optimizer = new(model.parameters(), **options)
+    steps(model, optimizer, 0, 2)
+    in_shards(model)
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    steps(model, optimizer, 2, 4)
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("new", "options"),
+    [(optim.AdamW8bit, {"lr": 1e-3}), (optim.AdamW8bit, {"lr": 1e-3, "state_bits": (8, 4)})],
+    ids=["8", "8-4"],
+)
+def test_states_move_to_the_shards_of_a_model(ranks: Ranks, new: Any, options: dict[str, Any]) -> None:
+    expected = alone(gpt, new, options, 4)
+    for found in ranks(2, sharded_after_two_steps, new, options):
+        assert_same(found, expected)

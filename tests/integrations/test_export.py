@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.fx
 
 import memkern
+from memkern import memory
 
 WAYS: dict[str, dict[str, Any]] = {
     "activations": {},
@@ -74,3 +77,45 @@ def test_dynamic_quantization_is_refused_or_right() -> None:
     memkern.compress(activations)
     quantized = quantization.quantize_dynamic(activations, {torch.nn.Linear})
     assert "quantized" in type(quantized[0]).__module__
+
+
+RECORDERS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
+    "torch.jit.trace": lambda net, x: torch.jit.trace(net, x),
+    "torch.fx": lambda net, x: torch.fx.symbolic_trace(net),
+    "torch.export": lambda net, x: torch.export.export(net, (x,)).module(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit's
+@pytest.mark.filterwarnings("error::UserWarning")  # of ops without an autograd function
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("way", [*WAYS, "saved_bits"])
+def test_a_recorded_program_has_the_models_output_and_gradients(recorder: str, way: str) -> None:
+    net, plain, x = model(), model(), torch.randn(8, 16)
+    memkern.compress(net, **WAYS.get(way, {"activations": None, "saved_bits": 8}))
+    if (recorder, way) == ("torch.jit.trace", "linear"):
+        with pytest.raises(RuntimeError, match=r"memkern\.restore\(model\)"):
+            RECORDERS[recorder](net, x)
+        return
+    program = RECORDERS[recorder](net, x)
+    assert torch.equal(program(x), net(x))
+    before = memory.saved_bytes(lambda: plain(x))
+    saves_as_torch = recorder != "torch.fx" or way == "saved_bits"  # torch.fx's nodes are memkern's functions
+    assert (memory.saved_bytes(lambda: program(x)) >= before) == saves_as_torch
+    if saves_as_torch:
+        program(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        found = dict(program.named_parameters())
+        for name, p in plain.named_parameters():
+            assert torch.equal(found[name].grad, p.grad), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", [*WAYS, "saved_bits"])
+def test_scripting_needs_restore(way: str) -> None:
+    net, x = model(), torch.randn(8, 16)
+    memkern.compress(net, **WAYS.get(way, {"activations": None, "saved_bits": 8}))
+    with pytest.raises((RuntimeError, torch.jit.frontend.NotSupportedError)):
+        torch.jit.script(net)
+    memkern.restore(net)
+    assert torch.equal(torch.jit.script(net)(x), net(x))

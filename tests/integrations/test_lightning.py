@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import memkern
-from memkern import optim
+from memkern import memory, optim
+from memkern.compression import values
 from tests.integrations.models import Texts, gpt2, parameters_of, tokens
 from tests.support.helpers import assert_same
 
@@ -127,3 +132,87 @@ def test_autocast_and_accumulation(tmp_path: Path) -> None:
     exact = Module()
     fit(exact, tmp_path, 4, accumulate_grad_batches=2)
     assert module.losses == pytest.approx(exact.losses, rel=0.02)  # bf16's own rounding is 0.4 %
+
+
+class Inner(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    """Its step calls a part of it, not the module itself; its forward is for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.SiLU()) for _ in range(4))
+        )
+        self.saved: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.net(batch["input_ids"].float().repeat(1, 64)[:, :64].expand(64, 4, 64)).square().mean()
+
+    def training_step(self, batch: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.saved.append(sum(issubclass(type(o), values.Value) for o in gc.get_objects()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("saved_bits", [8, "exact", {"net": 8}, {"net": None}])
+def test_what_the_step_calls_is_what_is_saved(tmp_path: Path, saved_bits: Any) -> None:
+    module, batch = Inner(), {"input_ids": torch.randint(0, 9, (4, 16))}
+    plain = memory.live_bytes_after(lambda: module.training_step(batch, 0), module)
+    report = CompressCallback(activations=None, saved_bits=saved_bits, example=torch.randn(256, 64))
+    fit(module, tmp_path, 2, report)
+    nothing = saved_bits == {"net": None}
+    assert all((count == 0) == nothing for count in module.saved)
+    assert "training_step" not in vars(module)
+    before, after = report.report.before.total, report.report.after.total
+    assert (after < 0.7 * before) != nothing
+    report.setup(SimpleNamespace(is_global_zero=True), module, "fit")
+    saved = memory.live_bytes_after(lambda: module.training_step(batch, 0), module)
+    # .23 beside .35 in 8 bits: why a step saves less than the example is not known.
+    assert saved / plain <= after / before + 0.1
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    assert memory.live_bytes_after(lambda: copied.training_step(batch, 0), copied) == saved
+    memkern.restore(module)
+    assert memory.live_bytes_after(lambda: module.training_step(batch, 0), module) == plain
+    report.teardown(SimpleNamespace(), module, "fit")
+    assert "training_step" not in vars(module)
+
+
+def test_a_fit_that_fails_takes_the_step_off(tmp_path: Path) -> None:
+    class Fails(Inner):
+        def training_step(self, batch: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+            raise KeyError("step")
+
+    module = Fails()
+    with pytest.raises(KeyError, match="step"):
+        fit(module, tmp_path, 2, CompressCallback(saved_bits=8))
+    assert "training_step" not in vars(module)
+
+
+@pytest.mark.feature("lightning", "`gradient_clip_val` with `bf16-mixed` and `16-mixed`")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_gradients_are_clipped_in_mixed_precision(tmp_path: Path, precision: Any) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0) if precision == "16-mixed" else None
+    norms: list[float] = []
+
+    class Watched(Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            norms.append(float(total))
+
+        def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+            super().configure_gradient_clipping(*args, **options)
+            Watched.on_before_optimizer_step(self, None)
+
+    module = Watched()
+    fit(module, tmp_path, 2, plugins=[MixedPrecision(precision, "cpu", scaler)], gradient_clip_val=0.125)
+    assert norms
+    assert min(norms) == pytest.approx(0.125, rel=1e-3)  # unscaled, then clipped
+    assert len(module.losses) == 2

@@ -66,7 +66,8 @@ def test_the_factory_makes_them_with_groups(name: str) -> None:
     assert all(p.dim() == 1 for p in optimizer.param_groups[0]["params"])
     other = Net()
     groups = timm.param_groups_weight_decay(other, 0.05)
-    same = type(optimizer)(groups, lr=1e-3)
+    options = {"momentum": 0.9} if "sgd" in name else {}  # timm's default
+    same = type(optimizer)(groups, lr=1e-3, **options)
     assert_same(trained(model, optimizer), trained(other, same))
 
 

@@ -86,6 +86,16 @@ def test_arguments_become_options(tmp_path: Path) -> None:
     assert optimizer_cls_and_kwargs(plain, "adamw", lr=5.0)[1]["lr"] == 5.0
 
 
+def test_options_of_bf16_parameters_are_taken(tmp_path: Path) -> None:
+    for options in (
+        {"master_weights": "bf16+8"},
+        {"master_weights": "fp32"},
+        {"stochastic_rounding": True},
+        {"state_bits": (8, 4)},
+    ):
+        assert options.items() <= optimizer_cls_and_kwargs(arguments(tmp_path), **options)[1].items()
+
+
 @pytest.mark.full
 def test_with_a_model_marked_embeddings_keep_32_bits(tmp_path: Path) -> None:
     model = gpt2()
@@ -168,3 +178,22 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
     plain.train()
     for ours, theirs in zip(losses(run), losses(plain), strict=True):
         assert ours == pytest.approx(theirs, rel=0.02)  # bf16's own rounding is 0.4 %
+
+
+def test_a_step_in_backward_is_not_silently_unclipped(tmp_path: Path) -> None:
+    """The Trainer clips what is left of the gradients, by default to 1.0: nothing."""
+
+    def made(**options: Any) -> Any:
+        model = gpt2()
+        optimizer = optim.StepInBackward(optim.AdamW8bit, model.parameters(), lr=1e-3)
+        args = arguments(tmp_path, max_steps=1, **options)
+        return trainer(args, model, optimizers=(optimizer, None), callbacks=[CompressCallback()])
+
+    before = parameters_of(gpt2())
+    refused = made()
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 given with StepInBackward"):
+        refused.train()
+    assert_same(parameters_of(refused.model), before)
+    unclipped = made(max_grad_norm=0.0)
+    unclipped.train()
+    assert any((a != b).any() for a, b in zip(parameters_of(unclipped.model), before, strict=True))

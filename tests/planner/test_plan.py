@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,7 +374,7 @@ def test_a_model_is_left_as_it_is() -> None:
         {"activation_bits": 3, "saved_bits": 8, "checkpointing": "sqrt"},
         {"step_in_backward": True, "loss_chunk": 512, "randomized_linear": 0.5},
         {"offload": True, "precision": "bf16", "master_weights": "bf16+8", "state_bits": 8},
-        {"offload": True, "precision": "bf16", "master_weights": "fp32", "optimizer": "Lion"},
+        {"offload": True, "precision": "bf16", "master_weights": "fp32", "optimizer": "lion"},
     ],
     ids=str,
 )
@@ -412,7 +413,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     png = tmp_path / "plan.png"
     code, out, _ = run(capsys, *given, "--memory", "2GiB", "--png", str(png))
     assert code == 0
-    assert "Fits: " in out
+    assert "Fits as it is" in out
     assert "loss.backward()" in out
     assert png.stat().st_size > 1000
     code, out, _ = run(capsys, *given, "--memory", "100MiB", "--json")
@@ -472,9 +473,9 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture)
             {"master_weights": "bf16+8"},
             "master_weights: 'bf16+8' given; allowed: None, unless precision is 'bf16'",
         ),
-        ({"optimizer": "torch.AdamW", "state_bits": 8}, "state_bits: 8 given; allowed: 32 with torch.AdamW"),
+        ({"optimizer": "torch-adamw", "state_bits": 8}, "state_bits: 8 given; allowed: 32 with torch-adamw"),
         ({"state_bits": 4}, "state_bits: 4 given; allowed: 8, 32, (8, 4)"),
-        ({"optimizer": "Lion", "state_bits": (8, 4)}, "state_bits: (8, 4) given; allowed: 8 or 32 with Lion"),
+        ({"optimizer": "lion", "state_bits": (8, 4)}, "state_bits: (8, 4) given; allowed: 8 or 32 with lion"),
         ({"step_in_backward": True, "accumulation": 2}, "step_in_backward: True given"),
         ({"micro_batch": 0}, "micro_batch: 0 given; allowed: a whole number, 1 or more"),
         ({"randomized_linear": 1.5}, "randomized_linear: 1.5 given"),
@@ -538,9 +539,105 @@ def test_built_in_models(name: str) -> None:
     assert checkpointed["forward"] < plain["forward"]
 
 
+def test_the_text_of_a_small_model_of_ones_own() -> None:
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    x = torch.randn(8, 256)
+    plan = memkern.plan(model, memory="1GiB", inputs=x, device="cpu")
+    text = str(plan)
+    assert "Sequential: 525,568 parameters, cpu; limit 1024.0 MiB" in text  # no tokens
+    assert "peak of a step in MiB, one example;" in text
+    weights = next(line for line in text.splitlines() if line.startswith("as it is")).split()[5]
+    assert weights == "2.0"  # 525,568 of 4 bytes, which are 0.00 GiB
+    assert "Fits as it is: plain training needs no more than the limit.\nThe fastest that fits: " in text
+    assert "! may need more" not in text
+    half = plan.recommended.techniques.precision == "bf16"
+    names = {
+        "model": model,
+        "batches": itertools.repeat((x.bfloat16() if half else x,)),
+        "target": x,
+        "lr": 1e-3,
+    }
+    exec(plan.code(), names | {"steps": 2, "loss_fn": lambda y, t: nn.functional.mse_loss(y.float(), t)})
+
+
+@pytest.mark.full
+def test_what_may_need_more_than_the_limit_is_marked_with_a_legend() -> None:
+    x = torch.randn(2, WIDTH)
+    peak = memkern.plan(Stack(), memory="1GiB", inputs=x, device="cpu").alone["as it is"].peak
+    plan = memkern.plan(Stack(), memory=peak, inputs=x, device="cpu")  # which may be more, by a hundredth
+    text = str(plan)
+    assert "! may need more than the limit" in text
+    assert re.search(r"^as it is +[\d.]+!", text, re.MULTILINE)
+    assert not plan.fits_as_it_is
+    assert "Fits as it is" not in text
+
+
+def test_help_names_what_each_technique_may_be(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "adamw, adam, lion, sgd, lamb, lars, torch-adamw, torch-adam, torch-sgd" in shown
+    assert "None, fp32, bf16+16, bf16+8 (plain training has None)" in shown
+    assert "None or a whole number, 1 or more" in shown
+
+
 @pytest.mark.full
 def test_fake_cuda(folder: Path) -> None:
     plan = memkern.plan(folder, memory="2GiB", seq_len=64)
     assert plan.counted_on == "cuda"
     assert "offload" in plan.alone
     assert dataclasses.asdict(plan)["device"] == "cuda"
+
+
+# ---- where nothing fits
+
+
+def deep() -> nn.Sequential:
+    """A model whose activations take more than its weights."""
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+@pytest.mark.full
+def test_what_would_fit_is_named_with_its_bytes_and_fits() -> None:
+    given = {"accumulation": 1, "micro_batch": 4096, "precision": "fp32"}
+    common = {"inputs": torch.zeros(2, 64), "device": "cpu", "clip": True}
+    plain = memkern.plan(deep(), memory=1, techniques=given, batch_size=4096, **common)
+    least = {c.name: c for c in plain.changes}
+    assert {"batch_size", "precision", "all of these"} <= {*least}
+    assert least["all of these"].memory < least["batch_size"].memory < plain.least
+    made = memkern.plan(
+        deep(), memory=least["batch_size"].memory, techniques=given, batch_size=4096, **common
+    )
+    assert not made.fits
+    assert ("batch_size", 1) in [(c.name, c.value) for c in made.changes]
+    assert all(c.memory <= made.memory for c in made.changes)
+    assert re.search(r"What would fit, each by itself: .*--batch-size 1 \(\d\.\d\d GiB\)", str(made))
+    smaller = {**given, "micro_batch": 1}
+    assert memkern.plan(deep(), memory=made.memory, techniques=smaller, batch_size=1, **common).fits
+    assert "Not enough by themselves: " in str(plain)
+    assert "All of these together do not fit either: " in str(plain)
+
+
+@pytest.mark.full
+def test_shorter_sequences_that_would_fit(folder: Path) -> None:
+    given = {"accumulation": 1, "micro_batch": 64, "saved_bits": None, "checkpointing": "none"}
+    arguments = {"device": "cpu", "batch_size": 64}
+    nothing = memkern.plan(str(folder), memory=1, seq_len=128, techniques=given, **arguments)
+    [shorter] = [c for c in nothing.changes if c.name == "seq_len"]
+    assert shorter.value == 64
+    made = memkern.plan(str(folder), memory=shorter.memory, seq_len=128, techniques=given, **arguments)
+    assert not made.fits
+    assert ("seq_len", 64) in [(c.name, c.value) for c in made.changes]
+    assert memkern.plan(str(folder), memory=shorter.memory, seq_len=64, techniques=given, **arguments).fits
+
+
+def test_clipping_and_a_step_in_backward_cannot_both_be_given() -> None:
+    with pytest.raises(TechniqueError, match="step_in_backward: True given; allowed: False with clip"):
+        memkern.plan(
+            Stack(),
+            memory="1GiB",
+            inputs=torch.zeros(2, WIDTH),
+            device="cpu",
+            clip=True,
+            techniques={"step_in_backward": True},
+        )

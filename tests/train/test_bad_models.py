@@ -32,6 +32,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write("one.csv", "text,mood\n" + "same,good\n" * 30)
     write("bad.jsonl", '{"text": "a"}\n{"text": \n')
     write("list.jsonl", "[1, 2]\n")
+    write("null.jsonl", '{"text": "a"}\n{"text": null}\n')
     write("latin.txt", "caf\xe9 ".encode("latin-1") * 300)
     write("binary", bytes(9000))
     write("nothing", "")
@@ -70,6 +71,13 @@ BAD = [
     ([*MODEL, "--data", "latin.txt"], "--data", "byte 3", "UTF-8"),
     ([*MODEL, "--data", "bad.jsonl"], "--data", "line 2", "no JSON"),
     ([*MODEL, "--data", "list.jsonl"], "--data", "line 1", "no JSON object"),
+    (
+        [*MODEL, "--data", "null.jsonl"],
+        "--text-field",
+        "'text' given",
+        "null or missing in row 2",
+        "a text in every row",
+    ),
     (
         [*MODEL, "--data", "rows.csv", "--text-field", "body"],
         "--text-field",

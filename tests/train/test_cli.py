@@ -1,13 +1,16 @@
 """``python -m memkern``: what it prints, writes and refuses."""
 
+import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ pytest.importorskip("rich", reason="the command line needs the [train] extra")
 
 from memkern import backend
 from memkern.__main__ import main
-from memkern.train import History, RunResult, Trainer, checkpoint
+from memkern.train import History, RunResult, Trainer, checkpoint, report
 from memkern.train.report import size, summary
 
 SMALL = [
@@ -125,7 +128,23 @@ def test_resume_takes_the_options_it_is_not_given(
     with pytest.raises(SystemExit) as ended:
         main(["train", "--resume", path, "--lr", "2e-3"])
     assert ended.value.code == 2
-    assert "argument --lr: 0.002 given; allowed: 0.0005" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert (
+        "argument --lr: 0.002 given; allowed: 0.0005, with which the resumed run began, or a new run" in shown
+    )
+
+
+def test_a_default_may_be_given_on_resume_and_another_value_may_not(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "run.pt")
+    main(["train", "--data", text, *SMALL, "--save", path])
+    main(["train", "--resume", path, "--lr", "1e-3", "--weight-decay", "0.1", "--clip", "1"])
+    capsys.readouterr()
+    for option, value, used in (("--lr", "2e-3", "0.001"), ("--clip", "0.0", "1.0"), ("--warmup", "2", "0")):
+        with pytest.raises(SystemExit):
+            main(["train", "--resume", path, option, value])
+        assert f"allowed: {used}, with which" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
@@ -136,14 +155,16 @@ def sigint_is_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1) -> None:
-    """Ctrl-C, so many times, in the middle of a step."""
+def interrupt_at(
+    monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, number: int = signal.SIGINT
+) -> None:
+    """Ctrl-C or another signal, so many times, in the middle of a step."""
     forward = Trainer.loss
 
     def loss(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
         if trainer.steps_done + 1 == step:
             for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return forward(trainer, *batch)
 
     monkeypatch.setattr(Trainer, "loss", loss)
@@ -185,6 +206,113 @@ def test_ctrl_c_ends_at_once(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "run.pt").exists()
 
 
+def test_sigterm_saves_as_ctrl_c_does(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *args: pytest.fail("SIGTERM came through"))
+    try:
+        interrupt_at(monkeypatch, 2, number=signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--data", text, *SMALL, "--save", str(tmp_path / "run.pt")])
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert "SIGTERM: saving after this step; once more ends at once" in capsys.readouterr().err
+    assert checkpoint.load(tmp_path / "run.pt")["step"] == 2
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Files of more than 20 kB cannot be written, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def no_room_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    save = checkpoint.save
+
+    def in_a_full_disk(path: Path, state: dict[str, Any]) -> None:
+        with no_room() if state["step"] in steps else contextlib.nullcontext():
+            save(path, state)
+
+    monkeypatch.setattr(checkpoint, "save", in_a_full_disk)
+
+
+def test_training_goes_on_where_a_checkpoint_cannot_be_written(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.pt"
+    no_room_at(monkeypatch, 1, 3)
+    main(["train", "--data", text, *SMALL, "--save", str(path), "--save-every", "1"])
+    shown = capsys.readouterr().err
+    assert (
+        f"No checkpoint after step 1: [Errno 27] File too large. {path} is not there; training goes on"
+        in shown
+    )
+    assert f"No checkpoint after step 3: [Errno 27] File too large. {path} has that of step 2;" in shown
+    assert checkpoint.load(path)["step"] == 4
+    assert not [*tmp_path.glob(".*.tmp")]
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_last_checkpoint_that_cannot_be_written_is_said_at_the_end(
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted: bool,
+) -> None:
+    path = tmp_path / "run.pt"
+    no_room_at(monkeypatch, 3, 4)
+    if interrupted:
+        interrupt_at(monkeypatch, 3)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--data", text, *SMALL, "--save", str(path), "--save-every", "2", "--eval-every", "4"])
+    shown = capsys.readouterr()
+    reason = f"[Errno 27] File too large. {path} has that of step 2"
+    if interrupted:
+        assert ended.value.code == 130
+        assert f"Stopped after step 3 of 4 and not saved: {reason}" in shown.err
+    else:
+        assert ended.value.code == f"memkern train: the last checkpoint could not be written: {reason}"
+        assert "validation loss" in shown.out  # the results are there all the same
+    assert checkpoint.load(path)["step"] == 2
+
+
+def test_results_that_cannot_be_written_end_with_a_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        report, "write_json", lambda path, content: path.with_name("absent").joinpath("x").touch()
+    )
+    with pytest.raises(SystemExit, match=r"memkern train: results could not be written: .*No such file"):
+        main(["train", "--data", text, *SMALL, "--out", str(tmp_path / "out")])
+    assert "validation loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--out", "--save"])
+def test_that_files_can_be_written_is_tried_before_training(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--data", text, *SMALL, option, str(tmp_path / "new")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended.value.code == 2
+    assert (
+        f"argument {option}: nothing can be written in '{tmp_path}': File too large"
+        in capsys.readouterr().err
+    )
+
+
 def test_ctrl_c_in_the_last_step_ends_the_run_as_always(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,8 +336,6 @@ BAD = [
     (["--warmup", "4"], "--warmup", "4 given", "fewer than the 4 steps"),
     (["--heads", "3"], "--heads", "3 given", "divisors of the width, 64"),
     (["--width", "63"], "--heads", "2 given", "divisors of the width, 63"),
-    (["--model", "tiny"], "--model", "'tiny' given", "its name is now byte-tiny"),
-    (["--model", "small"], "--model", "'small' given", "its name is now byte-small"),
     (["--bytes"], "--bytes", "given with --model byte-tiny", "models of transformers"),
     (["--model", "gpt2"], "--layers", "given with --model gpt2", "byte-tiny"),
     (["--epochs", "2"], "--epochs", "given with --steps", "one of the two"),
@@ -232,7 +358,7 @@ BAD = [
     (["--loss-chunk", "0"], "--loss-chunk", "0 given", "1 or more"),
     (["--export", "new2"], "--export", "given with --model byte-tiny", "models of transformers"),
     (["--data", "binary"], "--data", "'binary' given, a binary file", "text"),
-    (["--optimizer", "sgd"], "--optimizer", "'sgd'", "adamw8bit"),
+    (["--optimizer", "adagrad"], "--optimizer", "'adagrad'", "adamw8bit"),
     (["--amp", "fp8"], "--amp", "'fp8'", "bf16"),
     (["--device", "toaster"], "--device", "'toaster' given", "cpu, cuda"),
     (["--device", "meta"], "--device", "'meta' given", "cpu, cuda"),
@@ -242,7 +368,13 @@ BAD = [
     (["--compare", "--optimizer", "lion"], "--compare", "lion", "allowed with: adamw8bit"),
     (["--compare", "--save", "run.pt"], "--compare", "--save", "without"),
     (["--resume", "missing.pt"], "--resume", "'missing.pt' cannot be read"),
-    (["--resume", "text.txt"], "--resume", "'text.txt' is no checkpoint"),
+    (
+        ["--resume", "text.txt"],
+        "--resume",
+        "'text.txt' is no checkpoint: python -m memkern train --save writes them",
+    ),
+    (["--resume", "torn.pt"], "--resume", "'torn.pt' is cut off: 300 bytes", "use another one"),
+    (["--resume", "objects.pt"], "--resume", "'objects.pt' is damaged, or holds other objects"),
     (["--resume", "other.pt"], "--resume", "'other.pt' is no checkpoint of this version"),
     (["--save", "absent/run.pt"], "--save", "'absent/run.pt' given", "existing folder"),
     (["--save", "."], "--save", "a folder"),
@@ -263,6 +395,8 @@ def test_bad_input_is_named_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     torch.save({"weights": torch.zeros(3)}, "other.pt")
     Path("binary").write_bytes(bytes(9000))
+    Path("torn.pt").write_bytes(Path("other.pt").read_bytes()[:300])
+    torch.save({"optimizer": Path()}, "objects.pt")
     before = sorted(os.listdir())
     data = [] if "--data" in arguments else ["--data", "text.txt"]
     output = [] if {"--out", "--save"} & {*arguments} else ["--out", "new"]

@@ -1,5 +1,8 @@
 """The text that is trained on, and its batches."""
 
+import csv
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +77,54 @@ def test_validation_windows_are_apart_and_spread() -> None:
     assert [len(inputs) for inputs, _ in batches] == [3, 3, 3, 1]
     expected = torch.arange(10) * 24 // 10 * 40  # 10 of the 24 windows that fit
     assert torch.equal(starts, expected % 251)
+
+
+ROWS = [{"id": i, "text": f"row {i}, \u00e9", "body": f"body {i}"} for i in range(1, 21)]
+
+
+def write_rows(path: Path) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif path.suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(
+                file, ["id", "text", "body"], delimiter="\t" if path.suffix == ".tsv" else ","
+            )
+            writer.writeheader()
+            writer.writerows(ROWS)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".tsv", ".parquet"])
+@pytest.mark.parametrize("name", ["text", "body"])
+def test_bytes_of_a_table_are_those_of_its_texts(tmp_path: Path, ending: str, name: str) -> None:
+    write_rows(tmp_path / f"rows{ending}")
+    corpus = load_corpus([str(tmp_path)], seq_len=8, text_field=None if name == "text" else name)
+    texts = [row[name] + "\n" for row in ROWS]
+    assert bytes(corpus.validation.tolist()) == (texts[9] + texts[19]).encode()
+    assert bytes(corpus.train.tolist()) == "".join(texts[:9] + texts[10:19]).encode()
+    with pytest.raises(
+        ArgumentError, match=r"text_field: 'prose' given, which row 1 .* has not; allowed: 'id'"
+    ):
+        load_corpus([str(tmp_path)], seq_len=8, text_field="prose")
+
+
+def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ArgumentError, match=r"needs pyarrow: pip install pyarrow, or convert the file to JSONL"
+    ):
+        load_corpus([str(tmp_path / "rows.parquet")], seq_len=8)
+
+
+def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100))
+    with pytest.raises(ArgumentError, match=r"rows.parquet' is no Parquet file"):
+        load_corpus([str(tmp_path)], seq_len=8)

@@ -106,13 +106,18 @@ def test_options_that_are_given_stay(corpus: Corpus) -> None:
     assert {name: getattr(config, name) for name in given} == given
     assert not config.step_in_backward
     assert plan.recommended is not None
-    assert plan.recommended.techniques.optimizer == "Lion"
+    assert plan.recommended.techniques.optimizer == "lion"
 
 
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("1MiB", r"fit: 1MiB given; allowed: 0\.\d\d GiB or more, the least that could do, with "),
+        pytest.param(
+            "1MiB",
+            r"fit: 1MiB given; allowed: 0\.\d\d GiB or more, the least that could do, with .*"
+            r"\. Not enough by themselves: --batch-size 1 \(0\.\d\d GiB\)$",
+            marks=pytest.mark.full,  # 5 s of planning
+        ),
         ("lots", "fit: 'lots' given; allowed: bytes as a number, or with a unit: 12GiB"),
     ],
 )

@@ -1,0 +1,129 @@
+"""Where no step fits: what would make it fit, and the memory that it needs then."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .choice import Chooser
+from .hardware import Hardware
+from .models import Configured
+from .prediction import BAND, Predictor
+
+SHORTEST = 64  # tokens of a sequence: shorter ones are not proposed
+TOGETHER = (("micro_batch", "accumulation"), ("precision", "master_weights"))
+"""Techniques that are given up in pairs, as one allows the other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One argument of :func:`memkern.plan`, or a field of Techniques, with the value to give it.
+
+    memory: bytes that the smallest step then needs, the band of predictions included.
+    """
+
+    name: str
+    value: Any
+    memory: int
+
+
+@dataclasses.dataclass
+class Asked:
+    """What was asked for: the arguments of :func:`memkern.plan`."""
+
+    predictor: Predictor
+    pinned: Mapping[str, Any]
+    batch_size: int
+    clip: bool
+    hardware: Hardware
+
+    def chooser(self) -> Chooser:
+        return Chooser(self.predictor, self.pinned, self.batch_size, self.clip)
+
+    def needs(self) -> int:
+        """Bytes that the smallest step fits in."""
+        band = BAND[self.predictor.counted_on][0]
+        return math.ceil(self.chooser().smallest().peak * (1 + band))
+
+    def with_batch(self, size: int) -> Asked:
+        """The same with fewer sequences in a forward pass."""
+        if "micro_batch" not in self.pinned:
+            return dataclasses.replace(self, batch_size=size)
+        micro_batches = self.pinned.get("accumulation", 1)
+        pinned = {**self.pinned, "micro_batch": size}
+        return dataclasses.replace(self, pinned=pinned, batch_size=size * micro_batches)
+
+    def with_seq_len(self, tokens: int) -> Asked:
+        old = self.predictor
+        source = dataclasses.replace(old.source, seq_len=tokens)
+        return dataclasses.replace(
+            self, predictor=Predictor(source, old.device, old.counted_on, self.hardware)
+        )
+
+    def without(self, names: tuple[str, ...]) -> Asked:
+        """The same with these techniques left to the planner."""
+        kept = {name: value for name, value in self.pinned.items() if name not in names}
+        return dataclasses.replace(self, pinned=kept)
+
+
+def would_fit(asked: Asked, memory: int) -> list[Change]:
+    """The smallest change of each argument that fits by itself.
+
+    Where none does, each at its smallest, and as the last one, named "all of these", all of them together.
+    """
+    found = list(_alone(asked, memory))
+    fitting = [change for change in found if change.memory <= memory]
+    if fitting or len(found) < 2:
+        return fitting or found
+    for change in found:
+        asked = _changed(asked, change)
+    return [*found, Change("all of these", None, asked.needs())]
+
+
+def _alone(asked: Asked, memory: int) -> Iterator[Change]:
+    size = asked.pinned.get("micro_batch", asked.batch_size)
+    source = asked.predictor.source
+    yield from _halved("batch_size", size, 1, asked.with_batch, memory)
+    if isinstance(source, Configured) and not source.takes_images:
+        yield from _halved("seq_len", source.seq_len, SHORTEST, asked.with_seq_len, memory)
+    if asked.clip:
+        yield Change("clip", False, dataclasses.replace(asked, clip=False).needs())
+    before = asked.needs()
+    for names in dict.fromkeys(_pair(name) for name in asked.pinned if name != "optimizer"):
+        freed = asked.without(names)
+        techniques, needs = freed.chooser().smallest().techniques, freed.needs()
+        other = [n for n in names if n in asked.pinned and getattr(techniques, n) != asked.pinned[n]]
+        if other and needs < before:
+            yield Change(other[0], getattr(techniques, other[0]), needs)
+
+
+def _pair(name: str) -> tuple[str, ...]:
+    """The techniques that are left to the planner together with this one."""
+    return next((names for names in TOGETHER if name in names), (name,))
+
+
+def _halved(
+    name: str, given: int, least: int, changed: Callable[[int], Asked], memory: int
+) -> Iterator[Change]:
+    """The largest half, quarter, ... of an argument that fits; else the least of them."""
+    value = given
+    change = None
+    while value // 2 >= least:
+        value //= 2
+        change = Change(name, value, changed(value).needs())
+        if change.memory <= memory:
+            break
+    if change is not None:
+        yield change
+
+
+def _changed(asked: Asked, change: Change) -> Asked:
+    if change.name == "batch_size":
+        return asked.with_batch(change.value)
+    if change.name == "seq_len":
+        return asked.with_seq_len(change.value)
+    if change.name == "clip":
+        return dataclasses.replace(asked, clip=False)
+    return asked.without(_pair(change.name))

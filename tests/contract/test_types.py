@@ -1,0 +1,123 @@
+"""What type checkers and help() see of memkern: a user's file, checked by mypy and by Pyright."""
+
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memkern
+
+ROOT = Path(memkern.__file__).parents[1]
+
+USER = """
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import memkern
+from memkern.optim import LAMB, AdamW, AdamW8bit, HostOffload, Lion8bit, SGD8bit, StepInBackward, param_groups
+
+
+class Warm(AdamW8bit):
+    def __init__(self, params: Any, lr: float = 1e-3, warmup: int = 10) -> None:
+        super().__init__(params, lr=lr, betas=(0.9, 0.95), state_bits=(8, 4))
+        self.warmup = warmup
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step(closure)
+
+
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+report = memkern.compress(model, 2, saved_bits=8)
+assert_type(memkern.restore(model), int)
+assert_type(memkern.memory.saved_bytes(lambda: model(torch.ones(8, 8))), int)
+
+optimizer = AdamW8bit([{"params": model[0].parameters(), "lr": 1e-4}], weight_decay=0.1)
+assert_type(optimizer, AdamW8bit)
+assert_type(memkern.optim.AdamW(model.named_parameters()), AdamW)
+assert_type(LAMB(param_groups(model, weight_decay=0.1), lr=torch.tensor(1e-3), max_grad_norm=1.0), LAMB)
+assert_type(SGD8bit(model.parameters(), lr=0.1), SGD8bit)
+assert_type(Lion8bit(model.parameters(), lr=1e-4), Lion8bit)
+assert_type(Warm(model.parameters()), Warm)
+assert_type(Warm(model.parameters()).warmup, int)
+assert_type(StepInBackward(AdamW, model.parameters(), lr=1e-3), StepInBackward)
+assert_type(HostOffload(AdamW8bit, model.parameters(), lr=1e-3), HostOffload)
+
+torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10).step()
+for group in optimizer.param_groups:
+    group["lr"] *= 0.5
+moment: Tensor = optimizer.state[next(model.parameters())]["exp_avg"]
+optimizer.load_state_dict(optimizer.state_dict())
+assert_type(memkern.memory.optimizer_bytes(optimizer), int)
+
+AdamW8bit(model.parameters(), learning_rate=0.1)  # ERROR
+AdamW8bit(model.parameters(), lr="fast")  # ERROR
+"""
+WRONG = [number for number, line in enumerate(USER.splitlines(), start=1) if line.endswith("# ERROR")]
+
+
+def user_file(folder: Path) -> Path:
+    path = folder / "user.py"
+    path.write_text(USER)
+    return path
+
+
+@pytest.mark.full
+def test_mypy_types_a_users_file(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(ROOT / "build" / "mypy-of-a-user"),
+        "--no-color-output",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, str(user_file(tmp_path))],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert [int(line.split(":")[1]) for line in errors] == WRONG, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_pyright_types_a_users_file(tmp_path: Path) -> None:
+    if importlib.util.find_spec("basedpyright"):  # Pyright in a wheel, with node
+        command = [sys.executable, "-m", "basedpyright"]
+    elif shutil.which("pyright"):
+        command = ["pyright"]
+    else:
+        pytest.skip("Pyright is not installed")
+    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)], "reportMissingTypeStubs": False}
+    # Of torch's own types, which are partial.
+    settings |= {f"reportUnknown{what}Type": False for what in ("Member", "Argument", "Variable", "Lambda")}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [*command, "--outputjson", "--pythonpath", sys.executable, str(user_file(tmp_path))],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    errors = [d["range"]["start"]["line"] + 1 for d in found if d["severity"] == "error"]
+    assert errors == WRONG, found
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in memkern.optim.__all__ if n[0].isupper() and n != "StepInBackward"]
+)
+def test_signatures_name_every_argument_with_its_type(name: str) -> None:
+    parameters = inspect.signature(getattr(memkern.optim, name)).parameters
+    assert "params" in parameters
+    assert all(p.annotation is not p.empty for p in parameters.values())
+    assert name == "HostOffload" or not any(
+        p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()
+    )
+    assert (Path(memkern.__file__).parent / "py.typed").exists()

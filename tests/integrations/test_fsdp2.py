@@ -1,0 +1,164 @@
+"""accelerate and the Trainer with FSDP2, which swap the parameters of an optimizer that exists already."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from memkern import optim
+from tests.integrations.models import Texts, gpt2, tokens
+from tests.support.helpers import assert_same
+from tests.support.ranks import Ranks
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {}),
+    "AdamW8bit": ("AdamW8bit", {}),
+    "Lion8bit": ("Lion8bit", {}),
+    "LAMB8bit": ("LAMB8bit", {}),
+    "clipped": ("AdamW8bit", {"max_grad_norm": 0.1}),
+}
+
+
+def _of_process() -> None:
+    """What torchrun sets, and accelerate's state without the call before. It has FSDP2 for GPUs; gloo does for CPUs."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name, value in {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_RANK": dist.get_rank(),
+    }.items():
+        os.environ[name] = str(value)
+    os.environ.update(MASTER_ADDR="localhost", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    init = AcceleratorState.__init__
+    if init.__name__ == "with_fsdp":
+        return
+
+    def with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        plugin = fsdp_plugin or self._shared_state.get("fsdp_plugin")
+        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if plugin is not None:  # each further AcceleratorState() sets it back
+            self.distributed_type, self.fsdp_plugin = accelerate.utils.DistributedType.FSDP, plugin
+
+    AcceleratorState.__init__ = with_fsdp
+
+
+def _whole(model: torch.nn.Module) -> list[Tensor]:
+    found = [p.detach() for p in model.parameters()]
+    assert all(isinstance(p, DTensor) for p in found)
+    return [p.full_tensor() for p in found if isinstance(p, DTensor)]
+
+
+def _prepared(name: str, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+    _of_process()
+    plugin = accelerate.utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
+    )
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    new, options = OPTIONS[name]
+    model = gpt2(seed)
+    optimizer = getattr(optim, new)(model.parameters(), lr=1e-3, **options)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def _train(
+    model: Any, optimizer: Any, scheduler: Any, first: int, last: int, backward: Any = Tensor.backward
+) -> None:
+    for seed in range(first, last):
+        rows = tokens(4, seed)
+        backward(model(input_ids=rows, labels=rows).loss)
+        optimizer.step()
+        for _ in range(2 if backward is Tensor.backward else 1):  # accelerate's has a step for each rank
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def in_accelerate(name: str) -> list[Tensor]:
+    accelerator, *parts = _prepared(name)
+    _train(*parts, 0, 4, accelerator.backward)
+    return _whole(parts[0])
+
+
+def resumed(name: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    accelerator, *parts = _prepared(name)
+    _train(*parts, 0, 2, accelerator.backward)
+    accelerator.save_state(folder)
+    _train(*parts, 2, 4, accelerator.backward)
+    straight = _whole(parts[0])
+    accelerator, *parts = _prepared(name, seed=1)
+    accelerator.load_state(folder)
+    _train(*parts, 2, 4, accelerator.backward)
+    return straight, _whole(parts[0])
+
+
+@pytest.mark.feature("accelerate", "FSDP2: an optimizer made before `prepare` trains as in one process")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_optimizer_made_before_prepare(ranks: Ranks, name: str) -> None:
+    found, again = ranks(2, in_accelerate, name)
+    assert_same(found, again)
+    new, options = OPTIONS[name]
+    model = gpt2()
+    optimizer = getattr(optim, new)(model.parameters(), lr=1e-3, **options)
+    _train(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10), 0, 4)
+    expected = [p.detach() for p in model.parameters()]
+    if name in ("LAMB8bit", "clipped"):  # norms are summed in another order over two ranks
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+    else:
+        assert_same(found, expected)
+
+
+@pytest.mark.feature("accelerate", "FSDP2: `save_state`, `load_state`: resumes bit for bit")
+@pytest.mark.parametrize("name", ["AdamW8bit", "LAMB8bit", "Lion8bit"])
+def test_a_saved_state_resumes_bit_for_bit(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    for straight, again in ranks(2, resumed, name, str(tmp_path)):
+        assert_same(again, straight)
+
+
+def in_trainer(name: str, folder: str, checkpoint: str | None, seed: int) -> tuple[list[Tensor], list[float]]:
+    _of_process()
+    new, options = OPTIONS[name]
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        max_grad_norm=0.0,
+        report_to=[],
+        save_strategy="steps",
+        save_steps=2,
+        logging_steps=1,
+        use_cpu=True,
+        disable_tqdm=True,
+        ddp_backend="gloo",
+        fsdp=True,
+        fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "version": 2},
+    )
+    options = {"lr": 1e-3, **options}
+    trainer = transformers.Trainer(
+        gpt2(seed), arguments, train_dataset=Texts(), optimizer_cls_and_kwargs=(getattr(optim, new), options)
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return _whole(trainer.model), [x["loss"] for x in trainer.state.log_history if "loss" in x]
+
+
+@pytest.mark.feature("transformers", "Trainer with FSDP2: trains, and resumes bit for bit")
+@pytest.mark.parametrize("name", ["AdamW8bit", "clipped"])
+def test_the_trainer(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    (straight, losses), _ = ranks(2, in_trainer, name, str(tmp_path), None, 0)
+    assert len(losses) == 4
+    (again, _), _ = ranks(2, in_trainer, name, str(tmp_path), str(tmp_path / "checkpoint-2"), 1)
+    assert_same(again, straight)
