@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ROOT_PAGES = {
+    "README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 LANGUAGES = {
     ".py": "python",
@@ -26,6 +31,17 @@ LANGUAGES = {
     ".json": "json",
 }
 _IMAGES = (".png", ".svg")
+
+
+def on_config(config: Any) -> Any:
+    """The link to the repository: the page of git's remote ``origin``, where there is one."""
+    git = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    url = re.sub(r"^git@([^:]+):", r"https://\1/", found).removesuffix(".git")
+    if not config.repo_url and url.startswith("https://"):
+        config.repo_url = url
+        config.repo_name = "/".join(url.split("/")[-2:])
+    return config
 
 
 def _origin(src_uri: str) -> str:
