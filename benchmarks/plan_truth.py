@@ -63,16 +63,17 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     """The model, its optimizer and a function that takes a step."""
     import torch
 
+    from memkern import applying
     from memkern.planner import step
 
     torch.manual_seed(0)
-    model = source.build(step.weight_dtype(techniques))
+    model = source.build(applying.weight_dtype(techniques))
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.01)  # memory that nobody has written is not resident
-    step.prepare(model, techniques)
+    applying.apply(model, techniques)
     gc.collect()
-    optimizer = step.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
+    optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
     batch = source.batch(techniques.micro_batch)
     if techniques.precision == "bf16":
         batch = step.floats_to(batch, torch.bfloat16)

@@ -12,6 +12,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, planner, train
+    from .applying import apply, checkpoint_blocks, make_optimizer
     from .backend import report, use_backend
     from .compression.saved import quantize_saved
     from .compression.swap import compress, restore
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "apply",
     "backend",
+    "checkpoint_blocks",
     "compress",
     "dequantize_affine",
     "dequantize_blockwise",
     "functional",
+    "make_optimizer",
     "memory",
     "nn",
     "optim",
@@ -41,9 +45,12 @@ __all__ = [
 ]
 
 _LAZY = {
+    "apply": "applying",
+    "checkpoint_blocks": "applying",
     "compress": "compression.swap",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
+    "make_optimizer": "applying",
     "plan": "planner.planning",
     "quantize_affine": "quant.affine",
     "quantize_blockwise": "quant.blockwise",

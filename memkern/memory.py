@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -57,38 +58,73 @@ def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
             yield item
 
 
+@dataclasses.dataclass(eq=False)
+class Storage:
+    """Bytes of a storage, and after how many operators it was allocated and freed."""
+
+    size: int
+    born: int
+    died: int | None = None
+
+
 class LiveBytes(TorchDispatchMode):
-    """Tracks the bytes of storages that operators return; a weak reference's callback notices that one is freed."""
+    """Follows the storages that operators return until they are freed, which a weak reference's callback notices.
 
-    def __init__(self, held: Iterable[Any]) -> None:
+    held: tensors that exist before. counted: whether their bytes count.
+    on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator.
+
+    live, peak: bytes now, and the most so far. clock: the number of operators so far. storages: all that count, in the
+    order of their allocation. Tensors on the meta device have no bytes.
+    """
+
+    def __init__(
+        self,
+        held: Iterable[Any] = (),
+        *,
+        counted: bool = True,
+        on_operator: Callable[..., None] = lambda func, args, kwargs, out: None,
+    ) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self.known: dict[int, weakref.ref] = {}
-        self.track(held, counted=True)
+        self.live = self.peak = self.clock = 0
+        self.storages: list[Storage] = []
+        self._known: dict[int, tuple[weakref.ref, Storage | None]] = {}
+        self._on_operator = on_operator
+        self._track(held, counted)
 
-    def track(self, tensors: Iterable[Any], *, counted: bool) -> None:
-        """Remembers storages that are new; where not ``counted``, with 0 bytes."""
-        for storage in _storages(tensors):
+    def _track(self, tensors: Iterable[Any], counted: bool) -> None:
+        """Remembers storages that are new; where not ``counted``, without an entry in ``storages``."""
+        on_devices = (x for x in tensors if isinstance(x, Tensor) and x.device.type != "meta")
+        for storage in _storages(on_devices):
             key = storage._cdata
-            if key in self.known:
+            if key in self._known:
                 continue
-            size = storage.nbytes() if counted else 0
+            entry = Storage(storage.nbytes(), self.clock) if counted else None
 
-            def freed(_: weakref.ref, key: int = key, size: int = size) -> None:
-                self.live -= size
-                del self.known[key]
+            def freed(_: weakref.ref, key: int = key, entry: Storage | None = entry) -> None:
+                del self._known[key]
+                if entry is not None:
+                    self.live -= entry.size
+                    entry.died = self.clock + 1  # it was there when the last operator had returned
 
-            self.known[key] = weakref.ref(storage, freed)
-            self.live += size
+            self._known[key] = weakref.ref(storage, freed), entry
+            if entry is not None:
+                self.storages.append(entry)
+                self.live += entry.size
         self.peak = max(self.peak, self.live)
+
+    def storage_of(self, tensor: Tensor) -> Storage | None:
+        """The tensor's storage; None where it is not counted."""
+        return self._known.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # An input that is not known yet was allocated before the call. Tracked with 0 bytes, so that an output that is
-        # a view of it does not count as a new storage.
-        self.track(tree_leaves((args, kwargs)), counted=False)
+        # An input that is not known yet was allocated before the call. It does not count, and an output that is a view
+        # of it is no new storage.
+        self._track(tree_leaves((args, kwargs)), counted=False)
         out = func(*args, **kwargs)
-        self.track(tree_leaves(out), counted=True)
+        self.clock += 1
+        self._track(tree_leaves(out), counted=True)
+        self._on_operator(func, args, kwargs, out)
         return out
 
 

@@ -6,21 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpointing import checkpoint_blocks
     from .hardware import Hardware
-    from .planning import Plan, plan
+    from .planning import plan
     from .prediction import Prediction
+    from .report import Plan
     from .techniques import TechniqueError, Techniques
 
-__all__ = ["Hardware", "Plan", "Prediction", "TechniqueError", "Techniques", "checkpoint_blocks", "plan"]
+__all__ = ["Hardware", "Plan", "Prediction", "TechniqueError", "Techniques", "plan"]
 
 _MODULES = {
     "Hardware": "hardware",
-    "Plan": "planning",
+    "Plan": "report",
     "Prediction": "prediction",
     "TechniqueError": "techniques",
     "Techniques": "techniques",
-    "checkpoint_blocks": "checkpointing",
     "plan": "planning",
 }
 

@@ -44,7 +44,7 @@ class Chooser:
         """``SAVING``, without checkpoints for a model that has no list of like blocks."""
         import torch
 
-        from .checkpointing import block_lists
+        from ..applying import block_lists
         from .models import Given
 
         source = self.predictor.source

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import pickle
 import re
 import warnings
@@ -14,8 +13,9 @@ from typing import Any
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, Hardware, default
-from .prediction import BAND, Prediction, Predictor
-from .smaller import Asked, Change, would_fit
+from .prediction import BAND, Predictor
+from .report import Plan
+from .smaller import Asked, would_fit
 from .techniques import TechniqueError, Techniques
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -34,72 +34,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "offload": {"offload": True},
 }
 """The rows of the table: each technique by itself."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The outcome of :func:`memkern.plan`; ``print`` shows it.
-
-    alone: a prediction for each technique by itself. together: the smallest step, with all of them but randomized
-    linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
-    recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
-    the truth may be above and below a prediction. What fits does so where the truth is above by so much, too.
-    changes: where nothing fits, what would: each change that is enough by itself, or, where none is, all of them.
-    fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
-    """
-
-    model: str
-    parameters: int
-    device: str
-    seq_len: int
-    memory: int
-    alone: dict[str, Prediction]
-    together: Prediction
-    recommended: Prediction | None
-    largest_micro_batch: int
-    counted_on: str
-    changes: tuple[Change, ...] = ()
-    fits_as_it_is: bool = False
-    loss: str = "model(**batch).loss"
-
-    @property
-    def fits(self) -> bool:
-        return self.recommended is not None
-
-    @property
-    def band(self) -> tuple[float, float]:
-        return BAND[self.counted_on]
-
-    @property
-    def least(self) -> int:
-        """The memory that the smallest step fits in."""
-        return math.ceil(self.together.peak * (1 + self.band[0]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-
-        def row(p: Prediction | None) -> Any:
-            return None if p is None else dataclasses.asdict(p) | {"peak": p.peak}
-
-        return dataclasses.asdict(self) | {
-            "fits": self.fits,
-            "least": self.least,
-            "band": list(self.band),
-            "alone": {name: row(p) for name, p in self.alone.items()},
-            "together": row(self.together),
-            "recommended": row(self.recommended),
-        }
-
-    def code(self) -> str:
-        """The lines that do what is recommended (or what is smallest, where nothing fits) in a loop of one's own."""
-        from .report import code
-
-        return code(self)
-
-    def __str__(self) -> str:
-        from .report import text
-
-        return text(self)
 
 
 def parse_memory(given: Any) -> int:

@@ -1,18 +1,82 @@
-"""A plan as a text, a picture, and lines of code."""
+"""A plan: the outcome of ``memkern.plan`` as data, text, lines of code or a picture."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from .planning import Plan
-from .prediction import CATEGORIES, Prediction
+from .code import training_loop
+from .prediction import BAND, CATEGORIES, Prediction
 from .smaller import Change
-from .techniques import Techniques
 
 MIB, GIB = 2**20, 2**30
 HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The outcome of :func:`memkern.plan`; ``print`` shows it.
+
+    alone: a prediction for each technique by itself. together: the smallest step, with all of them but randomized
+    linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
+    recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
+    the truth may be above and below a prediction. What fits does so where the truth is above by so much, too.
+    changes: where nothing fits, what would: each change that is enough by itself, or, where none is, all of them.
+    fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
+    """
+
+    model: str
+    parameters: int
+    device: str
+    seq_len: int
+    memory: int
+    alone: dict[str, Prediction]
+    together: Prediction
+    recommended: Prediction | None
+    largest_micro_batch: int
+    counted_on: str
+    changes: tuple[Change, ...] = ()
+    fits_as_it_is: bool = False
+    loss: str = "model(**batch).loss"
+
+    @property
+    def fits(self) -> bool:
+        return self.recommended is not None
+
+    @property
+    def band(self) -> tuple[float, float]:
+        return BAND[self.counted_on]
+
+    @property
+    def least(self) -> int:
+        """The memory that the smallest step fits in."""
+        return math.ceil(self.together.peak * (1 + self.band[0]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+
+        def row(p: Prediction | None) -> Any:
+            return None if p is None else dataclasses.asdict(p) | {"peak": p.peak}
+
+        return dataclasses.asdict(self) | {
+            "fits": self.fits,
+            "least": self.least,
+            "band": list(self.band),
+            "alone": {name: row(p) for name, p in self.alone.items()},
+            "together": row(self.together),
+            "recommended": row(self.recommended),
+        }
+
+    def code(self) -> str:
+        """The lines that do what is recommended (or what is smallest, where nothing fits) in a loop of one's own."""
+        techniques = (self.recommended or self.together).techniques
+        return training_loop(techniques, self.loss, self.device, _sample(self))
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 def rows(plan: Plan) -> Iterator[tuple[str, Prediction]]:
@@ -105,70 +169,6 @@ def option(change: Change) -> str:
     if change.name == "clip":
         return "without --clip"
     return f"--{change.name.replace('_', '-')} {change.value}"
-
-
-def code(plan: Plan) -> str:
-    """A training loop with the techniques of the recommended step, else of the smallest."""
-    t = (plan.recommended or plan.together).techniques
-    body = [f"batch = next(batches)  # {t.micro_batch} {_sample(plan)}{'s' * (t.micro_batch > 1)}"]
-    loss = _loss_lines(t, plan.loss)
-    if t.precision == "amp":
-        loss = [f'with torch.autocast("{plan.device}", torch.bfloat16):', *_indented(loss)]
-    body += loss
-    if t.accumulation > 1:
-        body.append(f"(loss / {t.accumulation}).backward()")
-        body = [f"for _ in range({t.accumulation}):", *_indented(body)]
-    else:
-        body.append("loss.backward()" + ("  # takes the steps" if t.step_in_backward else ""))
-    body += ["optimizer.step()", "optimizer.zero_grad()"]
-    set_up = ["import torch, memkern", "", *_model_lines(t), _optimizer_line(t)]
-    return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
-
-
-def _model_lines(t: Techniques) -> Iterator[str]:
-    if t.precision == "bf16":
-        yield "model.to(torch.bfloat16)"
-    bits, share = t.activation_bits, t.linear_share
-    options = [repr(bits) if bits else repr("recompute" if t.saved_bits else None)]
-    options += [f"linear={share:g}"] if share is not None else []
-    options += [f"saved_bits={t.saved_bits!r}"] if t.saved_bits else []
-    if bits or t.saved_bits or share is not None:
-        yield f"memkern.compress(model, {', '.join(options)})"
-    if t.checkpointing != "none":
-        yield f'memkern.planner.checkpoint_blocks(model, "{t.checkpointing}")'
-    if t.loss_chunk:
-        yield (
-            "loss_fn = memkern.nn.LinearCrossEntropy.from_linear("
-            f"model.get_output_embeddings(), chunk_size={t.loss_chunk})"
-        )
-
-
-def _optimizer_line(t: Techniques) -> str:
-    options = ", ".join(["lr=lr", *(f"{name}={value!r}" for name, value in t.optimizer_options.items())])
-    if t.is_torch:
-        return f"optimizer = torch.optim.{t.optimizer_class}(model.parameters(), {options})"
-    options += f", state_bits={t.state_bits}"
-    options += f', master_weights="{t.master_weights}"' if t.master_weights and not t.host_copies else ""
-    name = f"memkern.optim.{t.optimizer_class}"
-    if t.step_in_backward:
-        return f"optimizer = memkern.optim.StepInBackward({name}, model.parameters(), {options})"
-    if t.offload:
-        options += ", offload_gradients=True" + ("" if t.host_copies else ", host_dtype=None")
-        return f"optimizer = memkern.optim.HostOffload({name}, model.parameters(), {options})"
-    return f"optimizer = {name}(model.parameters(), {options})"
-
-
-def _loss_lines(t: Techniques, loss: str) -> list[str]:
-    if not t.loss_chunk:
-        return [f"loss = {loss}"]
-    return [
-        'hidden = model.base_model(batch["input_ids"]).last_hidden_state',
-        'loss = loss_fn(hidden[:, :-1], batch["labels"][:, 1:])',
-    ]
 
 
 def write_png(path: Path, plan: Plan) -> None:

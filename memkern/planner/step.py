@@ -12,46 +12,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from .. import optim
-from ..compression.swap import compress
-from .checkpointing import checkpoint_blocks
+from ..applying import apply, make_optimizer, weight_dtype
+from ..memory import LiveBytes
 from .models import Configured, Source
 from .techniques import TechniqueError, Techniques
-from .trace import Recorder, Trace, aligned, record
+from .trace import Trace, aligned, record
 
 FEW = 2  # blocks of which traces are made
 ERRORS = ("weight_error", "master_weight")
 """Entries of an optimizer's state that belong to the weights."""
-
-
-def weight_dtype(techniques: Techniques) -> torch.dtype:
-    return torch.bfloat16 if techniques.precision == "bf16" else torch.float32
-
-
-def prepare(model: nn.Module, techniques: Techniques) -> None:
-    """Applies the techniques that change the model, in place: activations, linear layers, checkpoints."""
-    bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
-    if bits or saved or share:
-        compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
-    if techniques.checkpointing != "none":
-        checkpoint_blocks(model, techniques.checkpointing)
-
-
-def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of the techniques; ``options`` beside theirs."""
-    options = techniques.optimizer_options | options
-    if techniques.is_torch:
-        return getattr(torch.optim, techniques.optimizer_class)(params, foreach=False, **options)
-    cls = getattr(optim, techniques.optimizer_class)
-    options["state_bits"] = techniques.state_bits
-    if techniques.master_weights and not techniques.host_copies:
-        options["master_weights"] = techniques.master_weights
-    if techniques.step_in_backward:
-        return optim.StepInBackward(cls, params, **options)
-    if techniques.offload:
-        host_dtype = torch.float32 if techniques.host_copies else None
-        return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
-    return cls(params, **options)
 
 
 def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
@@ -90,7 +59,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
-    prepare(model, techniques)  # outside of the mode: activations are matched on values
+    apply(model, techniques)  # outside of the mode: activations are matched on values
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":
@@ -170,19 +139,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int, int]:
     """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
-    optimizer = make_optimizer(params, techniques.replace(step_in_backward=False, offload=False))
+    options = {"foreach": False} if techniques.is_torch else {}
+    optimizer = make_optimizer(params, techniques.replace(step_in_backward=False, offload=False), **options)
     for p in params:
         p.grad = torch.empty_like(p)
     optimizer.step()
-    recorder = Recorder([*params, *(p.grad for p in params if p.grad is not None), *_states(optimizer)])
-    with recorder:
+    gradients = [p.grad for p in params if p.grad is not None]
+    live = LiveBytes([*params, *gradients, *_states(optimizer)], counted=False)
+    with live:
         optimizer.step()
-    level = peak = 0
-    changes = [(s.born, s.size) for s in recorder.storages]
-    changes += [(s.died, -s.size) for s in recorder.storages if s.died is not None]
-    for _, change in sorted(changes):
-        level += change
-        peak = max(peak, level)
+    peak = live.peak
     errors = _bytes(state[key] for state in optimizer.state.values() for key in ERRORS if key in state)
     states = _bytes(_states(optimizer)) - errors
     if techniques.is_torch and params[0].device.type == "cuda":

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..memory import LiveBytes, Storage
 from ..quant.layout import is_dense
 
 Operator = tuple[Any, ...]
@@ -22,86 +21,11 @@ FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES = ("saved", "gradients", "temporaries")
 
 
-@dataclasses.dataclass
-class Storage:
-    """Bytes, and when they are allocated and freed, in operators since the start of the step."""
-
-    size: int
-    born: int
-    died: int | None = None
-    accumulated: int | None = None
-    """When it became a parameter's gradient."""
-    added: Storage | None = None
-    """The first of two gradients whose sum this is: autograd adds in place where nothing else refers to that."""
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the storages that operators return, and by weak references when they are freed."""
-
-    def __init__(self, held: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.clock = 0
-        self.storages: list[Storage] = []
-        self.alive: dict[int, tuple[weakref.ref, Storage | None]] = {}
-        self.operators: list[Operator] = []
-        self._note(held, counted=False)
-
-    def _note(self, tensors: Iterable[Any], *, counted: bool) -> None:
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":  # has no bytes
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self.alive:
-                continue
-            entry = Storage(storage.nbytes(), self.clock) if counted else None
-
-            def freed(_: weakref.ref, key: int = key, entry: Storage | None = entry) -> None:
-                if entry is not None:
-                    entry.died = self.clock + 1  # it was there when the last operator had returned
-                del self.alive[key]
-
-            self.alive[key] = weakref.ref(storage, freed), entry
-            if entry is not None:
-                self.storages.append(entry)
-
-    def entry(self, tensor: Tensor) -> Storage | None:
-        return self.alive.get(tensor.untyped_storage()._cdata, (None, None))[1]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # Inputs that are not known were allocated before: an output that is a view of one is no new storage.
-        self._note(tree_leaves((args, kwargs)), counted=False)
-        added = self.entry(args[0]) if _adds_gradients(func, args, kwargs) else None
-        out = func(*args, **kwargs)
-        self.clock += 1
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self._note(results, counted=True)
-        self.operators.append((str(func), *(tuple(x.shape) for x in results)))
-        if added is not None and (total := self.entry(out)) is not None:
-            total.added = added
-        return out
-
-    def joined(self) -> list[Storage]:
-        """The storages, where a sum of gradients that is made in place on a real device is one with its first."""
-        found = []
-        for s in self.storages:
-            first = s.added
-            if first is None or first.size != s.size or first.died != s.born + 1:
-                found.append(s)
-                continue
-            first.died, first.accumulated = s.died, s.accumulated
-            for other in self.storages:
-                if other.added is s:
-                    other.added = first
-        return found
-
-
 def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether autograd itself adds two gradients of one tensor, and may write the sum over the first.
 
-    It does so where it holds the only reference to a tensor that is no view, but never with tensors of a subclass such
-    as fake ones. That the first is freed now, so that no other reference was there, is seen afterwards.
+    Autograd does so where it holds the only reference to a tensor that is no view, but never with tensors of a subclass
+    such as fake tensors. Whether another reference existed shows afterwards: the first is freed only without one.
     """
     if func is not torch.ops.aten.add.Tensor or kwargs or torch.is_grad_enabled() or len(args) != 2:
         return False
@@ -118,7 +42,7 @@ def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _called_by_autograd() -> bool:
     """Whether it is the engine that calls, and not a Python function's backward."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(3)  # LiveBytes' __torch_dispatch__
     while frame is not None and ("__torch_dispatch__" in frame.f_code.co_name or _is_wrapper(frame)):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
@@ -130,12 +54,15 @@ def _is_wrapper(frame: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The storages of a forward and a backward pass, without what is there before them."""
+    """The storages of a forward and a backward pass, without those that exist before.
+
+    accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
+    """
 
     storages: list[Storage]
+    accumulated: dict[Storage, int]
     operators: list[Operator]
     middle: int
-    """The clock at the end of the forward pass."""
 
     @property
     def end(self) -> int:
@@ -163,7 +90,7 @@ class Trace:
         for s in self.storages:
             size = -(-s.size // unit) * unit
             died = max(self.end + 1 if s.died is None else s.died, s.born + 1)
-            until = died if s.accumulated is None else max(min(s.accumulated, died), s.born)
+            until = max(min(self.accumulated.get(s, died), died), s.born)
             before = changes["saved" if self._is_saved(s) else "temporaries"]
             before[s.born] += size
             before[until] -= size
@@ -229,24 +156,55 @@ def peaks(
 
 def record(model: nn.Module, held: Iterable[Tensor], forward: Any) -> Trace:
     """Runs ``forward()``, which returns the loss, and its backward pass, and records them."""
-    recorder = Recorder([*model.parameters(), *model.buffers(), *held])
+    operators: list[Operator] = []
+    sums: dict[Storage, Storage] = {}
+    """The sum of two gradients: the first of them, over which autograd writes it where nothing else refers to that."""
+    accumulated: dict[Storage, int] = {}
 
-    def accumulated(p: Tensor) -> None:
+    def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        operators.append((str(func), *(tuple(x.shape) for x in tree_leaves(out) if isinstance(x, Tensor))))
+        if _adds_gradients(func, args, kwargs):
+            first, total = live.storage_of(args[0]), live.storage_of(out)
+            if first is not None and total is not None:
+                sums[total] = first
+
+    def on_gradient(p: Tensor) -> None:
         assert p.grad is not None
-        entry = recorder.entry(p.grad)
-        if entry is not None:
-            entry.accumulated = recorder.clock
+        storage = live.storage_of(p.grad)
+        if storage is not None:
+            accumulated[storage] = live.clock
 
-    handles = [
-        p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad
-    ]
-    with recorder:
+    existing = [*model.parameters(), *model.buffers(), *held]
+    live = LiveBytes(existing, counted=False, on_operator=on_operator)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
+    with live:
         loss = forward()
-        middle = recorder.clock
+        middle = live.clock
         loss.backward()
     del loss
     for handle in handles:
         handle.remove()
-    trace = Trace(recorder.joined(), recorder.operators, middle)
+    trace = Trace(_in_place_sums(live.storages, sums, accumulated), accumulated, operators, middle)
     model.zero_grad(set_to_none=True)
     return trace
+
+
+def _in_place_sums(
+    storages: Iterable[Storage], sums: dict[Storage, Storage], accumulated: dict[Storage, int]
+) -> list[Storage]:
+    """The storages, where a sum of gradients that is made in place on a real device is one with its first gradient."""
+    found = []
+    firsts = dict(sums)
+    for s in storages:
+        first = firsts.get(s)
+        if first is None or first.size != s.size or first.died != s.born + 1:
+            found.append(s)
+            continue
+        first.died = s.died
+        if s in accumulated:
+            accumulated[first] = accumulated[s]
+        else:
+            accumulated.pop(first, None)
+        firsts.update({total: first for total, other in firsts.items() if other is s})
+    return found

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from .. import optim
-from ..planner.step import make_optimizer, prepare
+from ..applying import apply, make_optimizer
 from ..planner.techniques import TechniqueError
 from .config import ArgumentError, TrainConfig
 from .data import Corpus, load_corpus
@@ -78,7 +77,7 @@ def build_objective(config: TrainConfig, source: Source, device: torch.device) -
         model = huggingface.build(config, source.hf_config, classes, source.tokenizer.pad).to(device)
         objective = Classifier(model) if classes else LanguageModel(model, config.loss_chunk)
     try:
-        prepare(objective.model, config.techniques)
+        apply(objective.model, config.techniques)
     except TechniqueError as error:
         raise ArgumentError(error.name, error.message) from error
     return objective
@@ -94,16 +93,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
     groups = decay_groups(model, config.decay)
-    if not config.optimizer.startswith("torch-"):
-        more = {"max_grad_norm": config.max_norm} if config.clips_in_step else {}
-        return make_optimizer(groups, config.techniques, lr=config.peak_lr, **more)
-    cls = getattr(torch.optim, config.techniques.optimizer_class)
-    options = {"lr": config.peak_lr, "fused": True} | config.techniques.optimizer_options
-    if config.step_in_backward:
-        return optim.StepInBackward(cls, groups, **options)
-    if config.offload:
-        return optim.HostOffload(cls, groups, **options)
-    return cls(groups, **options)
+    options: dict[str, Any] = {"fused": True} if config.techniques.is_torch else {}
+    if config.clips_in_step:
+        options["max_grad_norm"] = config.max_norm
+    return make_optimizer(groups, config.techniques, lr=config.peak_lr, **options)
 
 
 def schedule(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:

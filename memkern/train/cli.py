@@ -17,7 +17,7 @@ from .arguments import add_arguments
 from .config import ArgumentError, TrainConfig
 
 if TYPE_CHECKING:
-    from ..planner.planning import Plan
+    from ..planner.report import Plan
     from .build import Source
     from .distributed import Processes
     from .loop import Trainer

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..planner.planning import Plan, plan
-from ..planner.report import rounded_up, would_fit
+from ..planner.planning import plan
+from ..planner.report import Plan, rounded_up, would_fit
 from ..planner.smaller import Change
 from ..planner.techniques import TechniqueError, Techniques
 from .build import Source

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import backend
-from ..planner.planning import Plan
+from ..planner.report import Plan
 from .checkpoint import replacing
 from .config import TrainConfig
 from .data import Corpus

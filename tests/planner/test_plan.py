@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import memkern
-from memkern import memory
+from memkern import applying, memory
 from memkern.__main__ import main
-from memkern.planner import TechniqueError, Techniques, checkpoint_blocks
+from memkern.planner import TechniqueError, Techniques
 from memkern.planner import step as planner_step
 from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import MODELS, resolve
 from memkern.planner.planning import ALONE, parse_memory
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
-from memkern.planner.trace import Recorder, Trace, aligned, peaks
+from memkern.planner.trace import Trace, aligned, peaks
 
 MIB = 2**20
 WIDTH, DEPTH = 64, 4
@@ -83,8 +83,8 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     model = Stack()
     traces, more = predictor_of(model, torch.zeros(2, WIDTH)).traces(techniques)
     found = peaks(traces, more, free_gradients=False, unit=1)
-    model.to(planner_step.weight_dtype(techniques))
-    planner_step.prepare(model, techniques)
+    model.to(applying.weight_dtype(techniques))
+    memkern.apply(model, techniques)
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
     real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes(
         [*model.parameters(), x]
@@ -178,10 +178,11 @@ def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
 
 
 def test_what_is_on_no_device_has_no_bytes() -> None:
-    with Recorder([]) as recorder:
+    with memory.LiveBytes() as live:
         torch.empty(1000, device="meta")
         torch.empty(10)
-    assert [s.size for s in recorder.storages] == [40]
+    assert [(s.size, s.born, s.died) for s in live.storages] == [(40, 2, 3)]
+    assert (live.live, live.peak) == (0, 40)
 
 
 def test_categories_add_up_and_are_as_counted() -> None:
@@ -259,7 +260,7 @@ def test_checkpoints_change_no_gradient(how: str) -> None:
         torch.manual_seed(0)
         model = Stack()
         if wanted != "none":
-            checkpoint_blocks(model, wanted)
+            memkern.checkpoint_blocks(model, wanted)
         for _ in range(2):
             model.zero_grad()
             model(x).backward()

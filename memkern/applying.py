@@ -1,0 +1,121 @@
+"""Applies techniques: to a model in place, and in the optimizer that is made for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from . import optim
+from .compression.swap import compress
+from .planner.techniques import TechniqueError, Techniques
+
+
+def weight_dtype(techniques: Techniques) -> torch.dtype:
+    """The dtype to build the model in."""
+    return torch.bfloat16 if techniques.precision == "bf16" else torch.float32
+
+
+def apply(model: nn.Module, techniques: Techniques) -> None:
+    """Applies the techniques that change a model, in place: activations, linear layers, saved tensors, checkpoints.
+
+    The others are the training loop's: the weights' dtype and autocast (``precision``), the loss in chunks
+    (:class:`memkern.nn.LinearCrossEntropy`), micro-batches; and the optimizer's: :func:`memkern.make_optimizer`.
+    ``str(memkern.plan(...))`` prints a loop with all of them.
+
+    Raises:
+        TechniqueError: checkpoints for a model that has no list of like blocks.
+    """
+    if techniques.checkpointing != "none":
+        _block_lists_of(model, techniques.checkpointing)  # before anything is changed
+    bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
+    if bits or saved or share:
+        compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
+    if techniques.checkpointing != "none":
+        checkpoint_blocks(model, techniques.checkpointing)
+
+
+def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of the techniques, in :class:`~memkern.optim.StepInBackward` or ``HostOffload`` where they say so.
+
+    Args:
+        params: parameters or groups, as for torch.optim.
+        options: the optimizer's own options beside those of the techniques: lr, weight_decay, ...
+    """
+    cls = getattr(torch.optim if techniques.is_torch else optim, techniques.optimizer_class)
+    options = techniques.optimizer_options | options
+    if not techniques.is_torch:
+        options["state_bits"] = techniques.state_bits
+        if techniques.master_weights and not techniques.host_copies:
+            options["master_weights"] = techniques.master_weights
+    if techniques.step_in_backward:
+        return optim.StepInBackward(cls, params, **options)
+    if (
+        techniques.offload and techniques.is_torch
+    ):  # torch's have no max_grad_norm, so gradients stay to be clipped
+        return optim.HostOffload(cls, params, **options)
+    if techniques.offload:
+        host_dtype = torch.float32 if techniques.host_copies else None
+        return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
+    return cls(params, **options)
+
+
+def block_lists(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yields the lists of like blocks, such as a transformer's layers; of nested lists the outermost."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        blocks = list(module)
+        if len(blocks) > 1 and len({*map(type, blocks)}) == 1 and any(True for _ in blocks[0].parameters()):
+            inside |= {inner for block in blocks for inner in block.modules()}
+            yield blocks
+
+
+def _group(blocks: list[nn.Module]) -> None:
+    """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments."""
+    forwards = [block.forward for block in blocks]
+    calls: list[tuple[Any, Any]] = []
+
+    def run(x: Tensor, calls: list[tuple[Any, Any]]) -> Tensor:
+        for forward, (args, kwargs) in zip(forwards, calls, strict=True):
+            x = forward(x, *args, **kwargs)
+        return x
+
+    def record(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        return x
+
+    def last(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        recorded = [*calls, (args, kwargs)]
+        calls.clear()
+        return checkpoint(run, x, recorded, use_reentrant=False)
+
+    for block in blocks[:-1]:
+        block.forward = record
+    blocks[-1].forward = last
+
+
+def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
+    lists = list(block_lists(model))
+    if not lists:
+        raise TechniqueError("checkpointing", how, "'none' for a model without a list of like blocks")
+    return lists
+
+
+def checkpoint_blocks(model: nn.Module, how: str) -> None:
+    """Puts checkpoints around every block ("blocks"), or around groups of sqrt(L) of L blocks ("sqrt"), in place.
+
+    A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
+
+    Raises:
+        TechniqueError: the model has no list of blocks.
+    """
+    for blocks in _block_lists_of(model, how):
+        size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
+        for start in range(0, len(blocks), size):
+            _group(blocks[start : start + size])

@@ -1,0 +1,73 @@
+"""A training loop with given techniques, as lines of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .techniques import Techniques
+
+
+def training_loop(t: Techniques, loss: str, device: str, sample: str) -> str:
+    """The lines of a training loop with these techniques.
+
+    loss: the expression for the loss of ``batch``. sample: what a batch consists of, "sequence" or "example".
+    """
+    body = [f"batch = next(batches)  # {t.micro_batch} {sample}{'s' * (t.micro_batch > 1)}"]
+    forward = _loss_lines(t, loss)
+    if t.precision == "amp":
+        forward = [f'with torch.autocast("{device}", torch.bfloat16):', *_indented(forward)]
+    body += forward
+    if t.accumulation > 1:
+        body.append(f"(loss / {t.accumulation}).backward()")
+        body = [f"for _ in range({t.accumulation}):", *_indented(body)]
+    else:
+        body.append("loss.backward()" + ("  # takes the steps" if t.step_in_backward else ""))
+    body += ["optimizer.step()", "optimizer.zero_grad()"]
+    set_up = ["import torch, memkern", "", *_model_lines(t), _optimizer_line(t)]
+    return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _model_lines(t: Techniques) -> Iterator[str]:
+    if t.precision == "bf16":
+        yield "model.to(torch.bfloat16)"
+    bits, share = t.activation_bits, t.linear_share
+    options = [repr(bits) if bits else repr("recompute" if t.saved_bits else None)]
+    options += [f"linear={share:g}"] if share is not None else []
+    options += [f"saved_bits={t.saved_bits!r}"] if t.saved_bits else []
+    if bits or t.saved_bits or share is not None:
+        yield f"memkern.compress(model, {', '.join(options)})"
+    if t.checkpointing != "none":
+        yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}")'
+    if t.loss_chunk:
+        yield (
+            "loss_fn = memkern.nn.LinearCrossEntropy.from_linear("
+            f"model.get_output_embeddings(), chunk_size={t.loss_chunk})"
+        )
+
+
+def _optimizer_line(t: Techniques) -> str:
+    options = ", ".join(["lr=lr", *(f"{name}={value!r}" for name, value in t.optimizer_options.items())])
+    name = f"{'torch' if t.is_torch else 'memkern'}.optim.{t.optimizer_class}"
+    if not t.is_torch:
+        options += f", state_bits={t.state_bits}"
+        options += f', master_weights="{t.master_weights}"' if t.master_weights and not t.host_copies else ""
+    if t.step_in_backward:
+        return f"optimizer = memkern.optim.StepInBackward({name}, model.parameters(), {options})"
+    if t.offload:
+        if not t.is_torch:
+            options += ", offload_gradients=True" + ("" if t.host_copies else ", host_dtype=None")
+        return f"optimizer = memkern.optim.HostOffload({name}, model.parameters(), {options})"
+    return f"optimizer = {name}(model.parameters(), {options})"
+
+
+def _loss_lines(t: Techniques, loss: str) -> list[str]:
+    if not t.loss_chunk:
+        return [f"loss = {loss}"]
+    return [
+        'hidden = model.base_model(batch["input_ids"]).last_hidden_state',
+        'loss = loss_fn(hidden[:, :-1], batch["labels"][:, 1:])',
+    ]
