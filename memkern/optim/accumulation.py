@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+import warnings
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +48,13 @@ class _Sum:
     """The gradient of one parameter while it is added up."""
 
     def __init__(self, storage: str) -> None:
-        self.storage, self.count = storage, 0
+        self.storage, self.count, self.used = storage, 0, False
         self.total: Tensor | None = None  # held while autograd stores a micro-batch's gradient
         self.error: Tensor | None = None
         self.known: tuple[Tensor, int] | None = None  # what the error belongs to, and its version
 
     def hold(self, p: Tensor) -> None:
+        self.used = True
         g = p.grad
         if g is not None and g.dtype == torch.bfloat16 and is_dense(g.shape, g.stride()):
             self.total, p.grad = g, None
@@ -74,10 +76,15 @@ class _Sum:
         self.known = (total, total._version) if dtype is not None else None
 
 
-active: Counter[int] = Counter()
-"""How many handles add up the gradients of a parameter, by its id (a weak reference would forbid swap_tensors)."""
+_active: WeakSet[Accumulation] = WeakSet()
+"""The handles that live and were not removed."""
 _counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """The additions of a model so far: each ``with`` block goes on where the one before has ended."""
+
+
+def is_active(p: Tensor) -> bool:
+    """Whether a handle adds up the gradients of this parameter."""
+    return any(id(p) in handle.ids for handle in _active)
 
 
 class Accumulation:
@@ -94,7 +101,8 @@ class Accumulation:
         self.restart(_counts.get(model, 0))
         for p, one in zip(params, self._sums, strict=True):
             self._add(p, one)
-        active.update(map(id, params))
+        self.ids = {*map(id, params)}  # valid while self._params holds them
+        _active.add(self)
 
     def _add(self, p: Tensor, one: _Sum) -> None:
         node = get_gradient_edge(p).node
@@ -111,11 +119,25 @@ class Accumulation:
     def remove(self) -> None:
         if self._handles:
             _counts[self._model] = max(one.count for one in self._sums)
-            active.subtract(map(id, self._params))
+            _active.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+
+    def __del__(self) -> None:
+        # Autograd holds a parameter's node, and the hooks on it, only as long as this handle does.
+        if (
+            getattr(self, "_sums", ())
+            and self._handles
+            and not any(one.used for one in self._sums)
+            and not sys.is_finalizing()
+        ):
+            warnings.warn(
+                "the handle of accumulate() was dropped before it added up any gradient: keep it, as in "
+                "handle = accumulate(model), for as long as gradients are to be added up",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Accumulation:
         return self
@@ -135,9 +157,8 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
 
     To the nearest, a sum that has grown to 256 times a micro-batch's gradient no longer changes. The random bits come
     from the position in blocks of 128 and a count of the model's additions, which goes on from one handle to the next,
-    so runs repeat. ``zero_grad`` and optimizers need
-    not know of it; the first gradient after ``zero_grad()`` is taken as it is, and a sum that something else changes
-    (clipping) goes on from there.
+    so runs repeat. ``zero_grad`` and optimizers need not know of it; the first gradient after ``zero_grad()`` is taken
+    as it is, and a sum that something else changes (clipping) goes on from there.
 
     Args:
         model: its bf16 parameters that require a gradient; others add as before. Not for gradients that a wrapper
@@ -147,7 +168,8 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
             error too, in 1 or 2 bytes per parameter: sums of 24 or 32 bits (``master_weights`` has the same names).
 
     Returns:
-        A handle: ``remove()`` ends it, and it is a context manager.
+        A handle, to be kept: gradients are added up as long as it lives. ``remove()`` ends it, and it is a context
+        manager.
 
     Raises:
         TypeError: ``model`` is no module.

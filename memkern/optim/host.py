@@ -234,7 +234,7 @@ class HostOffload(Optimizer):
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
         self._join_adding()
-        if self._hooks_gradients and w.gradient is not None and accumulation.active[id(w.p)] > 0:
+        if self._hooks_gradients and w.gradient is not None and accumulation.is_active(w.p):
             raise RuntimeError(
                 f"accumulate() cannot add to a gradient of shape {tuple(w.p.shape)} that HostOffload has taken to the "
                 "host: leave offload_gradients False, and gradients are added up on the device; or leave accumulate()"

@@ -1,5 +1,9 @@
 """memkern.optim.accumulate: bf16 gradients of micro-batches, added with stochastic rounding."""
 
+import gc
+import warnings
+from weakref import ref
+
 import pytest
 import torch
 
@@ -206,3 +210,21 @@ def test_swapped_parameters_lose_no_gradient() -> None:
         assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
         model.weight.grad = None
         torch.utils.swap_tensors(model.weight, torch.nn.Parameter(model.weight.detach().clone()))
+
+
+def test_a_dropped_handle_is_named_and_forgotten() -> None:
+    """A parameter with the address of one that is gone is another one."""
+    model = torch.nn.Linear(4, 4).bfloat16()
+    with pytest.warns(UserWarning, match="handle = accumulate"):
+        optim.accumulate(model)
+    assert not accumulation.is_active(model.weight)
+    handle = optim.accumulate(model)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert accumulation.is_active(model.weight)
+    gone = ref(handle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del handle
+        gc.collect()
+    assert gone() is None
+    assert not accumulation.is_active(model.weight)
