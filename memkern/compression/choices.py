@@ -206,7 +206,7 @@ class Compression:
                 become(module, type(new), attributes_of(new))
                 before = float(weight.itemsize) if weight.requires_grad else 0.0
                 width = weight.shape[1 if cls is nn.Linear else 0], name
-                after = before * module.keep
+                after = before * module.share
                 note = f"; inputs of fewer than {module.min_tokens} tokens are saved whole"
                 now = repr(module) + (note if module.min_tokens > 1 else "")
                 self.swapped.append(Swap(tuple(names), cls.__name__, now, before, after, width))

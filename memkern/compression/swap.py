@@ -28,8 +28,8 @@ def _check_removed(arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         if name == "keep":
             raise TypeError(
-                "compress() has no argument keep: write activations='output' for keep='output' (keep is the share of "
-                "tokens of randomized linear layers, linear={'keep': 0.2})"
+                "compress() has no argument keep: write activations='output' for keep='output' (and linear=0.2 "
+                "for the share of tokens of randomized linear layers)"
             )
         raise TypeError(f"compress() got an unexpected keyword argument {name!r}")
 
@@ -110,7 +110,7 @@ def compress(
         check_bits(activations)
     options = None
     if linear is not None:
-        options = dict(linear) if isinstance(linear, Mapping) else {"keep": linear}
+        options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
         match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
     hooks.check(model, saved_bits)
     wanted = None if saved_bits is None else hooks.modes(model, saved_bits)

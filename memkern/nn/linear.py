@@ -17,12 +17,12 @@ class RandomizedLinear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear, and the same state_dict.
-        keep, projection, generator, min_tokens: as for :func:`randomized_linear`.
+        share, projection, generator, min_tokens: as for :func:`randomized_linear`.
 
     ``train()`` and ``eval()`` make no difference; nothing is saved where no gradient is needed.
 
     Raises:
-        ValueError: keep, projection or min_tokens out of range.
+        ValueError: share, projection or min_tokens out of range.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class RandomizedLinear(nn.Linear):
         device: Any = None,
         dtype: Any = None,
         *,
-        keep: float = 0.2,
+        share: float = 0.2,
         projection: str = "rows",
         generator: torch.Generator | None = None,
         min_tokens: int = MIN_TOKENS,
     ) -> None:
-        check_options(keep, projection, min_tokens)
+        check_options(share, projection, min_tokens)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.keep = keep
+        self.share = share
         self.projection = projection
         self.generator = generator
         self.min_tokens = min_tokens
@@ -50,7 +50,7 @@ class RandomizedLinear(nn.Linear):
             x,
             self.weight,
             self.bias,
-            keep=self.keep,
+            share=self.share,
             projection=self.projection,
             generator=self.generator,
             min_tokens=self.min_tokens,
@@ -69,7 +69,7 @@ class RandomizedLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, keep={self.keep}, projection={self.projection!r}"
+        return f"{super().extra_repr()}, share={self.share}, projection={self.projection!r}"
 
 
 class RandomizedConv1D(nn.Module):
@@ -86,14 +86,14 @@ class RandomizedConv1D(nn.Module):
     def __init__(
         self,
         *,
-        keep: float = 0.2,
+        share: float = 0.2,
         projection: str = "rows",
         generator: torch.Generator | None = None,
         min_tokens: int = MIN_TOKENS,
     ) -> None:
-        check_options(keep, projection, min_tokens)
+        check_options(share, projection, min_tokens)
         nn.Module.__init__(self)  # not Conv1D's, which makes a weight
-        self.keep = keep
+        self.share = share
         self.projection = projection
         self.generator = generator
         self.min_tokens = min_tokens
@@ -103,11 +103,11 @@ class RandomizedConv1D(nn.Module):
             x,
             self.weight.t(),
             self.bias,
-            keep=self.keep,
+            share=self.share,
             projection=self.projection,
             generator=self.generator,
             min_tokens=self.min_tokens,
         )
 
     def extra_repr(self) -> str:
-        return f"nf={self.nf}, nx={self.nx}, keep={self.keep}, projection={self.projection!r}"
+        return f"nf={self.nf}, nx={self.nx}, share={self.share}, projection={self.projection!r}"

@@ -24,9 +24,9 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
-def kept(keep: float, tokens: int) -> int:
-    """How many of the tokens' projections are saved."""
-    return max(1, round(keep * tokens))
+def projected_tokens(share: float, tokens: int) -> int:
+    """How many tokens' worth of projections are saved."""
+    return max(1, round(share * tokens))
 
 
 class _RandomizedLinear(SavesLess):
@@ -34,10 +34,11 @@ class _RandomizedLinear(SavesLess):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, keep: float, projection: str
+        x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor, share: float, projection: str
     ) -> tuple[Tensor, ...]:
         tokens = x.shape[:-1].numel()
-        k = kept(keep, tokens)  # here, as TorchDynamo takes no symbolic result for an argument of a function
+        # Computed here, as TorchDynamo takes no symbolic result for an argument of a function.
+        k = projected_tokens(share, tokens)
         if torch.compiler.is_compiling():
             # torch 2.13's partitioner recomputes a random number in the backward graph, where it is another one, unless
             # the forward graph's result depends on it. The seed's words are below 2^32, so this adds 0.
@@ -82,10 +83,10 @@ class _RandomizedLinear(SavesLess):
         return *grads, None, None, None
 
 
-def check_options(keep: float, projection: str, min_tokens: int) -> None:
+def check_options(share: float, projection: str, min_tokens: int) -> None:
     """Raises ValueError for an option of :func:`randomized_linear` that is out of range."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        raise ValueError(f"keep must be a share of the tokens, above 0 and at most 1, got {keep!r}")
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {share!r}")
     if projection not in PROJECTIONS:
         raise ValueError(f"projection must be one of {', '.join(map(repr, PROJECTIONS))}, got {projection!r}")
     if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 0:
@@ -97,14 +98,14 @@ def randomized_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    keep: float = 0.2,
+    share: float = 0.2,
     projection: str = "rows",
     generator: torch.Generator | None = None,
     min_tokens: int = MIN_TOKENS,
 ) -> Tensor:
-    r"""``x W^T + b`` that saves a random projection of x for the backward pass, ``keep`` times as large as x.
+    r"""``x W^T + b`` that saves a random projection of x for the backward pass, ``share`` times as large as x.
 
-    For x with N tokens (its leading dimensions), ``k = round(keep * N)`` and a random S with E[S^T S] = (k / N) I::
+    For x with N tokens (its leading dimensions), ``k = round(share * N)`` and a random S with E[S^T S] = (k / N) I::
 
         y      = x W^T + b                          as torch computes it
         grad_x = grad_y W                           as torch computes it
@@ -114,13 +115,13 @@ def randomized_linear(
     Args:
         x: (..., in), floating point.
         weight: (out, in). bias: (out), or None.
-        keep: k / N, above 0 and at most 1; 1 is torch's own layer. Default 0.2.
+        share: k / N, above 0 and at most 1; 1 is torch's own layer. Default 0.2.
         projection: ``"rows"``, ``"dct"``, ``"gaussian"`` or ``"rademacher"``. Default ``"rows"``.
         generator: draws the seed of a call; default torch's global one of x's device. Under torch.compile a generator
             breaks the graph.
         min_tokens: with fewer tokens it is torch's own layer. Default 128.
 
-    Saved per call: ``k * in`` elements of y's dtype and a seed of 16 bytes; that is ``keep * in * itemsize`` bytes per
+    Saved per call: ``k * in`` elements of y's dtype and a seed of 16 bytes; that is ``share * in * itemsize`` bytes per
     token, where torch's layer saves ``in * itemsize`` (or nothing of its own where another operator saves x anyway).
     Nothing where the weight needs no gradient. Every call draws its own seed on x's device and saves it with the
     projection, so that recomputation under checkpointing does not mix the two of different calls.
@@ -129,13 +130,13 @@ def randomized_linear(
     ONNX export raise RuntimeError.
 
     Raises:
-        ValueError: keep, projection or min_tokens out of range.
+        ValueError: share, projection or min_tokens out of range.
 
     Source: Bershatsky et al., "Memory-Efficient Backpropagation through Large Linear Layers" (arXiv 2201.13195).
     """
-    check_options(keep, projection, min_tokens)
+    check_options(share, projection, min_tokens)
     tokens = x.shape[:-1].numel()
-    keep = constant(keep)
-    if not needs_gradient(weight) or tokens < min_tokens or kept(keep, tokens) >= tokens:
+    share = constant(share)
+    if not needs_gradient(weight) or tokens < min_tokens or projected_tokens(share, tokens) >= tokens:
         return F.linear(x, weight, bias)
-    return apply(_RandomizedLinear, x, weight, bias, draw_seed(x.device, generator), keep, projection)
+    return apply(_RandomizedLinear, x, weight, bias, draw_seed(x.device, generator), share, projection)

@@ -173,12 +173,12 @@ def test_idempotent_and_adjustable() -> None:
     changed = memkern.compress(model, 4)
     assert [swap.names for swap in changed.swapped] == [("1",)]
     assert changed.swapped[0].before == 4  # of the original, not of 3 bits
-    assert (model[1].bits, model[0].keep) == (4, 0.5)
-    memkern.compress(model, None, linear={"keep": 0.25, "projection": "dct", "min_tokens": 7})
-    assert (model[0].keep, model[0].projection, model[0].min_tokens, model[1].bits) == (0.25, "dct", 7, 4)
+    assert (model[1].bits, model[0].share) == (4, 0.5)
+    memkern.compress(model, None, linear={"share": 0.25, "projection": "dct", "min_tokens": 7})
+    assert (model[0].share, model[0].projection, model[0].min_tokens, model[1].bits) == (0.25, "dct", 7, 4)
     assert memkern.restore(model) == 3
     assert [type(m) for m in model] == [nn.Linear, nn.GELU, nn.Embedding]
-    assert "keep" not in vars(model[0])
+    assert "share" not in vars(model[0])
     assert memkern.restore(model) == 0
 
 
@@ -186,7 +186,7 @@ def test_modules_of_memkern_s_own_are_not_restored() -> None:
     model = nn.Sequential(mnn.GELU(bits=2), mnn.RandomizedLinear(4, 4))
     assert not memkern.compress(model, linear=0.5).swapped
     assert memkern.restore(model) == 0
-    assert (type(model[0]), model[0].bits, model[1].keep) == (mnn.GELU, 2, 0.2)
+    assert (type(model[0]), model[0].bits, model[1].share) == (mnn.GELU, 2, 0.2)
 
 
 def test_a_shared_module_is_swapped_once() -> None:
@@ -281,7 +281,7 @@ def test_conv1d() -> None:
     expected = torch.autograd.grad(plain, leaves, grad)
     report = memkern.compress(layer, linear=0.25)
     assert report.bytes_per_token == 16 * 4 * 0.75
-    assert "nf=48, nx=16, keep=0.25" in str(report)
+    assert "nf=48, nx=16, share=0.25" in str(report)
     assert_same(layer(x), plain)
     assert memory.saved_bytes(lambda: layer(x)) == 50 * 16 * 4 + 16
     ours = torch.autograd.grad(layer(x), leaves, grad)

@@ -31,7 +31,7 @@ def test_float64_models_are_refused_before_anything_changes(activations: Any) ->
 def test_what_float64_models_can_have(options: dict[str, Any]) -> None:
     net, x = model(), torch.randn(200, 8, dtype=torch.float64)
     y = net(x)
-    memkern.compress(net, linear={"keep": 0.5, "min_tokens": 0}, **options)
+    memkern.compress(net, linear={"share": 0.5, "min_tokens": 0}, **options)
     assert isinstance(net[0], RandomizedLinear)
     found = net(x)
     torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)

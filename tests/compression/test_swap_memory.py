@@ -122,7 +122,7 @@ def test_advice_leaves_the_model_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert advice.modes["as it is"] > advice.modes["3 bits"]
     assert_same(model.state_dict(), state)
-    assert (type(model[2]), model[2].bits, model[0].keep) == (mnn.GELU, 2, 0.5)
+    assert (type(model[2]), model[2].bits, model[0].share) == (mnn.GELU, 2, 0.5)
     assert memkern.restore(model) == 3
 
 

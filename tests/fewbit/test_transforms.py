@@ -100,7 +100,7 @@ def test_randomized_linear(batched: str) -> None:
     x, weight = torch.randn(3, 20, 12), torch.randn(3, 24, 12)
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        y = functional.randomized_linear(x, weight, keep=0.5, min_tokens=0)
+        y = functional.randomized_linear(x, weight, share=0.5, min_tokens=0)
         return (y * R[:, :1]).sum()
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from memkern import memory
 WAYS: dict[str, dict[str, Any]] = {
     "activations": {},
     "output": {"activations": "output"},
-    "linear": {"activations": None, "linear": {"keep": 0.5, "min_tokens": 0}},
+    "linear": {"activations": None, "linear": {"share": 0.5, "min_tokens": 0}},
 }
 
 
@@ -64,7 +64,7 @@ def test_onnx_export_names_restore(way: str, dynamo: bool) -> None:
 def test_dynamic_quantization_is_refused_or_right() -> None:
     quantization = pytest.importorskip("torch.ao.quantization")
     net, x = model(), torch.randn(8, 16)
-    memkern.compress(net, linear={"keep": 0.5, "min_tokens": 0})
+    memkern.compress(net, linear={"share": 0.5, "min_tokens": 0})
     with pytest.raises(RuntimeError, match=r"memkern\.restore\(model\)"):
         quantization.quantize_dynamic(net, {torch.nn.Linear})
     memkern.restore(net)

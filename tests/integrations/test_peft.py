@@ -39,7 +39,7 @@ def losses(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[flo
 @pytest.mark.feature("peft", "LoRA on GPT-2 after `compress(linear=)`")
 def test_compressed_linear_layers_take_adapters() -> None:
     plain, compressed = gpt2(), gpt2()
-    memkern.compress(compressed, activations=None, linear={"keep": 0.5, "min_tokens": 0})
+    memkern.compress(compressed, activations=None, linear={"share": 0.5, "min_tokens": 0})
     plain, compressed = adapted(plain), adapted(compressed)
     # Frozen weights need no gradient: their layers are torch's, and so is every gradient.
     runs = [
@@ -61,11 +61,11 @@ def test_a_compressed_gpt2_is_transformers_conv1d_still(way: Any) -> None:
     from transformers.pytorch_utils import Conv1D
 
     model = gpt2()
-    memkern.compress(model, activations=None, linear={"keep": 0.5, "min_tokens": 0})
+    memkern.compress(model, activations=None, linear={"share": 0.5, "min_tokens": 0})
     model = way(model)
     layer = model.transformer.h[0].mlp.c_fc
     assert isinstance(layer, Conv1D)
-    assert "keep=0.5" in repr(layer)
+    assert "share=0.5" in repr(layer)
     x = torch.randn(2, 16, 64, requires_grad=True)
     saved = memory.saved_bytes(lambda: layer(x), x)
     assert saved < x.nbytes  # a projection, not x

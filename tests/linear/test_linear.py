@@ -58,7 +58,7 @@ def test_inputs_of_any_strides(name: str) -> None:
 @over_projections
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_kept_bytes(name: str, dtype: torch.dtype) -> None:
-    layer = RandomizedLinear(64, 96, keep=0.25, projection=name, dtype=dtype)
+    layer = RandomizedLinear(64, 96, share=0.25, projection=name, dtype=dtype)
     x = torch.randn(4, 100, 64, dtype=dtype, requires_grad=True)
     assert memory.saved_bytes(lambda: layer(x)) == 100 * 64 * dtype.itemsize + 16
 
@@ -98,7 +98,7 @@ def test_nothing_is_kept_or_drawn_without_gradients(mode: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"min_tokens": 201}, {"keep": 1.0}, {"keep": 0.999}],
+    [{"min_tokens": 201}, {"share": 1.0}, {"share": 0.999}],
     ids=["fewer tokens than min_tokens", "all are kept", "all are kept, rounded"],
 )
 def test_where_the_layer_is_plain(options: dict[str, Any]) -> None:
@@ -138,11 +138,11 @@ def test_module_is_a_linear_with_the_same_state() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(24, 16)
     torch.manual_seed(0)
-    layer = RandomizedLinear(24, 16, keep=0.5, projection="dct", min_tokens=64)
+    layer = RandomizedLinear(24, 16, share=0.5, projection="dct", min_tokens=64)
     assert_same(layer.state_dict(), plain.state_dict())
-    assert "keep=0.5, projection='dct'" in repr(layer)
+    assert "share=0.5, projection='dct'" in repr(layer)
     twin = copy.deepcopy(layer)
-    assert (twin.keep, twin.projection, twin.min_tokens) == (0.5, "dct", 64)
+    assert (twin.share, twin.projection, twin.min_tokens) == (0.5, "dct", 64)
     assert RandomizedLinear(24, 16, bias=False).bias is None
 
 
@@ -151,9 +151,9 @@ def test_training_follows_the_plain_layer() -> None:
     x = torch.randn(512, 32, generator=generator)
     target = torch.tanh(x @ torch.randn(32, 8, generator=generator) / 6)
     losses = {}
-    for keep in (1.0, 0.2):
+    for share in (1.0, 0.2):
         torch.manual_seed(6)
-        layers = [RandomizedLinear(32, 64, keep=keep), nn.Tanh(), RandomizedLinear(64, 8, keep=keep)]
+        layers = [RandomizedLinear(32, 64, share=share), nn.Tanh(), RandomizedLinear(64, 8, share=share)]
         model = nn.Sequential(*layers)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         for _ in range(150):
@@ -161,7 +161,7 @@ def test_training_follows_the_plain_layer() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        losses[keep] = loss.item()
+        losses[share] = loss.item()
     assert losses[1.0] < 0.1 * target.var()
     assert losses[0.2] < 2 * losses[1.0]
 
@@ -169,10 +169,10 @@ def test_training_follows_the_plain_layer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0.0}, "keep must be a share of the tokens, above 0 and at most 1, got 0.0"),
-        ({"keep": 1.5}, "keep must be .*, got 1.5"),
-        ({"keep": math.nan}, "keep must be .*, got nan"),
-        ({"keep": True}, "keep must be .*, got True"),
+        ({"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
+        ({"share": 1.5}, "share must be .*, got 1.5"),
+        ({"share": math.nan}, "share must be .*, got nan"),
+        ({"share": True}, "share must be .*, got True"),
         (
             {"projection": "fft"},
             "projection must be one of 'rows', 'dct', 'gaussian', 'rademacher', got 'fft'",

@@ -91,7 +91,7 @@ def test_weight_gradient_is_unbiased_with_the_known_variance(name: str) -> None:
     exact = y.T @ x
     estimates = []
     for _ in range(RUNS):
-        out = randomized_linear(x, weight, keep=k / n, projection=name, generator=generator, min_tokens=0)
+        out = randomized_linear(x, weight, share=k / n, projection=name, generator=generator, min_tokens=0)
         estimates += torch.autograd.grad(out, weight, y)
     errors = torch.stack(estimates) - exact
     expected = variance(name, x, y, k)

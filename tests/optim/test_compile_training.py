@@ -16,10 +16,10 @@ from tests.support.helpers import assert_same, name_of, snapshot
 WAYS: dict[str, dict[str, Any]] = {
     "3 bits": {},
     "output": {"activations": "output"},
-    "rows": {"linear": {"keep": 0.5, "min_tokens": 0}},
-    "dct": {"linear": {"keep": 0.5, "min_tokens": 0, "projection": "dct"}},
-    "gaussian": {"linear": {"keep": 0.5, "min_tokens": 0, "projection": "gaussian"}},
-    "rademacher": {"linear": {"keep": 0.5, "min_tokens": 0, "projection": "rademacher"}},
+    "rows": {"linear": {"share": 0.5, "min_tokens": 0}},
+    "dct": {"linear": {"share": 0.5, "min_tokens": 0, "projection": "dct"}},
+    "gaussian": {"linear": {"share": 0.5, "min_tokens": 0, "projection": "gaussian"}},
+    "rademacher": {"linear": {"share": 0.5, "min_tokens": 0, "projection": "rademacher"}},
 }
 
 
