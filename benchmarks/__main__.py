@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     # torch takes large tensors from huge pages then, for all contenders: the page faults of fresh results would
     # otherwise cost more than what an activation computes. torch reads it when it first allocates.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    out = args.out or (Path("out/bench") if args.quick else Path(benchmarks.__path__[0]) / "results")
+    out = args.out or (Path("out/bench") if args.quick else benchmarks.RESULTS)
     if args.action == "table":
         table(args.page, out)
     else:

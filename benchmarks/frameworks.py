@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from . import machine, report
+from . import RESULTS, machine, report
 
 COLUMNS = (*report.PROVENANCE, "framework", "version", "feature", "tests", "outcome")
-RESULTS = Path(__file__).parent / "results" / "frameworks.csv"
+CSV = RESULTS / "frameworks.csv"
 PAGE = machine.ROOT / "docs" / "frameworks.md"
 MARKERS = re.compile(r"(<!-- features -->\n).*?(<!-- /features -->)", re.DOTALL)
 _PLAIN = re.compile(r"\d+(\.\d+)*")  # of a version, without a local part such as +cpu
@@ -69,7 +69,7 @@ def filled(page: str, rows: Sequence[report.Row]) -> str:
     return MARKERS.sub(lambda found: f"{found[1]}{table(rows)}\n{found[2]}", page)
 
 
-def read(path: Path = RESULTS) -> list[report.Row]:
+def read(path: Path = CSV) -> list[report.Row]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 

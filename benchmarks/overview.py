@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import machine, report
+from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
 
-RESULTS = Path(__file__).parent / "results"
 PICTURE = machine.ROOT / "docs" / "assets" / "saves.png"
 XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two moments in fp32
 # topic, case, ours, peer: the peers that a reader compares with, and the cases in which memkern loses

@@ -31,7 +31,7 @@ MEMKERN_FN bool have_whole_vectors(const Blocks& b) {
 
 // Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
 // tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
-// 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364 (benchmarks/gpu_model.py
+// 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364 (benchmarks/studies/gpu_model.py
 // tells what that costs). kTileElements makes the start of a thread block small beside its work.
 inline int tile_elements(int64_t numel, int64_t slots) {
   constexpr int64_t kRound = kThreads * kVector;

@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import activation_parity, closed_loop, harness, large_batch, quiet, report, streams
+from benchmarks import harness, report
 from benchmarks.__main__ import main, topics
 from benchmarks.bench_optim import gpt2_shapes
+from benchmarks.studies import activation_parity, closed_loop, large_batch, quiet, streams
 
 PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
 

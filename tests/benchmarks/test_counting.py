@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(script: str, out: Path) -> list[dict[str, str]]:
     """In a process of its own: fake CUDA does not go away again."""
-    command = [sys.executable, "-m", f"benchmarks.{script}", "--out", str(out)]
+    command = [sys.executable, "-m", f"benchmarks.studies.{script}", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=500)
     (path,) = out.glob("*.csv")
     with path.open(newline="") as file:

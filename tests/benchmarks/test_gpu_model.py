@@ -1,12 +1,12 @@
-"""benchmarks.gpu_model: shares that follow from counts and bytes."""
+"""benchmarks.studies.gpu_model: shares that follow from counts and bytes."""
 
 import pytest
 import torch
 
 pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 
-from benchmarks import gpu_model
-from benchmarks.gpu_model import Card
+from benchmarks.studies import gpu_model
+from benchmarks.studies.gpu_model import Card
 
 
 def test_the_longer_of_two_times() -> None:

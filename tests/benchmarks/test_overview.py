@@ -12,7 +12,7 @@ pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 from benchmarks import machine, overview
 from benchmarks.__main__ import PAGES, filled
 
-RESULTS = Path(overview.__file__).parent / "results"
+RESULTS = overview.RESULTS
 
 
 @pytest.mark.parametrize("page", PAGES)

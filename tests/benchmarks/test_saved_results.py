@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import statistics
-from pathlib import Path
 
 import pytest
 
-from benchmarks import saved_models, zoo
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+from benchmarks import RESULTS
+from benchmarks.studies import saved_models, zoo
 
 
 def last(name: str, *columns: str) -> dict[tuple[str, ...], dict[str, str]]:

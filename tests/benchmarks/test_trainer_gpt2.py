@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from benchmarks import trainer_gpt2
+from benchmarks import RESULTS
+from benchmarks.studies import trainer_gpt2
 
 over_20_steps = pytest.mark.feature(
     "transformers", "Trainer: 20 steps, each loss within 1 % of adamw_torch's"
@@ -45,7 +45,7 @@ def test_a_small_one() -> None:
 
 
 def test_the_committed_results() -> None:
-    with (Path(trainer_gpt2.__file__).parent / "results" / "trainer-gpt2.csv").open(newline="") as file:
+    with (RESULTS / "trainer-gpt2.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     last = [row for row in rows if row["date"] == rows[-1]["date"]]
     assert int(last[0]["state_bytes"]) > 8 * 124e6  # of the whole model

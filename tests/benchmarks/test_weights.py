@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bf16_weights, freezing, second_moment
+from benchmarks.studies import bf16_weights, freezing, second_moment
 
 pytestmark = pytest.mark.full
 

@@ -256,7 +256,7 @@ def test_benchmarks_take_the_arguments_that_are_shown(capsys: pytest.CaptureFixt
     pytest.importorskip("matplotlib")
     modules = {words[2]: words[3:] for words in IN_BLOCKS.values() if words[:2] == ["python", "-m"]}
     for name, arguments in modules.items():
-        if name == "benchmarks.roberta":  # fake CUDA is there before torch, in a process of its own
+        if name == "benchmarks.studies.roberta":  # fake CUDA is there before torch, in a process of its own
             subprocess.run([sys.executable, "-m", name, *arguments, "--help"], cwd=ROOT, check=True)
         elif name.split(".")[0] == "benchmarks":
             module = importlib.import_module(f"{name}.__main__" if name == "benchmarks" else name)

@@ -1,11 +1,11 @@
-"""What 8-bit states do to Adam's updates over synthetic gradient streams (benchmarks/streams.py), short and long."""
+"""What 8-bit states do to Adam's updates over synthetic gradient streams (studies/streams.py), short and long."""
 
 import functools
 
 import pytest
 import torch
 
-from benchmarks import streams
+from benchmarks.studies import streams
 from memkern import optim
 from tests.support.helpers import on
 

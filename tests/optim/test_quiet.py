@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import quiet
+from benchmarks.studies import quiet
 from memkern import optim
 from memkern.reference import blockwise, state
 from tests.support.helpers import on

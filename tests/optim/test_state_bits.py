@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import streams
+from benchmarks.studies import streams
 from memkern import memory, optim
 from memkern.optim.storage import load_moment
 from memkern.quant.codec import POWER4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import prune as torch_prune
 
-from benchmarks import streams
+from benchmarks.studies import streams
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight

@@ -1,4 +1,4 @@
-"""python -m benchmarks.closed_loop: what 8-bit states do to Adam's updates, beside earlier figures.
+"""What 8-bit states do to Adam's updates, beside earlier figures.
 
 No hardware is measured: the figures depend on the arithmetic and the seeds only. The short streams run on three seeds,
 and their error is the mean over all steps. The long ones run on one seed, and their error is the last step's, because
@@ -6,7 +6,7 @@ a state that drifts slowly is wrong only then. The total error is that of the su
 figures of the prototype that the codecs were chosen by: other seeds, and in the dynamic map's short runs blocks of 256,
 where these are of 128.
 
-A second table is of elements that fall quiet beside live ones of their block (benchmarks/quiet.py): what becomes of
+A second table is of elements that fall quiet beside live ones of their block (quiet.py): what becomes of
 them with fp32 states, and with those of 8 bits.
 """
 
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import machine, quiet, report, streams
+from .. import RESULTS, machine, report
+from . import quiet, streams
 
 CODECS = ("power", "dynamic")
 COLUMNS = (
@@ -163,9 +164,8 @@ def quiet_table(rows: list[dict[str, str]]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.closed_loop", description=__doc__)
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.closed_loop", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # 16,384 elements: a second thread costs more than it brings
     console = Console()

@@ -1,4 +1,4 @@
-"""python -m benchmarks.saved_bytes: the bytes that a GPT-2 block saves for backward, for each way to compress it.
+"""The bytes that a GPT-2 block saves for backward, for each way to compress it.
 
 transformers' GPT2Block with random weights, fp32, sdpa, no dropout; bytes per token, every storage once, parameters
 left out (memkern.memory.saved_bytes). No hardware is measured: the figures depend on shapes and operators only.
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memkern
 from memkern import memory
 
-from . import machine, report
+from .. import RESULTS, machine, report
 
 WIDTHS = (768, 1600)
 TOKENS = 512
@@ -75,10 +75,9 @@ def results() -> Iterator[dict[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.saved_bytes", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.saved_bytes", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     rows = list(results())
     print("GPT-2 block, saved for the backward pass, bytes per token")

@@ -1,4 +1,4 @@
-"""python -m benchmarks.bf16_weights PART: what is lost and what is kept of bf16 weights, on a byte-level GPT.
+"""python -m benchmarks.studies.bf16_weights PART: what is lost and what is kept of bf16 weights, on a byte-level GPT.
 
 Parts: ``storage`` (1,000 steps, three seeds), ``small-lr`` (5,000 steps at 1e-5, from weights trained before),
 ``accumulation`` (the error of bf16 sums of 64 micro-batches' gradients). The model computes in fp32 with the bf16
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from . import machine, report
+from .. import RESULTS, machine, report
 
 SEQ_LEN, BATCH, WIDTH, LAYERS, HEADS = 64, 4, 64, 2, 2
 EVAL_TOKENS = 32768
@@ -222,10 +222,9 @@ def run_part(
     argv: list[str] | None,
 ) -> None:
     """The command of a module of parts: prints the figures of one, and appends them to the results of its name."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{module}", description=description)
     parser.add_argument("part", choices=parts)
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     provenance, console = machine.provenance("cpu"), Console()
     for figure in parts[args.part]():

@@ -1,6 +1,6 @@
-"""python -m benchmarks.saved_models: what models save for their backward pass, by model, precision, length and mode.
+"""What models save for their backward pass, by model, precision, length and mode.
 
-Models of transformers and timm with random weights (benchmarks/zoo.py), one sequence or a few images. Saved: bytes
+Models of transformers and timm with random weights (zoo.py), one sequence or a few images. Saved: bytes
 alive with the graph after the forward pass; peak: of the whole step without the optimizer, parameters and gradients
 included. Both are counted over all storages that operators return. Gradients are compared with those of torch's mode:
 the median over parameter tensors of the relative error, and the cosine of all gradients together; tensors whose
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 import memkern
 from memkern.memory import LiveBytes
 
-from . import machine, report, zoo
+from .. import RESULTS, machine, report
+from . import zoo
 
 PRECISIONS = ("fp32", "bf16 autocast", "bf16")
 TOKENS = (512, 2048)
@@ -154,10 +155,9 @@ def table(path: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.saved_models", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.saved_models", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--models", nargs="+", choices=zoo.NAMES, default=list(zoo.NAMES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))

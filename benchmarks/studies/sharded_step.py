@@ -1,4 +1,4 @@
-"""python -m benchmarks.sharded_step: a step of DTensor shards beside one of plain tensors of the same local sizes.
+"""A step of DTensor shards beside one of plain tensors of the same local sizes.
 
 GPT-2's 148 tensors, of which this process has the first of two shards; no collective is run (a fake process group), so
 what is measured is the cost of DTensors in a step. CPU time of one thread, interleaved in one process; medians. The
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from memkern import optim
 from memkern.optim import sharding
 
-from . import machine, report
-from .bench_optim import GPT2, gpt2_shapes
-from .harness import take_turns
+from .. import RESULTS, machine, report
+from ..bench_optim import GPT2, gpt2_shapes
+from ..harness import take_turns
 
 WORLD = 2
 COLUMNS = (*report.PROVENANCE, "optimizer", "parameters", "plain_ms", "sharded_ms", "ratio")
@@ -85,12 +85,11 @@ def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sharded_step", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.sharded_step", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
     parser.add_argument("--size", type=int, default=GPT2 // 2, help="parameters of the whole model")
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []

@@ -1,4 +1,4 @@
-"""python -m benchmarks.second_moment PART: Adam with m in 8 bits and sqrt(v) in 4, in plain PyTorch.
+"""python -m benchmarks.studies.second_moment PART: Adam with m in 8 bits and sqrt(v) in 4, in plain PyTorch.
 
 ``closed-loop``: the relative error of its updates on synthetic gradients. ``training``: a byte-level GPT over 2,000
 steps and three seeds, beside 8 bits for both. ``decades``: an MLP whose inputs span four decades, by the optimizers
@@ -23,7 +23,8 @@ from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
 from memkern.reference.blockwise import decode, dither, encode, from_blocks, to_blocks
 
-from . import bf16_weights, report, streams
+from .. import report
+from . import bf16_weights, streams
 
 COLUMNS = (*report.PROVENANCE, "part", "states", "stream", "seed", "steps", "figure", "value")
 LEVELS = 15

@@ -1,4 +1,4 @@
-"""python -m benchmarks.activation_parity: what few-bit activations do to a byte-level GPT.
+"""What few-bit activations do to a byte-level GPT.
 
 Gradients: a model is trained with exact activations, and then its gradient is computed in every mode on the same
 batches; the error is that of all parameters' gradients together, relative to the exact one.
@@ -29,8 +29,8 @@ from torch import nn
 
 from memkern.train.model import GPT
 
-from . import machine, report
-from .plot import FAINT, GRID, OTHERS, OURS
+from .. import RESULTS, machine, report
+from ..plot import FAINT, GRID, OTHERS, OURS
 
 COLUMNS = (
     *report.PROVENANCE,
@@ -252,9 +252,10 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None, setting: Setting | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.activation_parity", description=__doc__)
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.activation_parity", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # a small model: a second thread costs more than it brings
     rows = list(results(setting or Setting()))

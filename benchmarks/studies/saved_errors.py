@@ -1,6 +1,6 @@
-"""python -m benchmarks.saved_errors: what 8-bit codes put on the gradient, by the class of what is coded.
+"""What 8-bit codes put on the gradient, by the class of what is coded.
 
-The Llama-like model of benchmarks/saved_parity.py, trained for 300 steps. Each class of saved tensors is coded alone,
+The Llama-like model of saved_parity.py, trained for 300 steps. Each class of saved tensors is coded alone,
 the rest is saved exactly; the error is that of all gradients together, relative to the exact one, the root mean square
 over 8 batches. Bytes are those per token that the class takes in codes.
 """
@@ -20,7 +20,7 @@ from memkern.compression import codecs, resolve
 from memkern.compression.saved import Session
 from memkern.compression.values import Edge
 
-from . import machine, report
+from .. import RESULTS, machine, report
 from .activation_parity import loss_of, train
 from .saved_parity import SETTING, llama
 
@@ -86,10 +86,9 @@ def rows(steps: int) -> Iterator[dict[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.saved_errors", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.saved_errors", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args(argv)
     path = args.out / "saved-errors.csv"

@@ -1,4 +1,4 @@
-"""python -m benchmarks.does_not_fit: the step on the host beside the step in memory, and the loss in chunks.
+"""The step on the host beside the step in memory, and the loss in chunks.
 
 Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, a bf16 model with
 fp32 weights beside it in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from memkern import functional, optim
 from memkern.optim.transfers import Transfers, transfers_of
 
-from . import machine, report
+from .. import RESULTS, machine, report
 
 COLUMNS = (*report.PROVENANCE, "what", "dtype", "way", "ms", "ratio", "peak_mb")
 ROWS, WIDTH, CLASSES = 512, 384, 50257
@@ -150,10 +150,9 @@ def losses(rounds: int) -> Iterator[dict[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.does_not_fit", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.does_not_fit", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--runs", type=int, default=11, help="of each step (default: 11)")
     parser.add_argument("--rounds", type=int, default=3, help="of processes for each loss (default: 3)")
     parser.add_argument("--loss", nargs=2, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.freezing: what rounding does to quiet elements in training, and whether it matters there.
+"""What rounding does to quiet elements in training, and whether it matters there.
 
 A byte-level GPT with a table of 4,096 hashed pairs of bytes beside its embedding, many of whose rows are rare, is
 trained for 5,000 steps by AdamW8bit as it rounds today, with both moments rounded to the nearest, with the dynamic map,
@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from . import bf16_weights, machine, report
+from .. import RESULTS, machine, report
+from ..plot import FAINT, GRID, OTHERS, OURS
+from . import bf16_weights
 from .bf16_weights import HEADS, LAYERS, SEQ_LEN, WIDTH
-from .plot import FAINT, GRID, OTHERS, OURS
 from .second_moment import Adam84
 
 COLUMNS = (*report.PROVENANCE, "states", "step", "figure", "value")
@@ -148,9 +149,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.freezing", description=__doc__)
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.freezing", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=int, default=250, help="steps from one look to the next")
     parser.add_argument("--only", choices=VARIANTS, help="one of the runs; without it all, and the picture")

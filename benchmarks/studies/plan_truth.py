@@ -1,4 +1,4 @@
-"""python -m benchmarks.plan_truth: what memkern.plan predicts beside what a training step needs, on the CPU.
+"""What memkern.plan predicts beside what a training step needs, on the CPU.
 
 Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once all is
 loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from memkern.planner.techniques import Techniques
 
-HERE = Path(__file__).parent
+from .. import RESULTS
+
 MIB = 2**20
 
 
@@ -115,7 +116,7 @@ def measure(case: Case) -> dict[str, int]:
     from memkern import memory
     from memkern.train.heap import map_large_blocks
 
-    from .harness import largest_temporary
+    from ..harness import largest_temporary
 
     torch.set_num_threads(1)
     map_large_blocks()
@@ -153,18 +154,16 @@ COLUMNS = (
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan_truth", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.plan_truth", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "results", help="folder (default: benchmarks/results)"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     import transformers
 
     from memkern.planner import step  # noqa: F401  (so that the processes need not import torch)
 
-    from . import machine, report
+    from .. import machine, report
 
     path = args.out / "plan-truth.csv"
     provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu_model: the share of a card's copy bandwidth that each CUDA kernel can reach, from counts.
+"""The share of a card's copy bandwidth that each CUDA kernel can reach, from counts.
 
 Not a measurement: something to hold the first measurement against. A kernel that moves B bytes and issues I
 instructions per element takes at least the longer of ::
@@ -25,10 +25,11 @@ import argparse
 import functools
 import json
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
-COUNTS = Path(__file__).resolve().parents[1] / "tests" / "support" / "cuda_kernels.json"
+from .. import ROOT
+
+COUNTS = ROOT / "tests" / "support" / "cuda_kernels.json"
 ISSUED = 0.85  # of the slots
 LANES = 128
 # fp64 instructions a cycle of a multiprocessor: of conversions 16 (sm_80 and sm_90) or 2, of sums and products 32, 64
@@ -261,7 +262,7 @@ def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
 
 def main() -> None:
     argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_model", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.gpu_model", description=__doc__.splitlines()[0]
     ).parse_args()
     from rich.console import Console
     from rich.table import Table

@@ -1,6 +1,6 @@
-"""python -m benchmarks.saved_time: time of a step by what is saved, beside checkpointing every block.
+"""Time of a step by what is saved, beside checkpointing every block.
 
-Models of benchmarks/zoo.py, one sequence, forward and backward pass without the optimizer, all modes in one process and
+Models of zoo.py, one sequence, forward and backward pass without the optimizer, all modes in one process and
 interleaved; the ratio is the median over rounds of a mode's time over torch's in the same round. Time is the processor
 time of the one thread, so that what else runs on a shared machine counts as little as possible.
 """
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import machine, report, zoo
+from .. import RESULTS, machine, report
+from . import zoo
 from .saved_models import MODES as ALONE
 from .saved_models import PRECISIONS, TOKENS
 
@@ -85,10 +86,9 @@ def rows(
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.saved_time", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.saved_time", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16 autocast"])
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=[2048])

@@ -1,4 +1,4 @@
-"""python -m benchmarks.published: how much each phase of a GPT's first training step adds, beside published figures.
+"""How much each phase of a GPT's first training step adds, beside published figures.
 
 12 layers of width 768, batch 8, 512 tokens, fp32, AdamW, counted on fake CUDA tensors (fake CPU ones without a C++
 compiler). Published is what the forward pass adds; of the vocabulary, the attention and the dropout nothing is said, so
@@ -12,6 +12,8 @@ import importlib
 import pickle
 from pathlib import Path
 from typing import Any
+
+from .. import RESULTS
 
 COLUMNS = (
     *(
@@ -75,14 +77,13 @@ def counted(attention: str, way: str) -> tuple[str, dict[str, float]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.published", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.published", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     import transformers
 
-    from . import machine, report
+    from .. import machine, report
 
     provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
     rows = []

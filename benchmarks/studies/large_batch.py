@@ -1,4 +1,4 @@
-"""python -m benchmarks.large_batch: batches x1, x8 and x32 at scaled rates, and LAMB's 8-bit states beside 32-bit ones.
+"""Batches x1, x8 and x32 at scaled rates, and LAMB's 8-bit states beside 32-bit ones.
 
 A byte-level GPT (memkern.train) sees the same tokens in steps of 1, 8 and 32 times the base batch, with AdamW, LAMB and
 LAMB8bit, at rates scaled by the square root of the factor from one that is usual for the base batch; nothing else is
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from . import machine, report
-from .plot import FAINT, GRID, OTHERS, OURS
+from .. import RESULTS, machine, report
+from ..plot import FAINT, GRID, OTHERS, OURS
 
 COLUMNS = (
     *report.PROVENANCE,
@@ -173,9 +173,8 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None, setting: Setting | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_batch", description=__doc__)
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.large_batch", description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     rows = list(results(setting or Setting()))
     path = args.out / "large-batch.csv"

@@ -1,4 +1,4 @@
-"""python -m benchmarks.roberta: RoBERTa-base's memory, few-bit and randomized, beside published figures.
+"""RoBERTa-base's memory, few-bit and randomized, beside published figures.
 
 Fine-tuning on MRPC, batch 128, fp32, eager attention, AdamW: the peak of a whole step, counted on fake CUDA tensors
 (every storage from the operator that allocates it until it is freed), so that no GPU and no weights are needed.
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memkern
 from memkern import memory
 
-from . import machine, report
+from .. import RESULTS, machine, report
 
 BATCH, TOKENS = 128, 103
 GIB = 2**30
@@ -104,9 +104,10 @@ def lines(rows: list[dict[str, str]]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roberta", description=__doc__.splitlines()[0])
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.roberta", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     rows = list(results())
     print(f"RoBERTa-base, batch {BATCH}, {TOKENS} tokens, fp32, eager attention: peak of a training step")

@@ -1,4 +1,4 @@
-"""python -m benchmarks.trainer_gpt2: GPT-2 in transformers' Trainer, memkern beside adamw_torch, loss by loss.
+"""GPT-2 in transformers' Trainer, memkern beside adamw_torch, loss by loss.
 
 GPT-2's configuration of 124 M parameters with random weights, on the CPU: the same rows of text (bytes of Python's own
 argparse) in the same order, once with ``optim="adamw_torch"`` and once with memkern's pair (AdamW8bit) and callback
@@ -17,7 +17,7 @@ import torch
 
 from memkern.memory import optimizer_bytes
 
-from . import machine, report
+from .. import RESULTS, machine, report
 
 COLUMNS = (
     *report.PROVENANCE,
@@ -90,10 +90,9 @@ def results(steps: int, **config: Any) -> list[report.Row]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.trainer_gpt2", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.trainer_gpt2", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args(argv)
     found = results(args.steps)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpt2_xl: GPT-2-XL trained on a CPU in 9 and in 12 GiB, by python -m memkern train.
+"""GPT-2-XL trained on a CPU in 9 and in 12 GiB, by python -m memkern train.
 
 Each run is a fresh process with random weights and real text, whose peak resident set the kernel counts; beside it what
 the planner predicted. ``hand``: one micro-batch of 256 tokens by a loop of a few lines and by the recipe with the same
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
+from .. import RESULTS, ROOT
+
 GIB = 2**30
 POINTS = 400  # of a curve in the results
 
@@ -77,7 +78,7 @@ def command(run: Run, out: Path, model: str | None, seq_len: int | None, data: S
 def measured(words: Sequence[str]) -> int:
     """Runs a command; the peak of its resident set in bytes, by the kernel's count."""
     print("$", *words, flush=True)
-    process = subprocess.Popen(words, cwd=HERE.parent)
+    process = subprocess.Popen(words, cwd=ROOT)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -156,8 +157,8 @@ def by_hand(model: str, seq_len: int) -> None:
 
 
 def hand_seconds(model: str, seq_len: int) -> float:
-    words = [sys.executable, "-m", "benchmarks.gpt2_xl", "--by-hand", model, str(seq_len)]
-    done = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, check=True)
+    words = [sys.executable, "-m", "benchmarks.studies.gpt2_xl", "--by-hand", model, str(seq_len)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("seconds")]
     return statistics.median(seconds[1:])
 
@@ -206,7 +207,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from .plot import FAINT, FLOOR, GRID, OURS
+    from ..plot import FAINT, FLOOR, GRID, OURS
 
     figure, axes = plt.subplots(
         len(curves),
@@ -243,7 +244,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpt2_xl", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.gpt2_xl", description=__doc__)
     choices = [*RUNS, "hand"]
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(choices)} (default: all)")
     parser.add_argument("--model", help="another model for all runs")
@@ -252,9 +253,7 @@ def main(argv: list[str] | None = None) -> None:
         "--rounds", type=int, default=3, help="of the comparison with a loop by hand (default: 3)"
     )
     parser.add_argument("--data", nargs="+", default=[], help="text (default: Python's standard library)")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "results", help="folder (default: benchmarks/results)"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--by-hand", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.by_hand:
@@ -262,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if unknown := set(args.runs) - set(choices):
         parser.error(f"{', '.join(sorted(unknown))} given; allowed: {', '.join(choices)}")
-    from . import machine, report
+    from .. import machine, report
 
     provenance = machine.provenance("cpu")
     for name in args.runs or choices:

@@ -1,4 +1,4 @@
-"""python -m benchmarks.saved_parity: validation losses of models trained with memkern.compress(saved_bits=...).
+"""Validation losses of models trained with memkern.compress(saved_bits=...).
 
 A byte-level GPT (memkern.train's, torch's GELU) and a Llama of transformers, the running Python's standard library as
 text, AdamW, the same seeds and batches in every mode. Three seeds of 300 steps, one run of 3,000 steps of the Llama.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import memkern
 
-from . import machine, report
+from .. import RESULTS, machine, report
 from .activation_parity import Setting, train, validation_loss
 
 COLUMNS = (*report.PROVENANCE, "model", "mode", "seed", "steps", "tokens", "loss")
@@ -68,10 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     from memkern.train.data import load_corpus
 
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.saved_parity", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.studies.saved_parity", description=__doc__.splitlines()[0]
     )
-    default = Path(__file__).parent / "results"
-    parser.add_argument("--out", type=Path, default=default, help="folder (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--long", type=int, default=3000, help="steps of the longer run; 0 leaves it out")
