@@ -46,8 +46,8 @@ class StepArgs {
   template <class Hyperparameters> std::vector<Hyperparameters> groups() const {
     std::vector<Hyperparameters> all(lr.size());
     const size_t each = sizeof(Hyperparameters) / sizeof(double);
-    STD_TORCH_CHECK(hyperparameters.size() == each * all.size(), "hyperparameters must have ",
-                    each * all.size(), " entries, ", each, " per group, got ", hyperparameters.size());
+    MEMKERN_CHECK(hyperparameters.size() == each * all.size(), "hyperparameters must have ",
+                  each * all.size(), " entries, ", each, " per group, got ", hyperparameters.size());
     std::memcpy(all.data(), hyperparameters.data(), hyperparameters.size() * sizeof(double));
     return all;
   }
@@ -72,8 +72,8 @@ inline void align_gradients(StepArgs& args) {
 // The op that runs Step: what torch calls, in place of TORCH_BOX.
 template <void (*Step)(const StepArgs&)>
 void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
-  STD_TORCH_CHECK(arguments == kStepArguments && results == 0, "an optimizer's step takes ", kStepArguments,
-                  " arguments, got ", arguments);
+  MEMKERN_CHECK(arguments == kStepArguments && results == 0, "an optimizer's step takes ", kStepArguments,
+                " arguments, got ", arguments);
   StepArgs args(stack);
   align_gradients(args);
   Step(args);

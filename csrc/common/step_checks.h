@@ -1,5 +1,7 @@
 // From a step's arguments to one StepTensor per parameter, with every check before anything is changed.
 #pragma once
+#include <cmath>
+
 #include "common/step_args.h"
 #include "core/trust_ratio.h"
 
@@ -7,15 +9,15 @@ namespace memkern {
 
 // A tensor of one number on the CPU.
 inline double read_number(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
+  MEMKERN_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
   if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(t.data_ptr());
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " must be float32 or float64");
+  MEMKERN_CHECK(t.scalar_type() == ScalarType::Float, name, " must be float32 or float64");
   return *static_cast<const float*>(t.data_ptr());
 }
 
 inline void check_count(const char* name, size_t got, size_t each, size_t params) {
-  STD_TORCH_CHECK(got == each * params, name, " must have ", each * params, " entries, ", each,
-                  " per parameter, got ", got);
+  MEMKERN_CHECK(got == each * params, name, " must have ", each * params, " entries, ", each,
+                " per parameter, got ", got);
 }
 
 // Checks what a step has per group and per parameter, but for the tensors of the parameters' size.
@@ -26,27 +28,31 @@ inline void check_lists(const StepArgs& args, const StepOp& op) {
   check_count("moments", args.moments.size(), op.moments, n);
   check_count("steps", args.steps.size(), 1, n);
   check_count("trust_ratios", args.trust_ratios.size(), op.has_trust_ratios, n);
-  STD_TORCH_CHECK(args.codec.size() == groups && args.block_size.size() == groups,
-                  "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
-                  " and ", args.block_size.size());
+  MEMKERN_CHECK(args.codec.size() == groups && args.block_size.size() == groups,
+                "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
+                " and ", args.block_size.size());
   for (size_t k = 0; k < groups; ++k) {
     if (!(op.has_4bit_codes && args.codec[k] == kPower4)) check_codec(args.codec[k]);
     check_block_size(args.block_size[k]);
   }
-  STD_TORCH_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
-                  "weight_storage must have ", groups, " entries or none, got ", args.weight_storage.size());
+  MEMKERN_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
+                "weight_storage must have ", groups, " entries or none, got ", args.weight_storage.size());
   for (const int64_t storage : args.weight_storage)
-    STD_TORCH_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
-                    "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
-                    storage);
-  STD_TORCH_CHECK(op.has_trust_ratios || !(args.squares || args.squares_only),
-                  "squares and squares_only are of steps with trust ratios");
+    MEMKERN_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
+                  "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
+                  storage);
+  MEMKERN_CHECK(op.has_trust_ratios || !(args.squares || args.squares_only),
+                "squares and squares_only are of steps with trust ratios");
   const DeviceOf device(args.params);
   for (size_t i = 0; i < args.steps.size(); ++i) {
     const Tensor& step = args.steps[i];
-    STD_TORCH_CHECK(step.numel() == 1 && step.scalar_type() == ScalarType::Float && device.holds(step),
-                    name_of("steps", i),
-                    " must be a float32 tensor of one element on the device of the parameters");
+    MEMKERN_CHECK(step.numel() == 1 && step.scalar_type() == ScalarType::Float && device.holds(step),
+                  name_of("steps", i),
+                  " must be a float32 tensor of one element on the device of the parameters");
+    if (!step.is_cpu()) continue;
+    const float count = *static_cast<const float*>(step.data_ptr());
+    MEMKERN_CHECK(count >= 0 && std::isfinite(count), name_of("steps", i),
+                  " must be a finite number, 0 or more, got ", count);
   }
 }
 
@@ -54,9 +60,9 @@ inline void check_packed(const Tensor& codes, const BlockLayout& layout, const s
   const Shape shape(codes);
   const int64_t rows = packed_rows(layout), columns = packed_columns(layout);
   const bool fits = shape.dims == 2 && shape.sizes[0] == rows && shape.sizes[1] == columns;
-  STD_TORCH_CHECK((fits || (layout.numel == 0 && codes.numel() == 0)) && codes.is_contiguous(), name,
-                  " must be contiguous, of shape (", rows, ", ", columns, "), for codes of 4 bits, got ",
-                  codes.numel(), " bytes");
+  MEMKERN_CHECK((fits || (layout.numel == 0 && codes.numel() == 0)) && codes.is_contiguous(), name,
+                " must be contiguous, of shape (", rows, ", ", columns, "), for codes of 4 bits, got ",
+                codes.numel(), " bytes");
 }
 
 // Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
@@ -72,21 +78,21 @@ template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op
     const Tensor& state = args.moments[k * n + i];
     const char* name = op.moment[k].name;
     const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
-    STD_TORCH_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
-                    " must be 8-bit codes or float32, like the parameter's other states");
+    MEMKERN_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
+                  " must be 8-bit codes or float32, like the parameter's other states");
     if (t.kind == StateKind::kPower4 && !op.moment[k].is_signed)
       check_packed(state, t.layout, name_of(name, i));
     else
-      STD_TORCH_CHECK(same_layout(state, shape), name_of(name, i),
-                      " must have its parameter's shape and strides");
-    STD_TORCH_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
+      MEMKERN_CHECK(same_layout(state, shape), name_of(name, i),
+                    " must have its parameter's shape and strides");
+    MEMKERN_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
     *states[k] = state.data_ptr();
     if (!has_codes) continue;
-    STD_TORCH_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
+    MEMKERN_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
     const Tensor& scale = args.scales[k * scales + coded];
     check_scale(scale, t.layout, name);
-    STD_TORCH_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
-                    " must be on its parameter's device");
+    MEMKERN_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
+                  " must be on its parameter's device");
     *state_scales[k] = static_cast<float*>(scale.data_ptr());
   }
   return has_codes;
@@ -98,19 +104,19 @@ template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, s
                                          const Shape& shape, const DeviceOf& device) {
   if (args.weight_storage.empty()) return false;
   t.weight_storage = static_cast<WeightStorage>(args.weight_storage[args.group[i]]);
-  STD_TORCH_CHECK(t.weight_storage == WeightStorage::kNearest || t.param_type == FloatType::kBf16,
-                  name_of("params", i), " must be bfloat16 for another weight_storage than 0");
+  MEMKERN_CHECK(t.weight_storage == WeightStorage::kNearest || t.param_type == FloatType::kBf16,
+                name_of("params", i), " must be bfloat16 for another weight_storage than 0");
   const int bytes = weight_state_bytes(t.weight_storage);
   if (bytes == 0) return false;
-  STD_TORCH_CHECK(used < args.weight_states.size(), name_of("params", i), " has no weight state");
+  MEMKERN_CHECK(used < args.weight_states.size(), name_of("params", i), " has no weight state");
   const Tensor& state = args.weight_states[used];
   const ScalarType type = bytes == 1 ? ScalarType::Char : bytes == 2 ? ScalarType::Short : ScalarType::Float;
-  STD_TORCH_CHECK(state.scalar_type() == type && same_layout(state, shape) && device.holds(state),
-                  name_of("weight_states", used), " must be ",
-                  bytes == 1   ? "int8"
-                  : bytes == 2 ? "int16"
-                               : "float32",
-                  " with its parameter's shape and strides, on its device");
+  MEMKERN_CHECK(state.scalar_type() == type && same_layout(state, shape) && device.holds(state),
+                name_of("weight_states", used), " must be ",
+                bytes == 1   ? "int8"
+                : bytes == 2 ? "int16"
+                             : "float32",
+                " with its parameter's shape and strides, on its device");
   t.weight_state = state.data_ptr();
   return true;
 }
@@ -124,17 +130,16 @@ template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepO
   size_t coded = 0, weight_states = 0;
   for (size_t i = 0; i < n; ++i) {
     const int64_t k = args.group[i];
-    STD_TORCH_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
-                    groups - 1, ", got ", k);
+    MEMKERN_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
+                  groups - 1, ", got ", k);
     const Tensor &p = args.params[i], &g = args.grads[i];
     const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
-    STD_TORCH_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
-    STD_TORCH_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
+    MEMKERN_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
+    MEMKERN_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
     const Shape shape(p);
-    STD_TORCH_CHECK(same_layout(g, shape), name_of("grads", i),
-                    " must have its parameter's shape and strides");
-    STD_TORCH_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
-                    " and its parameter must be on the device of the first parameter");
+    MEMKERN_CHECK(same_layout(g, shape), name_of("grads", i), " must have its parameter's shape and strides");
+    MEMKERN_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
+                  " and its parameter must be on the device of the first parameter");
     J& t = tensors[i];
     t.layout = layout_of(shape, args.block_size[k], "a parameter");
     t.param = p.data_ptr();
@@ -144,10 +149,10 @@ template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepO
     coded += set_moments(t, args, op, i, coded, shape, device);
     weight_states += set_weight_state(t, args, i, weight_states, shape, device);
   }
-  STD_TORCH_CHECK(args.scales.size() == coded * op.moments, "scales must have ", coded * op.moments,
-                  " entries, one per moment of codes, got ", args.scales.size());
-  STD_TORCH_CHECK(args.weight_states.size() == weight_states, "weight_states must have ", weight_states,
-                  " entries, one per parameter whose group stores one, got ", args.weight_states.size());
+  MEMKERN_CHECK(args.scales.size() == coded * op.moments, "scales must have ", coded * op.moments,
+                " entries, one per moment of codes, got ", args.scales.size());
+  MEMKERN_CHECK(args.weight_states.size() == weight_states, "weight_states must have ", weight_states,
+                " entries, one per parameter whose group stores one, got ", args.weight_states.size());
   return tensors;
 }
 
@@ -168,23 +173,23 @@ void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t wish = static_cast<int64_t>(groups[args.group[i]].layers);
     const int64_t count = layer_count(tensors[i].layout, args.params[i].dim(), wish);
-    STD_TORCH_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
-                    tensors[i].layout.rows, ", and end where a block of ", tensors[i].layout.block,
-                    " elements does, got ", wish);
+    MEMKERN_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
+                  tensors[i].layout.rows, ", and end where a block of ", tensors[i].layout.block,
+                  " elements does, got ", wish);
     const Tensor& ratios = args.trust_ratios[i];
-    STD_TORCH_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 &&
-                        ratios.numel() == count && ratios.is_contiguous() && device.holds(ratios),
-                    name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
-                    ",) on its parameter's device");
+    MEMKERN_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 && ratios.numel() == count &&
+                      ratios.is_contiguous() && device.holds(ratios),
+                  name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
+                  ",) on its parameter's device");
     layers += count;
   }
-  STD_TORCH_CHECK(args.squares || !args.squares_only, "squares_only needs squares to write to");
+  MEMKERN_CHECK(args.squares || !args.squares_only, "squares_only needs squares to write to");
   if (!args.squares) return;
   const Tensor& s = *args.squares;
-  STD_TORCH_CHECK(s.scalar_type() == ScalarType::Double && s.dim() == 2 && s.size(0) == layers &&
-                      s.size(1) == 2 && s.is_contiguous() && (tensors.empty() || device.holds(s)),
-                  "squares must be contiguous float64 of shape (", layers,
-                  ", 2) on the device of the parameters");
+  MEMKERN_CHECK(s.scalar_type() == ScalarType::Double && s.dim() == 2 && s.size(0) == layers &&
+                    s.size(1) == 2 && s.is_contiguous() && (tensors.empty() || device.holds(s)),
+                "squares must be contiguous float64 of shape (", layers,
+                ", 2) on the device of the parameters");
 }
 
 // The rows of squares, if they are given.

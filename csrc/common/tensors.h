@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/check.h"
 #include "common/step_tensor.h"
 #include "core/tables.h"
 
@@ -46,14 +47,14 @@ inline std::string name_of(const char* name, size_t i) {
 }
 
 inline void check_block_size(int64_t block_size) {
-  STD_TORCH_CHECK(block_size % 8 == 0 && block_size >= kMinBlockSize && block_size <= kMaxBlockSize,
-                  "block_size must be a multiple of 8 from ", kMinBlockSize, " to ", kMaxBlockSize, ", got ",
-                  block_size);
+  MEMKERN_CHECK(block_size % 8 == 0 && block_size >= kMinBlockSize && block_size <= kMaxBlockSize,
+                "block_size must be a multiple of 8 from ", kMinBlockSize, " to ", kMaxBlockSize, ", got ",
+                block_size);
 }
 
 inline void check_codec(int64_t codec) {
-  STD_TORCH_CHECK(codec == kPower || codec == kDynamic, "codec must be ", kPower, " (power) or ", kDynamic,
-                  " (dynamic), got ", codec);
+  MEMKERN_CHECK(codec == kPower || codec == kDynamic, "codec must be ", kPower, " (power) or ", kDynamic,
+                " (dynamic), got ", codec);
 }
 
 // How a tensor lies in memory.
@@ -65,14 +66,14 @@ struct Shape {
 
 inline BlockLayout layout_of(const Shape& t, int64_t block_size, const char* name) {
   BlockLayout layout;
-  STD_TORCH_CHECK(block_layout(t.sizes, t.strides, t.dims, block_size, &layout), name,
-                  " must be dense (its elements must fill one run of memory); use contiguous() or clone()");
+  MEMKERN_CHECK(block_layout(t.sizes, t.strides, t.dims, block_size, &layout), name,
+                " must be dense (its elements must fill one run of memory); use contiguous() or clone()");
   return layout;
 }
 
 // A layout of one segment, in blocks of so many elements.
 inline BlockLayout flat_layout(const Tensor& x, const char* name, int64_t block) {
-  STD_TORCH_CHECK(is_float_type(x.scalar_type()), name, " must be float32, bfloat16 or float16");
+  MEMKERN_CHECK(is_float_type(x.scalar_type()), name, " must be float32, bfloat16 or float16");
   BlockLayout layout = layout_of(x, kMinBlockSize, name);
   layout.segment = layout.numel;
   layout.block = block;
@@ -116,7 +117,7 @@ inline Tensor dense(const Tensor& x) { return is_dense(x) ? x : torch::stable::c
 
 // An empty tensor laid out as x is, which must be dense: the strides of any other lead past numel elements.
 inline Tensor empty_like(const Tensor& x, ScalarType dtype) {
-  STD_TORCH_CHECK(is_dense(x), "empty_like takes a dense tensor");
+  MEMKERN_CHECK(is_dense(x), "empty_like takes a dense tensor");
   Tensor y = torch::stable::new_empty(x, {x.numel()}, dtype);
   AtenTensorHandle view;
   STABLE_TORCH_ERROR_CODE_CHECK(
@@ -135,8 +136,8 @@ inline void check_scale(const Tensor& scale, const BlockLayout& layout, const ch
   const bool fits = layout.long_rows ? dims == 2 && got[0] == layout.numel / layout.segment &&
                                            got[1] == layout.blocks_per_segment
                                      : dims == 1 && got[0] == layout.blocks;
-  STD_TORCH_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(), "the scale of ",
-                  name, " must be contiguous float32 with ", layout.blocks, " entries, got ", scale.numel());
+  MEMKERN_CHECK(fits && scale.scalar_type() == ScalarType::Float && scale.is_contiguous(), "the scale of ",
+                name, " must be contiguous float32 with ", layout.blocks, " entries, got ", scale.numel());
 }
 
 }  // namespace memkern

@@ -1,6 +1,7 @@
 // Trust ratios of LAMB and LARS. The reference: memkern/reference/trust.py, lamb.py and lars.py.
 #pragma once
 #include "core/scalar.h"
+#include "core/tables.h"
 
 namespace memkern {
 
@@ -17,10 +18,7 @@ struct TrustRule {
   double weight_decay, eps, lr;
 };
 
-// A weight's norm up to this makes no ratio: LEAST_NORM of memkern/quant/codec.py.
-constexpr double kLeastNorm = 0x1p-100;
-
-// 1 where a norm is 0 or NaN.
+// 1 where the weight's norm is at most kLeastNorm, which counts as 0, or a norm is 0 or NaN.
 MEMKERN_FN float trust_ratio(const Squares& squares, const TrustRule& t) {
   const double p = ::sqrt(squares.param), u = ::sqrt(squares.update);
   double ratio = 1.0;

@@ -65,7 +65,7 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
   Tensor result = empty_like(grad, grad.scalar_type());
   ActivationJob job = backward_job(grad, codes, result);
-  STD_TORCH_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
+  MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   job.output = output.data_ptr();
   job.valley = &valley;
   job.run = MEMKERN_PICK(valley_kernel, float_type(grad), float_type(output));

@@ -8,7 +8,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool 
                                                   std::optional<int64_t> step) {
   check_codec(codec);
   check_block_size(block_size);
-  STD_TORCH_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
+  MEMKERN_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
   CodecJob job{};
   job.layout = layout_of(x, block_size, "x");
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
@@ -28,9 +28,8 @@ Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64
   check_codec(codec);
   check_block_size(block_size);
   const bool is_signed = codes.scalar_type() == ScalarType::Char;
-  STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte,
-                  "codes must be int8 (signed) or uint8");
-  STD_TORCH_CHECK(is_float_type(dtype), "dtype must be float32, bfloat16 or float16");
+  MEMKERN_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte, "codes must be int8 (signed) or uint8");
+  MEMKERN_CHECK(is_float_type(dtype), "dtype must be float32, bfloat16 or float16");
   CodecJob job{};
   job.layout = layout_of(codes, block_size, "codes");
   check_scale(scale, job.layout, "codes");

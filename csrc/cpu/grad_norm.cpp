@@ -12,14 +12,14 @@ namespace memkern {
 constexpr int64_t kChunk = 1 << 14;
 
 void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
-  STD_TORCH_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double && norm.is_cpu(),
-                  "norm must be float64 of one element on the gradients' device");
+  MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double && norm.is_cpu(),
+                "norm must be float64 of one element on the gradients' device");
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);
   std::vector<SquaresJob> jobs;
   int64_t chunks = 0;
   Tensors values;  // that the jobs point to
   for (size_t i = 0; i < grads.size(); ++i) {
-    STD_TORCH_CHECK(grads[i].is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
+    MEMKERN_CHECK(grads[i].is_cpu(), name_of("grads", i), " must be on the CPU, like norm");
     values.push_back(dense(grads[i]));
     const Tensor& g = values.back();
     const BlockLayout layout = flat_layout(g, name_of("grads", i).c_str(), kChunk);

@@ -170,8 +170,8 @@ template <int First, int Count, class Use> bool with_constant(int64_t k, Use&& u
 }
 
 template <class Use> void with_activation(int64_t fn, Use&& use) {
-  STD_TORCH_CHECK((with_constant<0, kActivations>(fn, use)), "fn must be from 0 to ", kActivations - 1,
-                  ", got ", fn);
+  MEMKERN_CHECK((with_constant<0, kActivations>(fn, use)), "fn must be from 0 to ", kActivations - 1,
+                ", got ", fn);
 }
 
 template <class Use> void with_bits(int bits, Use&& use) { with_constant<1, kMaxBits>(bits, use); }
@@ -241,7 +241,7 @@ std::tuple<Tensor, Tensor> few_bit_forward_cuda(Tensor x, int64_t fn, double a, 
 Tensor few_bit_backward_cuda(Tensor grad, Tensor codes, Doubles levels) {
   const int64_t numel = flat_layout(grad, "grad", kGroup).numel;
   check_planes(codes, numel);
-  STD_TORCH_CHECK(same_device(codes, grad), "codes must be on grad's device");
+  MEMKERN_CHECK(same_device(codes, grad), "codes must be on grad's device");
   LevelTable table{static_cast<int>(codes.sizes()[0])};
   check_levels(levels, table.bits, table.level);
   const DeviceScope scope(grad);
@@ -262,9 +262,9 @@ Tensor few_bit_backward_from_output_cuda(Tensor grad, Tensor output, Tensor code
   const int64_t numel = flat_layout(grad, "grad", kGroup).numel;
   check_output(output, grad);
   check_planes(codes, numel);
-  STD_TORCH_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
-  STD_TORCH_CHECK(same_device(codes, grad) && same_device(output, grad),
-                  "output and codes must be on grad's device");
+  MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
+  MEMKERN_CHECK(same_device(codes, grad) && same_device(output, grad),
+                "output and codes must be on grad's device");
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
   const DeviceScope scope(grad);
   Tensor result = empty_like(grad, grad.scalar_type());

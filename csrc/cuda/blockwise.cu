@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
                                                    int64_t block_size, std::optional<int64_t> step) {
   check_codec(codec);
   check_block_size(block_size);
-  STD_TORCH_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
+  MEMKERN_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
   const BlockLayout layout = layout_of(x, block_size, "x");
   const DeviceScope scope(x);
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
@@ -175,12 +175,11 @@ Tensor dequantize_blockwise_cuda(Tensor codes, Tensor scale, int64_t codec, int6
   check_codec(codec);
   check_block_size(block_size);
   const bool is_signed = codes.scalar_type() == ScalarType::Char;
-  STD_TORCH_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte,
-                  "codes must be int8 (signed) or uint8");
-  STD_TORCH_CHECK(is_float_type(dtype), "dtype must be float32, bfloat16 or float16");
+  MEMKERN_CHECK(is_signed || codes.scalar_type() == ScalarType::Byte, "codes must be int8 (signed) or uint8");
+  MEMKERN_CHECK(is_float_type(dtype), "dtype must be float32, bfloat16 or float16");
   const BlockLayout layout = layout_of(codes, block_size, "codes");
   check_scale(scale, layout, "codes");
-  STD_TORCH_CHECK(same_device(scale, codes), "scale must be on the device of codes");
+  MEMKERN_CHECK(same_device(scale, codes), "scale must be on the device of codes");
   const DeviceScope scope(codes);
   Tensor values = empty_like(codes, dtype);
   const CodecTensor t = codec_tensor(values, codes, scale, layout);

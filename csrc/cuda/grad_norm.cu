@@ -59,18 +59,18 @@ static __global__ void __launch_bounds__(kTotalThreads) norm_total(NormTable tab
 }
 
 void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale) {
-  STD_TORCH_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
-                  "norm must be float64 of one element on the gradients' device");
+  MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double,
+                "norm must be float64 of one element on the gradients' device");
   const StepHeader header = header_of(grad_scale, std::nullopt, std::nullopt, 0.0, norm);
   Tensors values;  // what the tables point to
   std::vector<NormTensor> tensors;
   int64_t total = 0;
   for (size_t i = 0; i < grads.size(); ++i) {
-    STD_TORCH_CHECK(same_device(grads[i], norm), name_of("grads", i), " must be on norm's device");
+    MEMKERN_CHECK(same_device(grads[i], norm), name_of("grads", i), " must be on norm's device");
     values.push_back(dense(grads[i]));
     const Tensor& g = values.back();
-    STD_TORCH_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
-                    " must be float32, bfloat16 or float16");
+    MEMKERN_CHECK(is_float_type(g.scalar_type()), name_of("grads", i),
+                  " must be float32, bfloat16 or float16");
     const int64_t numel = layout_of(g, kMinBlockSize, "a gradient").numel;
     tensors.push_back({g.data_ptr(), numel, float_type(g), 0});
     total += numel;
@@ -84,7 +84,7 @@ void grad_norm_cuda(Tensor norm, const Tensors& grads, const std::optional<Tenso
     first_tiles.push_back(static_cast<uint32_t>(tiles));
     tiles += ceil_div(t.numel, tile);
   }
-  STD_TORCH_CHECK(tiles < int64_t{1} << 31, "grad_norm_: too many elements for one launch");
+  MEMKERN_CHECK(tiles < int64_t{1} << 31, "grad_norm_: too many elements for one launch");
   TableImage image;
   const size_t header_at = image.add<StepHeader>(1), tensors_at = image.add<NormTensor>(tensors.size()),
                first_tiles_at = image.add<uint32_t>(tensors.size());

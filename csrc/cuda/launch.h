@@ -30,13 +30,13 @@ inline bool fast_paths() {
 }
 
 inline void check_cuda(cudaError_t status, const char* what) {
-  STD_TORCH_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
+  MEMKERN_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
 }
 
 #ifdef __CUDACC__
 // Tensors of an op that torch dispatched to CUDA may be on the CPU as long as one is not.
 inline int32_t device_of(const Tensor& t) {
-  STD_TORCH_CHECK(!t.is_cpu(), "all tensors must be on one device, got one on the CPU beside others");
+  MEMKERN_CHECK(!t.is_cpu(), "all tensors must be on one device, got one on the CPU beside others");
   return t.get_device();
 }
 
@@ -46,9 +46,9 @@ struct DeviceScope {
   cudaStream_t stream = nullptr;
 
   explicit DeviceScope(const Tensor& t) : guard(device_of(t)) {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
-                    "no aoti_torch_get_current_cuda_stream in this process: torch was built without CUDA, or "
-                    "memkern was linked without libtorch");
+    MEMKERN_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                  "no aoti_torch_get_current_cuda_stream in this process: torch was built without CUDA, or "
+                  "memkern was linked without libtorch");
     void* current = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device(), &current));
     stream = static_cast<cudaStream_t>(current);
@@ -103,8 +103,8 @@ inline void synchronize(cudaStream_t stream) {
 
 // The kernels count the blocks of a segment in 32 bits.
 inline void check_blocks(const BlockLayout& layout) {
-  STD_TORCH_CHECK(layout.blocks_per_segment < int64_t{1} << 31, "a row of ", layout.blocks_per_segment,
-                  " blocks is too long; a larger block_size makes fewer");
+  MEMKERN_CHECK(layout.blocks_per_segment < int64_t{1} << 31, "a row of ", layout.blocks_per_segment,
+                " blocks is too long; a larger block_size makes fewer");
 }
 
 // Of the current device.
@@ -133,7 +133,7 @@ template <int Threads = kThreads, class... Params, class... Args>
 void launch_checked(const char* name, void (*kernel)(Params...), int64_t blocks, cudaStream_t stream,
                     const Args&... args) {
   if (blocks == 0) return;
-  STD_TORCH_CHECK(blocks < int64_t{1} << 31, name, ": too many elements for one launch");
+  MEMKERN_CHECK(blocks < int64_t{1} << 31, name, ": too many elements for one launch");
   launch<Threads>(kernel, blocks, stream, args...);
   check_cuda(cudaGetLastError(), name);
 }

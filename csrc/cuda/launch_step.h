@@ -13,12 +13,11 @@ namespace memkern {
 
 // A tensor of one element: on a device the kernels read it, on the CPU it is read now.
 inline ScalarArg scalar_arg(const Tensor& t, const Tensor& like, const char* name) {
-  STD_TORCH_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
+  MEMKERN_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Double || type == ScalarType::Float, name,
-                  " must be float32 or float64");
+  MEMKERN_CHECK(type == ScalarType::Double || type == ScalarType::Float, name, " must be float32 or float64");
   if (is_host(t)) return {nullptr, read_number(t, name), 0};
-  STD_TORCH_CHECK(same_device(t, like), name, " must be on the CPU or on the device of the parameters");
+  MEMKERN_CHECK(same_device(t, like), name, " must be on the CPU or on the device of the parameters");
   return {t.data_ptr(), 0.0, type == ScalarType::Double};
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..quant.codec import WEIGHTS
-from ..quant.layout import is_dense, laid_out_alike, layout_of, memory_order
+from ..quant.layout import is_dense, laid_out_alike, layout_of, memory_order, same_layout
 from ..reference.blockwise import to_blocks
 from ..reference.weights import load_weight, store_weight
 
@@ -50,8 +50,7 @@ class _Sum:
     def __init__(self, storage: str) -> None:
         self.storage, self.count, self.used = storage, 0, False
         self.total: Tensor | None = None  # held while autograd stores a micro-batch's gradient
-        self.error: Tensor | None = None
-        self.known: tuple[Tensor, int] | None = None  # what the error belongs to, and its version
+        self.error: Tensor | None = None  # of the sum, relative to it whoever has written it
 
     def hold(self, p: Tensor) -> None:
         self.used = True
@@ -62,18 +61,17 @@ class _Sum:
     def add(self, p: Tensor) -> None:
         total, x = self.total, p.grad
         self.total = None
-        if total is None:
+        if total is None:  # a new sum
+            self.error = None
             return
         p.grad = total
         if x is None:
             return
         dtype = ERRORS[self.storage]
-        unchanged = self.known is not None and self.known[0] is total and self.known[1] == total._version
-        if dtype is not None and not unchanged:  # a new sum, or one that something else has changed
+        if dtype is not None and (self.error is None or not same_layout(self.error, total)):
             self.error = torch.zeros_like(total, dtype=dtype)
         self.count += 1
         add_(total, x, self.storage, self.count, self.error)
-        self.known = (total, total._version) if dtype is not None else None
 
 
 _active: WeakSet[Accumulation] = WeakSet()
@@ -158,7 +156,7 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
     To the nearest, a sum that has grown to 256 times a micro-batch's gradient no longer changes. The random bits come
     from the position in blocks of 128 and a count of the model's additions, which goes on from one handle to the next,
     so runs repeat. ``zero_grad`` and optimizers need not know of it; the first gradient after ``zero_grad()`` is taken
-    as it is, and a sum that something else changes (clipping) goes on from there.
+    as it is, and a sum that something else changes (clipping) goes on from there, with its error relative to it.
 
     Args:
         model: its bf16 parameters that require a gradient; others add as before. Not for gradients that a wrapper

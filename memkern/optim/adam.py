@@ -50,8 +50,8 @@ class Adam(BlockwiseOptimizer):
         master_weights: what is kept of bf16 parameters, which lose each update below half a unit in the last place:
             ``"fp32"`` a copy in fp32 (``master_weight``, 4 bytes per parameter); ``"bf16+16"`` the rounding error in 16
             bits (``weight_error``, int16): fp32's bits in 4 bytes in all; ``"bf16+8"`` the error in 8 bits (int8):
-            weights of 24 bits, stochastically rounded. A parameter that something else than the step has changed begins
-            anew, with a warning. Default None.
+            weights of 24 bits, stochastically rounded. A step goes on from the weight that is there, whoever has
+            written it: a copy counts where it rounds to it, an error is relative to it. Default None.
         stochastic_rounding: bf16 parameters are rounded up or down with the probability of their nearness, nothing is
             kept. Random bits come from the position in a block and the step, so runs repeat. Default False.
 
@@ -80,6 +80,7 @@ class Adam(BlockwiseOptimizer):
 
     op = ADAM_STEP
     storage_options = (*BlockwiseOptimizer.storage_options, "amsgrad")
+    converters = ("from_torch_state_dict", "from_bitsandbytes_state_dict")
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .. import _ops
 from ..schemas import StepArgs, StepOp
-from . import apart, bits, following, foreign, loading, sharded_step, sharding, weights
+from . import apart, bits, following, foreign, loading, sharded_step, sharding, step_errors, weights
 from .options import check_gradient, check_group, check_param
 from .storage import dense_like, moment_dtype, restored, takes_8bit_state
 
@@ -29,6 +29,8 @@ class BlockwiseOptimizer(Optimizer):
     """Options that make the class what it is: a loaded state does not change them."""
     storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec", "master_weights")
     """Options that say how a group's states are stored."""
+    converters: ClassVar[tuple[str, ...]] = ()
+    """Functions of memkern.optim that convert other libraries' states for the class."""
     grad_scale: Tensor | None
     found_inf: Tensor | None
     # memkern/optim/following.py: the groups at the last look, and the storage options of each state.
@@ -144,6 +146,8 @@ class BlockwiseOptimizer(Optimizer):
         """
         if group is self.param_groups[0]:
             self._follow_groups()
+            if torch._guards.TracingContext.try_get() is not None:
+                self._repaired()  # a compiled step, traced anew where a parameter's layout changed, cannot do it later
         for p in group["params"]:
             if (g := p.grad) is not None:
                 params.append(p)
@@ -221,6 +225,7 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
+        args = None
         try:
             args = self._step_args()
             if not args.params:
@@ -235,11 +240,15 @@ class BlockwiseOptimizer(Optimizer):
                 else:
                     _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
                 return loss
-        except Exception:
+        except Exception as error:
             # The op checks everything before it changes anything. Looking at each gradient and each state from here,
             # at every step, would cost more than the step of a small tensor.
-            if torch.compiler.is_compiling() or not self._repaired():
+            if torch.compiler.is_compiling():
                 raise
+            if not self._repaired():
+                if args is None or (said := step_errors.in_words(error, args, self.param_groups)) is error:
+                    raise
+                raise said from None
             args = self._step_args()
         apart.step(self, args)
         return loss

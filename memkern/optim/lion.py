@@ -45,6 +45,7 @@ class Lion(BlockwiseOptimizer):
     """
 
     op = LION_STEP
+    converters = ("from_bitsandbytes_state_dict",)
 
     def __init__(
         self,

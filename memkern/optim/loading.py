@@ -85,14 +85,15 @@ def _check_options(optimizer: BlockwiseOptimizer, k: int, saved: Group) -> None:
     """Raises ValueError for a saved group that lacks options of the optimizer."""
     own = {*optimizer.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
     if missing := own - {*saved}:
-        from .adam import Adam
-
-        see = "memkern.optim.from_bitsandbytes_state_dict converts a state of bitsandbytes' Lion"
-        if isinstance(optimizer, Adam):
-            see = "memkern.optim.from_torch_state_dict and from_bitsandbytes_state_dict convert others"
+        names = [f"memkern.optim.{name}" for name in optimizer.converters]
+        way = (
+            f"{' and '.join(names)} convert{'' if len(names) > 1 else 's'} others"
+            if names
+            else "no converter to it exists: load the model's weights, and begin with a new state"
+        )
         raise ValueError(
             f"the state_dict is not one of memkern's {type(optimizer).__name__}: its group {k} has no "
-            f"{', '.join(sorted(missing))}; {see}"
+            f"{', '.join(sorted(missing))}; {way}"
         )
 
 

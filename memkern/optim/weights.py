@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..quant.codec import WEIGHT_DROPPED_BITS, WEIGHTS
 from ..reference.weights import bits_of, float_of, join_weight, kept_weight, split_weight
+from .sharding import local, placed
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -75,12 +76,16 @@ def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
 def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
     """What a step would read: a parameter with what its state keeps of it, as new fp32 values of its strides."""
     p = p.detach()
+    found, own = torch.empty_like(p, dtype=torch.float32), local(p)
     if (master := state.get("master_weight")) is not None:
-        return torch.empty_like(p, dtype=torch.float32).copy_(kept_weight(p, master))
-    if (error := state.get("weight_error")) is None:
-        return p.float() if p.dtype != torch.float32 else p.clone()
-    dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
-    return torch.empty_like(p, dtype=torch.float32).copy_(join_weight(p, error, dropped))
+        x = kept_weight(own, local(master))
+    elif (error := state.get("weight_error")) is not None:
+        dropped = WEIGHT_DROPPED_BITS["bf16+8" if error.dtype == torch.int8 else "bf16+16"]
+        x = join_weight(own, local(error), dropped)
+    else:
+        x = own
+    local(found).copy_(x)
+    return found
 
 
 def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
@@ -90,16 +95,16 @@ def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
     and which rounds to another bf16 value than p, becomes its neighbour on p's side: a copy must round to p to count.
     """
     state = initial_state(p, group)
+    p, x = local(p.detach()).float(), local(x).float()
     if "master_weight" in state:
-        p, x = p.detach().float(), x.float()
         side = (bits_of(p) - bits_of(x)).sign()
         counts = bits_of(kept_weight(p, x)) == bits_of(x)
-        state["master_weight"].copy_(torch.where(counts, x, float_of(bits_of(x) + side)))
+        local(state["master_weight"]).copy_(torch.where(counts, x, float_of(bits_of(x) + side)))
     elif "weight_error" in state:
         dropped = WEIGHT_DROPPED_BITS[group["master_weights"]]
-        error = bits_of(x.float()) - bits_of(p.detach().float())
+        error = bits_of(x) - bits_of(p)
         error = (error + (1 << dropped >> 1) >> dropped).clamp(max=(2**15 >> dropped) - 1)
-        state["weight_error"].copy_(torch.where(p.isfinite(), error, 0))
+        local(state["weight_error"]).copy_(torch.where(p.isfinite(), error, 0))
     return state
 
 
@@ -148,9 +153,9 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     Args:
         model: whose parameters the optimizer steps; not changed.
         optimizer: with ``master_weights`` "fp32" or "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A
-            parameter without (another group, no step yet) is its bf16 value, and so is an element whose fp32 copy does
-            not round to it, as something else has written it since; errors count whoever has written the weight. Of
-            HostOffload the host's weights, those of an fp16 model too.
+            parameter without (another group, no step yet) is its bf16 value, and so is an element that is 0, or whose
+            fp32 copy does not round to it, as something else has written it since; errors count whoever has written
+            the weight. Of HostOffload the host's weights, those of an fp16 model too.
 
     Returns:
         A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.
@@ -169,7 +174,9 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
             state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
         elif p.dtype == torch.bfloat16:
             kept = {key: x.to(p.device) for key, x in optimizer.state.get(p, {}).items() if key in KEYS}
-            state_dict[name] = fp32_weight(p, kept)
+            state_dict[name] = x = fp32_weight(p, kept)
+            own = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
+            local(x).copy_(torch.where(own == 0, own.float(), local(x)))
     return state_dict
 
 
@@ -210,6 +217,7 @@ def load_fp32_state_dict(
             p.copy_(x)
             optimizer.state[p]["master_weight"].copy_(x)
         else:
-            weight, error = split_weight(x, 1 << dropped >> 1, dropped)
-            p.copy_(weight)
-            optimizer.state[p]["weight_error"].copy_(error)
+            x = placed("weight_error", x, p, group["block_size"])
+            weight, error = split_weight(local(x), 1 << dropped >> 1, dropped)
+            local(p).copy_(weight)
+            local(optimizer.state[p]["weight_error"]).copy_(error)

@@ -106,7 +106,7 @@ WEIGHT_J = 1779033703
 WEIGHT_STEP = 3144134277
 LEAST_NORM = 2.0**-100
 """A weight's norm up to this makes no trust ratio. A zeroed bf16 layer keeps errors beside its zeros, numbers below
-2^-133: a ratio made of them would never let it start again. ``csrc/core/trust_ratio.h`` has the same."""
+2^-133: a ratio made of them would never let it start again."""
 
 DYNAMIC_EXPONENTS = 7
 """Decades of the dynamic map, 10^-7 to 1; decade i holds 2^i entries (of each sign) or 2^(i + 1) (unsigned)."""
@@ -220,6 +220,7 @@ def c_header() -> str:
             f"constexpr uint32_t kDitherJ = {DITHER_J}u, kDitherStep = {DITHER_STEP}u;",
             f"constexpr uint32_t kWeightJ = {WEIGHT_J}u, kWeightStep = {WEIGHT_STEP}u;",
             f"constexpr float kDitherClamp = {float.hex(DITHER_CLAMP)}f;",
+            f"constexpr double kLeastNorm = {float.hex(LEAST_NORM)};",
             "",
             *(_c_array(name, values) for name, values in tables.items()),
             "}  // namespace memkern",

@@ -137,11 +137,13 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
             raise ValueError(
                 f"lr must hold float32 or float64 tensors of one element, got {t.dtype} {tuple(t.shape)}"
             )
-    for t in args.steps:
+    for i, t in enumerate(args.steps):
         if t.numel() != 1 or t.dtype != torch.float32:
             raise ValueError(
-                f"steps must hold float32 tensors of one element, got {t.dtype} {tuple(t.shape)}"
+                f"steps[{i}] must be a float32 tensor of one element, got {t.dtype} of shape {tuple(t.shape)}"
             )
+        if not t.is_meta and not 0 <= float(t) < math.inf:
+            raise ValueError(f"steps[{i}] must be a finite number, 0 or more, got {float(t)}")
 
 
 def _check_weights(args: StepArgs) -> None:

@@ -398,3 +398,28 @@ def trained_in_bf16() -> Any:
 def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
     for share in ranks(2, trained_in_bf16):
         assert share > 0.5
+
+
+def fp32_weights_of(build: Any, kept: str, shards: bool) -> Any:
+    """What to_fp32_state_dict gives after some steps, after another way of keeping weights, and after a round trip."""
+    model = in_shards(build()) if shards else build()
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0, master_weights=kept)
+    steps(model, optimizer, 0, 3)
+    found = [optim.to_fp32_state_dict(model, optimizer)]
+    for other in ("fp32", "bf16+16", kept):
+        optimizer.param_groups[0]["master_weights"] = other
+        optimizer.state_dict()
+        found.append(optim.to_fp32_state_dict(model, optimizer))
+    optim.load_fp32_state_dict(model, optimizer, found[0])
+    steps(model, optimizer, 3, 4)
+    found.append(optim.to_fp32_state_dict(model, optimizer))
+    return [{name: sharded.whole(x) for name, x in one.items()} for one in found]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kept", ["bf16+16", "bf16+8", "fp32"])
+def test_fp32_state_dicts(ranks: Ranks, kept: str) -> None:
+    expected = fp32_weights_of(OddBF16, kept, False)
+    assert all(x.dtype == torch.float32 for one in expected for x in one.values())
+    for rank in ranks(2, fp32_weights_of, OddBF16, kept, True):
+        assert_same(rank, expected)

@@ -22,6 +22,7 @@ from tests.support.helpers import (
     over_optimizers,
     snapshot,
 )
+from tests.support.training_edits import STORAGE
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,44 @@ def test_a_scheduler() -> None:
 
     assert_same(train(compiled), train(lambda o: o.step))
     assert graphs() <= 2
+
+
+@pytest.mark.parametrize("edit", ["transposed", "gaps", "offset"])
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB], ids=name_of)
+def test_a_parameters_layout_changes(build: type, edit: str) -> None:
+    def train(compiles: bool) -> Any:
+        params = make_params()
+        optimizer = build(params)
+        step, snapshots = optimizer.step, []
+        for seed in range(4):
+            if seed == 2:
+                STORAGE[edit](params[0])
+                step = torch.compile(optimizer.step, backend="aot_eager") if compiles else step
+            give_gradients(params, seed)
+            step()
+            snapshots.append(snapshot(optimizer))
+        return snapshots
+
+    assert_same(train(True), train(False))
+
+
+def test_a_layout_that_changes_after_compilation_raises() -> None:
+    """TorchDynamo does not guard the layouts of an optimizer's parameters. The op refuses, and changes nothing."""
+    params = make_params()
+    optimizer = optim.AdamW8bit(params)
+    step = compiled(optimizer)
+    for seed in range(2):
+        give_gradients(params, seed)
+        step()
+    STORAGE["transposed"](params[0])
+    give_gradients(params, 2)
+    before = snapshot(optimizer)
+    with pytest.raises(RuntimeError, match="must have its parameter's shape and strides"):
+        step()
+    assert_same(snapshot(optimizer), before)
+    optimizer.step()
+    torch._dynamo.reset()
+    compiled(optimizer)()
 
 
 @over_optimizers

@@ -20,6 +20,7 @@ from tests.support.helpers import (
     give_gradients,
     make_params,
     name_of,
+    on,
     over_optimizers,
     set_grad,
     snapshot,
@@ -292,6 +293,58 @@ def test_bad_gradients_raise_before_anything_changes(build: type, name: str, ste
     if name != "another shape":  # and goes on as if nothing had been
         params[1].grad = None
         optimizer.step()
+
+
+def of_another_shape(optimizer: Any, p: torch.nn.Parameter) -> None:
+    p.data = torch.ones(3, 5)
+
+
+def spoilt(key: str, x: Any) -> Callable[[Any, Any], None]:
+    return lambda optimizer, p: optimizer.state[p].update({key: x})
+
+
+MISFITS: dict[str, tuple[Callable[[Any, torch.nn.Parameter], None], str]] = {
+    "shape": (
+        of_another_shape,
+        r"\w+ of parameter 1 \('b', shape \(3, 5\)\) must have its parameter's shape",
+    ),
+    "infinite step": (
+        spoilt("step", torch.tensor(math.inf)),
+        r"step of parameter 1 .*finite number.* got inf",
+    ),
+    "NaN step": (
+        spoilt("step", torch.tensor(math.nan)),
+        r"step of parameter 1 .*finite number.* got nan",
+    ),
+    "negative step": (
+        spoilt("step", torch.tensor(-2.0)),
+        r"step of parameter 1 .*finite number.* got -2",
+    ),
+    "step of integers": (spoilt("step", torch.tensor(3)), r"step of parameter 1 .*must be a float32 tensor"),
+    "two steps": (
+        spoilt("step", torch.ones(2)),
+        r"step of parameter 1 .*must be a float32 tensor of one element",
+    ),
+}
+
+
+@over_optimizers
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", MISFITS)
+def test_states_that_do_not_fit_are_told_by_parameter(build: type, backend: str, name: str) -> None:
+    """Not by a place in an op's list, nor by a line of C++."""
+    spoil, message = MISFITS[name]
+    params = make_params([(64, 128), (10, 10)])
+    optimizer = build([{"params": [("a", params[0])]}, {"params": [("b", params[1])]}])
+    train(optimizer, 1)
+    spoil(optimizer, params[1])
+    give_gradients(params, 9)
+    before = params[0].detach().clone()
+    with on(backend), pytest.raises((RuntimeError, ValueError, TypeError), match=f"^{message}") as caught:
+        optimizer.step()
+    assert not re.search(r"\.(h|cpp|cu|py)\b", str(caught.value))
+    assert torch.equal(params[0], before)
+    assert float(optimizer.state[params[0]]["step"]) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)

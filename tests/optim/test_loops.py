@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.support.training_loops import Loop
 
-LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "250"))
+LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "800"))
 SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
 
 
@@ -33,18 +33,23 @@ def run(machine: Any, number: int, loops: int) -> None:
     run_state_machine_as_test(seed(number)(machine), settings=options)
 
 
+resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
+
+
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")  # resumed so
+@resumed_so
 def test_loops_are_those_of_a_plain_optimizer() -> None:
     run(Loop, 0, LOOPS)
 
 
 @pytest.mark.long
+@resumed_so
 def test_an_hour_of_loops() -> None:
     class Compiled(Loop):
-        compiles = True
+        compilers = ("", "", "aot_eager", "inductor")
 
     end, number = time.monotonic() + SECONDS, 1
     while time.monotonic() < end:
         run(Compiled, number, LOOPS)
         number += 1
+    assert Compiled.compiled_calls > 0

@@ -1,0 +1,44 @@
+"""Errors of the ops in the words of who calls an optimizer: parameters by number, name and shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..schemas import WEIGHT_STATES, StepArgs
+
+_ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")
+_LISTS = {
+    "params": "parameter",
+    "grads": "the gradient of parameter",
+    "steps": "step of parameter",
+    "trust_ratios": "trust_ratio of parameter",
+    "weight_states": "the rounding error or fp32 copy of parameter",
+}
+
+
+def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]]) -> Exception:
+    """An op's error about ``exp_avg[3]`` as one about the exp_avg of the parameter that is at 3 in ``args``.
+
+    The parameter's number is that of ``state_dict()``. An error that names no entry is returned as it is.
+    """
+    if type(error) not in (RuntimeError, ValueError, TypeError):
+        return error
+    names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+    numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
+    with_weight_state = [i for i, k in enumerate(args.group) if args.storage_of(k) in WEIGHT_STATES]
+
+    def entry(found: re.Match[str]) -> str:
+        kind, i = found[1], int(found[2])
+        if kind == "weight_states":
+            i = with_weight_state[i] if i < len(with_weight_state) else len(args.params)
+        if i >= len(args.params) or (number := numbers.get(id(args.params[i]))) is None:
+            return found[0]
+        name = "" if names[number] is None else f"{names[number]!r}, "
+        return (
+            f"{_LISTS.get(kind, f'{kind} of parameter')} {number} ({name}shape {tuple(args.params[i].shape)})"
+        )
+
+    text = _ENTRY.sub(entry, str(error))
+    return type(error)(text) if text != str(error) else error
