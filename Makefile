@@ -57,15 +57,15 @@ bench: $(VENV)/.installed
 # Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline. Only by name:
 # PART=tune, other sizes of tiles and thread blocks.
 gpu:
-	$(PYTHON) -m tests.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
+	$(PYTHON) -m tools.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
 
 # What makes `make gpu` do more on a machine without a network, under 60 MiB: to be carried there with the working tree.
 gpu-wheels:
-	$(PYTHON) -m tests.gpu.wheels fetch $(GPU_ARGS)
+	$(PYTHON) -m tools.gpu.wheels fetch $(GPU_ARGS)
 
 # Builds, loads and runs up to where a GPU is needed, with CUDA builds of torch (several GB) and nothing else installed.
 gpu-rehearse:
-	$(PYTHON) -m tests.gpu.rehearse $(GPU_ARGS)
+	$(PYTHON) -m tools.gpu.rehearse $(GPU_ARGS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -15,7 +15,7 @@ issue every second cycle, conversions and roots, wavefronts of shared memory.
 is what loops with few stalls reach. FP64 is from the same guide. Latencies, the ends of a grid and the filling of
 tables are left out there; a second table has steps of 2^22 to 2^25 elements, where they count (``time_of_step``).
 
-Instructions are those of the main paths, from tests/support/cuda_kernels.json, counted in the machine code of each
+Instructions are those of the main paths, from benchmarks/results/cuda-kernels.json, counted in the machine code of each
 architecture, and of AdamW's slow path in its expected share of the warps.
 """
 
@@ -27,9 +27,9 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from .. import ROOT
+from .. import RESULTS
 
-COUNTS = ROOT / "tests" / "support" / "cuda_kernels.json"
+COUNTS = RESULTS / "cuda-kernels.json"
 ISSUED = 0.85  # of the slots
 LANES = 128
 # fp64 instructions a cycle of a multiprocessor: of conversions 16 (sm_80 and sm_90) or 2, of sums and products 32, 64

@@ -42,10 +42,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def phases(attention: str, way: str, device: str, counted_on: str) -> dict[str, float]:
     """MB (10^6 bytes) that each phase of the first step adds, and the peak without the process."""
+    from memkern.planner.techniques import Techniques
+
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.models import resolve
     from memkern.planner.prediction import Predictor
-    from memkern.planner.techniques import Techniques
 
     source: Any = resolve("gpt2", TOKENS, None, None, None)
     source.config._attn_implementation = attention

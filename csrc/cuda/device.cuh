@@ -13,7 +13,7 @@ namespace memkern {
 
 #define MEMKERN_DEVICE __device__ __forceinline__
 
-// What `make gpu PART=tune` varies, by nvcc's -D (tests/gpu/tune.py).
+// What `make gpu PART=tune` varies, by nvcc's -D (tools/gpu/tune.py).
 #ifndef MEMKERN_THREADS
 #define MEMKERN_THREADS 128
 #endif

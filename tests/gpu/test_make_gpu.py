@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from memkern import _ops, backend
-from tests.gpu import (
+from tests.support import cuda_kernels
+from tests.support.helpers import needs_cpp
+from tests.support.ptx_emulator import Memory, Module, launch, pack
+from tools.gpu import (
     exact,
     headline,
     hot,
@@ -27,12 +30,9 @@ from tests.gpu import (
     tune,
     wide,
 )
-from tests.gpu.__main__ import chosen
-from tests.gpu.parts import forecast, parts
-from tests.gpu.runner import ROOT, Part, Results, run
-from tests.support import cuda_kernels
-from tests.support.helpers import needs_cpp
-from tests.support.ptx_emulator import Memory, Module, launch, pack
+from tools.gpu.__main__ import chosen
+from tools.gpu.parts import forecast, parts
+from tools.gpu.runner import ROOT, Part, Results, run
 
 PYTHON = sys.executable
 
@@ -255,7 +255,7 @@ def test_the_sweep_times_a_library(kind: str, tmp_path: Path) -> None:
     (tmp_path / "libmemkern.so").symlink_to(backend.LIBRARY)
     code = f"""
 from pathlib import Path
-from tests.gpu import tune
+from tools.gpu import tune
 tune.folder_of = lambda setting: Path({str(tmp_path)!r})
 tune.BACKENDS["steps"] = "cpu"
 tune.DTYPES = ("bf16",)
@@ -278,7 +278,7 @@ def test_triton_takes_the_settings_constants() -> None:
     code = """
 import memkern.triton
 from memkern.triton import activation, launch, launch_step
-from tests.gpu.tune import set_triton
+from tools.gpu.tune import set_triton
 set_triton({"TILE": 2048, "TILES": 4, "num_warps": 8, "num_stages": 2})
 assert activation.TILE == launch.TILE == 2048 and launch.rows_of(128) == 16 and launch_step.TILES == 4
 assert launch.options_of(128) == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}

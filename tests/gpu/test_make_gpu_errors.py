@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import gpu, supervised, wide
-from tests.gpu.runner import ROOT, Part, Results, run
 from tests.support.helpers import needs_cpp
+from tools.gpu import gpu, supervised, wide
+from tools.gpu.runner import ROOT, Part, Results, run
 
 PYTHON = sys.executable
 
@@ -61,7 +61,7 @@ def test_without_a_gpu_it_is_no_success(tmp_path: Path) -> None:
     """The plan alone is not what was asked for: a GPU that is there but not seen would look like a success."""
     if gpu.find_gpu():
         pytest.skip("a GPU is here, which runs the kernels itself")
-    command = [PYTHON, "-m", "tests.gpu", "--part", "profile", "--folder", str(tmp_path / "folder")]
+    command = [PYTHON, "-m", "tools.gpu", "--part", "profile", "--folder", str(tmp_path / "folder")]
     environment = {**os.environ, "OUT": str(tmp_path)}
     runs = [
         subprocess.run(
@@ -85,7 +85,7 @@ printf '"Kernel Name","gpu__time_duration.sum"\\n"",""\\n"adam_tiles","5"\\n'
 """)
     fake.chmod(0o755)
     said: list[str] = []
-    code = "import sys; from tests.gpu import profile; "
+    code = "import sys; from tools.gpu import profile; "
     code += f"profile.tool = lambda _: {str(fake)!r}; sys.exit(profile.main())"
     part = Part("profile", "", [PYTHON, "-c", code], 60, {"PYTHONPATH": str(ROOT)})
     slow = run(part, 10, Results(tmp_path), said.append, gpu=True)
@@ -100,7 +100,7 @@ printf '"Kernel Name","gpu__time_duration.sum"\\n"",""\\n"adam_tiles","5"\\n'
 
 WORKER = """
 import json, os, signal, sys
-from tests.gpu import supervised
+from tools.gpu import supervised
 journal = supervised.Journal(sys.argv[sys.argv.index("--journal") + 1])
 bad = 0
 for name in ("one", "dies", "killed", "raises", "five"):
@@ -138,7 +138,7 @@ def test_a_process_that_dies_is_named_and_the_next_goes_on(capfd: pytest.Capture
 # Ends as a process does in which an illegal access has happened: every call of CUDA raises from then on.
 STICKY = """
 import sys, torch
-from tests.gpu import headline, smoke, supervised
+from tools.gpu import headline, smoke, supervised
 from memkern import _ops
 supervised.is_sticky.__globals__["dead"] = False
 broken = {{"is_sticky": lambda: supervised.dead}}
@@ -212,7 +212,7 @@ def test_pytest_goes_on_after_a_sticky_error(
     test = tmp_path / "test_file.py"
     test.write_text("""
 import pytest
-from tests.gpu import supervised
+from tools.gpu import supervised
 dead = False
 supervised.is_sticky = lambda: dead
 pytestmark = pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Compiles every CUDA kernel for every architecture: registers, spills, and instructions on the main paths.
 
-``python -m tests.support.cuda_kernels`` rewrites cuda_kernels.json beside it, which tests/gpu/test_cuda_kernels.py
-compares with.
+``python -m tests.support.cuda_kernels`` rewrites benchmarks/results/cuda-kernels.json, which
+tests/gpu/test_cuda_kernels.py compares with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from tests.support import cache, sass
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = Path(__file__).with_suffix(".json")
+RECORD = ROOT / "benchmarks" / "results" / "cuda-kernels.json"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 COUNTED = ("sm_80", "sm_89", "sm_90", "sm_120")
 FLAGS = [

@@ -1,4 +1,4 @@
-"""A plugin of pytest: ends the process after a test that left CUDA unusable. tests/gpu/wide.py goes on in another."""
+"""A plugin of pytest: ends the process after a test that left CUDA unusable. tools/gpu/wide.py goes on in another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.gpu import supervised
+from tools.gpu import supervised
 
 
 class Sticky:

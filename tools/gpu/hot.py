@@ -1,4 +1,4 @@
-"""One call of each hot kernel, for ncu (profile.py): ``python -m tests.gpu.hot [GROUP]``."""
+"""One call of each hot kernel, for ncu (profile.py): ``python -m tools.gpu.hot [GROUP]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compute-sanitizer's tools over small.py, side by side, the most valuable first: ``python -m tests.gpu.sanitize``."""
+"""compute-sanitizer's tools over small.py, side by side, the most valuable first: ``python -m tools.gpu.sanitize``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def command(name: str) -> list[str]:
-    program = [sys.executable, "-m", "tests.gpu.small"]
+    program = [sys.executable, "-m", "tools.gpu.small"]
     return [str(tool("compute-sanitizer")), "--tool", name, "--error-exitcode", "9", *program]
 
 

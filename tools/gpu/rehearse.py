@@ -90,7 +90,7 @@ def rehearse(python: Path) -> dict[str, Any]:
             "-W",
             "ignore",
             "-m",
-            "tests.gpu",
+            "tools.gpu",
             "--plan",
             "--minutes",
             "60",

@@ -1,4 +1,4 @@
-"""Every op and dtype beside the reference, in half a minute: ``python -m tests.gpu.smoke cuda|triton|cpu [--plan]``.
+"""Every op and dtype beside the reference, in half a minute: ``python -m tools.gpu.smoke cuda|triton|cpu [--plan]``.
 
 Needs torch alone. The reference runs on the CPU over copies of the same tensors; codes, states, parameters and
 gradients are equal in every bit. A line of JSON for each group of cases.
@@ -315,7 +315,7 @@ def compare_group(
 
 def in_processes(count: int, arguments: list[str]) -> int:
     """Each process takes every count-th group; their lines are printed as they come."""
-    command = [sys.executable, "-m", "tests.gpu.smoke", *arguments, "--processes", "1"]
+    command = [sys.executable, "-m", "tools.gpu.smoke", *arguments, "--processes", "1"]
     shares = [[*command, "--share", str(i), str(count)] for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
         return int(any(pool.map(supervise, shares)))

@@ -1,6 +1,6 @@
 """The tests that need a GPU (``pytest -m gpu``), in parallel: most of their time is the reference, on a CPU.
 
-``python -m tests.gpu.wide [FILE ...]``: of tests/; by default all but those of the part "device" (parts.py).
+``python -m tools.gpu.wide [FILE ...]``: of tests/; by default all but those of the part "device" (parts.py).
 
 Files are dealt out as processes get free, those that only a GPU can decide first; every test's line is printed as it
 comes, so that a run that is cut off has told what it knows.

@@ -1,6 +1,6 @@
 """Wheels for a machine without a network: `make gpu-wheels` fetches those worth carrying, `make gpu` installs them.
 
-``python -m tests.gpu.wheels fetch [--python 3.12]``, ``python -m tests.gpu.wheels install``. They go into build/gpu/,
+``python -m tools.gpu.wheels fetch [--python 3.12]``, ``python -m tools.gpu.wheels install``. They go into build/gpu/,
 which git ignores, and never into the machine's own packages.
 """
 

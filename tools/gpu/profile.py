@@ -54,7 +54,7 @@ def command(group: str) -> list[str]:
     ]
     for section in SECTIONS:
         ncu += ["--section", section]
-    return [*ncu, "--metrics", ",".join(EXTRA), sys.executable, "-m", "tests.gpu.hot", group]
+    return [*ncu, "--metrics", ",".join(EXTRA), sys.executable, "-m", "tools.gpu.hot", group]
 
 
 def number(text: str) -> float | None:

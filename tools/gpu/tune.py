@@ -288,7 +288,7 @@ def timed(setting: Setting, seconds: float, *more: str) -> list[dict[str, Any]]:
     """The rows of a setting's process, printed as they come; it is ended after `seconds`."""
     place = str(SETTINGS.index(setting))
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.gpu.tune", "--measure", place, *more],
+        [sys.executable, "-W", "ignore", "-m", "tools.gpu.tune", "--measure", place, *more],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

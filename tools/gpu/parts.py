@@ -51,7 +51,7 @@ def parts(arch: str | None) -> list[Part]:
     }
 
     def script(module: str, *arguments: str) -> list[str]:
-        return [PYTHON, "-m", f"tests.gpu.{module}", *arguments]
+        return [PYTHON, "-m", f"tools.gpu.{module}", *arguments]
 
     def part(
         name: str, what: str, module: list[str], expected: float, env: dict[str, str], why: str | None

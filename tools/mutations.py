@@ -1,9 +1,9 @@
-"""20 changes of one operator or constant that the tests must catch: ``python tests/mutations.py [--list] [--only N]``.
+"""20 changes of one operator or constant that the tests must catch: ``python tools/mutations.py [--list] [--only N]``.
 
 Run by hand (half an hour: seven of them compile C++). Works on a copy of the tree, in which each change is made alone,
 the library compiled anew where C++ changed, and the tests run that catch it. Formulas move between files, so a
 snippet is searched for in every file of its pattern and must be found exactly once; tests are named by function.
-Outcomes with ``--record`` go to fixtures/mutations.json.
+Outcomes with ``--record`` go to tests/fixtures/mutations.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = Path(__file__).with_name("fixtures") / "mutations.json"
+RECORD = ROOT / "tests" / "fixtures" / "mutations.json"
 CPP, PYTHON, TRITON = "csrc/**/*", "memkern/**/*.py", "memkern/triton/**/*.py"
 
 

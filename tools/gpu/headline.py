@@ -1,4 +1,4 @@
-"""Headline times, each beside torch's own and others' that are installed: ``python -m tests.gpu.headline cuda|triton``.
+"""Headline times, each beside torch's own and others' that are installed: ``python -m tools.gpu.headline cuda|triton``.
 
 AdamW8bit, Lion8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32 and
 bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. A line of JSON for each contender, as soon as its
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     device = "cpu" if args.backend == "cpu" else "cuda"
     if device == "cuda" and args.journal is None and not args.plan:
         given = sys.argv[1:] if argv is None else argv
-        return supervise([sys.executable, "-m", "tests.gpu.headline", *given])
+        return supervise([sys.executable, "-m", "tools.gpu.headline", *given])
     journal = Journal(args.journal)
     sizes = (2**16, 2**16, 2**16) if args.small else (largest(device), GPT2, ELEMENTS)
     failed = False

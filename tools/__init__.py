@@ -1,0 +1,1 @@
+"""What developers run by hand: mutations, and all that `make gpu` does."""
