@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from .backend import report, use_backend
     from .compression.saved import quantize_saved
     from .compression.swap import compress, restore
+    from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
 
 __all__ = [
+    "OptionError",
+    "Techniques",
     "__version__",
     "apply",
     "backend",
@@ -45,6 +48,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "OptionError": "options",
+    "Techniques": "options",
     "apply": "applying",
     "checkpoint_blocks": "applying",
     "compress": "compression.swap",

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from .flags import flag
+from .options import OptionError
 from .planner import cli as plan_cli
-from .planner.techniques import TechniqueError
 from .train import cli as train_cli
-from .train.config import ArgumentError
 
 
 def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -69,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.command == "plan":
         try:
             sys.exit(plan_cli.main(args))
-        except TechniqueError as error:
-            plan_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
+        except OptionError as error:
+            plan_parser.error(f"argument {flag(error.name)}: {error.message}")
     try:
         train_cli.main(args)
-    except ArgumentError as error:
-        train_parser.error(f"argument --{error.name.replace('_', '-')}: {error.message}")
+    except OptionError as error:
+        train_parser.error(f"argument {flag(error.name)}: {error.message}")
     except KeyboardInterrupt as interrupt:
         print(*interrupt.args, file=sys.stderr)
         sys.exit(getattr(interrupt, "status", 130))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,12 +13,19 @@ from torch.utils.checkpoint import checkpoint
 
 from . import optim
 from .compression.swap import compress
-from .planner.techniques import TechniqueError, Techniques
+from .options import Techniques, not_allowed
 
 
 def weight_dtype(techniques: Techniques) -> torch.dtype:
     """The dtype to build the model in."""
     return torch.bfloat16 if techniques.precision == "bf16" else torch.float32
+
+
+def autocast(techniques: Techniques, device: str) -> contextlib.AbstractContextManager[Any]:
+    """The context of a forward pass on a type of device."""
+    if techniques.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[techniques.autocast])
 
 
 def apply(model: nn.Module, techniques: Techniques) -> None:
@@ -28,14 +36,14 @@ def apply(model: nn.Module, techniques: Techniques) -> None:
     ``str(memkern.plan(...))`` prints a loop with all of them.
 
     Raises:
-        TechniqueError: checkpoints for a model that has no list of like blocks.
+        OptionError: checkpoints for a model that has no list of like blocks.
     """
-    if techniques.checkpointing != "none":
+    if techniques.checkpointing:
         _block_lists_of(model, techniques.checkpointing)  # before anything is changed
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
-    if techniques.checkpointing != "none":
+    if techniques.checkpointing:
         checkpoint_blocks(model, techniques.checkpointing)
 
 
@@ -103,7 +111,7 @@ def _group(blocks: list[nn.Module]) -> None:
 def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
     lists = list(block_lists(model))
     if not lists:
-        raise TechniqueError("checkpointing", how, "'none' for a model without a list of like blocks")
+        raise not_allowed("checkpointing", how, "None for a model without a list of like blocks")
     return lists
 
 
@@ -113,7 +121,7 @@ def checkpoint_blocks(model: nn.Module, how: str) -> None:
     A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
 
     Raises:
-        TechniqueError: the model has no list of blocks.
+        OptionError: the model has no list of blocks.
     """
     for blocks in _block_lists_of(model, how):
         size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1

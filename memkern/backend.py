@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .options import MASTER_WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -282,12 +283,9 @@ def _distributed() -> dict[str, Any]:
 
 def _optimizers() -> dict[str, Any]:
     """How the optimizers can store moments and bf16 weights; every backend's kernels have all of it."""
-    from .quant.codec import WEIGHTS
-
-    kept = [name for name in WEIGHTS if name not in ("nearest", "stochastic")]
     return {
         "state_bits": ["32", "8", "(8,4) of Adam and AdamW"],
-        "master_weights": kept,
+        "master_weights": [name for name in MASTER_WEIGHTS if name is not None],
         "stochastic_rounding": True,
         "weights_in": "bfloat16",
         "backends": [name for name, reason in available().items() if reason is None],

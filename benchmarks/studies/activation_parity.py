@@ -113,7 +113,12 @@ def train(model: nn.Module, text: torch.Tensor, setting: Setting, steps: int, lr
         for group in optimizer.param_groups:
             group["lr"] = lr * factor
         (batch,) = step_batches(
-            text, seed=seed, step=step, accumulate=1, batch_size=setting.batch_size, seq_len=setting.seq_len
+            text,
+            seed=seed,
+            step=step,
+            accumulation=1,
+            micro_batch=setting.batch_size,
+            seq_len=setting.seq_len,
         )
         optimizer.zero_grad()
         loss_of(model, batch).backward()
@@ -125,7 +130,7 @@ def train(model: nn.Module, text: torch.Tensor, setting: Setting, steps: int, lr
 def validation_loss(model: nn.Module, text: torch.Tensor, setting: Setting) -> float:
     from memkern.train.data import validation_batches
 
-    batches = validation_batches(text, tokens=setting.eval_tokens, batch_size=16, seq_len=setting.seq_len)
+    batches = validation_batches(text, tokens=setting.eval_tokens, micro_batch=16, seq_len=setting.seq_len)
     losses = [(loss_of(model, batch).item(), batch[1].numel()) for batch in batches]
     return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
 
@@ -137,7 +142,7 @@ def gradient_errors(model: GPT, text: torch.Tensor, setting: Setting) -> dict[st
     squares = dict.fromkeys(MODES, 0.0)
     for i in range(setting.gradient_batches):
         (batch,) = step_batches(
-            text, seed=1000, step=i, accumulate=1, batch_size=setting.batch_size, seq_len=setting.seq_len
+            text, seed=1000, step=i, accumulation=1, micro_batch=setting.batch_size, seq_len=setting.seq_len
         )
         gradients = {}
         for mode in MODES:

@@ -66,14 +66,16 @@ def batches(text: Tensor, seed: int, first: int, steps: int) -> Iterator[tuple[T
     from memkern.train.data import step_batches
 
     for step in range(first, first + steps):
-        yield from step_batches(text, seed=seed, step=step, accumulate=1, batch_size=BATCH, seq_len=SEQ_LEN)
+        yield from step_batches(
+            text, seed=seed, step=step, accumulation=1, micro_batch=BATCH, seq_len=SEQ_LEN
+        )
 
 
 @torch.no_grad()
 def validation_loss(run: Run, text: Tensor) -> float:
     from memkern.train.data import validation_batches
 
-    found = validation_batches(text, tokens=EVAL_TOKENS, batch_size=64, seq_len=SEQ_LEN)
+    found = validation_batches(text, tokens=EVAL_TOKENS, micro_batch=64, seq_len=SEQ_LEN)
     return statistics.fmean(float(run.loss(batch)) for batch in found)
 
 

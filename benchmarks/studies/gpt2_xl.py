@@ -39,7 +39,7 @@ RUNS = {
     "a": Run("gpt2-xl", "9GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
     "b": Run(
         "gpt2-xl", "12GiB", 1024,
-        ("--batch-size", "1", "--accumulate", "64", "--steps", "2", "--clip", "1", "--warmup", "0"),
+        ("--micro-batch", "1", "--accumulation", "64", "--steps", "2", "--clip", "1", "--warmup", "0"),
     ),
     "c": Run("gpt2-xl", "12GiB", 128, ("--batch-size", "8", "--steps", "30", "--clip", "1", "--warmup", "3")),
     "medium": Run("gpt2-medium", "3GiB", 1024, ("--batch-size", "1", "--steps", "30", "--warmup", "3")),
@@ -55,7 +55,7 @@ ALWAYS = (
     "--eval-tokens",
     "1024",
 )
-BY_HAND = ("--dtype", "bf16", "--activation-bits", "3", "--checkpointing", "blocks", "--clip", "0")
+BY_HAND = ("--precision", "bf16", "--activation-bits", "3", "--checkpointing", "blocks", "--clip", "0")
 HAND_STEPS = 6
 
 COLUMNS = (
@@ -67,7 +67,7 @@ COLUMNS = (
 def command(run: Run, out: Path, model: str | None, seq_len: int | None, data: Sequence[str]) -> list[str]:
     """The recipe's command line; on another model than the run's without the limit."""
     small = model is not None and model != run.model
-    fit = ["--dtype", "bf16", "--checkpointing", "blocks"] if small else ["--fit", run.limit]
+    fit = ["--precision", "bf16", "--checkpointing", "blocks"] if small else ["--fit", run.limit]
     return [
         *(sys.executable, "-m", "memkern", "train", "--model", model or run.model, *ALWAYS, *fit),
         *("--seq-len", str(seq_len or run.seq_len), *run.arguments, "--out", str(out)),
@@ -103,6 +103,9 @@ def take(
         found = json.loads((Path(folder) / "results.json").read_text())
     [result] = found["runs"]
     config, plan = found["config"], found["plan"]
+    techniques = config["techniques"]
+    micro_batches = techniques["accumulation"] * config["batch_factor"]
+    batch = f"{techniques['accumulation']} x {techniques['micro_batch']}"
     median = result["median_step_seconds"]
     losses = result["history"]["train_loss"]
     predicted = plan["peak"] if plan else None
@@ -118,10 +121,10 @@ def take(
         "last_loss": f"{losses[-1]:.4f}",
         "validation_loss": f"{result['validation_loss']:.4f}",
         "median_step_s": f"{median:.3f}",
-        "median_micro_batch_s": f"{median / (config['accumulate'] * config['batch_factor']):.3f}",
+        "median_micro_batch_s": f"{median / micro_batches:.3f}",
     }
     curve = {
-        "title": f"{config['model']}, {config['accumulate']} x {config['batch_size']} x {config['seq_len']} tokens",
+        "title": f"{config['model']}, {batch} x {config['seq_len']} tokens",
         "limit": float(row["limit_gib"]) if plan else None,
         "categories": plan["categories"] if plan else {},
         "peak": peak,

@@ -56,12 +56,17 @@ class Setting:
     eval_tokens: int = 65536
 
     def config(self, optimizer: str, seed: int, steps: int, factor: int = 1) -> Any:
+        from memkern import Techniques
         from memkern.train import TrainConfig
 
+        bits = 8 if optimizer.endswith("8bit") else 32
+        techniques = Techniques(
+            optimizer=optimizer.removesuffix("8bit"), state_bits=bits, micro_batch=self.batch_size
+        )
         return TrainConfig(
             layers=self.layers, heads=self.heads, width=self.width, seq_len=self.seq_len,
-            batch_size=self.batch_size, batch_factor=factor, lr_rule="sqrt", lr=OPTIMIZERS[optimizer],
-            optimizer=optimizer, seed=seed, steps=steps, warmup=max(1, steps // 10),
+            techniques=techniques, batch_factor=factor, lr_rule="sqrt", lr=OPTIMIZERS[optimizer],
+            seed=seed, steps=steps, warmup=max(1, steps // 10),
             eval_every=max(1, steps // self.points), eval_tokens=self.eval_tokens,
         )  # fmt: skip
 
@@ -73,22 +78,22 @@ def results(setting: Setting) -> Iterator[dict[str, str]]:
     provenance = machine.provenance("cpu")
     corpus = load_corpus((), seq_len=setting.seq_len)
     runs = [
-        ("large batch", setting.config(name, seed, setting.steps // factor, factor))
+        ("large batch", name, setting.config(name, seed, setting.steps // factor, factor))
         for seed in range(setting.seeds)
         for factor in setting.factors
         for name in OPTIMIZERS
     ]
     runs += [
-        ("parity", setting.config(name, 100 + seed, setting.parity_steps))
+        ("parity", name, setting.config(name, 100 + seed, setting.parity_steps))
         for seed in range(setting.parity_seeds)
         for name in ("lamb", "lamb8bit")
     ]
-    for part, config in track(runs, "runs", transient=True):
+    for part, name, config in track(runs, "runs", transient=True):
         trainer = Trainer(config, corpus)
         run([trainer])
         for step, loss in trainer.history.validation:
             values = (
-                part, config.optimizer, config.batch_factor, f"{config.peak_lr:.4g}", config.seed, config.steps, step,
+                part, name, config.batch_factor, f"{config.peak_lr:.4g}", config.seed, config.steps, step,
                 step * config.tokens_per_step, f"{loss:.5f}",
             )  # fmt: skip
             yield provenance | dict(zip(COLUMNS[-len(values) :], map(str, values), strict=True))

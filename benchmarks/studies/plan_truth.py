@@ -9,7 +9,6 @@ Memory that is freed goes back to the system (mallopt's M_MMAP_THRESHOLD), which
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import multiprocessing
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memkern.planner.techniques import Techniques
+from memkern.options import Techniques
 
 from .. import RESULTS
 
@@ -36,12 +35,12 @@ CASES = (
     Case("distilgpt2", 256, {}),
     Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
     Case("gpt2", 128, {"checkpointing": "sqrt", "optimizer": "torch-adamw", "micro_batch": 2}),
-    Case("distilgpt2", 256, {"precision": "amp"}),
+    Case("distilgpt2", 256, {"precision": "bf16-mixed"}),
     Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
     Case("distilgpt2", 256, {"saved_bits": 8, "micro_batch": 2}),
     Case("gpt2", 128, {"step_in_backward": True, "loss_chunk": 4096}),
     Case("gpt2-medium", 128, FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096}),
-    Case("bert-base", 128, {"randomized_linear": 0.2, "micro_batch": 2, "state_bits": 8}, None),
+    Case("bert-base", 128, {"linear_share": 0.2, "micro_batch": 2, "state_bits": 8}, None),
     Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
     Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
     Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
@@ -81,8 +80,7 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
 
     def take() -> None:
         for _ in range(techniques.accumulation):
-            amp = techniques.precision == "amp"
-            with torch.autocast("cpu", torch.bfloat16) if amp else contextlib.nullcontext():
+            with applying.autocast(techniques, "cpu"):
                 if techniques.loss_chunk:
                     loss = step.chunked_loss(model, batch, techniques.loss_chunk)
                 else:

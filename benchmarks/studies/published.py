@@ -36,14 +36,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "none": {},
     "blocks": {"checkpointing": "blocks"},
     "sqrt": {"checkpointing": "sqrt"},
-    "amp": {"precision": "amp"},
+    "amp": {"precision": "bf16-mixed"},
 }
 
 
 def phases(attention: str, way: str, device: str, counted_on: str) -> dict[str, float]:
     """MB (10^6 bytes) that each phase of the first step adds, and the peak without the process."""
-    from memkern.planner.techniques import Techniques
-
+    from memkern.options import Techniques
     from memkern.planner.hardware import DEFAULTS
     from memkern.planner.models import resolve
     from memkern.planner.prediction import Predictor

@@ -69,7 +69,7 @@ def rows(steps: int) -> Iterator[dict[str, str]]:
     corpus = load_corpus([], seq_len=SETTING.seq_len)
     model = llama(0)
     train(model, corpus.train, SETTING, steps, SETTING.lr, 0)
-    sizes = {"accumulate": 1, "batch_size": SETTING.batch_size, "seq_len": SETTING.seq_len}
+    sizes = {"accumulation": 1, "micro_batch": SETTING.batch_size, "seq_len": SETTING.seq_len}
     batches = [
         batch for i in range(BATCHES) for batch in step_batches(corpus.validation, seed=1000, step=i, **sizes)
     ]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..options import STATE_BITS
 from ..quant.codec import CODECS, POWER4
 from ..schemas import StepOp
 
 Group = dict[str, Any]
-
-STATE_BITS = (8, 32, (8, 4))
-"""Values of ``state_bits``; (8, 4): the first moment's and the second's, of the optimizers that have 4-bit codes."""
 
 
 def of(group: Group) -> Any:

@@ -10,16 +10,13 @@ if TYPE_CHECKING:
     from .planning import plan
     from .prediction import Prediction
     from .report import Plan
-    from .techniques import TechniqueError, Techniques
 
-__all__ = ["Hardware", "Plan", "Prediction", "TechniqueError", "Techniques", "plan"]
+__all__ = ["Hardware", "Plan", "Prediction", "plan"]
 
 _MODULES = {
     "Hardware": "hardware",
     "Plan": "report",
     "Prediction": "prediction",
-    "TechniqueError": "techniques",
-    "Techniques": "techniques",
     "plan": "planning",
 }
 

@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..options import OptionError, Techniques, not_allowed
 from .prediction import Prediction, Predictor
-from .techniques import TechniqueError, Techniques
 
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "fp32"},
-    {"precision": "amp"},
+    {"precision": "bf16-mixed"},
     {"precision": "bf16", "master_weights": "fp32"},
     {"precision": "bf16", "master_weights": "bf16+16"},
     {"precision": "bf16", "master_weights": "bf16+8"},
@@ -34,10 +34,10 @@ MAX_MICRO_BATCH = 4096
 
 
 class Chooser:
-    """The choice for optimizer steps of ``batch_size`` sequences. pinned: fields of Techniques that are given."""
+    """The choice for optimizer steps of ``batch_size`` sequences. given: fields of Techniques that stay as they are."""
 
-    def __init__(self, predictor: Predictor, pinned: Mapping[str, Any], batch_size: int, clip: bool) -> None:
-        self.predictor, self.pinned, self.batch_size, self.clip = predictor, dict(pinned), batch_size, clip
+    def __init__(self, predictor: Predictor, given: Mapping[str, Any], batch_size: int, clip: bool) -> None:
+        self.predictor, self.given, self.batch_size, self.clip = predictor, dict(given), batch_size, clip
 
     @functools.cached_property
     def saving(self) -> tuple[dict[str, Any], ...]:
@@ -59,7 +59,7 @@ class Chooser:
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same optimizer and weights, with the least activations."""
         chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
-        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | self.pinned))
+        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | self.given))
 
     @functools.cached_property
     def candidates(self) -> list[Techniques]:
@@ -82,12 +82,12 @@ class Chooser:
                 "loss_chunk": chunk,
                 "offload": offload,
             }
-            with contextlib.suppress(TechniqueError):  # not together with what is pinned
-                techniques = Techniques(**(choices | self.pinned))
+            with contextlib.suppress(OptionError):  # techniques that exclude each other
+                techniques = Techniques(**(choices | self.given))
                 if not (self.clip and techniques.step_in_backward):
                     found[techniques] = None
         if not found:  # a step in backward is given, and clipping
-            raise TechniqueError("step_in_backward", True, "False with clip, which needs all gradients")
+            raise not_allowed("step_in_backward", True, "False with clip, which needs all gradients")
         return list(found)
 
     def smallest(self) -> Prediction:
@@ -134,4 +134,4 @@ class Chooser:
 def _changes(techniques: Techniques) -> int:
     """How many fields differ from plain training."""
     pairs = zip(dataclasses.astuple(techniques), dataclasses.astuple(Techniques()), strict=True)
-    return sum(given != plain for given, plain in pairs)
+    return sum(value != plain for value, plain in pairs)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
 import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
+from ..flags import add_flags
+from ..options import Techniques, not_allowed
 from .planning import plan
-from .techniques import CHOICES, RANGES, TechniqueError, Techniques
 
 DESCRIPTION = """\
 Says what a training step of a model needs with each technique, and which to use so that it fits. Techniques that are
@@ -38,31 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument("--png", type=Path, metavar="PATH", help="a picture of it, to be written there")
     group = parser.add_argument_group("techniques")
-    for field in dataclasses.fields(Techniques):
-        name = f"--{field.name.replace('_', '-')}"
-        choices = (f'"{x}"' if isinstance(x, tuple) else str(x) for x in CHOICES.get(field.name, ()))
-        text = f"{', '.join(choices) or RANGES[field.name]} (plain training has {field.default})"
-        kind = str if isinstance(field.default, str) else _value
-        group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar="X", help=text)
-
-
-def _value(text: str) -> Any:
-    """None, True, False, a number or several where the text is that."""
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    with contextlib.suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text)
-    return text
+    add_flags(group, Techniques, dataclasses.fields(Techniques))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the plan; returns 0 where something fits, else 1. Raises TechniqueError."""
+    """Prints the plan; returns 0 where something fits, else 1. Raises OptionError."""
     if args.png is not None and not args.png.absolute().parent.is_dir():
-        raise TechniqueError("png", str(args.png), "a file in an existing folder")
+        raise not_allowed("png", str(args.png), "a file in an existing folder")
     names = [field.name for field in dataclasses.fields(Techniques)]
-    pinned = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if importlib.util.find_spec("transformers") is None:
-        raise TechniqueError("model", args.model, "with transformers installed: pip install memkern[plan]")
+        raise not_allowed("model", args.model, "with transformers installed: pip install memkern[plan]")
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -71,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         memory=args.memory,
         seq_len=args.seq_len,
         device=args.device,
-        techniques=pinned,
+        techniques=given,
         batch_size=args.batch_size,
         clip=args.clip,
         dropout=args.dropout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .techniques import Techniques
+from ..options import Techniques
 
 
 def training_loop(t: Techniques, loss: str, device: str, sample: str) -> str:
@@ -14,16 +14,23 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str) -> str:
     """
     body = [f"batch = next(batches)  # {t.micro_batch} {sample}{'s' * (t.micro_batch > 1)}"]
     forward = _loss_lines(t, loss)
-    if t.precision == "amp":
-        forward = [f'with torch.autocast("{device}", torch.bfloat16):', *_indented(forward)]
+    if t.autocast:
+        dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[t.autocast]
+        forward = [f'with torch.autocast("{device}", {dtype}):', *_indented(forward)]
     body += forward
+    scaled = t.precision == "fp16-mixed"
     if t.accumulation > 1:
-        body.append(f"(loss / {t.accumulation}).backward()")
+        mean = f"(loss / {t.accumulation})"
+        body.append(f"scaler.scale{mean}.backward()" if scaled else f"{mean}.backward()")
         body = [f"for _ in range({t.accumulation}):", *_indented(body)]
     else:
-        body.append("loss.backward()" + ("  # takes the steps" if t.step_in_backward else ""))
-    body += ["optimizer.step()", "optimizer.zero_grad()"]
+        backward = "scaler.scale(loss).backward()" if scaled else "loss.backward()"
+        body.append(backward + ("  # takes the steps" if t.step_in_backward else ""))
+    body += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
+    body.append("optimizer.zero_grad()")
     set_up = ["import torch, memkern", "", *_model_lines(t), _optimizer_line(t)]
+    if scaled:
+        set_up.append(f'scaler = torch.amp.GradScaler("{device}")')
     return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])
 
 
@@ -40,7 +47,7 @@ def _model_lines(t: Techniques) -> Iterator[str]:
     options += [f"saved_bits={t.saved_bits!r}"] if t.saved_bits else []
     if bits or t.saved_bits or share is not None:
         yield f"memkern.compress(model, {', '.join(options)})"
-    if t.checkpointing != "none":
+    if t.checkpointing:
         yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}")'
     if t.loss_chunk:
         yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .techniques import Techniques
+from ..options import Techniques
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,10 @@ def seconds(
     technique. state_bytes: of the optimizer and of the errors.
     """
     passes = 3.0
-    if techniques.checkpointing != "none":
+    if techniques.checkpointing:
         passes += 1
-    if (share := techniques.linear_share) is not None:
-        passes -= 1 - share
+    if techniques.linear_share is not None:
+        passes -= 1 - techniques.linear_share
     rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
     operations = 2 * parameters * passes + (2 * head if techniques.loss_chunk else 0)
     total = techniques.accumulation * techniques.micro_batch * tokens * operations / rate

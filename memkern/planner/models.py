@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .techniques import TechniqueError
+from ..options import not_allowed
 
 Batch = dict[str, Any] | tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -235,7 +235,7 @@ def _architecture(config: Any) -> str:
         return causal
     classifier = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
     if classifier is None:
-        raise TechniqueError("model", kind, "a model for language, sequence or image classification")
+        raise not_allowed("model", kind, "a model for language, sequence or image classification")
     return classifier
 
 
@@ -253,7 +253,7 @@ def _from_folder(folder: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise TechniqueError("model", str(folder), allowed) from error
+        raise not_allowed("model", str(folder), allowed) from error
 
 
 def set_dropout(config: Any, rate: float) -> None:
@@ -276,7 +276,7 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
     """What to plan for.
 
     Raises:
-        TechniqueError: a name that is neither built in nor a folder, a sequence that is longer than the model's
+        OptionError: a name that is neither built in nor a folder, a sequence that is longer than the model's
             positions, a module without example inputs.
         TypeError: another kind of model.
     """
@@ -289,9 +289,9 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
             else (inputs,)
         )
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
-            raise TechniqueError("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
+            raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
         if not any(p.requires_grad for p in model.parameters()):
-            raise TechniqueError(
+            raise not_allowed(
                 "model", type(model).__name__, "a module with parameters that require gradients"
             )
         return Given(type(model).__name__, model, batch, loss or model_output_loss, _has_language_head(model))
@@ -302,7 +302,7 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
         elif Path(name).is_dir():
             config = _from_folder(Path(name))
         else:
-            raise TechniqueError("model", name, f"a folder with a transformers model, or {', '.join(MODELS)}")
+            raise not_allowed("model", name, f"a folder with a transformers model, or {', '.join(MODELS)}")
     elif hasattr(model, "model_type") and hasattr(model, "to_dict"):
         name, config = model.model_type, model
     else:
@@ -323,7 +323,7 @@ def _check_length(config: Any, seq_len: Any) -> None:
     most = positions(config)
     allowed = "a whole number, 1 or more" if most is None else f"1 to {most}, the model's positions"
     if not isinstance(seq_len, int) or seq_len < 1 or (most is not None and seq_len > most):
-        raise TechniqueError("seq_len", seq_len, allowed)
+        raise not_allowed("seq_len", seq_len, allowed)
 
 
 def _has_language_head(model: Any) -> bool:

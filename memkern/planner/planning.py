@@ -10,24 +10,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..options import OptionError, Techniques, not_allowed
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, Hardware, default
 from .prediction import BAND, Predictor
 from .report import Plan
 from .smaller import Asked, would_fit
-from .techniques import TechniqueError, Techniques
 
 ALONE: dict[str, dict[str, Any]] = {
     "as it is": {},
     "checkpoint every block": {"checkpointing": "blocks"},
     "checkpoint every sqrt(L) blocks": {"checkpointing": "sqrt"},
-    "bf16 autocast": {"precision": "amp"},
+    "bf16 autocast": {"precision": "bf16-mixed"},
     "8-bit states": {"state_bits": 8},
     "3-bit activations": {"activation_bits": 3},
     "saved tensors once (exact)": {"saved_bits": "exact"},
     "saved tensors in 8 bits": {"saved_bits": 8},
-    "randomized linear, 20 %": {"randomized_linear": 0.2},
+    "randomized linear, 20 %": {"linear_share": 0.2},
     "bf16 weights, 8-bit errors": {"precision": "bf16", "master_weights": "bf16+8"},
     "step in backward": {"step_in_backward": True, "accumulation": 1},
     "loss in chunks": {"loss_chunk": 4096},
@@ -36,11 +36,11 @@ ALONE: dict[str, dict[str, Any]] = {
 """The rows of the table: each technique by itself."""
 
 
-def parse_memory(given: Any) -> int:
-    """Bytes: a whole number, or a text such as "12GiB", "11.5 GiB", "800MB".
+def parse_memory(given: Any, name: str = "memory") -> int:
+    """Bytes: a whole number, or a text such as "12GiB", "11.5 GiB", "800MB". name: the argument, for the error.
 
     Raises:
-        TechniqueError: anything else, and 0.
+        OptionError: anything else, and 0.
     """
     factors = {"": 1, "b": 1} | {
         f"{prefix}{ending}": base**power
@@ -49,7 +49,7 @@ def parse_memory(given: Any) -> int:
     }
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(given).lower())
     if isinstance(given, bool) or match is None or match[2] not in factors or not float(match[1]):
-        raise TechniqueError("memory", given, "bytes as a number, or with a unit: 12GiB, 800MB")
+        raise not_allowed(name, given, "bytes as a number, or with a unit: 12GiB, 800MB")
     return int(float(match[1]) * factors[match[2]])
 
 
@@ -92,23 +92,23 @@ def plan(
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
 
     Raises:
-        TechniqueError: an argument that cannot be used, with what was given and what is allowed.
+        OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
     from .models import resolve
 
     limit = parse_memory(memory)
     if device not in DEFAULTS:
-        raise TechniqueError("device", device, "cuda or cpu")
+        raise not_allowed("device", device, "cuda or cpu")
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise TechniqueError("batch_size", batch_size, "a whole number, 1 or more")
-    pinned = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
-    _check_pinned(pinned)
+        raise not_allowed("batch_size", batch_size, "a whole number, 1 or more")
+    given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
+    _check_given(given)
     source = resolve(model, seq_len, inputs, loss, dropout)
     arguments: dict[str, Any] = {
         "memory": limit,
         "device": device,
-        "pinned": pinned,
+        "given": given,
         "batch_size": batch_size,
         "clip": clip,
     }
@@ -118,13 +118,13 @@ def plan(
     return _plan_for_cuda(arguments)
 
 
-def _check_pinned(pinned: Mapping[str, Any]) -> None:
+def _check_given(given: Mapping[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(Techniques)]
-    for name in pinned:
+    for name in given:
         if name not in names:
-            raise TechniqueError("techniques", name, ", ".join(names))
+            raise not_allowed("techniques", name, ", ".join(names))
     # Alone or with what it needs, each must be allowed; what excludes each other shows when all are together.
-    Techniques(**({"precision": "bf16"} if pinned.get("master_weights") else {}) | dict(pinned))
+    Techniques(**({"precision": "bf16"} if given.get("master_weights") else {}) | dict(given))
 
 
 def _plan_for_cuda(arguments: dict[str, Any]) -> Plan:
@@ -150,20 +150,20 @@ def _plan(
     memory: int,
     device: str,
     counted_on: str,
-    pinned: dict[str, Any],
+    given: dict[str, Any],
     batch_size: int,
     clip: bool,
     hardware: Hardware,
 ) -> Plan:
     predictor = Predictor(source, device, counted_on, hardware)
-    chooser = Chooser(predictor, pinned, batch_size, clip)
+    chooser = Chooser(predictor, given, batch_size, clip)
     alone = {}
     for name, changes in ALONE.items():
         if "loss_chunk" in changes and not source.is_language_model:
             continue
         if name == "offload" and device == "cpu":
             continue
-        with contextlib.suppress(TechniqueError):
+        with contextlib.suppress(OptionError):
             alone[name] = predictor.predict(Techniques(**changes))
     limit = int(memory / (1 + BAND[counted_on][0]))
     best = chooser.fastest(limit)
@@ -171,7 +171,7 @@ def _plan(
     largest = 0
     if best is not None:
         largest = chooser.largest_micro_batch(best.techniques, limit)
-        if best.techniques.accumulation > 1 and "micro_batch" not in pinned:
+        if best.techniques.accumulation > 1 and "micro_batch" not in given:
             micro = max(size for size in range(1, largest + 1) if batch_size % size == 0)
             more = best.techniques.replace(micro_batch=micro, accumulation=batch_size // micro)
             best = predictor.predict(more)
@@ -186,7 +186,7 @@ def _plan(
         best,
         largest,
         counted_on,
-        () if best else tuple(would_fit(Asked(predictor, pinned, batch_size, clip, hardware), memory)),
+        () if best else tuple(would_fit(Asked(predictor, given, batch_size, clip, hardware), memory)),
         plain.peak <= limit,
         source.loss_code,
     )

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from ..options import Techniques
 from .hardware import Hardware, seconds
-from .techniques import Techniques
 
 CATEGORIES = (
     "parameters",

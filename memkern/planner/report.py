@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..flags import typed
 from .code import training_loop
 from .prediction import BAND, CATEGORIES, Prediction
 from .smaller import Change
@@ -136,7 +137,7 @@ def verdict(plan: Plan) -> Iterator[str]:
     p = plan.recommended
     if p is None:
         yield f"Does not fit: the least that could is {rounded_up(plan.least)} GiB, with {plan.together.techniques}."
-        yield from would_fit(plan, option)
+        yield from would_fit(plan)
         return
     if plan.fits_as_it_is:
         yield "Fits as it is: plain training needs no more than the limit."
@@ -149,9 +150,11 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield plan.code()
 
 
-def would_fit(plan: Plan, option: Callable[[Change], str]) -> Iterator[str]:
-    """Where nothing fits: the changes that would, each with what it needs. option: a change as it is typed."""
-    every = [f"{option(c)} ({rounded_up(c.memory)} GiB)" for c in plan.changes if c.name != "all of these"]
+def would_fit(plan: Plan, no_clip: str = "without --clip") -> Iterator[str]:
+    """Where nothing fits: the changes that would, as they are typed, each with the memory that it needs."""
+    changes = [c for c in plan.changes if c.name != "all of these"]
+    flags = [no_clip if c.name == "clip" else typed(c.name, c.value) for c in changes]
+    every = [f"{flag} ({rounded_up(c.memory)} GiB)" for flag, c in zip(flags, changes, strict=True)]
     if not every:
         return
     if plan.changes[0].memory <= plan.memory:
@@ -162,13 +165,6 @@ def would_fit(plan: Plan, option: Callable[[Change], str]) -> Iterator[str]:
     if len(plan.changes) > len(every):
         enough = "fit" if last.memory <= plan.memory else "do not fit either"
         yield f"All of these together {enough}: {rounded_up(last.memory)} GiB."
-
-
-def option(change: Change) -> str:
-    """A change as ``python -m memkern plan`` takes it."""
-    if change.name == "clip":
-        return "without --clip"
-    return f"--{change.name.replace('_', '-')} {change.value}"
 
 
 def write_png(path: Path, plan: Plan) -> None:

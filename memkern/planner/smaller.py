@@ -34,13 +34,13 @@ class Asked:
     """What was asked for: the arguments of :func:`memkern.plan`."""
 
     predictor: Predictor
-    pinned: Mapping[str, Any]
+    given: Mapping[str, Any]
     batch_size: int
     clip: bool
     hardware: Hardware
 
     def chooser(self) -> Chooser:
-        return Chooser(self.predictor, self.pinned, self.batch_size, self.clip)
+        return Chooser(self.predictor, self.given, self.batch_size, self.clip)
 
     def needs(self) -> int:
         """Bytes that the smallest step fits in."""
@@ -49,11 +49,11 @@ class Asked:
 
     def with_batch(self, size: int) -> Asked:
         """The same with fewer sequences in a forward pass."""
-        if "micro_batch" not in self.pinned:
+        if "micro_batch" not in self.given:
             return dataclasses.replace(self, batch_size=size)
-        micro_batches = self.pinned.get("accumulation", 1)
-        pinned = {**self.pinned, "micro_batch": size}
-        return dataclasses.replace(self, pinned=pinned, batch_size=size * micro_batches)
+        micro_batches = self.given.get("accumulation", 1)
+        given = {**self.given, "micro_batch": size}
+        return dataclasses.replace(self, given=given, batch_size=size * micro_batches)
 
     def with_seq_len(self, tokens: int) -> Asked:
         old = self.predictor
@@ -64,8 +64,8 @@ class Asked:
 
     def without(self, names: tuple[str, ...]) -> Asked:
         """The same with these techniques left to the planner."""
-        kept = {name: value for name, value in self.pinned.items() if name not in names}
-        return dataclasses.replace(self, pinned=kept)
+        kept = {name: value for name, value in self.given.items() if name not in names}
+        return dataclasses.replace(self, given=kept)
 
 
 def would_fit(asked: Asked, memory: int) -> list[Change]:
@@ -83,7 +83,7 @@ def would_fit(asked: Asked, memory: int) -> list[Change]:
 
 
 def _alone(asked: Asked, memory: int) -> Iterator[Change]:
-    size = asked.pinned.get("micro_batch", asked.batch_size)
+    size = asked.given.get("micro_batch", asked.batch_size)
     source = asked.predictor.source
     yield from _halved("batch_size", size, 1, asked.with_batch, memory)
     if isinstance(source, Configured) and not source.takes_images:
@@ -91,10 +91,10 @@ def _alone(asked: Asked, memory: int) -> Iterator[Change]:
     if asked.clip:
         yield Change("clip", False, dataclasses.replace(asked, clip=False).needs())
     before = asked.needs()
-    for names in dict.fromkeys(_pair(name) for name in asked.pinned if name != "optimizer"):
+    for names in dict.fromkeys(_pair(name) for name in asked.given if name != "optimizer"):
         freed = asked.without(names)
         techniques, needs = freed.chooser().smallest().techniques, freed.needs()
-        other = [n for n in names if n in asked.pinned and getattr(techniques, n) != asked.pinned[n]]
+        other = [n for n in names if n in asked.given and getattr(techniques, n) != asked.given[n]]
         if other and needs < before:
             yield Change(other[0], getattr(techniques, other[0]), needs)
 
@@ -105,10 +105,10 @@ def _pair(name: str) -> tuple[str, ...]:
 
 
 def _halved(
-    name: str, given: int, least: int, changed: Callable[[int], Asked], memory: int
+    name: str, before: int, least: int, changed: Callable[[int], Asked], memory: int
 ) -> Iterator[Change]:
-    """The largest half, quarter, ... of an argument that fits; else the least of them."""
-    value = given
+    """Yields the largest half, quarter, ... of an argument that fits; where none fits, the smallest."""
+    value = before
     change = None
     while value // 2 >= least:
         value //= 2

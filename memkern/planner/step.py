@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ..applying import apply, make_optimizer, weight_dtype
+from ..applying import apply, autocast, make_optimizer, weight_dtype
 from ..memory import LiveBytes
+from ..options import Techniques, not_allowed
 from .models import Configured, Source
-from .techniques import TechniqueError, Techniques
 from .trace import Trace, aligned, record
 
 FEW = 2  # blocks of which traces are made
@@ -36,9 +35,7 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
 def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
     """What :func:`memkern.planner.trace.peaks` takes: of a model with like blocks two traces with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
-        raise TechniqueError(
-            "loss_chunk", techniques.loss_chunk, "None for a model that is no language model"
-        )
+        raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     depth = source.depth
     # With groups of sqrt(L) blocks the last one is smaller than the others, and few of them are most of the model.
     if (
@@ -66,8 +63,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
             batch = floats_to(batch, torch.bfloat16)
 
         def forward() -> Tensor:
-            amp = techniques.precision == "amp"
-            with torch.autocast(device, torch.bfloat16) if amp else contextlib.nullcontext():
+            with autocast(techniques, device):
                 if techniques.loss_chunk:
                     assert isinstance(batch, dict)
                     return chunked_loss(model, batch, techniques.loss_chunk)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..options import ROUNDINGS
 from ..reference import affine as reference
 from .layout import FLOATS, check_block_size, layout_of, memory_order
 
 GRANULARITIES = ("block", "channel", "tensor")
-ROUNDINGS = ("nearest", "stochastic")
 
 
 def _check(name: str, given: Any, allowed: Sequence[Any]) -> None:

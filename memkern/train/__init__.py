@@ -1,6 +1,6 @@
 """Training language models with memkern's optimizers: the library behind ``python -m memkern train``.
 
-    config = TrainConfig(model="gpt2", from_config=True, optimizer="adamw8bit", steps=100)
+    config = TrainConfig(model="gpt2", from_config=True, steps=100).replace(optimizer="lion", state_bits=8)
     [result] = run([Trainer(config, load(config))])
 
 ``config`` the options and their checks; ``data``, ``documents``, ``tokenizers`` and ``tokens`` text to batches;
@@ -11,7 +11,7 @@ that from a config; ``loop`` the training, ``evaluation`` its validation, ``phas
 """
 
 from .build import Source, load
-from .config import ArgumentError, TrainConfig
+from .config import TrainConfig
 from .data import Corpus, load_corpus
 from .large_batch import scale_lr
 from .loop import Diverged, History, RunResult, Trainer, comparison, run
@@ -19,7 +19,6 @@ from .model import GPT
 
 __all__ = [
     "GPT",
-    "ArgumentError",
     "Corpus",
     "Diverged",
     "History",

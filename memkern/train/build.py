@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from ..applying import apply, make_optimizer
-from ..planner.techniques import TechniqueError
-from .config import ArgumentError, TrainConfig
+from ..applying import apply, make_optimizer, weight_dtype
+from ..optim import param_groups
+from ..options import OptionError
+from .config import TrainConfig
 from .data import Corpus, load_corpus
 from .distributed import Processes
 from .model import GPT
@@ -28,7 +29,7 @@ class Source:
 
 
 def load(config: TrainConfig) -> Source:
-    """Reads the text that ``config`` names, as its model needs it. Raises ArgumentError for what cannot be used."""
+    """Reads the text that ``config`` names, as its model needs it. Raises OptionError for what cannot be used."""
     if config.is_preset:
         return Source(load_corpus(config.data, seq_len=config.seq_len, text_field=config.text_field))
     from . import huggingface
@@ -52,7 +53,7 @@ def load(config: TrainConfig) -> Source:
 
 
 def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:
-    """With epochs as steps of this corpus. Raises ArgumentError for a warm-up that is no shorter than the run."""
+    """With epochs as steps of this corpus. Raises OptionError for a warm-up that is no shorter than the run."""
     per_epoch = corpus.steps_per_epoch(config)
     if config.epochs is not None:
         config = dataclasses.replace(config, steps=max(1, round(config.epochs * per_epoch)))
@@ -65,34 +66,24 @@ def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:
 def build_objective(config: TrainConfig, source: Source, device: torch.device) -> Objective:
     """The model with its loss on the device, compressed and checkpointed as the options say."""
     objective: Objective
+    techniques = config.techniques
     if config.is_preset:
         layers, heads, width = config.shape
-        dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-        gpt = GPT(layers=layers, heads=heads, width=width, seq_len=config.seq_len).to(device, dtype)
-        objective = ByteModel(gpt, config.loss_chunk)
+        gpt = GPT(layers=layers, heads=heads, width=width, seq_len=config.seq_len)
+        objective = ByteModel(gpt.to(device, weight_dtype(techniques)), techniques.loss_chunk)
     else:
         from . import huggingface
 
         classes = getattr(source.corpus, "classes", ())
         model = huggingface.build(config, source.hf_config, classes, source.tokenizer.pad).to(device)
-        objective = Classifier(model) if classes else LanguageModel(model, config.loss_chunk)
-    try:
-        apply(objective.model, config.techniques)
-    except TechniqueError as error:
-        raise ArgumentError(error.name, error.message) from error
+        objective = Classifier(model) if classes else LanguageModel(model, techniques.loss_chunk)
+    apply(objective.model, techniques)
     return objective
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices (2-D or more) decay, biases and norms do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of ``config.OPTIMIZERS`` over ``decay_groups``; torch's own are its fused ones."""
-    groups = decay_groups(model, config.decay)
+    """The optimizer of the techniques, with weight decay for matrices; torch's own are its fused ones."""
+    groups = param_groups(model, weight_decay=config.decay)
     options: dict[str, Any] = {"fused": True} if config.techniques.is_torch else {}
     if config.clips_in_step:
         options["max_grad_norm"] = config.max_norm
@@ -128,7 +119,7 @@ def warmup_cosine(
 def resolve_device(config: TrainConfig, group: Processes | None = None) -> torch.device:
     """The device to train on; of several processes each has the CUDA device of its local rank.
 
-    Raises ArgumentError where it is absent or cannot do what --amp asks.
+    Raises OptionError where it is absent or cannot do what --precision asks.
     """
     name = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and group is not None and group.world > 1:
@@ -138,13 +129,14 @@ def resolve_device(config: TrainConfig, group: Processes | None = None) -> torch
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", f"{name!r} given; allowed: cpu, cuda, cuda:N")
+        raise OptionError("device", f"{name!r} given; allowed: cpu, cuda, cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             others = f", cuda:0 to cuda:{count - 1}" if count else ""
-            raise ArgumentError("device", f"{name!r} given, of {count} CUDA devices; allowed: cpu{others}")
-        half = "amp" if config.amp == "bf16" else "dtype" if config.dtype == "bf16" else None
-        if half is not None and not torch.cuda.is_bf16_supported():
-            raise ArgumentError(half, f"'bf16' given, which {name!r} does not support; allowed: fp16, off")
+            raise OptionError("device", f"{name!r} given, of {count} CUDA devices; allowed: cpu{others}")
+        precision = config.techniques.precision
+        if precision.startswith("bf16") and not torch.cuda.is_bf16_supported():
+            allowed = "allowed: fp32, fp16-mixed"
+            raise OptionError("precision", f"{precision!r} given, which {name!r} does not support; {allowed}")
     return device

@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import torch
 
-from .config import ArgumentError, TrainConfig
+from ..options import OptionError, Techniques
+from .config import TrainConfig
 from .loop import FORMAT
 
 
@@ -57,18 +58,26 @@ def _why_not(path: Path) -> str:
     return "is damaged, or holds other objects than a checkpoint of memkern train"
 
 
+def _is_config(config: Any) -> bool:
+    """Whether it has the fields of TrainConfig and Techniques."""
+    return (
+        isinstance(config, dict)
+        and config.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+        and config["techniques"].keys() == {field.name for field in dataclasses.fields(Techniques)}
+    )
+
+
 def load(path: Path) -> dict[str, Any]:
     """Reads what ``save`` wrote, with ``weights_only=True`` and tensors on the CPU.
 
-    Raises ArgumentError for any other file.
+    Raises OptionError for any other file.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise ArgumentError("resume", f"{str(path)!r} cannot be read: {error}") from error
+        raise OptionError("resume", f"{str(path)!r} cannot be read: {error}") from error
     except Exception as error:  # on a file of another format torch.load may raise anything
-        raise ArgumentError("resume", f"{str(path)!r} {_why_not(path)}") from error
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    if not isinstance(state, dict) or state.get("format") != FORMAT or set(state.get("config", ())) != fields:
-        raise ArgumentError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train")
+        raise OptionError("resume", f"{str(path)!r} {_why_not(path)}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT or not _is_config(state.get("config")):
+        raise OptionError("resume", f"{str(path)!r} is no checkpoint of this version of memkern train")
     return state

@@ -13,8 +13,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_arguments
-from .config import ArgumentError, TrainConfig
+from ..options import OptionError
+from .arguments import add_arguments, given_options
+from .config import TrainConfig
 
 if TYPE_CHECKING:
     from ..planner.report import Plan
@@ -42,23 +43,23 @@ def check_installed(names: tuple[str, ...]) -> None:
 
 
 def check_writes(name: str, folder: Path) -> None:
-    """Raises ArgumentError where no file can be written in a folder: a full disk, a quota, a read-only file system."""
+    """Raises OptionError where no file can be written in a folder: a full disk, a quota, a read-only file system."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
-        raise ArgumentError(name, f"nothing can be written in {str(folder)!r}: {error.strerror}") from error
+        raise OptionError(name, f"nothing can be written in {str(folder)!r}: {error.strerror}") from error
 
 
 def check_paths(out: Path | None, save: Path | None, export: Path | None) -> None:
-    """Raises ArgumentError for a path that could not be written at the end of the run. Leaves nothing."""
+    """Raises OptionError for a path that could not be written at the end of the run. Leaves nothing."""
     # os.path rather than pathlib, whose tests raise inside a folder that may not be searched.
     if save is not None:
         if os.path.isdir(save):
-            raise ArgumentError("save", f"{str(save)!r} given, which is a folder; allowed: a file")
+            raise OptionError("save", f"{str(save)!r} given, which is a folder; allowed: a file")
         if not os.access(save.parent, os.W_OK | os.X_OK):
-            raise ArgumentError(
+            raise OptionError(
                 "save", f"{str(save)!r} given; allowed: a file in an existing folder that can be written"
             )
     for name, folder in (("out", out), ("export", export)):
@@ -66,12 +67,12 @@ def check_paths(out: Path | None, save: Path | None, export: Path | None) -> Non
             continue
         existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
         if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-            raise ArgumentError(name, f"{str(folder)!r} given; allowed: a folder that exists or can be made")
+            raise OptionError(name, f"{str(folder)!r} given; allowed: a folder that exists or can be made")
         check_writes(name, existing)
     if save is not None:
         check_writes("save", save.parent)
     if export is not None and os.path.isdir(export) and os.listdir(export):
-        raise ArgumentError(
+        raise OptionError(
             "export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder"
         )
 
@@ -81,51 +82,42 @@ def needed(args: argparse.Namespace) -> tuple[str, ...]:
     names = ["rich"]
     if args.out:
         names.append("matplotlib")
-    if args.weights_on_host != "none":
+    if args.weights_on_host:
         names.append("accelerate")
     return tuple(names)
 
 
 def read_config(args: argparse.Namespace, state: dict[str, Any] | None, world: int) -> TrainConfig:
     """The options that are given, over those of the resumed run or the defaults; checked."""
-    given = {name: value for name, value in vars(args).items() if name in TrainConfig.__dataclass_fields__}
-    if "data" in given:
-        given["data"] = tuple(given["data"])
-    for name, other in (("epochs", "steps"), ("warmup_epochs", "warmup")):
-        if name in given and other in given:
-            raise ArgumentError(name, f"given with --{other}; allowed: one of the two")
-        if other in given:
-            given[name] = None
-    config = TrainConfig(**({"batch_factor": world} if state is None else state["config"]) | given)
+    before = TrainConfig(batch_factor=world) if state is None else TrainConfig.from_dict(state["config"])
+    config = before.replace(**given_options(args))
     config.validate()
     return config
 
 
 def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -> None:
-    """Raises ArgumentError for arguments that exclude each other, and for paths that cannot be written."""
+    """Raises OptionError for arguments that exclude each other, and for paths that cannot be written."""
     if args.compare and (args.save or args.resume or args.export):
         name = "save" if args.save else "resume" if args.resume else "export"
-        raise ArgumentError("compare", f"given with --{name}; allowed: without --save, --resume and --export")
+        raise OptionError("compare", f"given with --{name}; allowed: without --save, --resume and --export")
     if args.fit and (args.compare or args.resume):
         name = "compare" if args.compare else "resume"
-        raise ArgumentError("fit", f"given with --{name}; allowed: without --compare and --resume")
-    if args.weights_on_host != "none" and not args.evaluate:
-        raise ArgumentError(
+        raise OptionError("fit", f"given with --{name}; allowed: without --compare and --resume")
+    if args.weights_on_host and not args.evaluate:
+        raise OptionError(
             "weights_on_host", "given without --evaluate; a run has --offload for its optimizer"
         )
     files = ("compare", "resume", "save", "out", "export", "fit")
     if args.evaluate and (given := next((name for name in files if getattr(args, name)), None)):
-        raise ArgumentError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
+        raise OptionError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
     for name in ("compare", "fit", "evaluate"):
         if getattr(args, name) and world > 1:
-            raise ArgumentError(name, f"given in {world} processes; allowed in one")
+            raise OptionError(name, f"given in {world} processes; allowed in one")
     if args.export and config.is_preset:
-        raise ArgumentError(
-            "export", f"given with --model {config.model}; allowed with models of transformers"
-        )
+        raise OptionError("export", f"given with --model {config.model}; allowed with models of transformers")
     check_paths(args.out, args.save, args.export)
     if args.resume and not args.save and not os.access(args.resume.absolute().parent, os.W_OK | os.X_OK):
-        raise ArgumentError(
+        raise OptionError(
             "resume",
             f"{str(args.resume)!r} given, in a folder that cannot be written, where the run would go on saving; "
             "allowed: with a --save elsewhere",
@@ -289,7 +281,7 @@ def fitted(
     return config, plan
 
 
-def print_evaluation(config: TrainConfig, on_host: str) -> None:
+def print_evaluation(config: TrainConfig, on_host: str | None) -> None:
     """The validation loss of a model that is not trained."""
     from .build import load
     from .evaluation import check_on_host, evaluate
@@ -305,7 +297,7 @@ def print_evaluation(config: TrainConfig, on_host: str) -> None:
 def main(args: argparse.Namespace) -> None:
     """Checks everything, trains, reports.
 
-    Raises ArgumentError before anything is written, Stopped at Ctrl-C or SIGTERM, and after the results SystemExit with
+    Raises OptionError before anything is written, Stopped at Ctrl-C or SIGTERM, and after the results SystemExit with
     a line where a checkpoint or a result could not be written.
     """
     check_installed(needed(args))

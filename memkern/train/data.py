@@ -1,4 +1,8 @@
-"""Text as bytes: which files, a uint8 tensor for training, one for validation, and the batches of a step."""
+"""Text as bytes: which files, a uint8 tensor for training, one for validation, and the batches of a step.
+
+``datasets`` is not used here and in documents.py, tables.py and tokens.py: it would add pyarrow, pandas and a cache on
+the disk, and neither the tenth of each file for validation nor an order that depends on seed and epoch alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import ArgumentError, TrainConfig
+from ..options import OptionError
+from .config import TrainConfig
 from .tables import TEXT_FIELD, field, is_table, rows
 
 VALIDATION_SHARE = 10  # one byte in ten: the tail of every file
@@ -71,8 +76,8 @@ class Corpus:
             self.train,
             seed=config.seed,
             step=step,
-            accumulate=config.micro_batches,
-            batch_size=config.batch_size,
+            accumulation=config.micro_batches,
+            micro_batch=config.techniques.micro_batch,
             seq_len=config.seq_len,
         )
         return [Batch(*batch) for batch in batches]
@@ -81,7 +86,7 @@ class Corpus:
         batches = validation_batches(
             self.validation,
             tokens=config.eval_tokens,
-            batch_size=config.batch_size,
+            micro_batch=config.techniques.micro_batch,
             seq_len=config.seq_len,
         )
         return [Batch(*batch) for batch in batches]
@@ -120,7 +125,7 @@ def _raise(error: OSError) -> None:
 
 
 def find_files(data: Sequence[str]) -> list[Path]:
-    """The files that ``data`` names, each once, in that order. Raises ArgumentError for a binary file."""
+    """The files that ``data`` names, each once, in that order. Raises OptionError for a binary file."""
     if not data:
         return standard_library_files()
     files: dict[Path, None] = {}
@@ -132,28 +137,28 @@ def find_files(data: Sequence[str]) -> list[Path]:
             elif path.is_file():
                 with path.open("rb") as file:
                     if 0 in file.read(SNIFF) and not is_table(path):
-                        raise ArgumentError(
+                        raise OptionError(
                             "data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV, Parquet"
                         )
                 files[path.resolve()] = None
             else:
-                raise ArgumentError("data", f"{name!r} given, which is neither a file nor a folder")
+                raise OptionError("data", f"{name!r} given, which is neither a file nor a folder")
         except OSError as error:
-            raise ArgumentError("data", f"{name!r} given, which cannot be read: {error}") from error
+            raise OptionError("data", f"{name!r} given, which cannot be read: {error}") from error
     return list(files)
 
 
 def check_lengths(name: str, train: int, validation: int, seq_len: int, unit: str) -> None:
-    """Raises ArgumentError unless both are long enough for a window and its targets."""
+    """Raises OptionError unless both are long enough for a window and its targets."""
     if not train:
-        raise ArgumentError("data", f"{name!r} given, which holds no text; allowed: files or folders of text")
+        raise OptionError("data", f"{name!r} given, which holds no text; allowed: files or folders of text")
     shortest = min(train, validation)
     if shortest >= seq_len + 1:
         return
     if shortest <= 1:
         text = f"{seq_len} given, but {name!r} has {train + validation} {unit}s in all; allowed: more text with --data"
-        raise ArgumentError("seq_len", text)
-    raise ArgumentError(
+        raise OptionError("seq_len", text)
+    raise OptionError(
         "seq_len",
         f"{seq_len} given, but {name!r} has {train} {unit}s for training and {validation} for validation; "
         f"allowed: 1 to {shortest - 1}, or more text with --data",
@@ -175,7 +180,7 @@ def read_bytes(path: Path, text_field: str) -> tuple[bytes, bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ArgumentError("data", f"{str(path)!r} cannot be read: {error}") from error
+        raise OptionError("data", f"{str(path)!r} cannot be read: {error}") from error
     cut = len(content) - len(content) // VALIDATION_SHARE
     return content[:cut], content[cut:]
 
@@ -184,7 +189,7 @@ def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str | Non
     """Reads files and folders whole into memory; the last tenth of every file's bytes is for validation.
 
     Of a .jsonl, .csv, .tsv or .parquet file the text is that of ``text_field`` (default "text"), and every tenth row is
-    for validation. Empty ``data``: ``standard_library_files()``. Raises ArgumentError where nothing can be read, or
+    for validation. Empty ``data``: ``standard_library_files()``. Raises OptionError where nothing can be read, or
     where training or validation text is too short for one window of seq_len + 1 bytes.
     """
     files = find_files(data)
@@ -214,7 +219,7 @@ def windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]
 
 
 def step_batches(
-    text: Tensor, *, seed: int, step: int, accumulate: int, batch_size: int, seq_len: int
+    text: Tensor, *, seed: int, step: int, accumulation: int, micro_batch: int, seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The micro-batches of one step, which depend on nothing but (seed, step) and are drawn together.
 
@@ -222,17 +227,17 @@ def step_batches(
     """
     mixed = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
-    starts = torch.randint(len(text) - seq_len, (accumulate * batch_size,), generator=generator)
-    for micro in starts.split(batch_size):
+    starts = torch.randint(len(text) - seq_len, (accumulation * micro_batch,), generator=generator)
+    for micro in starts.split(micro_batch):
         yield windows(text, micro, seq_len)
 
 
 def validation_batches(
-    text: Tensor, *, tokens: int, batch_size: int, seq_len: int
+    text: Tensor, *, tokens: int, micro_batch: int, seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """At most tokens // seq_len windows (at least one), evenly spread and apart: always the same ones."""
     available = (len(text) - 1) // seq_len
     count = max(1, min(tokens // seq_len, available))
     starts = torch.arange(count) * available // count * seq_len
-    for some in starts.split(batch_size):
+    for some in starts.split(micro_batch):
         yield windows(text, some, seq_len)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from .config import ArgumentError, TrainConfig
+from ..options import OptionError
+from .config import TrainConfig
 from .data import IGNORED, Batch, Corpus
 from .objective import Objective
 
@@ -60,18 +61,16 @@ VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def check_micro_batches(config: TrainConfig, world: int) -> None:
-    """Raises ArgumentError unless each process has as many micro-batches of a step as every other."""
+    """Raises OptionError unless each process has as many micro-batches of a step as every other."""
     if config.micro_batches % world:
-        raise ArgumentError(
-            "batch_factor",
-            f"{config.batch_factor} given with --accumulate {config.accumulate} in {world} processes; allowed: "
-            f"values whose product is a multiple of {world}, such as {world}",
-        )
-    if world > 1 and config.step_in_backward:
-        raise ArgumentError("step_in_backward", f"given in {world} processes; allowed in one")
+        given = f"{config.batch_factor} given with --accumulation {config.techniques.accumulation}"
+        allowed = f"values whose product is a multiple of {world}, such as {world}"
+        raise OptionError("batch_factor", f"{given} in {world} processes; allowed: {allowed}")
+    if world > 1 and config.techniques.step_in_backward:
+        raise OptionError("step_in_backward", f"given in {world} processes; allowed in one")
     if world > 1 and config.gradient_rounding != "nearest":
         text = f"{config.gradient_rounding!r} given in {world} processes, whose wrappers add up; allowed: nearest"
-        raise ArgumentError("gradient_rounding", text)
+        raise OptionError("gradient_rounding", text)
 
 
 def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:
@@ -118,7 +117,7 @@ def data_parallel(
 ) -> nn.Module:
     """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
 
-    Raises ArgumentError for what cannot be sharded.
+    Raises OptionError for what cannot be sharded.
     """
     if group.world == 1:
         return objective
@@ -126,8 +125,8 @@ def data_parallel(
         return nn.parallel.DistributedDataParallel(
             objective, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
-    if config.checkpointing == "sqrt":
-        raise ArgumentError(
+    if config.techniques.checkpointing == "sqrt":
+        raise OptionError(
             "checkpointing", "'sqrt' given with --parallel fsdp, which shards by block; allowed: blocks"
         )
     from .sharding import shard

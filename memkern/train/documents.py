@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from .config import ArgumentError
+from ..options import OptionError
 from .data import VALIDATION_SHARE, find_files
 from .tables import TABLES, TEXT_FIELD, decoded, field, is_table, rows
 
@@ -52,7 +52,7 @@ def read_documents(
     A text file is a document, of which the last tenth is for validation. A row of a .jsonl, .csv, .tsv or .parquet file
     is one, and every tenth row is for validation. Where labels are asked for, only such tables are read.
 
-    Raises ArgumentError for what cannot be read, is no such file, has no such field or holds no text.
+    Raises OptionError for what cannot be read, is no such file, has no such field or holds no text.
     """
     files = find_files(data)
     train, validation = Documents(), Documents()
@@ -62,12 +62,10 @@ def read_documents(
         elif label_field is None:
             read_text(path, train, validation)
         else:
-            raise ArgumentError(
+            raise OptionError(
                 "label_field", f"given, but {str(path)!r} has no fields; allowed: {', '.join(TABLES)}"
             )
     if not train.texts:
         given = " ".join(data)
-        raise ArgumentError(
-            "data", f"{given!r} given, which holds no text; allowed: files or folders of text"
-        )
+        raise OptionError("data", f"{given!r} given, which holds no text; allowed: files or folders of text")
     return train, validation, len(files)

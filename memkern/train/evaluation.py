@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..applying import autocast
+from ..options import OptionError
 from .build import Source, build_objective, resolve_device
-from .config import ArgumentError, TrainConfig
+from .config import TrainConfig
 from .data import Batch
 from .objective import Classifier, Objective
-
-ON_HOST = ("none", "layers", "model")
 
 
 class Validation(NamedTuple):
@@ -43,18 +43,18 @@ def validate(
     return Validation(losses / count, correct / count if isinstance(objective, Classifier) else None)
 
 
-def check_on_host(config: TrainConfig, on_host: str) -> None:
-    """Raises ArgumentError where weights cannot wait on the host."""
-    if on_host != "none" and config.is_preset:
-        text = f"{on_host!r} given with --model {config.model}; allowed with models of transformers, or none"
-        raise ArgumentError("weights_on_host", text)
-    if on_host == "layers" and config.loss_chunk is not None:
-        raise ArgumentError(
+def check_on_host(config: TrainConfig, on_host: str | None) -> None:
+    """Raises OptionError where weights cannot wait on the host."""
+    if on_host is not None and config.is_preset:
+        text = f"{on_host!r} given with --model {config.model}; allowed with models of transformers"
+        raise OptionError("weights_on_host", text)
+    if on_host == "layers" and config.techniques.loss_chunk is not None:
+        raise OptionError(
             "loss_chunk", "given with --weights-on-host layers; allowed: without, or with model"
         )
 
 
-def evaluate(config: TrainConfig, source: Source, on_host: str = "none") -> Validation:
+def evaluate(config: TrainConfig, source: Source, on_host: str | None = None) -> Validation:
     """The validation loss of a model that is not trained.
 
     on_host: "layers", each layer's weights are on the device while it runs (accelerate.cpu_offload); "model", all of
@@ -63,7 +63,7 @@ def evaluate(config: TrainConfig, source: Source, on_host: str = "none") -> Vali
     check_on_host(config, on_host)
     device = resolve_device(config)
     torch.manual_seed(config.seed)
-    objective = build_objective(config, source, device if on_host == "none" else torch.device("cpu"))
+    objective = build_objective(config, source, device if on_host is None else torch.device("cpu"))
     objective.eval()
     hook: Any = None
     if on_host == "layers":
@@ -76,9 +76,8 @@ def evaluate(config: TrainConfig, source: Source, on_host: str = "none") -> Vali
         _, hook = cpu_offload_with_hook(objective.model, device)
 
     def loss(*batch: Tensor | None) -> Tensor:
-        dtype = torch.float16 if config.amp == "fp16" else torch.bfloat16
         on_device = (tensor if tensor is None else tensor.to(device) for tensor in batch)
-        with torch.autocast(device.type, dtype=dtype, enabled=config.amp != "off"):
+        with autocast(config.techniques, device.type):
             return objective(*on_device)
 
     found = validate(objective, source.corpus.validation_batches(config), loss)

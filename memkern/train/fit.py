@@ -4,65 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
-from ..planner.planning import plan
+from ..options import OptionError, Techniques
+from ..planner.planning import parse_memory, plan
 from ..planner.report import Plan, rounded_up, would_fit
-from ..planner.smaller import Change
-from ..planner.techniques import TechniqueError, Techniques
 from .build import Source
-from .config import ArgumentError, TrainConfig
-
-# The planner's name of an option, where it is another.
-OPTIONS = {
-    "memory": "fit",
-    "precision": "dtype",
-    "state_bits": "optimizer",
-    "randomized_linear": "linear_keep",
-    "micro_batch": "batch_size",
-    "accumulation": "accumulate",
-    "techniques": "fit",
-    "inputs": "model",
-}
-
-
-def pinned(config: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The techniques that are given, which the planner does not choose; the class of the optimizer is one."""
-    techniques = dataclasses.asdict(config.techniques)
-    names = {"optimizer"}
-    same = ("master_weights", "checkpointing", "activation_bits", "saved_bits", "loss_chunk", "offload")
-    names |= {name for name in (*same, "step_in_backward") if name in given}
-    if "optimizer" in given:
-        names.add("state_bits")
-    if "linear_keep" in given:
-        names.add("randomized_linear")
-    if "amp" in given or "dtype" in given:
-        names.add("precision")
-    if "accumulate" in given or config.batch_factor > 1:
-        names |= {"micro_batch", "accumulation"}
-    return {name: techniques[name] for name in names}
-
-
-def chosen(config: TrainConfig, techniques: Techniques) -> TrainConfig:
-    """The options of a run with these techniques; those of an optimizer of torch's are not changed."""
-    optimizer = config.optimizer
-    if not techniques.is_torch:
-        optimizer = f"{techniques.optimizer}8bit" if techniques.state_bits == 8 else techniques.optimizer
-    amp = config.amp if config.amp != "off" else "bf16"
-    changes: dict[str, Any] = {
-        "amp": amp if techniques.precision == "amp" else "off",
-        "dtype": "bf16" if techniques.precision == "bf16" else "fp32",
-        "saved_bits": str(techniques.saved_bits or "none"),
-        "linear_keep": techniques.linear_share,
-        "master_weights": techniques.master_weights or "none",
-        "batch_size": techniques.micro_batch,
-        "accumulate": techniques.accumulation // config.batch_factor,
-        "optimizer": optimizer,
-    }
-    same = ("checkpointing", "activation_bits", "loss_chunk", "offload", "step_in_backward")
-    changes |= {name: getattr(techniques, name) for name in same}
-    return dataclasses.replace(config, **changes)
+from .config import TrainConfig
 
 
 def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
@@ -87,43 +36,44 @@ def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
     return {"model": model, "inputs": (tokens, tokens), "loss": loss}
 
 
-def option(change: Change) -> str:
-    """A change of what was asked of the planner, as ``python -m memkern train`` takes it."""
-    name, value = change.name, change.value
-    if name == "clip":
-        return "--clip 0"
-    if name == "precision":
-        return f"--{'amp bf16' if value == 'amp' else 'dtype ' + value}"
-    if name == "state_bits":
-        return f"an --optimizer with {value}-bit states"
-    flag = "--" + OPTIONS.get(name, name).replace("_", "-")
-    return flag if value is True else f"{flag} {value}"
+def given_techniques(config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """The techniques that the planner does not choose: those that are given, and the class of the optimizer.
+
+    With --micro-batch, --accumulation or --batch-factor the micro-batches are given too.
+    """
+    names = {field.name for field in dataclasses.fields(Techniques)} & {*given, "optimizer"}
+    found = {name: getattr(config.techniques, name) for name in names}
+    if {"micro_batch", "accumulation"} & {*given} or config.batch_factor > 1:
+        found |= {"micro_batch": config.techniques.micro_batch, "accumulation": config.micro_batches}
+    return found
 
 
 def fit(
-    config: TrainConfig, source: Source, size: str, given: Mapping[str, Any], device: str
+    config: TrainConfig, source: Source, size: str, given: Collection[str], device: str
 ) -> tuple[TrainConfig, Plan]:
-    """The options with the techniques that the planner recommends, and its plan.
+    """The config with the techniques that the planner recommends, and its plan. given: the options that stay.
 
-    Raises ArgumentError where nothing fits, with the least that could, and for a size that is none.
+    Raises OptionError where nothing fits, with the least that could, and for a size that is none.
     """
-    arguments: dict[str, Any] = {
-        "memory": size,
-        "device": device,
-        "techniques": pinned(config, given),
-        "batch_size": config.batch_size * config.micro_batches,
-        "clip": bool(config.clip),
-    }
-    try:
-        made = plan(**planned_model(config, source), **arguments)
-    except TechniqueError as error:
-        raise ArgumentError(OPTIONS.get(error.name, error.name), error.message) from error
+    made = plan(
+        **planned_model(config, source),
+        memory=parse_memory(size, "fit"),
+        device=device,
+        techniques=given_techniques(config, given),
+        batch_size=config.batch_size,
+        clip=bool(config.clip),
+    )
     if made.recommended is None:
-        raise ArgumentError(
+        raise OptionError(
             "fit",
             f"{size} given; allowed: {rounded_up(made.least)} GiB or more, the least that could do, with "
-            + " ".join([f"{made.together.techniques}.", *would_fit(made, option)]).removesuffix("."),
+            + " ".join([f"{made.together.techniques}.", *would_fit(made, no_clip="--clip 0")]).removesuffix(
+                "."
+            ),
         )
-    fitted = chosen(config, made.recommended.techniques)
+    techniques = made.recommended.techniques
+    fitted = config.replace(
+        techniques=techniques.replace(accumulation=techniques.accumulation // config.batch_factor)
+    )
     fitted.validate()
     return fitted, made

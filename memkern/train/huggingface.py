@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..applying import weight_dtype
+from ..options import OptionError
 from ..planner.models import MODELS as BUILT_IN
 from ..planner.models import positions, resolve, set_dropout
-from .config import MODELS, ArgumentError, TrainConfig
+from .config import MODELS, TrainConfig
 from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe
 
 SAFE = {"trust_remote_code": False}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CLASSIFIER = "ForSequenceClassification"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
 
 
@@ -33,15 +33,15 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def named(what: str, given: str, cure: str) -> Iterator[None]:
-    """Whatever transformers raises for a file or a name becomes an ArgumentError of one line."""
+    """Whatever transformers raises for a file or a name becomes an OptionError of one line."""
     try:
         yield
-    except ArgumentError:
+    except OptionError:
         raise
     except (
         Exception
     ) as error:  # the libraries below raise all kinds: OSError, ValueError, SafetensorError, KeyError
-        raise ArgumentError("model", f"{given!r}: {what}: {first_line(error)}; {cure}") from error
+        raise OptionError("model", f"{given!r}: {what}: {first_line(error)}; {cure}") from error
 
 
 def quiet() -> None:
@@ -53,7 +53,7 @@ def quiet() -> None:
 
 
 def load_config(config: TrainConfig) -> Any:
-    """The model's configuration. Raises ArgumentError for a folder that is none, and for a name that nobody has."""
+    """The model's configuration. Raises OptionError for a folder that is none, and for a name that nobody has."""
     from transformers import AutoConfig
 
     quiet()
@@ -61,7 +61,7 @@ def load_config(config: TrainConfig) -> Any:
     allowed = f"allowed: {', '.join(MODELS)}, a folder that save_pretrained wrote, or a name on the Hugging Face Hub"
     if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         kind = "a file" if path.is_file() else "a folder without config.json"
-        raise ArgumentError("model", f"{name!r} given, {kind}; {allowed}")
+        raise OptionError("model", f"{name!r} given, {kind}; {allowed}")
     if path.is_dir():
         with named("config.json cannot be used", name, "allowed: a folder that save_pretrained wrote"):
             return AutoConfig.from_pretrained(path, **SAFE)
@@ -69,7 +69,7 @@ def load_config(config: TrainConfig) -> Any:
         source: Any = resolve(name, 1, None, None, None)
         return source.config
     if not HUB_NAME.fullmatch(name):
-        raise ArgumentError("model", f"{name!r} given, which is no folder and no name; {allowed}")
+        raise OptionError("model", f"{name!r} given, which is no folder and no name; {allowed}")
     with named("no such model could be had from the Hugging Face Hub", name, allowed):
         return AutoConfig.from_pretrained(name, **SAFE)
 
@@ -84,7 +84,7 @@ def is_classifier(config: TrainConfig, hf_config: Any) -> bool:
 def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
     most = positions(hf_config)
     if most is not None and config.seq_len > most:
-        raise ArgumentError(
+        raise OptionError(
             "seq_len", f"{config.seq_len} given; allowed: 1 to {most}, the positions of {config.model}"
         )
 
@@ -114,7 +114,7 @@ def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) ->
     else:
         return train_bpe(texts, size)
     if tokenizer.size > size:
-        raise ArgumentError(
+        raise OptionError(
             "bytes" if config.bytes else "model",
             f"given with {config.model}, whose vocabulary of {size} is smaller than the tokenizer's {tokenizer.size}",
         )
@@ -129,13 +129,13 @@ def class_order(names: tuple[str, ...], hf_config: Any) -> tuple[str, ...]:
 
 
 def auto_class(hf_config: Any, *, classifier: bool) -> Any:
-    """transformers' auto class for the task. Raises ArgumentError where this type of model has none for it."""
+    """transformers' auto class for the task. Raises OptionError where this type of model has none for it."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     if type(hf_config) not in auto._model_mapping:
         task = "sequence classifier" if classifier else "causal language model"
-        raise ArgumentError(
+        raise OptionError(
             "model",
             f"given with a model of type {hf_config.model_type}, of which transformers has no {task}; "
             "allowed: a causal language model, or with --label-field a sequence classifier",
@@ -152,7 +152,7 @@ def architecture(hf_config: Any, *, classifier: bool) -> str:
 def build(
     config: TrainConfig, hf_config: Any, classes: Sequence[str] = (), pad: int | None = None
 ) -> nn.Module:
-    """The model in config's dtype, built in it: no copy in another one is made.
+    """The model in the techniques' dtype, built in it: no copy in another one is made.
 
     classes: those of a sequence classifier, whose pad token is ``pad``; empty: a causal language model.
     """
@@ -169,7 +169,7 @@ def build(
             hf_config.label2id = {name: number for number, name in id2label.items()}
             options["ignore_mismatched_sizes"] = True
         hf_config.pad_token_id = pad
-    dtype = DTYPES[config.dtype]
+    dtype = weight_dtype(config.techniques)
     cure = "allowed: a causal language model, or with --label-field a sequence classifier"
     with named("cannot be built", config.model, cure):
         if config.from_config:

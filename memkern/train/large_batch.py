@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-LR_RULES = ("none", "linear", "sqrt")
+from ..options import LR_RULES
 
 
 def scale_lr(base_lr: float, batch_factor: float, rule: str = "sqrt") -> float:

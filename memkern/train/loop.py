@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
+from ..applying import autocast
 from ..optim import accumulate
+from ..options import OptionError, spelled
 from .build import Source, build_objective, build_optimizer, resolve_device, resolved, schedule
-from .config import BASELINES, DEFAULTED, FREE_ON_RESUME, ArgumentError, TrainConfig
+from .config import DEFAULTED, FREE_ON_RESUME, TrainConfig
 from .data import Batch, Corpus
 from .distributed import (
     Processes,
@@ -29,17 +31,6 @@ from .evaluation import validate
 from .phases import Phases
 
 FORMAT = 2
-# What a baseline has of the techniques.
-PLAIN: dict[str, Any] = {
-    "activation_bits": None,
-    "linear_keep": None,
-    "saved_bits": "none",
-    "step_in_backward": False,
-    "offload": False,
-    "dtype": "fp32",
-    "master_weights": "none",
-    "gradient_rounding": "nearest",
-}
 
 
 class Diverged(RuntimeError):
@@ -115,7 +106,7 @@ class Trainer:
         self.accumulation = accumulate(self.model) if stochastic else None
         self.optimizer = build_optimizer(config, self.model)
         self.scheduler = schedule(config, self.optimizer)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.techniques.autocast == "fp16")
         if self.group.rank:
             torch.manual_seed(config.seed + self.group.rank)  # dropout's
         self.phases: Phases | None = None
@@ -127,9 +118,8 @@ class Trainer:
     def loss(self, *batch: Tensor | None) -> Tensor:
         """The sum of a batch's cross-entropies in nats, computed in fp32."""
         on_device = (tensor if tensor is None else tensor.to(self.device) for tensor in batch)
-        dtype = torch.float16 if self.config.amp == "fp16" else torch.bfloat16
         objective = self.parallel if torch.is_grad_enabled() else self.objective
-        with torch.autocast(self.device.type, dtype=dtype, enabled=self.config.amp != "off"):
+        with autocast(self.config.techniques, self.device.type):
             return objective(*on_device)
 
     def _counted_loss(self, *batch: Tensor | None) -> Tensor:
@@ -204,7 +194,7 @@ class Trainer:
         self.history.train_loss.append(loss)
         self.steps_done += 1
         if not math.isfinite(loss):
-            raise Diverged(f"{self.config.optimizer}: the loss is {loss} at step {self.steps_done}")
+            raise Diverged(f"{self.config.techniques.label}: the loss is {loss} at step {self.steps_done}")
         return loss
 
     def evaluate(self) -> float:
@@ -260,29 +250,30 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues the run of ``state``. Where options differ, raises ArgumentError and changes nothing."""
-        saved = TrainConfig(**state["config"])
-        for field in dataclasses.fields(TrainConfig):
-            given, before = getattr(self.config, field.name), getattr(saved, field.name)
-            if field.name in FREE_ON_RESUME or given == before:
+        """Continues the run of ``state``. Where options differ, raises OptionError and changes nothing."""
+        saved = TrainConfig.from_dict(state["config"])
+        options, options_before = self.config.options(), saved.options()
+        for name, given in options.items():
+            before = options_before[name]
+            if name in FREE_ON_RESUME or given == before:
                 continue
-            used = DEFAULTED.get(field.name)  # None stands for a default, which may be given, too
+            used = DEFAULTED.get(name)  # None stands for a default, which may be given, too
             if used is None or getattr(self.config, used) != getattr(saved, used):
                 before = getattr(saved, used) if used else before
-                raise ArgumentError(
-                    field.name,
-                    f"{given} given; allowed: {'none' if before is None else before}, with which the resumed run "
-                    "began, or a new run without --resume",
+                raise OptionError(
+                    name,
+                    f"{spelled(given)} given; allowed: {spelled(before)}, with which the resumed run began, or a new "
+                    "run without --resume",
                 )
         if state["corpus"] != self.corpus.digest:
-            raise ArgumentError(
+            raise OptionError(
                 "data",
                 f"{self.corpus.name!r} given; allowed: the text with which the resumed run began, unchanged",
             )
         models = (self.model.state_dict(), state["model"])
         shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]
         if shapes[0] != shapes[1]:
-            raise ArgumentError(
+            raise OptionError(
                 "resume", f"given a checkpoint of another model; allowed: one of {self.config.model}"
             )
         if self.is_sharded:
@@ -312,7 +303,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         state_bytes = memory.optimizer_bytes(self.optimizer)
         return RunResult(
-            optimizer=self.config.optimizer,
+            optimizer=self.config.techniques.label,
             activations=self.config.activations,
             parameters=parameters,
             optimizer_bytes=state_bytes,
@@ -328,14 +319,8 @@ class Trainer:
 
 
 def comparison(config: TrainConfig) -> list[TrainConfig]:
-    """The same run with the optimizer that ``BASELINES`` names, fp32 weights and torch's own layers, and ``config``."""
-    baseline = BASELINES.get(config.optimizer)
-    if baseline is None:
-        raise ArgumentError(
-            "compare", f"given with optimizer {config.optimizer}; allowed with: {', '.join(BASELINES)}"
-        )
-    plain = dataclasses.replace(config, optimizer=baseline, clip=config.max_norm, **PLAIN)
-    return [plain, config]
+    """The baseline (:meth:`TrainConfig.baseline`) and ``config``."""
+    return [config.baseline(), config]
 
 
 def run(

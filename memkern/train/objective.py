@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional
-from .config import ArgumentError
+from ..options import OptionError
 from .data import IGNORED
 from .model import GPT
 
@@ -57,14 +57,14 @@ class ByteModel(Objective):
 class LanguageModel(Objective):
     """Of a causal language model of transformers.
 
-    Raises ArgumentError where the loss is asked for in chunks and the model's logits are not its head of its last
+    Raises OptionError where the loss is asked for in chunks and the model's logits are not its head of its last
     hidden states (some models scale or cap them).
     """
 
     def __init__(self, model: Any, loss_chunk: int | None = None) -> None:
         super().__init__(model, loss_chunk)
         if loss_chunk is not None and not self._head_is_linear():
-            raise ArgumentError(
+            raise OptionError(
                 "loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's"
             )
 

@@ -97,7 +97,7 @@ def memory_figure(config: TrainConfig, phases: Phases) -> Figure:
         drawn, [f"{row.peak / 2**30:.2f}" for row in rows.values()], padding=3, fontsize=9, color=INK
     )
     bars.set_title("peak of each phase, GiB", fontsize=10, color=INK)
-    out.suptitle(f"{model_name(config)}, {config.optimizer}", fontsize=11, color=INK)
+    out.suptitle(f"{model_name(config)}, {config.techniques.label}", fontsize=11, color=INK)
     return out
 
 
@@ -117,7 +117,7 @@ def figure(config: TrainConfig, results: Sequence[RunResult]) -> Figure:
         axes.tick_params(colors=INK)
         axes.set_axisbelow(True)
     _losses(curves, results, styles)
-    tokens = config.batch_size * config.seq_len
+    tokens = config.techniques.micro_batch * config.seq_len
     states = [(r.optimizer_bytes, f"{r.bytes_per_parameter:.2f} B/param") for r in results]
     _bars(state_bars, styles, "optimizer state", [r.optimizer for r in results], states)
     saved = [(r.saved_bytes, f"{r.saved_bytes / tokens / 1e3:.1f} kB/token") for r in results]

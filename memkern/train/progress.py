@@ -51,9 +51,9 @@ class Lines:
             return
         done = sum(trainer.steps_done for trainer in self.trainers)
         left = (time.monotonic() - self.began) / (done - self.first) * (self.total - done)
-        name = trainer.config.optimizer
+        name = trainer.config.techniques.label
         print(
-            f"{name:<12} step {step:>{len(str(steps))}}/{steps}  {status(trainer)}  {left:.0f} s left",
+            f"{name:<16} step {step:>{len(str(steps))}}/{steps}  {status(trainer)}  {left:.0f} s left",
             flush=True,
         )
 
@@ -71,7 +71,7 @@ class Bars:
         )
         self.tasks = {
             trainer: self.progress.add_task(
-                trainer.config.optimizer,
+                trainer.config.techniques.label,
                 total=trainer.config.steps,
                 completed=trainer.steps_done,
                 status="",

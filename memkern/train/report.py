@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import filesize
 from rich.console import Console
 from rich.table import Table
 
@@ -26,13 +27,9 @@ from .phases import Phases
 SAME_LOSS = 0.01  # losses less than 1 % apart are called the same
 
 
-def size(count: float) -> str:
+def size(count: int) -> str:
     """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
+    return filesize.decimal(count, precision=2)
 
 
 def summary(results: Sequence[RunResult]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .config import ArgumentError
+from ..options import OptionError
 
 TEXT_FIELD = "text"
 
@@ -19,9 +19,9 @@ def decoded(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ArgumentError("data", f"{str(path)!r} cannot be read: {error}") from error
+        raise OptionError("data", f"{str(path)!r} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
-        raise ArgumentError(
+        raise OptionError(
             "data", f"{str(path)!r} given, whose byte {error.start} is no UTF-8 text; allowed: text in UTF-8"
         ) from error
 
@@ -33,9 +33,9 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ArgumentError("data", f"{str(path)!r}, line {number}, is no JSON: {error}") from error
+            raise OptionError("data", f"{str(path)!r}, line {number}, is no JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ArgumentError(
+            raise OptionError(
                 "data", f"{str(path)!r}, line {number}, is no JSON object; allowed: an object a line"
             )
         yield row
@@ -50,24 +50,24 @@ def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         yield from reader
     except csv.Error as error:
-        raise ArgumentError("data", f"{str(path)!r}, line {reader.line_num}, is no CSV: {error}") from error
+        raise OptionError("data", f"{str(path)!r}, line {reader.line_num}, is no CSV: {error}") from error
 
 
 def field(row: dict[str, Any], option: str, name: str, path: Path, number: int) -> str:
-    """A field of a row as text. Raises ArgumentError for the option that named it."""
+    """A field of a row as text. Raises OptionError for the option that named it."""
     value = row.get(name)
     if value is None and name in row:
-        raise ArgumentError(
+        raise OptionError(
             option,
             f"{name!r} given, which is null or missing in row {number} of {str(path)!r}; allowed: a text in every row",
         )
     if value is None:
         names = ", ".join(repr(key) for key in row if isinstance(key, str)) or "none"
-        raise ArgumentError(
+        raise OptionError(
             option, f"{name!r} given, which row {number} of {str(path)!r} has not; allowed: {names}"
         )
     if isinstance(value, (dict, list)):
-        raise ArgumentError(option, f"{name!r} given, which is no text in row {number} of {str(path)!r}")
+        raise OptionError(option, f"{name!r} given, which is no text in row {number} of {str(path)!r}")
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -76,14 +76,14 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ArgumentError(
+        raise OptionError(
             "data", f"{str(path)!r} needs pyarrow: pip install pyarrow, or convert the file to JSONL"
         ) from error
     try:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:
-        raise ArgumentError("data", f"{str(path)!r} is no Parquet file: {error}") from error
+        raise OptionError("data", f"{str(path)!r} is no Parquet file: {error}") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
@@ -100,5 +100,5 @@ def is_table(path: Path) -> bool:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table. Raises ArgumentError where they cannot be read."""
+    """The rows of a table. Raises OptionError where they cannot be read."""
     return _READERS[path.suffix.lower()](path)

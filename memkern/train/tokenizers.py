@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .config import ArgumentError
+from ..options import OptionError
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 BATCH_CHARACTERS = (
@@ -89,9 +89,7 @@ def train_bpe(texts: Sequence[str], size: int) -> FromTransformers:
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if size < len(alphabet) + 2:
-        raise ArgumentError(
-            "model", f"given with {size} ids; a byte-level tokenizer needs {len(alphabet) + 2}"
-        )
+        raise OptionError("model", f"given with {size} ids; a byte-level tokenizer needs {len(alphabet) + 2}")
     tokenizer = Fast(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

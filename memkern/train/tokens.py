@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .config import ArgumentError, TrainConfig
+from ..options import OptionError
+from .config import TrainConfig
 from .data import IGNORED, Batch, Corpus, check_lengths, validation_batches
 from .documents import Documents
 from .tokenizers import Tokenizer, encode_each, stream
@@ -30,14 +31,15 @@ def order(count: int, seed: int, epoch: int) -> Tensor:
 
 def steps_per_epoch(count: int, config: TrainConfig) -> int:
     """The last step of an epoch has what is left."""
-    return -(-count // (config.micro_batches * config.batch_size))
+    return -(-count // config.batch_size)
 
 
 def items_of_step(count: int, config: TrainConfig, step: int) -> list[Tensor]:
     """The items of a step's micro-batches: each of ``count`` items once per epoch, in the epoch's order."""
     epoch, place = divmod(step, steps_per_epoch(count, config))
-    size = config.micro_batches * config.batch_size
-    return list(order(count, config.seed, epoch)[place * size : (place + 1) * size].split(config.batch_size))
+    size = config.batch_size
+    items = order(count, config.seed, epoch)[place * size : (place + 1) * size]
+    return list(items.split(config.techniques.micro_batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,10 @@ class Tokens(Corpus):
 
     def validation_batches(self, config: TrainConfig) -> list[Batch]:
         batches = validation_batches(
-            self.validation, tokens=config.eval_tokens, batch_size=config.batch_size, seq_len=config.seq_len
+            self.validation,
+            tokens=config.eval_tokens,
+            micro_batch=config.techniques.micro_batch,
+            seq_len=config.seq_len,
         )
         return [Batch(*batch) for batch in batches]
 
@@ -82,7 +87,7 @@ class LabelledTexts(Corpus):
     rate_unit: ClassVar[str] = "texts"
 
     def per_step(self, config: TrainConfig) -> int:
-        return config.micro_batches * config.batch_size
+        return config.batch_size
 
     def steps_per_epoch(self, config: TrainConfig) -> int:
         return steps_per_epoch(len(self.train), config)
@@ -106,7 +111,7 @@ class LabelledTexts(Corpus):
         items = torch.arange(count) * available // count
         return [
             self.batch(self.validation_texts, self.validation, some)
-            for some in items.split(config.batch_size)
+            for some in items.split(config.techniques.micro_batch)
         ]
 
 
@@ -125,7 +130,7 @@ def name_of(config: TrainConfig) -> str:
 def token_corpus(
     config: TrainConfig, train: Documents, validation: Documents, files: int, tokenizer: Tokenizer
 ) -> Tokens:
-    """Windows of all documents. Raises ArgumentError where they are shorter than a window."""
+    """Windows of all documents. Raises OptionError where they are shorter than a window."""
     streams = [stream(tokenizer, documents.texts) for documents in (train, validation)]
     check_lengths(name_of(config), len(streams[0]), len(streams[1]), config.seq_len, "token")
     return Tokens(streams[0], streams[1], name_of(config), files, digest_of(streams))
@@ -135,7 +140,7 @@ def class_names(documents: Documents, label_field: str) -> tuple[str, ...]:
     """The labels, sorted; as numbers, where all are whole numbers."""
     counted = Counter(documents.labels)
     if not 2 <= len(counted) <= MAX_CLASSES:
-        raise ArgumentError(
+        raise OptionError(
             "label_field",
             f"{label_field!r} given, with {len(counted)} labels; allowed: 2 to {MAX_CLASSES} labels",
         )
@@ -151,16 +156,16 @@ def labelled_corpus(
     tokenizer: Tokenizer,
     classes: tuple[str, ...],
 ) -> LabelledTexts:
-    """Raises ArgumentError for too few rows, and for a validation row whose label no training row has."""
+    """Raises OptionError for too few rows, and for a validation row whose label no training row has."""
     if not validation.texts:
         rows = len(train.texts)
-        raise ArgumentError(
+        raise OptionError(
             "data", f"given with {rows} rows; allowed: 10 or more, of which every tenth is for validation"
         )
     numbers = {name: number for number, name in enumerate(classes)}
     unknown = next((label for label in validation.labels if label not in numbers), None)
     if unknown is not None:
-        raise ArgumentError("label_field", f"given, but the label {unknown!r} is in no row for training")
+        raise OptionError("label_field", f"given, but the label {unknown!r} is in no row for training")
     labels = [
         torch.tensor([numbers[label] for label in documents.labels]) for documents in (train, validation)
     ]

@@ -338,7 +338,7 @@ def test_report_is_json_and_complete() -> None:
     assert {*report["backends"]} == {*backend.BACKENDS}
     for name, entry in report["backends"].items():
         assert entry["available"] == (entry["reason"] is None) == (backend.available()[name] is None)
-    assert report["optimizers"]["master_weights"] == [k for k in optim.weights.MASTER_WEIGHTS if k][::-1]
+    assert [None, *report["optimizers"]["master_weights"]] == [*optim.weights.MASTER_WEIGHTS]
     assert report["optimizers"]["state_bits"] == ["32", "8", "(8,4) of Adam and AdamW"]
     assert "reference" in report["optimizers"]["backends"]
     assert report["selected"]["cpu"] == backend.select("cpu")

@@ -27,7 +27,7 @@ LINES = {
     "csrc/cpu/kernels/all.h": "its header",
 }
 # For `python -m memkern train --optimizer` and `plan --optimizer`.
-OPTIONAL = {"memkern/train/arguments.py", "memkern/train/config.py", "memkern/planner/techniques.py"}
+OPTIONAL = {"memkern/options.py", "memkern/train/config.py"}
 GENERATED = {"csrc/common/schemas.h", "csrc/core/hyperparameters.h"}
 
 

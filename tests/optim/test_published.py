@@ -9,7 +9,6 @@ from torch import Tensor
 
 from benchmarks import timm_optim
 from memkern import optim
-from memkern.train.build import decay_groups
 from memkern.train.data import windows
 from memkern.train.model import GPT
 from tests.support.helpers import (
@@ -160,7 +159,7 @@ def small_gpt() -> tuple[torch.nn.Module, Callable[[int], Tensor]]:
 def test_fifty_steps_of_a_gpt_are_the_published_ones(backend: str, name: str) -> None:
     build, update, options = PUBLISHED[name]
     model, loss = small_gpt()
-    groups = decay_groups(model, options["weight_decay"])
+    groups = optim.param_groups(model, weight_decay=options["weight_decay"])
     params = [p for group in groups for p in group["params"]]
     decays = [group["weight_decay"] for group in groups for _ in group["params"]]
     optimizer, truth = build(groups, **options), Published(params, update, **options)

@@ -1,6 +1,5 @@
 """What the tests of the training loop share: a text, a small configuration, runs and their comparison."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -8,9 +7,12 @@ import torch
 from memkern.train import Corpus, TrainConfig, Trainer, run
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, its cube {i**3}.\n" for i in range(1500))
-SMALL = TrainConfig(
-    layers=2, heads=2, width=64, seq_len=32, batch_size=4, steps=6, warmup=1, eval_every=3, eval_tokens=512
-)
+SMALL = TrainConfig(layers=2, heads=2, width=64, seq_len=32, steps=6, warmup=1, eval_every=3, eval_tokens=512)
+ADAMW8: dict[str, Any] = {"optimizer": "adamw", "state_bits": 8}
+LION: dict[str, Any] = {"optimizer": "lion", "state_bits": 32}
+LION8: dict[str, Any] = {"optimizer": "lion", "state_bits": 8}
+TORCH_ADAMW: dict[str, Any] = {"optimizer": "torch-adamw", "state_bits": 32}
+TORCH_ADAM: dict[str, Any] = {"optimizer": "torch-adam", "state_bits": 32}
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -18,7 +20,7 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def trained(corpus: Corpus, **changes: Any) -> Trainer:
-    trainer = Trainer(dataclasses.replace(SMALL, **changes), corpus)
+    trainer = Trainer(SMALL.replace(**changes), corpus)
     run([trainer])
     return trainer
 

@@ -1,6 +1,5 @@
 """Checkpoints of the training loop: a resumed run repeats every bit."""
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -12,9 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from memkern.train import ArgumentError, Corpus, TrainConfig, Trainer, load_corpus, run
+from memkern import OptionError
+from memkern.flags import typed
+from memkern.train import Corpus, TrainConfig, Trainer, load_corpus, run
 from memkern.train import checkpoint as checkpoints
-from tests.support.train_helpers import SMALL, TEXT, assert_same_run, trained, weights
+from tests.support.train_helpers import (
+    ADAMW8,
+    LION8,
+    SMALL,
+    TEXT,
+    TORCH_ADAMW,
+    assert_same_run,
+    trained,
+    weights,
+)
 
 
 def straight_and_resumed(config: TrainConfig, corpus: Corpus, tmp_path: Path) -> tuple[Trainer, Trainer]:
@@ -34,27 +44,31 @@ def straight_and_resumed(config: TrainConfig, corpus: Corpus, tmp_path: Path) ->
     return straight, resumed
 
 
-@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion8bit", "torch-adamw"])
-def test_a_resumed_run_repeats_every_bit(corpus: Corpus, tmp_path: Path, optimizer: str, amp: str) -> None:
-    config = dataclasses.replace(SMALL, optimizer=optimizer, amp=amp, accumulate=2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("optimizer", [ADAMW8, LION8, TORCH_ADAMW], ids=lambda o: o["optimizer"])
+def test_a_resumed_run_repeats_every_bit(
+    corpus: Corpus, tmp_path: Path, optimizer: dict[str, Any], precision: str
+) -> None:
+    config = SMALL.replace(**optimizer, precision=precision, accumulation=2)
     straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
     assert straight.scaler.state_dict() == resumed.scaler.state_dict()
     assert straight.history.peak_bytes == resumed.history.peak_bytes
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "blocks", "sqrt"])
-def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: str) -> None:
-    config = dataclasses.replace(SMALL, activation_bits=3, linear_keep=0.25, checkpointing=checkpointing)
+@pytest.mark.parametrize("checkpointing", [None, "blocks", "sqrt"])
+def test_a_compressed_run_resumes_bit_for_bit(
+    corpus: Corpus, tmp_path: Path, checkpointing: str | None
+) -> None:
+    config = SMALL.replace(activation_bits=3, linear_share=0.25, checkpointing=checkpointing)
     straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
     assert straight.history.saved_bytes == resumed.history.saved_bytes
-    assert_same_run(straight, trained(corpus, activation_bits=3, linear_keep=0.25))
+    assert_same_run(straight, trained(corpus, activation_bits=3, linear_share=0.25))
 
 
 def test_sums_with_stochastic_rounding_resume_bit_for_bit(corpus: Corpus, tmp_path: Path) -> None:
-    config = dataclasses.replace(SMALL, dtype="bf16", accumulate=3, gradient_rounding="stochastic")
+    config = SMALL.replace(precision="bf16", accumulation=3, gradient_rounding="stochastic")
     straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)
 
@@ -72,21 +86,22 @@ def test_a_finished_run_resumes_to_its_result(corpus: Corpus, tmp_path: Path) ->
     [
         {"lr": 1e-4},
         {"seed": 1},
-        {"optimizer": "adamw"},
-        {"batch_size": 2},
+        {"optimizer": "lion"},
+        {"state_bits": 32},
+        {"micro_batch": 2},
         {"steps": 7},
-        {"amp": "bf16"},
+        {"precision": "bf16-mixed"},
         {"activation_bits": 3},
     ],
 )
 def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str, Any]) -> None:
     state = Trainer(SMALL, corpus).state_dict()
-    other = Trainer(dataclasses.replace(SMALL, **changes), corpus)
+    other = Trainer(SMALL.replace(**changes), corpus)
     before = [weight.clone() for weight in weights(other)]
     [(name, value)] = changes.items()
-    used = {"warmup": SMALL.warmup_steps, "lr": SMALL.base_lr}.get(name, getattr(SMALL, name))
+    used = {"warmup": SMALL.warmup_steps, "lr": SMALL.base_lr}.get(name, SMALL.options()[name])
     used = "none" if used is None else used
-    with pytest.raises(ArgumentError, match=f"{name}: {value} given; allowed: {used}"):
+    with pytest.raises(OptionError, match=f"{name}: {value} given; allowed: {used}"):
         other.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
 
@@ -94,7 +109,7 @@ def test_another_configuration_is_not_resumed(corpus: Corpus, changes: dict[str,
 def test_another_text_is_not_resumed(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text(TEXT.replace("7", "8"))
     other = Trainer(SMALL, load_corpus([str(tmp_path)], seq_len=32))
-    with pytest.raises(ArgumentError, match=r"data: .* unchanged"):
+    with pytest.raises(OptionError, match=r"data: .* unchanged"):
         other.load_state_dict(Trainer(SMALL, corpus).state_dict())
 
 
@@ -133,12 +148,12 @@ def test_a_failed_save_leaves_the_old_file(
 @pytest.mark.full
 def test_a_killed_run_resumes_bit_for_bit(corpus: Corpus, text: Path, tmp_path: Path) -> None:
     steps, path = 200, tmp_path / "run.pt"
-    config = dataclasses.replace(SMALL, steps=steps, warmup=None, eval_every=25, save_every=5, threads=1)
+    config = SMALL.replace(steps=steps, warmup=None, eval_every=25, save_every=5, threads=1)
     command = [sys.executable, "-m", "memkern", "train", "--data", str(text), "--save", str(path)]
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != field.default:
-            command += [f"--{field.name.replace('_', '-')}", str(value)]
+    defaults = TrainConfig().options()
+    for name, value in config.options().items():
+        if value != defaults[name]:
+            command += typed(name, value).split()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not path.exists() and process.poll() is None and time.monotonic() < deadline:

@@ -63,7 +63,7 @@ def test_train_prints_lines_and_a_table(text: str, capsys: pytest.CaptureFixture
     main(["train", "--data", text, *SMALL])
     shown = capsys.readouterr().out
     assert "text.txt (1 files): 8,100 bytes for training, 900 for validation" in shown
-    assert [line.split()[2] for line in shown.splitlines() if line.startswith("adamw8bit ")] == [
+    assert [line.split()[3] for line in shown.splitlines() if line.startswith("adamw 8-bit ")] == [
         "1/4", "2/4", "3/4", "4/4",
     ]  # fmt: skip
     for row in (
@@ -98,7 +98,7 @@ def test_compare_writes_json_and_a_picture(
     assert sorted(path.name for path in out.iterdir()) == ["losses.png", "results.json"]
     written = json.loads((out / "results.json").read_text())
     baseline, ours = written["runs"]
-    assert (baseline["optimizer"], ours["optimizer"]) == ("torch-adamw", "adamw8bit")
+    assert (baseline["optimizer"], ours["optimizer"]) == ("torch-adamw", "adamw 8-bit")
     assert baseline["history"]["train_loss"][0] == ours["history"]["train_loss"][0]
     for result in (baseline, ours):
         assert [step for step, _ in result["history"]["validation"]] == [2, 4]
@@ -330,9 +330,9 @@ BAD = [
     (["--lr", "0"], "--lr", "0 given", "above 0"),
     (["--weight-decay", "-1"], "--weight-decay", "-1.0 given", "0 or more"),
     (["--clip", "inf"], "--clip", "inf given", "finite"),
-    (["--activation-bits", "5"], "--activation-bits", "5 given", "1 to 4"),
-    (["--linear-keep", "0"], "--linear-keep", "0.0 given", "above 0, at most 1"),
-    (["--linear-keep", "nan"], "--linear-keep", "nan given", "above 0, at most 1"),
+    (["--activation-bits", "5"], "--activation-bits", "'5' given", "none, 1, 2, 3, 4"),
+    (["--linear-share", "0"], "--linear-share", "0.0 given", "above 0, at most 1"),
+    (["--linear-share", "nan"], "--linear-share", "nan given", "above 0, at most 1"),
     (["--warmup", "4"], "--warmup", "4 given", "fewer than the 4 steps"),
     (["--heads", "3"], "--heads", "3 given", "divisors of the width, 64"),
     (["--width", "63"], "--heads", "2 given", "divisors of the width, 63"),
@@ -342,30 +342,37 @@ BAD = [
     (["--warmup-epochs", "9"], "--warmup-epochs", "9 given", "fewer than the 4 steps"),
     (["--dropout", "1"], "--dropout", "1.0 given", "below 1"),
     (["--checkpointing", "some"], "--checkpointing", "'some'", "sqrt"),
-    (["--master-weights", "bf16+8"], "--master-weights", "given", "--dtype bf16"),
-    (["--dtype", "bf16", "--amp", "bf16"], "--amp", "given with --dtype bf16", "off"),
-    (["--step-in-backward", "--clip", "1"], "--clip", "given with --step-in-backward", "0"),
-    (["--step-in-backward", "--accumulate", "2"], "--accumulate", "2 given with --step-in-backward", "1"),
-    (["--step-in-backward", "--amp", "fp16"], "--amp", "given with --step-in-backward", "off"),
-    (["--gradient-rounding", "stochastic"], "--dtype", "given with --gradient-rounding", "bf16"),
+    (["--master-weights", "bf16+8"], "--master-weights", "'bf16+8' given", "precision is 'bf16'"),
     (
-        ["--gradient-rounding", "stochastic", "--dtype", "bf16", "--offload"],
+        ["--master-weights", "fp32", "--precision", "bf16", "--optimizer", "torch-adamw"],
+        "--master-weights",
+        "'fp32' given; allowed: None with torch-adamw",
+    ),
+    (["--state-bits", "8", "--optimizer", "torch-adamw"], "--state-bits", "8 given", "32 with torch-adamw"),
+    (["--batch-size", "6", "--micro-batch", "4"], "--batch-size", "6 given", "multiples of 4"),
+    (["--micro-batch", "0"], "--micro-batch", "0 given", "1 or more"),
+    (["--step-in-backward", "--clip", "1"], "--clip", "given with --step-in-backward", "0"),
+    (["--step-in-backward", "--accumulation", "2"], "--step-in-backward", "True given", "accumulation=2"),
+    (["--step-in-backward", "--precision", "fp16-mixed"], "--precision", "given", "without step_in_backward"),
+    (["--gradient-rounding", "stochastic"], "--precision", "given with --gradient-rounding", "bf16"),
+    (
+        ["--gradient-rounding", "stochastic", "--precision", "bf16", "--offload"],
         "--offload",
         "given with --gradient-rounding",
-        "not with it",
+        "False: gradients are added up on the host",
     ),
-    (["--offload", "--amp", "fp16"], "--amp", "'fp16' given with --offload", "bf16"),
+    (["--offload", "--precision", "fp16-mixed"], "--precision", "'fp16-mixed' given", "without offload"),
     (["--loss-chunk", "0"], "--loss-chunk", "0 given", "1 or more"),
     (["--export", "new2"], "--export", "given with --model byte-tiny", "models of transformers"),
     (["--data", "binary"], "--data", "'binary' given, a binary file", "text"),
-    (["--optimizer", "adagrad"], "--optimizer", "'adagrad'", "adamw8bit"),
-    (["--amp", "fp8"], "--amp", "'fp8'", "bf16"),
+    (["--optimizer", "adagrad"], "--optimizer", "'adagrad' given", "adamw, adam"),
+    (["--precision", "fp8"], "--precision", "'fp8' given", "bf16-mixed"),
     (["--device", "toaster"], "--device", "'toaster' given", "cpu, cuda"),
     (["--device", "meta"], "--device", "'meta' given", "cpu, cuda"),
     (["--device", "cuda:99"], "--device", "'cuda:99' given", "cpu"),
     (["--seq-len", "900"], "--seq-len", "900 given", "900 for validation", "1 to 899"),
     (["--data", "missing"], "--data", "'missing' given", "neither a file nor a folder"),
-    (["--compare", "--optimizer", "lion"], "--compare", "lion", "allowed with: adamw8bit"),
+    (["--compare", "--optimizer", "lion", "--state-bits", "32"], "--compare", "lion", "with 8-bit states"),
     (["--compare", "--save", "run.pt"], "--compare", "--save", "without"),
     (["--resume", "missing.pt"], "--resume", "'missing.pt' cannot be read"),
     (
@@ -492,11 +499,11 @@ def result(optimizer: str, loss: float, held: int, saved: int = 500, activations
     ],
 )
 def test_the_sentence_says_what_the_losses_are(ours: float, expected: str) -> None:
-    assert summary([result("torch-adamw", 2.0, 8000), result("adamw8bit", ours, 2072)]) == expected
+    assert summary([result("torch-adamw", 2.0, 8000), result("adamw 8-bit", ours, 2072)]) == expected
 
 
 def test_the_sentence_says_what_activations_keep() -> None:
-    runs = [result("torch-adamw", 2.0, 8000), result("adamw8bit", 2.0, 2072, 320, "3-bit GELU")]
+    runs = [result("torch-adamw", 2.0, 8000), result("adamw 8-bit", 2.0, 2072, 320, "3-bit GELU")]
     assert summary(runs) == (
         "Same validation loss within 0.1 %; optimizer state 25.9 % of torch-adamw's, "
         "activations saved for the backward pass 64.0 % of GELU's."
@@ -504,14 +511,14 @@ def test_the_sentence_says_what_activations_keep() -> None:
 
 
 def test_the_sentence_of_one_run() -> None:
-    assert summary([result("adamw8bit", 2.0, 2072)]) == (
+    assert summary([result("adamw 8-bit", 2.0, 2072)]) == (
         "Validation loss 2.0000; optimizer state 2.07 bytes per parameter."
     )
 
 
 def test_sizes_are_decimal() -> None:
     assert [size(n) for n in (999, 1000, 26_063_056, 3_100_000_000)] == [
-        "999 B",
+        "999 bytes",
         "1.00 kB",
         "26.06 MB",
         "3.10 GB",

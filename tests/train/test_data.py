@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkern.train import ArgumentError, Corpus, load_corpus
+from memkern import OptionError
+from memkern.train import Corpus, load_corpus
 from memkern.train.data import standard_library_files, step_batches, validation_batches
 
 
@@ -32,7 +33,7 @@ def test_which_files_a_folder_gives(tmp_path: Path) -> None:
     corpus = load_corpus(given, seq_len=8)
     names = ["two.txt", "a/one.py", "z/last.txt"]
     assert bytes(corpus.train.tolist()) == b"".join((name * 100)[: 90 * len(name)].encode() for name in names)
-    with pytest.raises(ArgumentError, match="image' given, a binary file"):
+    with pytest.raises(OptionError, match="image' given, a binary file"):
         load_corpus([str(tmp_path / "image")], seq_len=8)
     assert load_corpus(given, seq_len=8).digest == corpus.digest
     (tmp_path / "two.txt").write_text("three.tx" * 100)
@@ -50,13 +51,13 @@ def test_the_default_text_is_the_standard_library() -> None:
 
 def test_batches_depend_on_seed_and_step_alone(corpus: Corpus) -> None:
     def starts(**changes: int) -> list[torch.Tensor]:
-        options = {"seed": 1, "step": 5, "accumulate": 2, "batch_size": 3, "seq_len": 8} | changes
+        options = {"seed": 1, "step": 5, "accumulation": 2, "micro_batch": 3, "seq_len": 8} | changes
         return [inputs for inputs, _ in step_batches(corpus.train, **options)]
 
     assert all(torch.equal(a, b) for a, b in zip(starts(), starts(), strict=True))
     assert not torch.equal(torch.cat(starts()), torch.cat(starts(step=6)))
     assert not torch.equal(torch.cat(starts()), torch.cat(starts(seed=2)))
-    assert torch.equal(torch.cat(starts()), torch.cat(starts(accumulate=1, batch_size=6)))
+    assert torch.equal(torch.cat(starts()), torch.cat(starts(accumulation=1, micro_batch=6)))
     assert not torch.equal(*starts())
 
 
@@ -64,7 +65,9 @@ def test_targets_are_the_next_bytes_and_reach_the_last(corpus: Corpus) -> None:
     text = torch.arange(10, dtype=torch.uint8)
     seen = set()
     for step in range(40):
-        for inputs, targets in step_batches(text, seed=0, step=step, accumulate=1, batch_size=4, seq_len=8):
+        for inputs, targets in step_batches(
+            text, seed=0, step=step, accumulation=1, micro_batch=4, seq_len=8
+        ):
             assert torch.equal(inputs + 1, targets)
             seen |= {*inputs[:, 0].tolist()}
     assert seen == {0, 1}
@@ -72,7 +75,7 @@ def test_targets_are_the_next_bytes_and_reach_the_last(corpus: Corpus) -> None:
 
 def test_validation_windows_are_apart_and_spread() -> None:
     text = (torch.arange(1000) % 251).to(torch.uint8)
-    batches = list(validation_batches(text, tokens=400, batch_size=3, seq_len=40))
+    batches = list(validation_batches(text, tokens=400, micro_batch=3, seq_len=40))
     starts = torch.cat([inputs[:, 0] for inputs, _ in batches])
     assert [len(inputs) for inputs, _ in batches] == [3, 3, 3, 1]
     expected = torch.arange(10) * 24 // 10 * 40  # 10 of the 24 windows that fit
@@ -109,7 +112,7 @@ def test_bytes_of_a_table_are_those_of_its_texts(tmp_path: Path, ending: str, na
     assert bytes(corpus.validation.tolist()) == (texts[9] + texts[19]).encode()
     assert bytes(corpus.train.tolist()) == "".join(texts[:9] + texts[10:19]).encode()
     with pytest.raises(
-        ArgumentError, match=r"text_field: 'prose' given, which row 1 .* has not; allowed: 'id'"
+        OptionError, match=r"text_field: 'prose' given, which row 1 .* has not; allowed: 'id'"
     ):
         load_corpus([str(tmp_path)], seq_len=8, text_field="prose")
 
@@ -118,7 +121,7 @@ def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        ArgumentError, match=r"needs pyarrow: pip install pyarrow, or convert the file to JSONL"
+        OptionError, match=r"needs pyarrow: pip install pyarrow, or convert the file to JSONL"
     ):
         load_corpus([str(tmp_path / "rows.parquet")], seq_len=8)
 
@@ -126,5 +129,5 @@ def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pyt
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100))
-    with pytest.raises(ArgumentError, match=r"rows.parquet' is no Parquet file"):
+    with pytest.raises(OptionError, match=r"rows.parquet' is no Parquet file"):
         load_corpus([str(tmp_path)], seq_len=8)

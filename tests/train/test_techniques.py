@@ -1,26 +1,38 @@
 """The recipe's techniques: what they change of a run, and what the planner chooses."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from memkern import memory, optim
-from memkern.train import ArgumentError, Corpus, TrainConfig, Trainer, run
+from memkern import OptionError, memory, optim
+from memkern.train import Corpus, TrainConfig, Trainer, run
 from memkern.train.build import Source
-from memkern.train.fit import chosen, fit
-from tests.support.train_helpers import SMALL, assert_same_run, trained, weights
+from memkern.train.fit import fit, given_techniques
+from tests.support.train_helpers import (
+    ADAMW8,
+    LION,
+    SMALL,
+    TORCH_ADAM,
+    TORCH_ADAMW,
+    assert_same_run,
+    trained,
+    weights,
+)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion", "torch-adamw"])
+def name_of(optimizer: dict[str, Any]) -> str:
+    return optimizer["optimizer"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [ADAMW8, LION, TORCH_ADAMW], ids=name_of)
 def test_a_step_in_backward_has_the_same_bits_and_fewer_bytes(
-    corpus: Corpus, dtype: str, optimizer: str
+    corpus: Corpus, precision: str, optimizer: dict[str, Any]
 ) -> None:
     # One short sequence: the gradients, not what the forward pass saves, make the peak.
-    options = {"dtype": dtype, "optimizer": optimizer, "clip": 0.0, "batch_size": 1, "seq_len": 16}
+    options = {"precision": precision, **optimizer, "clip": 0.0, "micro_batch": 1, "seq_len": 16}
     whole = trained(corpus, **options)
     freed = trained(corpus, **options, step_in_backward=True)
     assert isinstance(freed.optimizer, optim.StepInBackward)
@@ -42,11 +54,11 @@ def test_the_loss_in_chunks_follows_and_saves_no_logits(corpus: Corpus) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("master", "more"), [("none", 0), ("bf16+8", 1), ("bf16+16", 2), ("fp32", 4)])
-def test_bf16_weights_follow_fp32(corpus: Corpus, master: str, more: int) -> None:
+@pytest.mark.parametrize(("master", "more"), [(None, 0), ("bf16+8", 1), ("bf16+16", 2), ("fp32", 4)])
+def test_bf16_weights_follow_fp32(corpus: Corpus, master: str | None, more: int) -> None:
     options = {"width": 128, "steps": 20, "lr": 2e-3}
     plain = trained(corpus, **options)
-    half = trained(corpus, **options, dtype="bf16", master_weights=master)
+    half = trained(corpus, **options, precision="bf16", master_weights=master)
     assert {weight.dtype for weight in weights(half)} == {torch.bfloat16}
     assert half.result().validation_loss == pytest.approx(plain.result().validation_loss, rel=0.02)
     added = half.result().bytes_per_parameter - plain.result().bytes_per_parameter
@@ -54,36 +66,36 @@ def test_bf16_weights_follow_fp32(corpus: Corpus, master: str, more: int) -> Non
     assert memory.tensor_bytes(weights(half)) == memory.tensor_bytes(weights(plain)) // 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "lion", "torch-adam"])
-def test_offload_has_the_same_bits(corpus: Corpus, optimizer: str) -> None:
-    options = {"optimizer": optimizer, "accumulate": 2, "clip": 0.0}
+@pytest.mark.parametrize("optimizer", [ADAMW8, LION, TORCH_ADAM], ids=name_of)
+def test_offload_has_the_same_bits(corpus: Corpus, optimizer: dict[str, Any]) -> None:
+    options = {**optimizer, "accumulation": 2, "clip": 0.0}
     here = trained(corpus, **options)
     there = trained(corpus, **options, offload=True)
     assert isinstance(there.optimizer, optim.HostOffload)
     assert_same_run(here, there)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "torch-adam"])
-def test_offload_clips(corpus: Corpus, optimizer: str) -> None:
-    options = {"optimizer": optimizer, "accumulate": 2, "clip": 0.05, "steps": 10}
+@pytest.mark.parametrize("optimizer", [ADAMW8, TORCH_ADAM], ids=name_of)
+def test_offload_clips(corpus: Corpus, optimizer: dict[str, Any]) -> None:
+    options = {**optimizer, "accumulation": 2, "clip": 0.05, "steps": 10}
     here, there = trained(corpus, **options), trained(corpus, **options, offload=True)
     assert there.history.train_loss == pytest.approx(here.history.train_loss, rel=1e-3)
-    assert (there.optimizer.defaults.get("max_grad_norm") == 0.05) == (optimizer == "adamw8bit")
+    assert (there.optimizer.defaults.get("max_grad_norm") == 0.05) == (optimizer == ADAMW8)
 
 
 def test_gradients_are_added_with_stochastic_rounding(corpus: Corpus) -> None:
-    options = {"dtype": "bf16", "accumulate": 4, "clip": 0.05}
+    options = {"precision": "bf16", "accumulation": 4, "clip": 0.05}
     nearest = trained(corpus, **options)
     stochastic = trained(corpus, **options, gradient_rounding="stochastic")
     assert stochastic.history.train_loss != nearest.history.train_loss
     assert stochastic.history.train_loss == pytest.approx(nearest.history.train_loss, rel=0.02)
-    alone = {"dtype": "bf16", "clip": 0.05}
+    alone = {"precision": "bf16", "clip": 0.05}
     assert_same_run(trained(corpus, **alone), trained(corpus, **alone, gradient_rounding="stochastic"))
 
 
 # The planner
 
-PRESET = dataclasses.replace(SMALL, device="cpu")
+PRESET = SMALL.replace(device="cpu")
 
 
 @pytest.mark.full
@@ -91,20 +103,24 @@ def test_what_fits_is_within_the_limit(corpus: Corpus) -> None:
     config, plan = fit(PRESET, Source(corpus), "2GiB", {}, "cpu")
     assert plan.recommended is not None
     assert plan.recommended.peak < 2 * 2**30
-    techniques = plan.recommended.techniques
-    assert config.techniques == dataclasses.replace(
-        techniques, randomized_linear=techniques.linear_share or False
-    )
-    assert config.micro_batches * config.batch_size == 4
-    run([Trainer(dataclasses.replace(config, steps=2), corpus)])
+    assert config.techniques == plan.recommended.techniques  # as it is, without a conversion
+    assert config.batch_size == 4
+    run([Trainer(config.replace(steps=2), corpus)])
 
 
 @pytest.mark.full
 def test_options_that_are_given_stay(corpus: Corpus) -> None:
-    given = {"optimizer": "lion8bit", "checkpointing": "sqrt", "dtype": "bf16", "accumulate": 2, "clip": 1.0}
-    config, plan = fit(dataclasses.replace(PRESET, **given), Source(corpus), "2GiB", given, "cpu")
-    assert {name: getattr(config, name) for name in given} == given
-    assert not config.step_in_backward
+    given = {
+        "optimizer": "lion",
+        "state_bits": 8,
+        "checkpointing": "sqrt",
+        "precision": "bf16",
+        "accumulation": 2,
+        "clip": 1.0,
+    }
+    config, plan = fit(PRESET.replace(**given), Source(corpus), "2GiB", given, "cpu")
+    assert {name: config.options()[name] for name in given} == given
+    assert not config.techniques.step_in_backward
     assert plan.recommended is not None
     assert plan.recommended.techniques.optimizer == "lion"
 
@@ -122,23 +138,28 @@ def test_options_that_are_given_stay(corpus: Corpus) -> None:
     ],
 )
 def test_what_cannot_fit(corpus: Corpus, size: str, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(OptionError, match=message):
         fit(PRESET, Source(corpus), size, {}, "cpu")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"amp": "bf16", "saved_bits": "8", "linear_keep": 0.25, "optimizer": "adamw"},
-        {"dtype": "bf16", "master_weights": "bf16+8", "checkpointing": "blocks", "loss_chunk": 64},
-        {"saved_bits": "exact", "activation_bits": 2, "step_in_backward": True, "optimizer": "torch-adam"},
-    ],
-    ids=str,
-)
-def test_techniques_and_options_are_the_same_things(changes: dict[str, Any]) -> None:
-    config = dataclasses.replace(TrainConfig(batch_size=3), **changes)
-    assert chosen(config, config.techniques) == config
+def test_the_techniques_that_are_given_go_to_the_planner_as_they_are() -> None:
+    config = TrainConfig().replace(precision="fp16-mixed", saved_bits="exact", accumulation=2)
+    assert given_techniques(config, ()) == {"optimizer": "adamw"}
+    assert given_techniques(config, {"precision", "saved_bits", "steps"}) == {
+        "optimizer": "adamw",
+        "precision": "fp16-mixed",
+        "saved_bits": "exact",
+    }
+    micro_batches = {"micro_batch": 4, "accumulation": 6}  # all of a step, with those of --batch-factor
+    assert given_techniques(config.replace(batch_factor=3), ()) == {"optimizer": "adamw", **micro_batches}
+
+
+@pytest.mark.full
+def test_fit_with_several_batches_in_a_step(corpus: Corpus) -> None:
+    config, plan = fit(PRESET.replace(batch_factor=3, accumulation=2), Source(corpus), "2GiB", {}, "cpu")
+    assert plan.recommended is not None
+    assert plan.recommended.techniques.accumulation == 6
+    assert (config.techniques.micro_batch, config.techniques.accumulation, config.batch_size) == (4, 2, 24)
 
 
 @pytest.mark.full

@@ -1,0 +1,271 @@
+"""The options of training: the techniques that save memory, what each option may be, and one error. Imports no torch.
+
+``memkern.plan``, ``memkern.apply``, ``memkern.make_optimizer`` and ``memkern.train`` take the same ``Techniques``;
+memkern/flags.py makes the flags of ``python -m memkern plan`` and ``train`` from its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
+# The classes of memkern.optim; after "torch-" those of torch.optim.
+CLASSES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "sgd": "SGD", "lamb": "LAMB", "lars": "LARS"}
+OPTIMIZERS = (*CLASSES, "torch-adamw", "torch-adam", "torch-sgd")
+STATE_BITS = (32, 8, (8, 4))
+MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
+ACTIVATION_BITS = (None, 1, 2, 3, 4)
+SAVED_BITS = (None, "exact", 8)
+CHECKPOINTING = (None, "blocks", "sqrt")
+ROUNDINGS = ("nearest", "stochastic")
+LR_RULES = ("none", "linear", "sqrt")
+WARMUP_FROM = ("zero", "base")
+PARALLEL = ("ddp", "fsdp")
+WEIGHTS_ON_HOST = (None, "layers", "model")
+
+
+def spelled(value: Any) -> str:
+    """A value as it is typed on the command line: none, 8, bf16+8, 8/4."""
+    if value is None:
+        return "none"
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class OptionError(ValueError):
+    """An option that cannot be used.
+
+    name: the argument, or the field of Techniques or TrainConfig. message: what was given and what is allowed.
+    """
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(name, message)
+        self.name = name
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
+
+
+def not_allowed(name: str, given: Any, allowed: str) -> OptionError:
+    """The error for a value, and what is allowed in words."""
+    return OptionError(name, f"{given!r} given; allowed: {allowed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that an option may be: a test and its words."""
+
+    holds: Callable[..., bool]
+    words: str
+
+
+def at_least(low: int) -> Range:
+    """The integers from ``low`` on."""
+    return Range(lambda x: type(x) is int and x >= low, f"a whole number, {low} or more")
+
+
+def _finite(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+SHARE = Range(lambda x: _finite(x) and 0 < x <= 1, "a number above 0, at most 1")
+RATE = Range(lambda x: _finite(x) and 0 <= x < 1, "a number, 0 or more, below 1")
+NOT_NEGATIVE = Range(lambda x: _finite(x) and x >= 0, "a finite number, 0 or more")
+POSITIVE = Range(lambda x: _finite(x) and x > 0, "a finite number above 0")
+
+
+def option(
+    default: Any,
+    help: str,
+    allowed: tuple[Any, ...] | Range | None = None,
+    *,
+    group: str = "",
+    metavar: str | None = None,
+    shown: str | None = None,
+) -> Any:
+    """A dataclass field that is also a flag of the command line.
+
+    allowed: the choices, or the range of a number; a field whose default is None may be None too. shown: the default in
+    words. group: the heading of ``--help``.
+    """
+    metadata = {"help": help, "allowed": allowed, "group": group, "metavar": metavar, "shown": shown}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_fields(options: Any) -> None:
+    """Raises OptionError for the first field whose value is not one of its choices or not in its range."""
+    for field in dataclasses.fields(options):
+        given, allowed = getattr(options, field.name), field.metadata.get("allowed")
+        if isinstance(allowed, Range):
+            if not (given is None and field.default is None) and not allowed.holds(given):
+                none = "None or " if field.default is None else ""
+                raise not_allowed(field.name, given, none + allowed.words)
+        elif allowed and not any(type(given) is type(value) and given == value for value in allowed):
+            raise not_allowed(field.name, given, ", ".join(map(repr, allowed)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Techniques:
+    """What a training step does to need less memory. The defaults are plain fp32 training.
+
+    precision: "fp32"; "bf16-mixed" and "fp16-mixed", autocast over fp32 weights (fp16 needs a GradScaler); "bf16",
+        weights, activations and gradients in bf16.
+    optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb" or "lars"; torch's "torch-adamw",
+        "torch-adam" or "torch-sgd". state_bits: 32, 8 or, of Adam and AdamW, (8, 4); torch's have 32.
+    master_weights: with bf16 weights; a copy in fp32 (4 bytes per parameter), the rounding error of the weight in 16
+        bits (2) or in 8 (1), or None (0).
+    activation_bits: 1 to 4 bits per element that activation functions save; None, torch's activations.
+    saved_bits: :class:`memkern.quantize_saved` around the forward pass, with 8 bits or "exact"; None, without it.
+    linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
+        (:class:`memkern.nn.RandomizedLinear`).
+    checkpointing: "blocks" saves the input of every block, "sqrt" that of every sqrt(L)-th of L blocks; the backward
+        pass recomputes what is between. None, without.
+    step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
+        only, and without clipping by the norm of all gradients.
+    loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
+    offload: the optimizer's states, errors and gradients are on the host, where the step is computed
+        (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``); bf16 weights are there in fp32, or with
+        ``master_weights`` in 16 or 8 bits as these.
+    micro_batch: sequences in a forward pass. accumulation: forward passes in an optimizer step.
+
+    Raises:
+        OptionError: a value out of range, or two that exclude each other.
+    """
+
+    precision: str = option(
+        "fp32",
+        "weights and activations: fp32, fp32 weights under autocast (mixed), or all in bf16",
+        PRECISIONS,
+    )
+    optimizer: str = option("adamw", "of memkern.optim, or of torch.optim (torch-)", OPTIMIZERS)
+    state_bits: int | tuple[int, int] = option(32, "bits per element of the optimizer's states", STATE_BITS)
+    master_weights: str | None = option(
+        None, "beside bf16 weights: a copy in fp32, or the rounding errors in 16 or 8 bits", MASTER_WEIGHTS
+    )
+    activation_bits: int | None = option(
+        None, "bits per element that activations save for the backward pass", ACTIVATION_BITS
+    )
+    saved_bits: int | str | None = option(
+        None, "all that is saved for the backward pass: once (exact), or in 8 bits", SAVED_BITS
+    )
+    linear_share: float | None = option(
+        None, "share of the tokens that linear layers save for their weights' gradients, at most 1", SHARE
+    )
+    checkpointing: str | None = option(
+        None,
+        "save the inputs of blocks, or of every sqrt(L)-th of L blocks, and recompute the rest in the backward pass",
+        CHECKPOINTING,
+    )
+    step_in_backward: bool = option(
+        False, "update each parameter as soon as it has its gradient, and free the gradient", (False, True)
+    )
+    loss_chunk: int | None = option(None, "classes whose logits are in memory at a time", at_least(1))
+    offload: bool = option(False, "keep the optimizer's states in host memory, and step there", (False, True))
+    micro_batch: int = option(1, "sequences in a forward pass", at_least(1))
+    accumulation: int = option(1, "forward passes in an optimizer step", at_least(1))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.state_bits, list):  # as JSON has it
+            object.__setattr__(self, "state_bits", tuple(self.state_bits))
+        check_fields(self)
+        self._check_precision()
+        self._check_optimizer()
+        self._check_gradients()
+
+    def _check_precision(self) -> None:
+        if self.master_weights is not None and self.precision != "bf16":
+            raise not_allowed("master_weights", self.master_weights, "None, unless precision is 'bf16'")
+        if self.precision == "fp16-mixed" and (self.step_in_backward or self.offload):
+            name = "step_in_backward" if self.step_in_backward else "offload"
+            why = f"without {name}: a GradScaler looks at all gradients before the step"
+            raise not_allowed("precision", self.precision, f"'fp32', 'bf16-mixed' and 'bf16', or {why}")
+
+    def _check_optimizer(self) -> None:
+        if self.is_torch and self.state_bits != 32:
+            raise not_allowed(
+                "state_bits", self.state_bits, f"32 with {self.optimizer}; memkern's have 8 too"
+            )
+        if self.is_torch and self.master_weights is not None:
+            allowed = f"None with {self.optimizer}; memkern's optimizers have them"
+            raise not_allowed("master_weights", self.master_weights, allowed)
+        if self.state_bits == (8, 4) and self.optimizer not in ("adamw", "adam"):
+            raise not_allowed("state_bits", (8, 4), f"8 or 32 with {self.optimizer}")
+
+    def _check_gradients(self) -> None:
+        if self.step_in_backward and self.accumulation > 1:
+            allowed = f"False with accumulation={self.accumulation}, which needs all gradients"
+            raise not_allowed("step_in_backward", True, allowed)
+        if self.step_in_backward and self.offload:
+            raise not_allowed(
+                "step_in_backward", True, "False with offload, which frees the gradients already"
+            )
+
+    @property
+    def autocast(self) -> str | None:
+        """ "bf16" or "fp16" under autocast, else None."""
+        return self.precision.removesuffix("-mixed") if self.precision.endswith("-mixed") else None
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the optimizer is torch.optim's."""
+        return self.optimizer.startswith("torch-")
+
+    @property
+    def algorithm(self) -> str:
+        """The optimizer, whether memkern's or torch's."""
+        return self.optimizer.removeprefix("torch-")
+
+    @property
+    def optimizer_class(self) -> str:
+        """The name of the optimizer's class in memkern.optim, or in torch.optim."""
+        return CLASSES[self.algorithm]
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The optimizer's options beside lr and those of its states."""
+        return {"momentum": 0.9} if self.algorithm == "sgd" else {}
+
+    @property
+    def host_copies(self) -> bool:
+        """Whether offload holds bf16 weights in fp32 on the host."""
+        return self.offload and self.precision == "bf16" and self.master_weights in (None, "fp32")
+
+    def replace(self, **changes: Any) -> Techniques:
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def label(self) -> str:
+        """The optimizer in a table: "adamw 8-bit", and "adamw" with 32-bit states."""
+        if self.state_bits == 32:
+            return self.optimizer
+        return f"{self.optimizer} {spelled(self.state_bits)}-bit"
+
+    def __str__(self) -> str:
+        words = ", ".join(self._words())
+        times = f" x {self.accumulation}" if self.accumulation > 1 else ""
+        return f"{words}, micro-batch {self.micro_batch}{times}"
+
+    def _words(self) -> Iterator[str]:
+        precision = {"fp32": "fp32", "bf16": "bf16 weights"}
+        weights = {"fp32": "an fp32 copy", "bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
+        beside = f" with {weights[self.master_weights]}" if self.master_weights else ""
+        yield precision.get(self.precision, f"{self.autocast} autocast") + beside
+        yield f"{self.optimizer}, {'8- and 4' if self.state_bits == (8, 4) else self.state_bits}-bit states"
+        if self.activation_bits:
+            yield f"{self.activation_bits}-bit activations"
+        if self.saved_bits:
+            yield "saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)"
+        if self.linear_share is not None:
+            yield f"linear gradients from {100 * self.linear_share:g} % of the tokens"
+        if self.checkpointing:
+            yield f"checkpoint every {'block' if self.checkpointing == 'blocks' else 'sqrt(L) blocks'}"
+        if self.step_in_backward:
+            yield "step in backward"
+        if self.loss_chunk:
+            yield f"loss in chunks of {self.loss_chunk} classes"
+        if self.offload:
+            yield "optimizer on the host"

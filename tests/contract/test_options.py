@@ -1,0 +1,129 @@
+"""Options: one name, one set of values and one error wherever an option is given."""
+
+import argparse
+import ast
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memkern
+from memkern import options
+from memkern.__main__ import Parser
+from memkern.flags import add_flags, flag, typed
+from memkern.options import OptionError, Range, Techniques
+from memkern.planner import cli as plan_cli
+from memkern.train import TrainConfig
+from memkern.train import cli as train_cli
+
+PACKAGE = Path(memkern.__file__).parent
+NAMES = [field.name for field in dataclasses.fields(Techniques)]
+
+
+def parser_of(command: Any) -> argparse.ArgumentParser:
+    parser = Parser()
+    command.add_arguments(parser)
+    return parser
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, tuple[Any, ...]]:
+    """Of each flag what it takes and what --help says, but for the default."""
+    return {
+        action.dest: (
+            action.option_strings,
+            action.metavar,
+            action.nargs,
+            (action.help or "").split(" (default")[0],
+        )
+        for action in parser._actions
+    }
+
+
+def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
+    plan, train = (flags_of(parser_of(command)) for command in (plan_cli, train_cli))
+    assert {*NAMES} < plan.keys() & train.keys()
+    for name in NAMES:
+        assert plan[name] == train[name]
+        assert plan[name][0][0] == flag(name)
+    shown = [" ".join(parser_of(command).format_help().split()) for command in (plan_cli, train_cli)]
+    for text in (
+        "--precision {fp32,bf16-mixed,fp16-mixed,bf16}",
+        "--saved-bits {none,exact,8}",
+        "--linear-share X",
+    ):
+        assert all(text in each for each in shown)
+
+
+def test_every_field_of_a_run_is_a_flag() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainConfig)} - {"techniques"}
+    assert fields | {*NAMES} <= flags_of(parser_of(train_cli)).keys()
+
+
+def test_every_choice_can_be_typed() -> None:
+    parser = Parser()
+    add_flags(parser, Techniques, dataclasses.fields(Techniques))
+    assert vars(parser.parse_args([])) == {}  # what is not given is absent
+    for field in dataclasses.fields(Techniques):
+        allowed = field.metadata["allowed"]
+        for value in (3, None)[: 1 + (field.default is None)] if isinstance(allowed, Range) else allowed:
+            found = vars(parser.parse_args(typed(field.name, value).split()))
+            assert found == {field.name: value}
+            assert type(found[field.name]) in (type(value), float)
+
+
+def literals(tree: ast.AST) -> Iterator[frozenset[Any]]:
+    """The tuples, lists and sets of constants in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            try:
+                yield frozenset(ast.literal_eval(node))
+            except (ValueError, TypeError):  # not of constants, or of lists
+                continue
+
+
+def test_no_list_of_choices_stands_twice() -> None:
+    choices = {
+        name: frozenset(value)
+        for name, value in vars(options).items()
+        if name.isupper() and isinstance(value, tuple) and len(value) > 1
+    }
+    assert choices.keys() >= {
+        "OPTIMIZERS",
+        "PRECISIONS",
+        "MASTER_WEIGHTS",
+        "SAVED_BITS",
+        "CHECKPOINTING",
+        "LR_RULES",
+    }
+    empty = {None, "none", "off"}
+    wanted = {values - empty: name for name, values in choices.items()}
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for values in literals(ast.parse(path.read_text())):
+            name = wanted.get(values - empty)
+            if name:
+                found.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: places for name, places in found.items() if places != ["options.py"]} == {}
+
+
+def test_the_error_has_its_parts_and_can_be_pickled() -> None:
+    with pytest.raises(ValueError, match="saved_bits: 4 given; allowed: None, 'exact', 8") as raised:
+        Techniques(saved_bits=4)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert isinstance(error, OptionError)
+    assert (error.name, error.message) == ("saved_bits", "4 given; allowed: None, 'exact', 8")
+    assert str(error) == str(raised.value)
+
+
+def test_a_copy_of_a_run_takes_techniques_by_name() -> None:
+    config = TrainConfig().replace(steps=7, state_bits=32, checkpointing="blocks")
+    assert (config.steps, config.techniques.state_bits, config.techniques.checkpointing) == (7, 32, "blocks")
+    assert TrainConfig.from_dict(dataclasses.asdict(config)) == config
+    assert config.options().keys() == {field.name for field in dataclasses.fields(TrainConfig)} - {
+        "techniques"
+    } | {*NAMES}
+    with pytest.raises(TypeError, match="bits"):
+        config.replace(bits=8)
