@@ -32,7 +32,7 @@ def lines(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are a line, not a line after a page of options."""
+    """A parser whose errors are one line, without the usage before it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")

@@ -48,7 +48,7 @@ def apply(model: nn.Module, techniques: Techniques) -> None:
 
 
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of the techniques, in :class:`~memkern.optim.StepInBackward` or ``HostOffload`` where they say so.
+    """The optimizer of the techniques, wrapped in ``StepInBackward`` or ``HostOffload`` if they ask for it.
 
     Args:
         params: parameters or groups, as for torch.optim.

@@ -104,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
                 del self._known[key]
                 if entry is not None:
                     self.live -= entry.size
-                    entry.died = self.clock + 1  # it was there when the last operator had returned
+                    entry.died = self.clock + 1  # it was alive when the last operator returned
 
             self._known[key] = weakref.ref(storage, freed), entry
             if entry is not None:
@@ -157,8 +157,8 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
 def live_bytes_after(fn: Callable[[], Any], *held: Held) -> int:
     """Runs ``fn()`` once and returns the bytes that it allocated and that its result keeps alive, graph included.
 
-    held: as for :func:`peak_bytes`; they do not count. Everything is seen that a forward pass leaves for its backward
-    pass, also what an autograd.Function keeps outside of ``save_for_backward``, and codes in place of tensors. CPU, and
+    held: as for :func:`peak_bytes`; they do not count. Counts all that a forward pass leaves for its backward pass,
+    also what an autograd.Function stores outside of ``save_for_backward``, and codes in place of tensors. CPU, and
     fake tensors of any device: the storages that operators return. CUDA: by the caching allocator's figures.
     """
     tensors = [tensor for tensor in _held_tensors(held) if isinstance(tensor, Tensor)]
@@ -193,7 +193,7 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
     Counted by saved-tensor hooks: what an autograd.Function stores outside of ``save_for_backward`` is not seen, and
     of a checkpointed block only its inputs. The result has the same bits as without counting.
     """
-    saved: list[Tensor] = []  # held until the end, so that no storage's address is used a second time
+    saved: list[Tensor] = []  # keeps the storages alive, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -204,6 +204,6 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
     excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
     known = {storage._cdata for storage in _storages(excluded)}
     sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
-    saved.clear()  # each saved tensor holds the hooks, and they this list: a graph that lives on would free none
-    del result  # only now: it holds the autograd graph, and the graph the saved tensors
+    saved.clear()  # a graph that lives on holds the hooks, and the hooks hold this list
+    del result  # last: it keeps the graph and its saved tensors alive
     return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""memkern under the names of other frameworks: a module each, which is imported by who uses it.
+"""Adapters for other frameworks, a module each; importing one needs the framework.
 
 ``memkern.integrations.transformers``: the Trainer's ``optimizer_cls_and_kwargs`` and a callback.
 ``memkern.integrations.lightning``: a callback. ``memkern.integrations.timm``: optimizers in timm's registry.

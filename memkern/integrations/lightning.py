@@ -59,7 +59,7 @@ class CompressCallback(Callback):
             del vars(pl_module)[_STEP]
             if (
                 getattr(pl_module, _STEP) != step.__wrapped__
-            ):  # it was on the instance before, as torch.compile sets it
+            ):  # the instance had one, as torch.compile sets it
                 vars(pl_module)[_STEP] = step.__wrapped__
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -12,7 +12,7 @@ def optimizers() -> dict[str, type[BlockwiseOptimizer]]:
     return {
         cls.__name__.lower(): cls
         for cls in classes
-        if isinstance(cls, type) and issubclass(cls, BlockwiseOptimizer)  # not what goes around one
+        if isinstance(cls, type) and issubclass(cls, BlockwiseOptimizer)  # not the wrappers
     }
 
 

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from ..compression.report import Report
 from ..memory import optimizer_bytes
 
-_FP32 = 4  # bytes of a moment of an element
+_FP32 = 4  # bytes of an fp32 moment per element
 
 
 def blockwise(optimizer: Any) -> Any:
-    """memkern's optimizer inside of what a framework wraps around it (accelerate, Lightning); None if it is another."""
+    """memkern's optimizer inside a framework's wrapper (accelerate, Lightning); None for another optimizer."""
     while optimizer is not None and not hasattr(optimizer, "moments"):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
@@ -32,7 +32,7 @@ def state_row(optimizer: Optimizer | None) -> tuple[str, int, int] | None:
 
 
 def saved_row(report: Report) -> tuple[str, int, int] | None:
-    """What was measured on the example, if there was one."""
+    """The bytes measured on the example; None without one."""
     if report.before is None or report.after is None:
         return None
     return "saved for the backward pass (on the example)", report.before.total, report.after.total
@@ -66,7 +66,7 @@ class Compressing:
         self._told = False
 
     def compress(self, model: nn.Module, tell: bool) -> None:
-        """Once for a model; the same one again changes nothing."""
+        """Compresses a model once; a second call with it changes nothing."""
         if self._model is model:
             return
         from ..compression.swap import compress
@@ -76,7 +76,7 @@ class Compressing:
             print(self.report, flush=True)
 
     def after_step(self, optimizer: Any, tell: bool) -> None:
-        """After the first step, when there are states: the table."""
+        """Prints the table after the first step, when there are states."""
         if self._told or self.report is None:
             return
         self._told = True

@@ -55,7 +55,7 @@ def optimizer_cls_and_kwargs(
     own = inspect.signature(cls.__init__).parameters
     kwargs: dict[str, Any] = {"lr": args.learning_rate}
     if "betas" in own:
-        # Lion's own are other ones than Adam's, whose the arguments' defaults are.
+        # The arguments' defaults are Adam's betas; Lion has others.
         defaults = {field.name: field.default for field in args.__dataclass_fields__.values()}
         given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
         if given or own["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):

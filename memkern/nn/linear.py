@@ -58,7 +58,7 @@ class RandomizedLinear(nn.Linear):
 
     @property
     def qconfig(self) -> NoReturn:
-        """torch.ao.quantization asks every module for it, and would leave a subclass of Linear alone without a word.
+        """torch.ao.quantization reads this of every module, and would skip a subclass of Linear silently.
 
         Raises:
             RuntimeError: always.
@@ -92,7 +92,7 @@ class RandomizedConv1D(nn.Module):
         min_tokens: int = MIN_TOKENS,
     ) -> None:
         check_options(share, projection, min_tokens)
-        nn.Module.__init__(self)  # not Conv1D's, which makes a weight
+        nn.Module.__init__(self)  # not Conv1D's __init__, which makes a weight
         self.share = share
         self.projection = projection
         self.generator = generator

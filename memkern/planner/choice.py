@@ -28,7 +28,7 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"activation_bits": 3, "checkpointing": "blocks"},
     {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks"},
 )
-"""What is chosen from for activations, from the most memory to the least."""
+"""Candidates for what is saved for the backward pass, from the most memory to the least."""
 LOSS_CHUNK = 4096  # classes
 MAX_MICRO_BATCH = 4096
 
@@ -63,7 +63,7 @@ class Chooser:
 
     @functools.cached_property
     def candidates(self) -> list[Techniques]:
-        """Every set that may be recommended. Randomized linear layers only where they are asked for."""
+        """All sets that may be recommended. Randomized linear layers are in them only if they are given."""
         chunks = (None, LOSS_CHUNK) if self.predictor.source.is_language_model else (None,)
         offloads = (False,) if self.predictor.device == "cpu" else (False, True)
         whole = {"micro_batch": self.batch_size, "accumulation": 1}
@@ -86,12 +86,12 @@ class Chooser:
                 techniques = Techniques(**(choices | self.given))
                 if not (self.clip and techniques.step_in_backward):
                     found[techniques] = None
-        if not found:  # a step in backward is given, and clipping
+        if not found:  # step_in_backward and clip are both given
             raise not_allowed("step_in_backward", True, "False with clip, which needs all gradients")
         return list(found)
 
     def smallest(self) -> Prediction:
-        """All techniques together, but randomized linear layers; of the ways to hold gradients the smallest."""
+        """All techniques but randomized linear layers, with the way of holding gradients that needs least."""
         least: dict[Any, Techniques] = {}
         for techniques in sorted(self.candidates, key=self.predictor.floor):
             shape = (techniques.micro_batch, techniques.step_in_backward, techniques.offload)
@@ -99,7 +99,7 @@ class Chooser:
         return min(map(self.predictor.predict, map(self.frugal, least.values())), key=lambda p: p.peak)
 
     def fastest(self, memory: int) -> Prediction | None:
-        """The fastest that fits; of those within 2 % of its time the one that changes least."""
+        """The fastest set that fits; of sets within 2 % of its time, the one with the fewest techniques."""
         predict = self.predictor.predict
         found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
         found.sort(key=lambda t: (round(math.log(self.predictor.seconds(t)) / 0.02), _changes(t)))
@@ -112,7 +112,7 @@ class Chooser:
         return None
 
     def largest_micro_batch(self, techniques: Techniques, memory: int) -> int:
-        """The most sequences of a forward pass that fit; ``techniques`` do."""
+        """The largest number of sequences in a forward pass that fits; ``techniques`` must fit as they are."""
 
         def peak(size: int) -> int:
             return self.predictor.predict(techniques.replace(micro_batch=size)).peak

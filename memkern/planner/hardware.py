@@ -1,4 +1,4 @@
-"""How long a step takes: arithmetic, bytes over memory, bytes over the link. Good for ratios between techniques."""
+"""Estimates the time of a step from its operations, memory traffic and transfers, to compare techniques."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULTS = {
 
 
 def default(device: str) -> Hardware:
-    """The speeds of ``DEFAULTS``; of a CPU without instructions for bf16 those of fp32 for both."""
+    """The speeds of ``DEFAULTS``; on a CPU without bf16 instructions bf16 has the speed of fp32."""
     import torch
 
     hardware = DEFAULTS[device]

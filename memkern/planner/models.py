@@ -105,7 +105,7 @@ class Configured:
     loss_code = "model(**batch).loss"
 
     def build(self, dtype: torch.dtype, empty: bool = True) -> nn.Module:
-        """The model in a dtype; where ``empty`` without initial values, which on fake tensors nothing can compute."""
+        """The model in a dtype. empty: without initial values, which fake tensors cannot have."""
         import transformers
         from transformers.initialization import no_init_weights
 
@@ -172,13 +172,13 @@ class Given:
     depth: None = None
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """A copy of the module with its weights in a dtype; no value is copied, so called on fake tensors."""
+        """A copy of the module on fake tensors, with its weights in a dtype."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return copy.deepcopy(self.model, {id(x): _empty_like(x, dtype) for x in tensors}).train()
 
     @property
     def loss_code(self) -> str:
-        """How a loop of one's own computes the loss; ``loss_fn`` is the caller's."""
+        """The expression for the loss in the printed loop; ``loss_fn`` is a function of the user."""
         if self.loss is not model_output_loss:
             return "loss_fn(model, batch)  # the loss that the plan was given"
         if isinstance(self.example, tuple):
@@ -193,7 +193,7 @@ class Given:
 
     @property
     def tokens(self) -> int:
-        """Of a sequence: the example's second dimension where it holds indices; else 1."""
+        """Tokens per sequence: the size of the example's other dimensions where it holds indices, else 1."""
         first = self._leading[0]
         return math.prod(first.shape[1:]) if not first.is_floating_point() else 1
 
@@ -219,7 +219,7 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _architecture(config: Any) -> str:
-    """The class of transformers that a configuration is for: the one it names, else by the type of the model."""
+    """The transformers class for a configuration: the one that it names, else the one for its model type."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -264,16 +264,16 @@ def set_dropout(config: Any, rate: float) -> None:
 
 
 def positions(config: Any) -> int | None:
-    """The tokens of the longest sequence that a transformers configuration allows; None where it names none."""
+    """The length of the longest sequence that a transformers configuration allows; None without a limit."""
     count = getattr(config, "max_position_embeddings", None)
-    # RoBERTa's positions begin after that of the padding.
+    # RoBERTa numbers positions from padding_idx + 1 on.
     if count is not None and config.model_type in ("roberta", "camembert", "xlm-roberta", "longformer"):
         count -= config.pad_token_id + 1
     return count
 
 
 def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dropout: float | None) -> Source:
-    """What to plan for.
+    """Finds what to plan for.
 
     Raises:
         OptionError: a name that is neither built in nor a folder, a sequence that is longer than the model's

@@ -1,4 +1,4 @@
-"""``memkern.plan``: what a training step needs with each technique, and which of them to use."""
+"""``memkern.plan``: what a training step needs with each technique, and which techniques to use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plan(
     dropout: float | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
-    """What a training step of a model needs, by category and technique, and what to use so that it fits.
+    """Predicts what a training step needs, by category and technique, and chooses techniques that make it fit.
 
     The model's own modules run forward and backward on fake tensors, which compute nothing; every storage is followed
     from the operator that allocates it until it is freed. For ``device="cuda"`` in a process of its own with fake CUDA
@@ -123,12 +123,12 @@ def _check_given(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in names:
             raise not_allowed("techniques", name, ", ".join(names))
-    # Alone or with what it needs, each must be allowed; what excludes each other shows when all are together.
+    # Checks the values. master_weights needs bf16 weights, which the planner chooses if precision is not given.
     Techniques(**({"precision": "bf16"} if given.get("master_weights") else {}) | dict(given))
 
 
 def _plan_for_cuda(arguments: dict[str, Any]) -> Plan:
-    """In a process with fake CUDA, in this one where torch has a GPU, else on fake CPU tensors."""
+    """Plans here where torch has a GPU, else in a process with fake CUDA, without a compiler on fake CPU tensors."""
     import torch
 
     if torch.cuda.is_available():

@@ -23,7 +23,7 @@ UNIT = {"cpu": 64, "cuda": 512}
 """What the allocator rounds sizes up to."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
-"""Of what a step has allocated: for scratch memory inside of operators, which is not seen, and for fragmentation."""
+"""Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
 BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": (0.05, 0.25)}
 """How far the truth may be above a prediction, and below it."""
 
@@ -49,7 +49,7 @@ class Prediction:
 
 
 class Predictor:
-    """Predictions for one model on one device. Traces and sizes are made once for all techniques that share them."""
+    """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
     def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware) -> None:
         from . import step
@@ -80,7 +80,7 @@ class Predictor:
         return self._fixed(Techniques(precision=precision, **kept))
 
     def floor(self, techniques: Techniques) -> int:
-        """Bytes below which the peak cannot be: found without a trace."""
+        """A lower bound of the peak, found without a trace."""
         fixed = self.fixed(techniques)
         whole = not (techniques.step_in_backward or techniques.offload)
         held = 0 if techniques.offload else fixed.errors + fixed.optimizer

@@ -24,8 +24,8 @@ class Plan:
     alone: a prediction for each technique by itself. together: the smallest step, with all of them but randomized
     linear layers. recommended: the fastest that fits, None where nothing does. largest_micro_batch: with the
     recommended techniques, 0 where nothing fits. counted_on: the fake tensors, a key of ``BAND``. band: shares by which
-    the truth may be above and below a prediction. What fits does so where the truth is above by so much, too.
-    changes: where nothing fits, what would: each change that is enough by itself, or, where none is, all of them.
+    the truth may be above and below a prediction. What is recommended fits even if the truth is above by the band.
+    changes: where nothing fits, the changes that are enough by themselves; if there are none, all that help.
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
     """
 
@@ -116,7 +116,7 @@ def text(plan: Plan) -> str:
 
 
 def _is_large(plan: Plan) -> bool:
-    """Whether GiB with two decimals say something of the model's own bytes."""
+    """Whether the model's own bytes are worth printing in GiB."""
     return max(p.peak - p.categories["process and context"] for _, p in rows(plan)) >= GIB
 
 
@@ -129,7 +129,7 @@ def _length(plan: Plan) -> str:
 
 
 def rounded_up(size: int) -> str:
-    """GiB with two decimals, which are enough."""
+    """GiB, rounded up to two decimals."""
     return f"{math.ceil(100 * size / GIB) / 100:.2f}"
 
 

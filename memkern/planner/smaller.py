@@ -1,4 +1,4 @@
-"""Where no step fits: what would make it fit, and the memory that it needs then."""
+"""If no step fits: the changes that would make one fit, and the memory needed with each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .prediction import BAND, Predictor
 
 SHORTEST = 64  # tokens of a sequence: shorter ones are not proposed
 TOGETHER = (("micro_batch", "accumulation"), ("precision", "master_weights"))
-"""Techniques that are given up in pairs, as one allows the other."""
+"""Techniques that are left to the planner in pairs, as one depends on the other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Asked:
 def would_fit(asked: Asked, memory: int) -> list[Change]:
     """The smallest change of each argument that fits by itself.
 
-    Where none does, each at its smallest, and as the last one, named "all of these", all of them together.
+    If none does: the smallest value of each argument, and last, named "all of these", all of them together.
     """
     found = list(_alone(asked, memory))
     fitting = [change for change in found if change.memory <= memory]

@@ -33,11 +33,11 @@ def chunked_loss(model: Any, batch: dict[str, Any], chunk: int) -> Tensor:
 
 
 def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Trace], int]:
-    """What :func:`memkern.planner.trace.peaks` takes: of a model with like blocks two traces with few of them."""
+    """Traces for :func:`memkern.planner.trace.peaks`: for a model with like blocks two, with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     depth = source.depth
-    # With groups of sqrt(L) blocks the last one is smaller than the others, and few of them are most of the model.
+    # Groups of sqrt(L) blocks are not alike: the last one is smaller.
     if (
         not isinstance(source, Configured)
         or depth is None
@@ -56,7 +56,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
-    apply(model, techniques)  # outside of the mode: activations are matched on values
+    apply(model, techniques)  # outside the mode: compress compares values of activations
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":
@@ -150,7 +150,7 @@ def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tupl
     if techniques.is_torch and params[0].device.type == "cuda":
         peak = max(
             peak, sum(p.numel() * p.element_size() for p in params)
-        )  # foreach: a root of every second moment
+        )  # foreach allocates the root of every second moment
     return errors, states, peak
 
 

@@ -1,4 +1,4 @@
-"""When each storage of a training step is allocated and freed, and what is alive at the peak."""
+"""Records when each storage of a training step is allocated and freed, and finds what is alive at the peak."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class Trace:
 
 
 def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
-    """Of each phase the points, counted in operators, of two traces of which the second has one more like block.
+    """Aligns the points of two traces, the second with one more block: pairs of operator counts, by phase.
 
-    Each point of the first is aligned from the beginning, up to the end of the last block, or from the end, or both;
-    None where the traces are not as said.
+    A point of the first trace is aligned from the beginning, up to the end of the last block, or from the end, or both.
+    None where the traces differ in more than a block.
     """
     points = {}
     for phase in few.phases:
@@ -117,7 +117,7 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
         if block > 0:
             if first + last < len(a) + block:
                 return None
-            # Beyond the blocks some operators are the same by chance: together as many as are over whole blocks.
+            # Operators beyond the blocks may be equal by chance: as many as exceed a whole number of blocks.
             chance = (first + last - len(a)) % block
             first, last = first - chance, last - chance
         elif a != b:
@@ -138,11 +138,10 @@ def peaks(
 ) -> dict[str, dict[str, int]]:
     """The largest sum of bytes in each phase, by category.
 
-    traces: one, or two of the same model with a number of like blocks and with one more, which :func:`aligned` can
-    align; ``more`` is then by how many the whole model has more than the first. What is held at a point of a block is
-    linear in the block's number and in the number of blocks, so that a phase's peak is in its first or its last block
-    or outside of them: points are aligned from the beginning and from the end of the phase, and the bytes of each
-    continued linearly. That is exact.
+    traces: one, or two that :func:`aligned` can align, the second with one more block. more: how many blocks the whole
+    model has more than the first trace. The bytes at a point of a block are linear in the block's number and in the
+    number of blocks. So a phase has its peak in the first or the last block, or outside of the blocks; points are
+    aligned from both ends of the phase, and their bytes are continued linearly. That is exact.
     """
     points = aligned(traces[0], traces[-1])
     assert points is not None
@@ -158,7 +157,7 @@ def record(model: nn.Module, held: Iterable[Tensor], forward: Any) -> Trace:
     """Runs ``forward()``, which returns the loss, and its backward pass, and records them."""
     operators: list[Operator] = []
     sums: dict[Storage, Storage] = {}
-    """The sum of two gradients: the first of them, over which autograd writes it where nothing else refers to that."""
+    """From the sum of two gradients to the first of them, which autograd overwrites if nothing else refers to it."""
     accumulated: dict[Storage, int] = {}
 
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:

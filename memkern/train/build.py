@@ -53,7 +53,7 @@ def load(config: TrainConfig) -> Source:
 
 
 def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:
-    """With epochs as steps of this corpus. Raises OptionError for a warm-up that is no shorter than the run."""
+    """The config with epochs converted to steps. Raises OptionError for a warm-up that is not shorter than the run."""
     per_epoch = corpus.steps_per_epoch(config)
     if config.epochs is not None:
         config = dataclasses.replace(config, steps=max(1, round(config.epochs * per_epoch)))

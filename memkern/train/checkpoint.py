@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     if os.name == "posix":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the rename itself survives a power cut only then
+            os.fsync(folder)  # without this a power cut may undo the rename
         finally:
             os.close(folder)
 

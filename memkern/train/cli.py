@@ -53,8 +53,8 @@ def check_writes(name: str, folder: Path) -> None:
 
 
 def check_paths(out: Path | None, save: Path | None, export: Path | None) -> None:
-    """Raises OptionError for a path that could not be written at the end of the run. Leaves nothing."""
-    # os.path rather than pathlib, whose tests raise inside a folder that may not be searched.
+    """Raises OptionError for a path that could not be written at the end of the run. Leaves no file behind."""
+    # os.path, as pathlib's tests raise in a folder without search permission.
     if save is not None:
         if os.path.isdir(save):
             raise OptionError("save", f"{str(save)!r} given, which is a folder; allowed: a file")
@@ -88,7 +88,7 @@ def needed(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def read_config(args: argparse.Namespace, state: dict[str, Any] | None, world: int) -> TrainConfig:
-    """The options that are given, over those of the resumed run or the defaults; checked."""
+    """The config of the resumed run, or the default one, with the options that are given; checked."""
     before = TrainConfig(batch_factor=world) if state is None else TrainConfig.from_dict(state["config"])
     config = before.replace(**given_options(args))
     config.validate()
@@ -174,7 +174,7 @@ class Saver:
         try:
             checkpoint.save(self.path, state)
             self.failure, self.written = None, done
-        except (OSError, RuntimeError) as error:  # torch.save wraps some of the former in the latter
+        except (OSError, RuntimeError) as error:  # torch.save wraps some OSErrors in RuntimeErrors
             cause = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
             self.failure = str(cause).splitlines()[0]
             if not final:
@@ -309,7 +309,7 @@ def main(args: argparse.Namespace) -> None:
     group = Processes.from_environment()
     state = checkpoint.load(args.resume) if args.resume else None
     config = read_config(args, state, group.world)
-    check_installed(() if config.is_preset else ("transformers",))  # of a resumed run too
+    check_installed(() if config.is_preset else ("transformers",))  # also for a resumed run
     check_arguments(args, config, group.world)
     if args.evaluate:
         return print_evaluation(config, args.weights_on_host)
@@ -321,12 +321,12 @@ def main(args: argparse.Namespace) -> None:
         if args.fit:
             config, plan = fitted(args, config, source, group)
             configs = [config]
-        heap.trim()  # what reading the text and planning took
+        heap.trim()  # frees what reading the text and planning left
         trainers = [Trainer(each, source, group) for each in configs]
         trainers[0].counts_peak = not args.fit
         if state:
             trainers[0].load_state_dict(state)
-            state = None  # the model and the optimizer have it
+            state = None  # now a copy of what the model and the optimizer have
         if group.first:
             print(source.corpus.description(), flush=True)
         phases, failure = train(trainers, args.save or args.resume)

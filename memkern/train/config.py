@@ -186,11 +186,11 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """What ``dataclasses.asdict`` made."""
+        """The config that ``dataclasses.asdict`` made a dict of."""
         return cls(**values | {"techniques": Techniques(**values["techniques"])})
 
     def replace(self, **changes: Any) -> TrainConfig:
-        """A copy with other values of its fields, or of its techniques' fields."""
+        """A copy with other values, of its own fields and of those of its techniques."""
         names = [field.name for field in dataclasses.fields(Techniques) if field.name in changes]
         techniques = changes.pop("techniques", self.techniques)
         if names:
@@ -233,14 +233,14 @@ class TrainConfig:
 
     @property
     def max_norm(self) -> float:
-        """The gradients' norm, 0 for no clipping."""
+        """The norm that gradients are clipped to, 0 for no clipping."""
         if self.clip is None:
             return 0.0 if self.techniques.step_in_backward else 1.0
         return self.clip
 
     @property
     def clips_in_step(self) -> bool:
-        """Whether the optimizer clips (max_grad_norm): gradients that go to the host are gone after backward."""
+        """Whether the optimizer clips (max_grad_norm), as gradients that go to the host are freed during backward."""
         return self.techniques.offload and self.max_norm > 0 and not self.techniques.is_torch
 
     @property
@@ -263,12 +263,12 @@ class TrainConfig:
 
     @property
     def micro_batches(self) -> int:
-        """Of micro_batch windows, in a step."""
+        """The number of micro-batches of a step."""
         return self.batch_factor * self.techniques.accumulation
 
     @property
     def batch_size(self) -> int:
-        """Windows of a step."""
+        """The number of windows of a step."""
         return self.micro_batches * self.techniques.micro_batch
 
     @property

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     targets: Tensor
     """int64: the next tokens, (B, T), or the classes, (B,); IGNORED where there is none."""
     mask: Tensor | None = None
-    """(B, T), int64: 0 where a text is padded. None: nowhere."""
+    """(B, T), int64: 0 where a text is padded; None without padding."""
 
     @property
     def predicted(self) -> int:
@@ -52,7 +52,7 @@ class Corpus:
     files: int
     digest: str
     unit: ClassVar[str] = "byte"
-    """Of the sizes, and of a loss."""
+    """The unit of sizes and losses."""
     rate_unit: ClassVar[str] = "tokens"
 
     def per_step(self, config: TrainConfig) -> int:
@@ -67,7 +67,7 @@ class Corpus:
         )
 
     def steps_per_epoch(self, config: TrainConfig) -> int:
-        """Steps that see as many targets as there are."""
+        """Steps that predict as many targets as the text has."""
         return -(-(len(self.train) - 1) // config.tokens_per_step)
 
     def step(self, config: TrainConfig, step: int) -> list[Batch]:
@@ -221,7 +221,7 @@ def windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]
 def step_batches(
     text: Tensor, *, seed: int, step: int, accumulation: int, micro_batch: int, seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of one step, which depend on nothing but (seed, step) and are drawn together.
+    """The micro-batches of one step, which depend on (seed, step) alone and are drawn together.
 
     So a resumed run needs no state of the data, and k micro-batches of b windows hold what one of k*b holds.
     """
@@ -235,7 +235,7 @@ def step_batches(
 def validation_batches(
     text: Tensor, *, tokens: int, micro_batch: int, seq_len: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """At most tokens // seq_len windows (at least one), evenly spread and apart: always the same ones."""
+    """Always the same windows: tokens // seq_len of them (at least one), evenly spread, without overlap."""
     available = (len(text) - 1) // seq_len
     count = max(1, min(tokens // seq_len, available))
     starts = torch.arange(count) * available // count * seq_len

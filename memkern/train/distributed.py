@@ -45,7 +45,7 @@ class Processes:
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Of each process, by rank."""
+        """The values of all processes, by rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -61,7 +61,7 @@ VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 
 def check_micro_batches(config: TrainConfig, world: int) -> None:
-    """Raises OptionError unless each process has as many micro-batches of a step as every other."""
+    """Raises OptionError unless all processes have the same number of micro-batches in a step."""
     if config.micro_batches % world:
         given = f"{config.batch_factor} given with --accumulation {config.techniques.accumulation}"
         allowed = f"values whose product is a multiple of {world}, such as {world}"
@@ -74,10 +74,10 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
 
 
 def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:
-    """Every world-th micro-batch, beginning with the rank-th; all processes have as many.
+    """This process's micro-batches: every world-th, from the rank-th on. All processes have the same number.
 
-    Where the last step of an epoch does not give each one, a process takes the first one without its targets: its
-    gradients are zeros, and it takes part in the sums.
+    If the last step of an epoch has too few, a process takes the first micro-batch without its targets: the gradients
+    are zeros, and the process takes part in the reductions.
     """
     own = list(batches[group.rank :: group.world])
     if len(own) < -(-len(batches) // group.world):
@@ -87,7 +87,7 @@ def own_batches(batches: Sequence[Batch], group: Processes) -> list[Batch]:
 
 
 class Steps(Dataset):
-    """Step number -> this process's micro-batches of it, and how many targets all processes' have."""
+    """Maps a step to this process's micro-batches, and to the number of targets of all processes."""
 
     def __init__(self, corpus: Corpus, config: TrainConfig, group: Processes) -> None:
         self.corpus, self.config, self.group = corpus, config, group
@@ -104,7 +104,7 @@ def prepared(
     steps, left = Steps(corpus, config, group), range(first, config.steps)
     if not config.workers:
         return map(steps.__getitem__, left)
-    # With a generator of its own, the loader draws no number of torch's global one.
+    # A generator of its own keeps the loader from drawing from torch's global one.
     return iter(
         DataLoader(
             steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator()

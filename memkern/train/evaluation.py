@@ -1,4 +1,4 @@
-"""The validation loss: of a run, and of a model by itself, whose weights may wait in host memory."""
+"""The validation loss of a run, or of a model that is not trained, whose weights may stay in host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def validate(
     loss: Callable[..., Tensor],
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Validation:
-    """Over the batches; ``total`` adds up what several processes have."""
+    """The mean over the batches. total: sums over the processes."""
     training = objective.training
     objective.eval()
     sums = torch.zeros(3, dtype=torch.float64)  # losses, correct classes, targets
@@ -44,7 +44,7 @@ def validate(
 
 
 def check_on_host(config: TrainConfig, on_host: str | None) -> None:
-    """Raises OptionError where weights cannot wait on the host."""
+    """Raises OptionError where weights cannot stay on the host."""
     if on_host is not None and config.is_preset:
         text = f"{on_host!r} given with --model {config.model}; allowed with models of transformers"
         raise OptionError("weights_on_host", text)

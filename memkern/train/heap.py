@@ -1,4 +1,4 @@
-"""glibc's heap: memory that is freed goes back to the system, so that the resident set is what tensors need."""
+"""Returns freed memory of glibc's heap to the system, so that the resident set is what tensors need."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def map_large_blocks() -> None:
-    """From here on blocks of 64 KiB and more are mappings of their own, which are returned when they are freed.
+    """Makes glibc map each block of 64 KiB or more by itself from here on, and unmap it when it is freed.
 
-    Without this glibc raises the bound up to 32 MiB as such blocks are freed, and keeps smaller ones for later: of a
-    training step's activations most. No effect on other systems.
+    By default glibc raises this threshold up to 32 MiB as large blocks are freed, and keeps freed blocks below it: most
+    activations of a training step. No effect on other systems.
     """
     library = _glibc()
     if library is not None:

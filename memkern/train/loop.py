@@ -257,7 +257,7 @@ class Trainer:
             before = options_before[name]
             if name in FREE_ON_RESUME or given == before:
                 continue
-            used = DEFAULTED.get(name)  # None stands for a default, which may be given, too
+            used = DEFAULTED.get(name)  # the default may be given explicitly
             if used is None or getattr(self.config, used) != getattr(saved, used):
                 before = getattr(saved, used) if used else before
                 raise OptionError(

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 PHASES = ("begin", "forward", "backward", "step", "end")
-SAMPLES = 2000  # of a curve, at most twice as many
+SAMPLES = 2000  # points of a curve; up to twice as many are kept
 
 _STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
@@ -37,7 +37,7 @@ def peak_resident_bytes() -> int | None:
 
 @dataclasses.dataclass
 class Row:
-    """Bytes of a phase: when it ended for the first and for the last time, and the most at any time of it."""
+    """Bytes at the end of a phase in the first and in the last step, and the peak within the phase."""
 
     first: int | None = None
     last: int | None = None
@@ -97,7 +97,7 @@ class Phases:
             self.width = 2 * max(self.width, self.interval)
 
     def mark(self, phase: str) -> None:
-        """The end of a phase."""
+        """Notes the end of a phase."""
         value = self.now()
         if value is None:
             return
@@ -114,7 +114,7 @@ class Phases:
 
     @property
     def peak(self) -> int | None:
-        """Of the whole process on the CPU, of the phases on CUDA."""
+        """The peak of the whole process on the CPU, of the phases on CUDA."""
         seen = max(row.peak for row in self.table.values())
         if self.device.type == "cuda":
             return seen

@@ -12,14 +12,12 @@ from torch import Tensor
 from ..options import OptionError
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-BATCH_CHARACTERS = (
-    2**20
-)  # of text encoded at once: an encoding has some 100 bytes per token before it is a list
+BATCH_CHARACTERS = 2**20  # of text encoded at once: an encoding takes some 100 bytes per token
 BPE_CHARACTERS = 2**22  # of the text that a BPE is trained on
 
 
 class Tokenizer(Protocol):
-    """eos ends documents (None: nothing does); pad fills up texts; all ids are below size."""
+    """eos ends a document (None: no token does); pad fills up texts; all ids are below size."""
 
     @property
     def size(self) -> int: ...
@@ -72,7 +70,7 @@ class FromTransformers:
 
 
 def sample(texts: Sequence[str], characters: int) -> Iterator[str]:
-    """About so many characters of the texts, or all: the beginning of each, in proportion to its length."""
+    """About ``characters`` of the texts, or all: the beginning of each text, in proportion to its length."""
     share = min(1.0, characters / max(1, sum(map(len, texts))))
     for text in texts:
         yield text[: max(1, int(share * len(text)))]

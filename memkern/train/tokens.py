@@ -23,14 +23,14 @@ MAX_CLASSES = 1000
 
 @functools.lru_cache(maxsize=2)
 def order(count: int, seed: int, epoch: int) -> Tensor:
-    """A permutation of ``count`` items, which depends on nothing else."""
+    """A permutation of ``count`` items, which depends on the seed and the epoch alone."""
     mixed = hashlib.blake2b(f"{seed}/epoch {epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
     return torch.randperm(count, generator=generator)
 
 
 def steps_per_epoch(count: int, config: TrainConfig) -> int:
-    """The last step of an epoch has what is left."""
+    """Steps of an epoch; the last one has what is left."""
     return -(-count // config.batch_size)
 
 
@@ -59,7 +59,7 @@ class Tokens(Corpus):
         return [self.batch(items, config.seq_len) for items in micro]
 
     def batch(self, items: Tensor, seq_len: int) -> Batch:
-        """What lies beyond the end is not predicted, and follows all that is: its inputs do not matter."""
+        """The windows. Positions beyond the text come last and are not predicted, so their inputs do not matter."""
         places = items[:, None] * seq_len + torch.arange(seq_len + 1)
         last = len(self.train) - 1
         taken = self.train[places.clamp(max=last)].long()
@@ -97,7 +97,7 @@ class LabelledTexts(Corpus):
         return [self.batch(self.train_texts, self.train, items) for items in micro]
 
     def batch(self, texts: Sequence[Tensor], classes: Tensor, items: Tensor) -> Batch:
-        """Padded on the right to the longest."""
+        """The texts, padded on the right to the longest."""
         taken = [texts[i] for i in items.tolist()]
         inputs = torch.nn.utils.rnn.pad_sequence(taken, batch_first=True, padding_value=self.pad)
         lengths = torch.tensor([len(text) for text in taken])
