@@ -33,6 +33,13 @@ def run(machine: Any, number: int, loops: int) -> None:
     run_state_machine_as_test(seed(number)(machine), settings=options)
 
 
+def run_for(seconds: float, machine: Any) -> None:
+    end, number = time.monotonic() + seconds, 1
+    while time.monotonic() < end:
+        run(machine, number, min(LOOPS, 50))
+        number += 1
+
+
 resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 
 
@@ -48,8 +55,5 @@ def test_an_hour_of_loops() -> None:
     class Compiled(Loop):
         compilers = ("", "", "aot_eager", "inductor")
 
-    end, number = time.monotonic() + SECONDS, 1
-    while time.monotonic() < end:
-        run(Compiled, number, LOOPS)
-        number += 1
+    run_for(SECONDS, Compiled)
     assert Compiled.compiled_calls > 0

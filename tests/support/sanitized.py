@@ -1,15 +1,20 @@
 """Drives every C++ op over awkward tensors; tests/build/test_sanitizers.py runs it with an instrumented build.
 
-``python sanitized.py`` exits with 0 where nothing is found; ``python sanitized.py guards`` takes tensors of every size
-and stride pattern. ``python sanitized.py overflow ISA`` reads past the end of a tensor on purpose, and the sanitizer
-must stop it.
+It exits with 0 where nothing is found.
+
+- ``python sanitized.py``: every op.
+- ``python sanitized.py guards [OP ...]``: tensors of every size and stride pattern.
+- ``python sanitized.py loops``: random training loops for MEMKERN_FUZZ_SECONDS.
+- ``python sanitized.py overflow ISA``: reads past the end of a tensor on purpose; the sanitizer must stop it.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -211,11 +216,26 @@ def check() -> None:
     refused()
 
 
-def check_guards() -> None:
+def check_guards(names: list[str]) -> None:
     """Every size up to 4,096, and more of the patterns."""
     for isa in ISAS:
         os.environ["MEMKERN_CPU_ISA"] = isa
-        guarded.check(STEP_OPS, most=4096, count=250)
+        guarded.check(names or STEP_OPS, most=4096, count=250)
+
+
+def check_loops() -> None:
+    """Training loops of random steps and edits. Inductor would start a compiler with the sanitizers' libraries."""
+    from tests.optim.test_loops import run_for
+    from tests.support.training_loops import Loop
+
+    class Compiled(Loop):
+        compilers = ("", "", "aot_eager")
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable()
+    run_for(float(os.environ.get("MEMKERN_FUZZ_SECONDS", "1200")), Compiled)
+    assert Compiled.compiled_calls > 0
 
 
 def overflow(isa: str) -> None:
@@ -228,8 +248,11 @@ def overflow(isa: str) -> None:
 if __name__ == "__main__":
     reason = backend.load_library()
     assert reason is None, reason
-    if sys.argv[1:2] == ["overflow"]:
-        overflow(sys.argv[2])
+    what, *rest = sys.argv[1:] or [""]
+    if what == "overflow":
+        overflow(rest[0])
+    elif what == "guards":
+        check_guards(rest)
     else:
-        check_guards() if sys.argv[1:2] == ["guards"] else check()
+        check_loops() if what == "loops" else check()
     print("nothing found")
