@@ -277,8 +277,8 @@ def _version(package: str) -> str | None:
 
 def _distributed() -> dict[str, Any]:
     """The process group, and what sharded parameters cost; an optimizer alone can have any."""
-    sharding = sys.modules.get(f"{__package__}.optim.sharding")
-    return sharding.report() if sharding else {"process_group": None, "shards_end_inside_blocks": []}
+    shards = sys.modules.get(f"{__package__}.optim.dtensor.shards")
+    return shards.report() if shards else {"process_group": None, "shards_end_inside_blocks": []}
 
 
 def _optimizers() -> dict[str, Any]:

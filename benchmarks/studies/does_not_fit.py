@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from memkern import functional, optim
-from memkern.optim.transfers import Transfers, transfers_of
+from memkern.optim.offload.transfers import Transfers, transfers_of
 
 from .. import RESULTS, machine, report
 

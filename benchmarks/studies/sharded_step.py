@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from memkern import optim
-from memkern.optim import sharding
+from memkern.optim.dtensor.shards import local
 
 from .. import RESULTS, machine, report
 from ..bench_optim import GPT2, gpt2_shapes
@@ -49,7 +49,7 @@ def shards(shapes: Sequence[tuple[int, ...]], dim: int = 0) -> list[Any]:
 def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Any]) -> Callable[[], Any]:
     params: list[Any] = [torch.nn.Parameter(x) for x in tensors]
     for p in params:
-        own = sharding.local(p.detach()) * 1e-2
+        own = local(p.detach()) * 1e-2
         spec = getattr(p, "_spec", None)  # fully_shard's gradients have their parameter's
         p.grad = own if spec is None else type(p)(own, spec, requires_grad=False)
     return make(params).step

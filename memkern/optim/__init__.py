@@ -6,17 +6,18 @@ from .backward import StepInBackward
 from .convert import (
     from_bitsandbytes_state_dict,
     from_torch_state_dict,
+    load_fp32_state_dict,
     to_bitsandbytes_state_dict,
+    to_fp32_state_dict,
     to_torch_state_dict,
 )
 from .foreign import GlobalOptimManager as GlobalOptimManager  # not in __all__: every use of it raises
 from .groups import param_groups
-from .host import HostOffload
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
+from .offload.host import HostOffload
 from .sgd import SGD, SGD8bit
-from .weights import load_fp32_state_dict, to_fp32_state_dict
 
 __all__ = [
     "LAMB",

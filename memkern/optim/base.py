@@ -13,16 +13,18 @@ from torch.optim import Optimizer
 
 from .. import _ops
 from ..schemas import StepArgs, StepOp
-from . import apart, bits, following, foreign, loading, sharded_step, sharding, step_errors, weights
+from . import bits, following, foreign, loading, multi_call, step_errors, storage, weights
+from .dtensor import collectives, shards
+from .dtensor import step as dtensor_step
 from .options import check_gradient, check_group, check_param
-from .storage import dense_like, moment_dtype, restored, takes_8bit_state
+from .step_args import learning_rates, scaler_on, state_args
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class BlockwiseOptimizer(Optimizer):
-    """Base of the optimizers. A subclass names its op, and what of its options the op's hyperparameters are."""
+    """Base of the optimizers. A subclass names its op, and maps options to the op's hyperparameters."""
 
     op: ClassVar[StepOp]
     fixed_options: ClassVar[dict[str, Any]] = {}
@@ -33,12 +35,13 @@ class BlockwiseOptimizer(Optimizer):
     """Functions of memkern.optim that convert other libraries' states for the class."""
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    # memkern/optim/following.py: the groups at the last look, and the storage options of each state.
-    _looks: list[following.Look]
-    _stored: dict[Tensor, dict[str, Any]]
-    _apart = False  # whether a step needs more than one call of the op
+    _looks: list[following.Look]  # the groups at the last step
+    _stored: dict[Tensor, dict[str, Any]]  # the options that each state is stored with
+    _multi_call = False  # whether a step needs several calls of ops
     _sharded = False  # whether there are DTensors
-    _ranks: dict[Tensor, sharding.Ranks]  # of those of which other ranks have other elements
+    _ranks: dict[Tensor, shards.Ranks]  # the ranks that hold other elements of a parameter
+    _lr_buffers: list[Tensor]  # memory that steps use again
+    _strided_buffers: dict[Any, Tensor]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         foreign.check_arguments(cls, options)  # Python would say no more than that there is none of that name
@@ -65,25 +68,29 @@ class BlockwiseOptimizer(Optimizer):
             for p in tensors:
                 if isinstance(p, Tensor):
                     check_param(p, {**self.defaults, **param_group})
-                    sharding.check_flat_shard(p, self._needs_norms(norm))
+                    shards.check_flat_shard(p, self._needs_norms(norm))
         super().add_param_group(param_group)
         self._place_lr(self.param_groups[-1])
         self.param_groups[-1]["state_bits"] = bits.of(self.param_groups[-1])
-        self._looks = [*getattr(self, "_looks", []), following.looks(self)[-1]]
+        self._looks = [*getattr(self, "_looks", []), self._look()[-1]]
         self._stored = getattr(self, "_stored", {})
         self._look_at_groups()
 
+    def _look(self) -> list[following.Look]:
+        return following.looks(self.param_groups, (*self.storage_options, "max_grad_norm", "capturable"))
+
     def _look_at_groups(self) -> None:
-        """What a step has to know of the parameters."""
-        self._apart = any(map(apart.is_needed, self.param_groups))
-        params = [p for group in self.param_groups for p in group["params"]]
-        self._sharded = any(map(sharding.is_dtensor, params))
-        found: dict[sharding.Ranks, sharding.Ranks] = {}  # one object for those that are equal
-        self._ranks = {
-            p: found.setdefault(ranks, ranks)
-            for p in params
-            if self._sharded and (ranks := sharding.ranks_of(p))
-        }
+        """Finds out which kinds of parameters there are, which decides how a step is taken."""
+        self._multi_call = any(map(multi_call.is_needed, self.param_groups))
+        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        self._sharded = any(shards.is_dtensor(p) for p, _ in pairs)
+        self._ranks, self._lr_buffers, self._strided_buffers = {}, [], {}
+        equal: dict[shards.Ranks, shards.Ranks] = {}  # one object for ranks that are equal
+        for p, group in pairs if self._sharded else ():
+            if ranks := shards.ranks_of(p):
+                self._ranks[p] = equal.setdefault(ranks, ranks)
+                if storage.takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
+                    shards.note_cut_blocks(p)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
         """What needs norms of whole tensors, if anything does."""
@@ -110,32 +117,47 @@ class BlockwiseOptimizer(Optimizer):
         """The op that the group's options ask for."""
         return self.op
 
-    def _state_keys(self, op: StepOp | None = None) -> list[str]:
-        """The entries of the states that an op takes."""
-        moments = (op or self.op).moments
-        scales = [f"{name}_scale" for name in moments]
-        return [*moments, *scales, "step"]
-
-    @torch.inference_mode(False)  # tensors that were made inside could not be written outside
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zero states; the keys of :meth:`_state_keys`, without scales where the moments are floats."""
-        state: dict[str, Tensor] = {}
-        coded = takes_8bit_state(p, group)
-        for name in self._op_of(group).moments:
-            dtype = self.moments[name] if coded else moment_dtype(p)
-            if coded and dtype == torch.uint8 and bits.has_4bit_codes(group):
-                state[name] = sharding.new_packed(p, dense_like(p), group["block_size"])
-            else:
-                state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-        if coded:
-            for name in self.moments:
-                state[f"{name}_scale"] = sharding.new_scale(p, dense_like(p), group["block_size"])
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        return state | weights.initial_state(p, group)
+        """The state of a parameter before its first step."""
+        return storage.initial_state(self._op_of(group), p, group)
+
+    def _storage_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options that say how the group's states are stored."""
+        return {key: group[key] for key in self.storage_options}
 
     def _follow_groups(self) -> None:
-        """Before a step: what is known of the groups is of the groups as they are now."""
-        following.follow(self)
+        """Where groups have changed since the last step: checks them, moves states to new parameters, converts states.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: an option or a parameter that is not supported, or a state that does
+                not fit the parameter in its place; before anything is changed.
+        """
+        if self._look() == self._looks:
+            return
+        norm = following.max_grad_norm(self.param_groups, self.defaults["max_grad_norm"])
+        following.check_not_flattened(self.param_groups, self._looks, self._needs_norms(norm))
+        for group in self.param_groups:
+            group["state_bits"] = bits.of(group)
+            self._check_group(group)
+            for p in group["params"]:
+                check_param(p, group)
+                shards.check_flat_shard(p, self._needs_norms(norm))
+        moves = [*following.moves(self.param_groups, self.state, self._looks)]
+        states = [
+            following.moved(self.state[old], self._stored.get(old, group), new) for old, new, group in moves
+        ]
+        for (old, new, _), state in zip(moves, states, strict=True):
+            del self.state[old]
+            self._stored[new] = self._stored.pop(old, {})
+            if state:
+                self.state[new] = state
+        self.defaults["max_grad_norm"] = norm
+        for group in self.param_groups:
+            self._place_lr(group)
+            for p in group["params"]:
+                self._convert_storage(p, group)
+        self._look_at_groups()
+        self._looks = self._look()
 
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
@@ -147,7 +169,7 @@ class BlockwiseOptimizer(Optimizer):
         if group is self.param_groups[0]:
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
-                self._repaired()  # a compiled step, traced anew where a parameter's layout changed, cannot do it later
+                self._convert_misfits()  # while a step is traced: the compiled step itself cannot
         for p in group["params"]:
             if (g := p.grad) is not None:
                 params.append(p)
@@ -156,26 +178,27 @@ class BlockwiseOptimizer(Optimizer):
         for p, state in zip(params, states, strict=True):
             if not state:
                 state.update(self._init_state(p, group))
-                self._stored[p] = following.storage(self, group)
+                self._stored[p] = self._storage_of(group)
         scaled = f"{next(iter(self.moments))}_scale"
         coded = [state for state in states if scaled in state]
         *lists_by_key, weight_states = lists
-        for key, tensors in zip(self._state_keys(), lists_by_key, strict=True):
+        for key, tensors in zip(storage.state_keys(self.op), lists_by_key, strict=True):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
         for key in weights.keys_of(group):
             weight_states += map(itemgetter(key), states)
 
     @torch.no_grad()
     @torch.inference_mode(False)
-    def _restore(self, p: Tensor, group: dict[str, Any]) -> bool:
+    def _convert_storage(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Converts a state that is stored otherwise than its parameter and its group ask for; whether it was."""
         if not (state := self.state.get(p)):
             return False
-        new = restored(self._op_of(group), state, p, group, self._stored.get(p) or group)
+        before = self._stored.get(p) or group
+        new = storage.convert_storage(self._op_of(group), state, p, group, before)
         if new:
             state.clear()
             state.update(new)
-        self._stored[p] = following.storage(self, group)
+        self._stored[p] = self._storage_of(group)
         return new is not None
 
     # ---- step
@@ -190,24 +213,6 @@ class BlockwiseOptimizer(Optimizer):
         if name in ("beta1", "beta2"):
             return group["betas"][name == "beta2"]
         return group[name]
-
-    def _learning_rates(self, groups: list[dict[str, Any]]) -> list[Tensor]:
-        if torch.compiler.is_compiling():
-            # A product is what the compiler can take a changing float into; torch.full would recompile at each change.
-            return [
-                g["lr"]
-                if isinstance(g["lr"], Tensor)
-                else torch.ones((), dtype=torch.float64, device="cpu") * g["lr"]
-                for g in groups
-            ]
-        # Reused, so that a step allocates nothing.
-        if len(getattr(self, "_lr_buffers", ())) != len(groups):
-            with torch.inference_mode(False):
-                self._lr_buffers = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in groups]
-        return [
-            g["lr"] if isinstance(g["lr"], Tensor) else buffer.fill_(g["lr"])
-            for g, buffer in zip(groups, self._lr_buffers, strict=True)
-        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,38 +230,57 @@ class BlockwiseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        args = None
-        try:
-            args = self._step_args()
-            if not args.params:
-                return loss
-            if self._sharded:
-                sharded_step.reduced_found_inf(self, args.params)
-            if not self._apart and len({p.device for p in args.params}) == 1:
-                args = self._scaled(args, args.params[0].device)
-                if self._sharded:
-                    ranks = [self._ranks.get(p) for p in args.params]
-                    sharded_step.step(self.op, args, self.defaults["max_grad_norm"], ranks)
-                else:
-                    _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
-                return loss
-        except Exception as error:
-            # The op checks everything before it changes anything. Looking at each gradient and each state from here,
-            # at every step, would cost more than the step of a small tensor.
-            if torch.compiler.is_compiling():
-                raise
-            if not self._repaired():
-                if args is None or (said := step_errors.in_words(error, args, self.param_groups)) is error:
+        args = self._step_args()
+        if not args.params:
+            return loss
+        if self._sharded and args.found_inf is not None:
+            self.found_inf = collectives.reduced_found_inf(args.found_inf, args.params)
+            args = args._replace(found_inf=self.found_inf)
+        if not self._multi_call and len({p.device for p in args.params}) == 1:
+            try:
+                self._step_in_one_call(args)
+            except (RuntimeError, ValueError, TypeError) as error:
+                # Looked for: a parameter that got another layout since its state was stored. The op refuses it before
+                # it changes anything. Looking at every layout in every step takes longer than a small tensor's step.
+                if torch.compiler.is_compiling():
                     raise
-                raise said from None
-            args = self._step_args()
-        apart.step(self, args)
+                if not self._convert_misfits():
+                    raise step_errors.in_words(error, args, self.param_groups) from None
+                args = self._step_args()
+            else:
+                return loss
+        self._step_in_calls(args)
         return loss
 
-    def _repaired(self) -> bool:
-        """After an op has refused its arguments: whether states were converted, as after ``model.to(channels_last)``.
+    def _step_in_one_call(self, args: StepArgs) -> None:
+        """The step of parameters on one device, all of which the op takes."""
+        args = scaler_on(args, args.params[0].device)
+        if self._sharded:
+            ranks = [self._ranks.get(p) for p in args.params]
+            dtensor_step.step(self.op, args, self.defaults["max_grad_norm"], ranks)
+        else:
+            _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
 
-        Raises what the checks of groups, parameters and gradients do, whose messages say more than the op's.
+    def _step_in_calls(self, args: StepArgs) -> None:
+        """The step of parameters on several devices, or of which some need another op, a copy or a reduction."""
+        groups = [self.param_groups[number] for number in args.group]
+        for p, g, group in zip(args.params, args.grads, groups, strict=True):
+            check_param(p, group)
+            check_gradient(p, g)
+        for p, group in zip(args.params, groups, strict=True):
+            self._convert_storage(p, group)
+        entries = [
+            multi_call.Entry(p, group, self.state[p], self._op_of(group))
+            for p, group in zip(args.params, groups, strict=True)
+        ]
+        norm = self.defaults["max_grad_norm"]
+        multi_call.step(self.op, args, entries, self.param_groups, norm, self._strided_buffers)
+
+    def _convert_misfits(self) -> bool:
+        """Converts states that do not fit their parameters any more, as after ``model.to(channels_last)``.
+
+        Returns whether there were such states, or parameters that now need several calls. Raises the errors of the
+        checks of groups, parameters and gradients, which say more than an op's.
         """
         for group in self.param_groups:
             self._check_group(group)
@@ -267,14 +291,14 @@ class BlockwiseOptimizer(Optimizer):
         changed = False
         for group in self.param_groups:
             for p in group["params"]:
-                changed |= self._restore(p, group)
-        before = self._apart, self._sharded
+                changed |= self._convert_storage(p, group)
+        before = self._multi_call, self._sharded
         self._look_at_groups()
-        return changed or before != (self._apart, self._sharded)
+        return changed or before != (self._multi_call, self._sharded)
 
     def _step_args(self) -> StepArgs:
         """The arguments of the op for all parameters that have a gradient, as if they were on one device."""
-        groups, keys = self.param_groups, self._state_keys()
+        groups, keys = self.param_groups, storage.state_keys(self.op)
         params: list[Tensor] = []
         grads: list[Tensor] = []
         numbers: list[int] = []
@@ -290,7 +314,7 @@ class BlockwiseOptimizer(Optimizer):
             params,
             grads,
             group=numbers,
-            lr=self._learning_rates(groups),
+            lr=learning_rates(groups, self._lr_buffers),
             hyperparameters=[
                 float(self._hyperparameter(g, name)) for g in groups for name in self.op.hyperparameters
             ],
@@ -298,27 +322,10 @@ class BlockwiseOptimizer(Optimizer):
             block_size=[g["block_size"] for g in groups],
             weight_states=weight_states,
             weight_storage=[weights.storage_of(g) for g in groups],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
             max_grad_norm=float(self.defaults["max_grad_norm"] or 0.0),
-            **self._state_args(states, self.op),
-        )
-
-    def _state_args(self, states: dict[str, list[Tensor]], op: StepOp) -> dict[str, Any]:
-        """The lists of states by key as the op's lists."""
-        return {
-            "moments": [x for name in op.moments for x in states[name]],
-            "scales": [x for name in op.moments for x in states[f"{name}_scale"]],
-            "steps": states["step"],
-            "trust_ratios": states.get("trust_ratio", []),
-        }
-
-    def _scaled(self, args: StepArgs, device: torch.device) -> StepArgs:
-        """With the ``grad_scale`` and ``found_inf`` that a GradScaler set for this step."""
-        scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is None and inf is None:
-            return args
-        return args._replace(
-            grad_scale=None if scale is None else scale.to(device),
-            found_inf=None if inf is None else inf.to(device),
+            **state_args(states, self.op),
         )
 
     def _grad_norm(self, args: StepArgs) -> Tensor | None:
@@ -347,14 +354,18 @@ class BlockwiseOptimizer(Optimizer):
         """
         changes: list[str] = []
 
-        def hold(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            # Runs after the user's own pre-hooks. torch would cast every tensor to the parameter's dtype, which
-            # destroys codes, so it gets to see none.
-            incoming, found = loading.prepared(self, incoming)
+        target = loading.Target(
+            type(self).__name__, self.param_groups, self.defaults, self.fixed_options, self.converters,
+            self._op_of, self._check_group,
+        )  # fmt: skip
+
+        def hide(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+            # Runs after the user's own pre-hooks.
+            incoming, found = loading.prepared(target, incoming)
             changes.extend(found)
             return incoming
 
-        handle = self.register_load_state_dict_pre_hook(hold)
+        handle = self.register_load_state_dict_pre_hook(hide)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -375,20 +386,17 @@ class BlockwiseOptimizer(Optimizer):
         for p, values in self.state.items():
             if isinstance(values, dict):
                 for key, value in values.items():
-                    if isinstance(value, loading.Held):
+                    if isinstance(value, loading.HiddenTensor):
                         values[key] = value.for_parameter(p)
-        self._looks = following.looks(self)
-        self._stored = {p: following.storage(self, g) for g in self.param_groups for p in g["params"]}
+        self._looks = self._look()
+        self._stored = {p: self._storage_of(g) for g in self.param_groups for p in g["params"]}
         self._look_at_groups()
 
     def __getstate__(self) -> dict[str, Any]:
-        following.follow(self)
+        self._follow_groups()
         return super().__getstate__()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: plain tensors, stored as the groups' options say."""
-        following.follow(self)
-        return sharding.without_flat_codes(self, super().state_dict())
-
-    def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-        loading.check_state(self, i, state, p, group)
+        self._follow_groups()
+        return loading.without_flat_codes(super().state_dict(), self.param_groups, self._op_of)

@@ -7,18 +7,15 @@ model's), and options and lists are edited by hand. Each step compares what it k
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import bits, sharding
-from .options import check_param
+from . import bits
+from .dtensor import shards
 from .storage import ENTRIES
-
-if TYPE_CHECKING:
-    from .base import BlockwiseOptimizer
 
 Group = dict[str, Any]
 Look = tuple[list[int], list[Any]]
@@ -29,66 +26,29 @@ torch.utils.swap_tensors. A new parameter may have the id of one that is gone, b
 """
 
 
-def looks(optimizer: BlockwiseOptimizer) -> list[Look]:
-    keys = (*optimizer.storage_options, "max_grad_norm", "capturable")
-    return [([*map(id, g["params"])], [g[key] for key in keys]) for g in optimizer.param_groups]
+def looks(groups: Sequence[Group], keys: Sequence[str]) -> list[Look]:
+    """What there is to compare with at the next step. ``keys``: the options."""
+    return [([*map(id, g["params"])], [g[key] for key in keys]) for g in groups]
 
 
-def storage(optimizer: BlockwiseOptimizer, group: Group) -> Group:
-    """The options that say how the group's states are stored."""
-    return {key: group[key] for key in optimizer.storage_options}
-
-
-def follow(optimizer: BlockwiseOptimizer) -> None:
-    """Where groups are not as they were: checks them, moves states to new parameters, and converts states.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: an option or a parameter that is not supported, or a state that does not
-            fit the parameter in its place; before anything is changed.
-    """
-    found = looks(optimizer)
-    if found == optimizer._looks:
-        return
-    norm = _max_grad_norm(optimizer)
-    _check_not_flattened(optimizer, norm)
-    for group in optimizer.param_groups:
-        group["state_bits"] = bits.of(group)
-        optimizer._check_group(group)
-        for p in group["params"]:
-            check_param(p, group)
-            sharding.check_flat_shard(p, optimizer._needs_norms(norm))
-    moves = [*_moves(optimizer, [ids for ids, _ in optimizer._looks])]
-    moved = [_moved(optimizer, *move) for move in moves]
-    for (old, new, _), state in zip(moves, moved, strict=True):
-        del optimizer.state[old]
-        optimizer._stored[new] = optimizer._stored.pop(old, {})
-        if state:
-            optimizer.state[new] = state
-    optimizer.defaults["max_grad_norm"] = norm
-    for group in optimizer.param_groups:
-        optimizer._place_lr(group)
-        for p in group["params"]:
-            optimizer._restore(p, group)
-    optimizer._look_at_groups()
-    optimizer._looks = looks(optimizer)
-
-
-def _max_grad_norm(optimizer: BlockwiseOptimizer) -> float | None:
+def max_grad_norm(groups: Sequence[Group], default: float | None) -> float | None:
     """The groups' max_grad_norm, which is one for all gradients."""
-    norms = [group["max_grad_norm"] for group in optimizer.param_groups]
+    norms = [group["max_grad_norm"] for group in groups]
     if any(norm != norms[0] for norm in norms):
         raise ValueError(
             f"max_grad_norm belongs to the whole optimizer: set it in all groups, got {', '.join(map(str, norms))}"
         )
-    return norms[0] if norms else optimizer.defaults["max_grad_norm"]
+    return norms[0] if norms else default
 
 
-def _check_not_flattened(optimizer: BlockwiseOptimizer, norm: float | None) -> None:
-    """DeepSpeed's ZeRO puts one flat tensor, this rank's part of all, in place of a group's parameters."""
-    needed = optimizer._needs_norms(norm)
+def check_not_flattened(groups: Sequence[Group], before: Sequence[Look], needed: str | None) -> None:
+    """Raises RuntimeError where norms are needed and DeepSpeed's ZeRO has put a flat tensor in place of a group's.
+
+    ``needed``: the option or the class that needs them, if any. A rank's flat tensor is its part of all parameters.
+    """
     if needed is None or "deepspeed" not in sys.modules:
         return
-    for group, (ids, _) in zip(optimizer.param_groups, optimizer._looks, strict=False):
+    for group, (ids, _) in zip(groups, before, strict=False):
         params = group["params"]
         if len(params) == 1 and params[0].dim() == 1 and id(params[0]) not in ids:
             raise RuntimeError(
@@ -105,17 +65,20 @@ def _check_not_flattened(optimizer: BlockwiseOptimizer, norm: float | None) -> N
 # ---- parameters in place of others
 
 
-def _moves(
-    optimizer: BlockwiseOptimizer, before: Sequence[Sequence[int]]
+def moves(
+    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
-    """Parameters that have a state and are in no group any more, those in their places, and their group."""
-    groups = optimizer.param_groups
+    """Parameters that have a state and are in no group any more, those in their places, and their group.
+
+    Raises:
+        ValueError: it is not clear which parameter takes the place of one that has a state.
+    """
     now = {id(p) for group in groups for p in group["params"]}
-    known = {number for ids in before for number in ids}
-    stateful = {id(p): p for p, state in optimizer.state.items() if isinstance(p, Tensor) and state}
+    known = {number for ids, _ in before for number in ids}
+    stateful = {id(p): p for p, state in states.items() if isinstance(p, Tensor) and state}
     fresh = {id(p): p for g in groups for p in g["params"] if id(p) not in known and id(p) not in stateful}
     left = []
-    for k, (ids, group) in enumerate(zip(before, groups, strict=False)):
+    for k, ((ids, _), group) in enumerate(zip(before, groups, strict=False)):
         params = group["params"]
         own = [p for p in params if id(p) in fresh]
         for i, number in enumerate(ids):
@@ -142,10 +105,8 @@ def _no_place(k: int, i: int, old: Tensor) -> ValueError:
     )
 
 
-def _moved(optimizer: BlockwiseOptimizer, old: Tensor, new: Tensor, group: Group) -> dict[str, Tensor]:
-    """The state of one parameter for the one in its place, on that one's device and ranks."""
-    state = optimizer.state[old]
-    stored = optimizer._stored.get(old, group)
+def moved(state: dict[str, Tensor], stored: Group, new: Tensor) -> dict[str, Tensor]:
+    """A state for the parameter ``new``, on its device and ranks. ``stored``: the options the state is stored with."""
     if not new.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in state.values()):
         return {}  # a step on meta has made no values
     found = {}
@@ -153,12 +114,12 @@ def _moved(optimizer: BlockwiseOptimizer, old: Tensor, new: Tensor, group: Group
         if key not in ENTRIES:  # a wrapper's
             found[key] = x
             continue
-        if sharding.is_dtensor(new) and not sharding.is_dtensor(x) and not x.is_contiguous():
+        if shards.is_dtensor(new) and not shards.is_dtensor(x) and not x.is_contiguous():
             raise ValueError(
                 f"the state of a parameter of shape {tuple(new.shape)} has strides {x.stride()}, and sharded params "
                 "must be contiguous; call .contiguous() before they are sharded"
             )
         packed = bits.has_4bit_codes(stored) and x.dtype == torch.uint8
-        x = x if sharding.is_dtensor(x) else x.to(new.device)
-        found[key] = sharding.placed(key, x, new, stored["block_size"], packed).to(new.device)
+        x = x if shards.is_dtensor(x) else x.to(new.device)
+        found[key] = shards.placed(key, x, new, stored["block_size"], packed).to(new.device)
     return found

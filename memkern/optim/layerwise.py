@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quant.layout import EVERY_ROW, layer_count
-from ..schemas import StepOp
 from .base import BlockwiseOptimizer
-from .loading import does_not_fit
-from .storage import dense_like, moment_dtype
+from .storage import layers_number, layers_of
 
 
 class LayerwiseOptimizer(BlockwiseOptimizer):
@@ -44,48 +41,10 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
         for item in group["params"]:
             p = item[1] if isinstance(item, tuple) else item
             if isinstance(p, Tensor) and p.layout == torch.strided:
-                _layer_count(p, group)
+                layers_of(p, group)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
         return type(self).__name__
 
-    def _state_keys(self, op: StepOp | None = None) -> list[str]:
-        return [*super()._state_keys(op), "trust_ratio"]
-
-    @torch.inference_mode(False)
-    def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {**super()._init_state(p, group), "trust_ratio": _ones(p, group)}
-
-    @torch.inference_mode(False)
-    def _restore(self, p: Tensor, group: dict[str, Any]) -> bool:
-        changed = super()._restore(p, group)
-        if self.state.get(p) and len(self.state[p]["trust_ratio"]) != _layer_count(p, group):
-            self.state[p]["trust_ratio"] = _ones(p, group)
-            return True
-        return changed
-
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return layers_number(group) if name == "layers" else super()._hyperparameter(group, name)
-
-    def _check_state(self, i: Any, state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> None:
-        super()._check_state(i, state, p, group)
-        ratios, count = state["trust_ratio"], _layer_count(p, group)
-        if ratios.dtype not in (torch.float32, torch.float64) or tuple(ratios.shape) != (count,):
-            does_not_fit(
-                self,
-                i,
-                f"trust_ratio must be float32 of shape ({count},), got {ratios.dtype} of shape {tuple(ratios.shape)}",
-            )
-
-
-def _ones(p: Tensor, group: dict[str, Any]) -> Tensor:
-    return torch.ones(_layer_count(p, group), dtype=moment_dtype(p), device=p.device)
-
-
-def _layer_count(p: Tensor, group: dict[str, Any]) -> int:
-    return layer_count(dense_like(p), group["block_size"], layers_number(group))
-
-
-def layers_number(group: dict[str, Any]) -> int:
-    """The group's ``layers`` as the ops take it."""
-    return EVERY_ROW if group["layers"] == "rows" else group["layers"]

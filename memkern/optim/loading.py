@@ -1,9 +1,10 @@
-"""Loading a state dict: what is refused, and what an optimizer of other options stored."""
+"""Loading and saving a state dict: what is refused, and states that were saved with other options."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,19 +12,38 @@ from torch import Tensor
 from ..quant.layout import layout_of, same_layout
 from ..schemas import StepOp
 from . import bits, weights
-from .sharding import is_dtensor, is_flat_shard, local, placed
-from .storage import ENTRIES, dense_like, moment_dtype, own_entries, restored, takes_8bit_state
-
-if TYPE_CHECKING:
-    from .base import BlockwiseOptimizer
+from .dtensor.shards import is_dtensor, is_flat_shard, local, placed
+from .storage import (
+    ENTRIES,
+    convert_storage,
+    dense_like,
+    layers_of,
+    load_moment,
+    moment_dtype,
+    own_entries,
+    state_keys,
+    takes_8bit_state,
+)
 
 Group = dict[str, Any]
 OWN_OPTIONS = ("state_bits", "master_weights", "stochastic_rounding")
 """Options that a loaded state does not change: its tensors are converted."""
 
 
-class Held:
-    """A tensor that torch's load_state_dict does not see: it would cast it to the parameter's dtype."""
+class Target(NamedTuple):
+    """The optimizer that loads a state dict."""
+
+    name: str  # its class's
+    groups: Sequence[Group]
+    defaults: Group
+    fixed_options: Group
+    converters: Sequence[str]  # functions of memkern.optim that convert other libraries' states for it
+    op_of: Callable[[Group], StepOp]  # the op that a group's options ask for
+    check_group: Callable[[Group], None]  # raises for options that it does not support
+
+
+class HiddenTensor:
+    """Hides a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -38,8 +58,8 @@ class Held:
         return fresh.requires_grad_(False).copy_(tensor)
 
 
-def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The state dict as the optimizer takes it, its tensors held, and what its groups' options were changed from.
+def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state dict as the optimizer takes it, its tensors hidden from torch, and the options that were changed.
 
     The optimizer's own class, ``state_bits``, ``max_grad_norm`` and ``capturable`` win; a state in other bits is
     converted. The other options come with the state.
@@ -47,23 +67,23 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     Raises:
         ValueError: the state is not memkern's, or does not fit the parameters.
     """
-    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    groups, saved = target.groups, state_dict["param_groups"]
     if [len(g["params"]) for g in groups] != [len(s["params"]) for s in saved]:
         return state_dict, []  # torch has a message for this
     changes: list[str] = []
     older, newer = [], []
     for k, (own, given) in enumerate(zip(groups, saved, strict=True)):
-        _check_options(optimizer, k, given)
+        _check_options(target, k, given)
         older.append({**given, "state_bits": bits.of(given)})
-        optimizer._check_group({**older[k], "params": own["params"]})
-        fixed = {key: own[key] for key in OWN_OPTIONS} | optimizer.fixed_options
+        target.check_group({**older[k], "params": own["params"]})
+        fixed = {key: own[key] for key in OWN_OPTIONS} | target.fixed_options
         if bits.has_4bit_codes(fixed):
             fixed["codec"] = "power"  # the only one with 4 bits
         if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
             changes.append(f"group {k}: {', '.join(differing)}")
-        whole = {"max_grad_norm": optimizer.defaults["max_grad_norm"], "capturable": own["capturable"]}
+        whole = {"max_grad_norm": target.defaults["max_grad_norm"], "capturable": own["capturable"]}
         newer.append({**older[k], **fixed, **whole})
-        optimizer._check_group({**newer[k], "params": own["params"]})
+        target.check_group({**newer[k], "params": own["params"]})
     of_index = {
         i: (p, older[k], newer[k])
         for k, own in enumerate(groups)
@@ -71,8 +91,8 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     }
     state = {
         i: {
-            key: Held(value) if isinstance(value, Tensor) else value
-            for key, value in _state(optimizer, i, values, *of_index[i]).items()
+            key: HiddenTensor(value) if isinstance(value, Tensor) else value
+            for key, value in _state(target, i, values, *of_index[i]).items()
         }
         if i in of_index and values != {}
         else values
@@ -81,29 +101,27 @@ def prepared(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> tuple
     return {**state_dict, "state": state, "param_groups": newer}, changes
 
 
-def _check_options(optimizer: BlockwiseOptimizer, k: int, saved: Group) -> None:
+def _check_options(target: Target, k: int, saved: Group) -> None:
     """Raises ValueError for a saved group that lacks options of the optimizer."""
-    own = {*optimizer.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
+    own = {*target.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
     if missing := own - {*saved}:
-        names = [f"memkern.optim.{name}" for name in optimizer.converters]
+        names = [f"memkern.optim.{name}" for name in target.converters]
         way = (
             f"{' and '.join(names)} convert{'' if len(names) > 1 else 's'} others"
             if names
             else "no converter to it exists: load the model's weights, and begin with a new state"
         )
         raise ValueError(
-            f"the state_dict is not one of memkern's {type(optimizer).__name__}: its group {k} has no "
+            f"the state_dict is not one of memkern's {target.name}: its group {k} has no "
             f"{', '.join(sorted(missing))}; {way}"
         )
 
 
-def _state(
-    optimizer: BlockwiseOptimizer, i: Any, state: Any, p: Tensor, older: Group, newer: Group
-) -> dict[str, Tensor]:
+def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: Group) -> dict[str, Tensor]:
     """A parameter's state, checked, and stored as the optimizer's group asks for."""
     if not isinstance(state, dict):
-        does_not_fit(optimizer, i, f"it must be a dict of tensors, got {state!r}")
-    op = optimizer._op_of(older)
+        does_not_fit(target.name, i, f"it must be a dict of tensors, got {state!r}")
+    op = target.op_of(older)
     if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
@@ -114,12 +132,12 @@ def _state(
         else x
         for key, x in state.items()
     }
-    optimizer._check_state(i, state, p, older)
+    check_state(target.name, op, i, state, p, older)
     in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
     first = state[next(iter(op.moments))]
     in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
     if in_other_bits or in_other_dtype or is_flat_shard(p):
-        state = restored(optimizer._op_of(newer), state, p, newer, older) or state
+        state = convert_storage(target.op_of(newer), state, p, newer, older) or state
     return state
 
 
@@ -128,37 +146,42 @@ def _is_packed(op: StepOp, key: str, x: Tensor, group: Group) -> bool:
     return bits.has_4bit_codes(group) and op.moments.get(key) is False and x.dtype == torch.uint8
 
 
-def does_not_fit(optimizer: BlockwiseOptimizer, i: Any, what: str) -> NoReturn:
-    raise ValueError(f"the state of parameter {i} does not fit {type(optimizer).__name__}: {what}")
+def does_not_fit(name: str, i: Any, what: str) -> NoReturn:
+    raise ValueError(f"the state of parameter {i} does not fit {name}: {what}")
 
 
-def check_state(
-    optimizer: BlockwiseOptimizer, i: Any, state: dict[str, Any], p: Tensor, group: Group
-) -> None:
-    """Raises ValueError unless these are the entries that the group's options ask for."""
-    op = optimizer._op_of(group)
+def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor, group: Group) -> None:
+    """Raises ValueError unless these are the entries that the group's options ask for. ``name``: the optimizer's."""
     first = state.get(next(iter(op.moments)))
     coded = isinstance(first, Tensor) and not first.is_floating_point()
-    keys = [k for k in optimizer._state_keys(op) if coded or not k.endswith("_scale")]
+    keys = [k for k in state_keys(op) if coded or not k.endswith("_scale")]
     keys += weights.keys_of(group)
     if {*own_entries(state)} != {*keys}:
-        does_not_fit(optimizer, i, f"keys {sorted(state)}, expected {sorted(keys)}")
+        does_not_fit(name, i, f"keys {sorted(state)}, expected {sorted(keys)}")
     for key in keys:
         value = state[key]
         if not isinstance(value, Tensor):
-            does_not_fit(optimizer, i, f"{key} must be a tensor, got {type(value).__name__}")
+            does_not_fit(name, i, f"{key} must be a tensor, got {type(value).__name__}")
         if key == "step":
             if value.numel() != 1 or value.dtype != torch.float32:
-                does_not_fit(optimizer, i, f"step must be one float32 number, got {value}")
+                does_not_fit(name, i, f"step must be one float32 number, got {value}")
             if _has_values(value) and not 0 <= float(value) < math.inf:
-                does_not_fit(optimizer, i, f"step must be one finite number, 0 or more, got {value}")
+                does_not_fit(name, i, f"step must be one finite number, 0 or more, got {value}")
         elif key.endswith("_scale"):
-            _check_scale(optimizer, i, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
+            _check_scale(name, i, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
+        elif key == "trust_ratio":
+            count = layers_of(p, group)
+            if value.dtype not in (torch.float32, torch.float64) or tuple(value.shape) != (count,):
+                does_not_fit(
+                    name,
+                    i,
+                    f"trust_ratio must be float32 of shape ({count},), got {value.dtype} of shape {tuple(value.shape)}",
+                )
         elif key in weights.KEYS:
             dtype = weights.MASTER_WEIGHTS[group["master_weights"]][key]
             if value.dtype != dtype or value.shape != p.shape:
                 does_not_fit(
-                    optimizer,
+                    name,
                     i,
                     f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
                 )
@@ -166,18 +189,18 @@ def check_state(
             shape = layout_of(dense_like(p), group["block_size"]).packed_shape
             if tuple(value.shape) != shape:
                 does_not_fit(
-                    optimizer,
+                    name,
                     i,
                     f"{key} must have the shape {shape} for codes of 4 bits, got {tuple(value.shape)}",
                 )
         elif key in op.moments:
-            _check_moment(optimizer, i, key, value, p, coded, op.moments[key])
+            _check_moment(name, i, key, value, p, coded, op.moments[key])
     # SGD and Lion may have such numbers of their own; Adam's m and v cannot both.
     may_be_codes = not coded and (len(op.moments) > 1 or takes_8bit_state(p, group))
     if may_be_codes and all(_are_codes(local(state[key]), signed) for key, signed in op.moments.items()):
         # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
         does_not_fit(
-            optimizer,
+            name,
             i,
             f"{', '.join(op.moments)}: codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a "
             "state of the state_bits that were saved: give the optimizer state_bits=8, load, and change that of its "
@@ -185,15 +208,15 @@ def check_state(
         )
 
 
-def _check_scale(optimizer: BlockwiseOptimizer, i: Any, key: str, scale: Tensor, shape: Any) -> None:
+def _check_scale(name: str, i: Any, key: str, scale: Tensor, shape: Any) -> None:
     if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
         does_not_fit(
-            optimizer,
+            name,
             i,
             f"{key} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}",
         )
     if _has_values(scale) and not bool(((local(scale) >= 0) & local(scale).isfinite()).all()):
-        does_not_fit(optimizer, i, f"{key} has entries that are negative or not finite")
+        does_not_fit(name, i, f"{key} has entries that are negative or not finite")
 
 
 def _has_values(x: Tensor) -> bool:
@@ -211,13 +234,12 @@ def _are_codes(x: Tensor, signed: bool) -> bool:
     )
 
 
-def _check_moment(
-    optimizer: BlockwiseOptimizer, i: Any, key: str, value: Tensor, p: Tensor, coded: bool, signed: bool
-) -> None:
-    allowed = (optimizer.moments[key],) if coded else (torch.float32, torch.float64)
+def _check_moment(name: str, i: Any, key: str, value: Tensor, p: Tensor, coded: bool, signed: bool) -> None:
+    codes = torch.int8 if signed else torch.uint8
+    allowed = (codes,) if coded else (torch.float32, torch.float64)
     if value.dtype not in allowed or value.shape != p.shape:
         does_not_fit(
-            optimizer,
+            name,
             i,
             f"{key} must be {allowed[0]} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
         )
@@ -226,10 +248,33 @@ def _check_moment(
         # Another memory format cuts other blocks. The codes' own strides may have been lost on the way here, so that
         # only one who knows the parameter they are from can convert them.
         does_not_fit(
-            optimizer,
+            name,
             i,
             f"{key} must have strides {like.stride()} like its parameter, got {value.stride()}; load the state while "
             "the model has the memory format that it was saved in, and change that after: the next step converts it",
         )
     if not coded and not signed and _has_values(value) and bool((local(value) < 0).any()):
-        does_not_fit(optimizer, i, f"{key}, a second moment, has negative entries")
+        does_not_fit(name, i, f"{key}, a second moment, has negative entries")
+
+
+def without_flat_codes(
+    state_dict: dict[str, Any], groups: Sequence[Group], op_of: Callable[[Group], StepOp]
+) -> dict[str, Any]:
+    """A state dict with the moments of FSDP1's flat shards as floats.
+
+    FullyShardedDataParallel.optim_state_dict gathers entries that have one number per element, and makes the states of
+    the model's own tensors of them. Loading quantizes them again.
+    """
+    params = [(p, group) for group in groups for p in group["params"]]
+    numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+    changed = {}
+    for (p, group), i in zip(params, numbers, strict=True):
+        state = state_dict["state"].get(i, {})
+        if is_flat_shard(p) and any(key.endswith("_scale") for key in state):
+            moments = op_of(group).moments
+            changed[i] = {
+                key: load_moment(key, state, group) if key in moments else x
+                for key, x in state.items()
+                if not key.endswith("_scale")
+            }
+    return {**state_dict, "state": {**state_dict["state"], **changed}} if changed else state_dict

@@ -1,4 +1,4 @@
-"""What the optimizers refuse, with messages that say what was given and what is allowed."""
+"""Checks of options, parameters and gradients, whose errors say what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..quant.blockwise import check_codec
 from ..quant.layout import FLOATS, check_block_size, overlaps
 from ..schemas import StepOp
 from . import bits, weights
-from .sharding import check_placements, cuts_blocks
+from .dtensor.shards import check_placements, cuts_blocks
 from .storage import takes_8bit_state
 
 

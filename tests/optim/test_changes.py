@@ -129,7 +129,7 @@ def test_channels_last_after_a_step_converts_codes(build: type, max_grad_norm: f
     before, steps = moments_of(optimizer), copy.deepcopy(snapshot(optimizer)["states"][0].get("step"))
     to_channels_last(optimizer)
     (p,) = optimizer.param_groups[0]["params"]
-    optimizer._restore(p, optimizer.param_groups[0])
+    optimizer._convert_storage(p, optimizer.param_groups[0])
     assert_close_as_codes(moments_of(optimizer), before)
     assert_same(optimizer.state[p].get("step"), steps)
     train(optimizer, 2, first=2)
@@ -329,7 +329,7 @@ def test_parameters_with_gaps_step_as_dense_ones(backend: str, build: type, dtyp
         assert not p.is_contiguous()
         between = p.detach().as_strided(p.shape, p.stride(), 1)
         assert (between == -7).all()
-    assert {b.numel() for b in optimizer._buffers.values()} == {64 * 128}
+    assert {b.numel() for b in optimizer._strided_buffers.values()} == {64 * 128}
     other = build([torch.nn.Parameter(first.detach().clone()), *map(strided, gaps)])
     other.load_state_dict(optimizer.state_dict())
     assert_same(snapshot(other)["states"], snapshot(optimizer)["states"])
@@ -414,7 +414,7 @@ WAYS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["amsgrad", "fp64", "gaps"])
-def test_steps_apart_compile_without_a_break(way: str) -> None:
+def test_steps_in_several_calls_compile_without_a_break(way: str) -> None:
     compiled, eager = (optim.AdamW(params, **options) for params, options in (WAYS[way]() for _ in range(2)))
     step = torch.compile(compiled.step, fullgraph=True)
     for i in range(3):
@@ -437,4 +437,4 @@ def test_parameters_that_were_made_on_meta() -> None:
     optimizer.param_groups[0]["params"] = [*model.parameters()]
     straight = optim.AdamW8bit(make_params([(128, 64), (128,)]))
     assert_same(train(optimizer), train(straight))
-    assert not optimizer._apart
+    assert not optimizer._multi_call

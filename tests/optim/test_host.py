@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from memkern import memory, optim
-from memkern.optim import HostOffload, host
-from memkern.optim.transfers import StreamTransfers, Transfers, transfers_of
+from memkern.optim import HostOffload
+from memkern.optim.offload import host
+from memkern.optim.offload.transfers import StreamTransfers, Transfers, transfers_of
 from tests.support.generic_optimizers import saved
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
 from tests.support.late_transfers import LateTransfers
@@ -138,7 +139,7 @@ def test_a_half_precision_model_with_fp32_weights_on_the_host(
     assert_same([*models[1].parameters()], [*models[0].parameters()])
     states = [dict(optimizer.state[p]) for p in models[1].parameters()]
     in_state = dtype == torch.bfloat16 and build is not torch.optim.AdamW
-    homes = [w.home for w in optimizer._weights.values()]
+    homes = [w.host_param for w in optimizer._weights.values()]
     weights = [state.pop("master_weight") for state in states] if in_state else [w.detach() for w in homes]
     assert_same(weights, [w.detach() for w in by_hand.masters])
     assert_same(states, [by_hand.optimizer.state[p] for p in by_hand.masters])
@@ -456,7 +457,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     model = model_of()
     optimizer = HostOffload(optim.AdamW, model.parameters())
     for w in optimizer._weights.values():
-        assert w.home.data_ptr() == w.p.data_ptr()
+        assert w.host_param.data_ptr() == w.p.data_ptr()
     model(torch.randn(8, 16)).sum().backward()
     optimizer.step()
     states = memory.optimizer_bytes(optimizer)
@@ -530,7 +531,7 @@ class Full(optim.AdamW):
 def test_states_go_to_the_host_when_the_device_is_full(transfers: Any, dtype: torch.dtype) -> None:
     def make(params: Any) -> HostOffload:
         optimizer = HostOffload(Full, params, device_state_bytes=None, transfers=transfers)
-        Full.homes = {id(w.home): w for w in optimizer._weights.values()}
+        Full.homes = {id(w.host_param): w for w in optimizer._weights.values()}
         return optimizer
 
     expected, _, _ = run(lambda params: HostOffload(optim.AdamW, params), dtype=dtype)
@@ -682,7 +683,7 @@ def test_state_dicts_of_the_optimizer_in_memory() -> None:
     half = HostOffload(optim.AdamW8bit, model.to(torch.float16).parameters(), min_8bit_size=0)
     half.load_state_dict(plain.state_dict())
     for w in half._weights.values():
-        assert torch.equal(w.home, w.p.float())
+        assert torch.equal(w.host_param, w.p.float())
 
 
 def test_a_state_dict_that_does_not_fit() -> None:

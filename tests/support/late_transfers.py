@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkern.optim.transfers import Transfers
+from memkern.optim.offload.transfers import Transfers
 
 
 class LateTransfers(Transfers):

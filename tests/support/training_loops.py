@@ -295,7 +295,8 @@ class Loop(RuleBasedStateMachine):
             before = [p.detach().clone() for p in self.model.parameters()]
             try:
                 self.compiled()
-            except RuntimeError:  # a layout has changed, for which TorchDynamo has no guard: compile anew
+            except (RuntimeError, AssertionError):
+                # A layout has changed, for which TorchDynamo has no guard: the op or Inductor's code refuses it.
                 assert all(map(torch.equal, self.model.parameters(), before))
                 self._compile()
                 self.compiled()

@@ -1,4 +1,4 @@
-"""State dicts of torch.optim and bitsandbytes, to memkern's and back.
+"""State dicts of torch.optim and bitsandbytes, to memkern's and back; fp32 weights of a whole model.
 
 A converted state continues the training that it came from: the same moments, up to the error of the codes
 that they move into, the same step counts, the same hyperparameters. Parameters are matched by their place, so
@@ -6,11 +6,14 @@ both optimizers are built over the same ones in the same order. No function here
 """
 
 from .bitsandbytes import from_bitsandbytes_state_dict, to_bitsandbytes_state_dict
+from .fp32 import load_fp32_state_dict, to_fp32_state_dict
 from .torch import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
+    "load_fp32_state_dict",
     "to_bitsandbytes_state_dict",
+    "to_fp32_state_dict",
     "to_torch_state_dict",
 ]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..memory import optimizer_bytes
-from .sharding import is_dtensor
+from ...memory import optimizer_bytes
+from ..dtensor.shards import is_dtensor
 from .transfers import Transfers
 
 Options = dict[str, Any]
@@ -22,14 +22,14 @@ class Weight:
     """A parameter of the model, and what the host has of it."""
 
     p: Tensor
-    home: nn.Parameter
+    host_param: nn.Parameter
     """What the inner optimizer steps: on the host, or on the device while its state stays there."""
     resident: bool
-    """Whether home and state stay on the parameter's device."""
+    """Whether host_param and state stay on the parameter's device."""
     own: bool
-    """Whether home has memory of its own, which is copied to p after a step."""
+    """Whether host_param has memory of its own, which is copied to p after a step."""
     current: Tensor | None = None
-    """p's values before a step, on the host where home is there; not needed where home has p's dtype."""
+    """p's values before a step, on the host where host_param is there; not needed where host_param has p's dtype."""
     buffer: Tensor | None = None
     """Host memory in p's dtype: the gradient on its way here, then the weights on their way back."""
     gradient: Tensor | None = None
@@ -41,30 +41,34 @@ class Weight:
         return {**vars(self), "current": None, "buffer": None, "gradient": None, "arrived": None}
 
     def fetch(self, transfers: Transfers) -> None:
-        """Begins the copy of p's values to where home is: a step goes on from them, whoever has written them."""
-        p, home = self.p.detach(), self.home
+        """Begins the copy of p's values to where host_param is: a step goes on from them, whoever has written them."""
+        p, host_param = self.p.detach(), self.host_param
         if not self.own:
-            if home.data_ptr() != p.data_ptr() or home.stride() != p.stride() or home.shape != p.shape:
-                home.data = p
+            if (
+                host_param.data_ptr() != p.data_ptr()
+                or host_param.stride() != p.stride()
+                or host_param.shape != p.shape
+            ):
+                host_param.data = p
             return
-        if home.shape != p.shape:
-            home.data = torch.empty_like(p, dtype=home.dtype, device=home.device).copy_(p)
+        if host_param.shape != p.shape:
+            host_param.data = torch.empty_like(p, dtype=host_param.dtype, device=host_param.device).copy_(p)
         if self.resident or transfers.shares_memory:
             self.current = p
-        elif home.dtype == p.dtype:
-            self.arrived = transfers.to_host(home.detach(), p)
+        elif host_param.dtype == p.dtype:
+            self.arrived = transfers.to_host(host_param.detach(), p)
         else:
             if self.current is None or self.current.shape != p.shape or self.current.dtype != p.dtype:
                 self.current = transfers.empty_like(p)
             self.arrived = transfers.to_host(self.current, p)
 
     def renew(self) -> None:
-        """Where home does not round to p's values, takes those. Their copy has arrived."""
+        """Where host_param does not round to p's values, takes those. Their copy has arrived."""
         if self.own and self.current is not None:
-            home, p = self.home.data, self.current
-            rounded = home.to(p.dtype)
+            host_param, p = self.host_param.data, self.current
+            rounded = host_param.to(p.dtype)
             if p.device.type != "cpu" or not torch.equal(rounded, p):  # on a device a look at it would wait
-                torch.where(rounded == p, home, p.to(home.dtype), out=home)
+                torch.where(rounded == p, host_param, p.to(host_param.dtype), out=host_param)
 
     def take(self, transfers: Transfers) -> Callable[[], None] | None:
         """Begins the copy of p's gradient, or takes the gradient where it is.
@@ -94,8 +98,8 @@ class Weight:
         return add
 
     def copy_back(self, transfers: Transfers) -> Any:
-        """Begins the copy of home to p. The copy's event."""
-        source, done = self.home.detach(), None
+        """Begins the copy of host_param to p. The copy's event."""
+        source, done = self.host_param.detach(), None
         if self.resident or transfers.shares_memory:
             self.p.copy_(source)
         else:
@@ -108,16 +112,18 @@ class Weight:
 
     def move_to_host(self, inner: Optimizer, transfers: Transfers) -> None:
         """Moves a resident weight and its state to the host."""
-        old, self.current = self.home, None
+        old, self.current = self.host_param, None
         self.resident, self.own = False, not transfers.shares_memory or old.dtype != self.p.dtype
         if transfers.shares_memory:
             return
         values = transfers.empty_like(old.detach()).copy_(old.detach())
-        self.home = nn.Parameter(values, requires_grad=old.requires_grad)
+        self.host_param = nn.Parameter(values, requires_grad=old.requires_grad)
         for group in inner.param_groups:
-            group["params"] = [self.home if p is old else p for p in group["params"]]
+            group["params"] = [self.host_param if p is old else p for p in group["params"]]
         if state := inner.state.pop(old, {}):
-            inner.state[self.home] = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in state.items()}
+            inner.state[self.host_param] = {
+                k: x.cpu() if isinstance(x, Tensor) else x for k, x in state.items()
+            }
         if self.gradient is not None:
             self.buffer = transfers.empty_like(self.p.detach(), self.gradient.dtype)
             self.arrived = transfers.to_host(self.buffer, self.gradient)
@@ -125,15 +131,15 @@ class Weight:
             self.gradient = self.buffer
 
 
-def offloaded(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Transfers) -> Weight:
+def host_weight_of(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Transfers) -> Weight:
     """A parameter whose weight for the inner optimizer is in ``dtype``, on its own device or on the host."""
     if dtype == p.dtype and (resident or transfers.shares_memory):
         return Weight(p, nn.Parameter(p.detach(), requires_grad=p.requires_grad), resident, own=False)
     values = (
         torch.empty_like(p.detach(), dtype=dtype) if resident else transfers.empty_like(p.detach(), dtype)
     )
-    home = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
-    return Weight(p, home, resident, own=True)
+    host_param = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
+    return Weight(p, host_param, resident, own=True)
 
 
 def bytes_on_device(

@@ -1,15 +1,4 @@
-"""Parameters of which a rank has a shard: DTensors (fully_shard, tensor parallelism), and FSDP1's flat parameters.
-
-States are DTensors of the parameter's mesh and placements, and a step is one call of the op for all local tensors.
-Whether a state has 8 bits, and where its blocks begin, is decided by the whole tensor: every rank has the bits that one
-process alone would have. Ranks only exchange what no rank knows alone, in one collective for each mesh dimension:
-
-- the norms of ``max_grad_norm`` and of LAMB's and LARS's layers, and a GradScaler's ``found_inf``;
-- the scales of blocks that are on several ranks. A shard ends inside a block where a row is shorter than a block (1-D
-  tensors, small convolutions) and the rows of a rank are not whole blocks, or where columns are sharded and those of a
-  rank are not. Such a tensor's scales are replicated, and its step runs on the reference, as LAMB's and LARS's do for
-  shards of several layers.
-"""
+"""Which elements, blocks and states a rank holds of DTensors, and of FSDP1's flat parameters."""
 
 from __future__ import annotations
 
@@ -22,18 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..quant.layout import layout_of
+from ...quant.layout import layout_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
     from typing_extensions import TypeIs
 
-    from .base import BlockwiseOptimizer
-
 Ranks = tuple["DeviceMesh", tuple[int, ...]]
 """A mesh, and those of its dimensions along which ranks have different elements of a tensor."""
 
 _cut: Any = WeakIdKeyDictionary()  # parameters with blocks on several ranks, for the report
+
+
+def note_cut_blocks(p: Tensor) -> None:
+    """Names a parameter in memkern.report(): its shards end inside blocks."""
+    _cut[p] = True
 
 
 def report() -> dict[str, Any]:
@@ -146,10 +138,7 @@ def needs_reference(p: Tensor, group: dict[str, Any], coded: bool) -> bool:
     """Whether a shard has parts of blocks or of layers, which no kernel knows."""
     if ranks_of(p) is None:
         return False
-    cut = coded and cuts_blocks(p, group["block_size"])
-    if cut:
-        _cut[p] = True
-    return cut or group.get("layers", 1) != 1
+    return (coded and cuts_blocks(p, group["block_size"])) or group.get("layers", 1) != 1
 
 
 # ---- states
@@ -223,26 +212,3 @@ def placed(key: str, x: Tensor, p: Tensor, block_size: int, packed: bool = False
         return x if x.placements == at else x.redistribute(placements=at)
     whole = x.full_tensor() if is_dtensor(x) else x
     return distribute_tensor(whole.detach(), p.device_mesh, at, src_data_rank=None)
-
-
-def without_flat_codes(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with the moments of FSDP1's flat shards as floats.
-
-    FullyShardedDataParallel.optim_state_dict gathers what has an entry for each element, and makes the states of the
-    model's own tensors of it. Loading quantizes them again.
-    """
-    from .storage import load_moment
-
-    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-    changed = {}
-    for (p, group), i in zip(params, numbers, strict=True):
-        state = state_dict["state"].get(i, {})
-        if is_flat_shard(p) and any(key.endswith("_scale") for key in state):
-            moments = optimizer._op_of(group).moments
-            changed[i] = {
-                key: load_moment(key, state, group) if key in moments else x
-                for key, x in state.items()
-                if not key.endswith("_scale")
-            }
-    return {**state_dict, "state": {**state_dict["state"], **changed}} if changed else state_dict

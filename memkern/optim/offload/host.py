@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import accumulation
-from .backward import (
+from .. import accumulation
+from ..backward import (
     ParameterHooks,
     check_class,
     check_first_gradient,
@@ -22,10 +22,11 @@ from .backward import (
     refuse_scaler,
     without_hooks,
 )
-from .base import BlockwiseOptimizer
-from .following import follow
-from .foreign import lightning_asks
-from .offloaded import (
+from ..base import BlockwiseOptimizer
+from ..foreign import lightning_asks
+from ..options import check_gradient
+from .transfers import Transfers, transfers_of
+from .weight import (
     Options,
     Weight,
     bytes_on_device,
@@ -33,10 +34,8 @@ from .offloaded import (
     check_options,
     copy_options,
     has_gradient,
-    offloaded,
+    host_weight_of,
 )
-from .options import check_gradient
-from .transfers import Transfers, transfers_of
 
 BUCKET_ELEMENTS = 2**22
 """Tensors that make up at least so many elements are stepped by one call of the inner optimizer, beside transfers.
@@ -166,14 +165,14 @@ class HostOffload(Optimizer):
         try:
             check_no_shards(group["params"])
             made += (self._weight_of(p, group) for p in group["params"])
-            homes: list[Any] = [w.home for w in made]
+            host_params: list[Any] = [w.host_param for w in made]
             if "param_names" in group:
-                homes = [*zip(group["param_names"], homes, strict=True)]
+                host_params = [*zip(group["param_names"], host_params, strict=True)]
             options = {k: x for k, x in group.items() if k not in ("params", "param_names")}
             if len(self.param_groups) == 1:
-                self.inner = self._class([{"params": homes, **options}], **self._options)
+                self.inner = self._class([{"params": host_params, **options}], **self._options)
             else:
-                self.inner.add_param_group({"params": homes, **options})
+                self.inner.add_param_group({"params": host_params, **options})
         except BaseException:
             self.param_groups.pop()
             raise
@@ -203,7 +202,7 @@ class HostOffload(Optimizer):
             needed = bytes_on_device(self._class, p, dtype, group, self._options)
             resident = needed <= self._room
             self._room = self._room - needed if resident else 0  # those that come after go to the host, too
-        return offloaded(p, dtype, resident, self._transfers_to(p.device))
+        return host_weight_of(p, dtype, resident, self._transfers_to(p.device))
 
     def _transfers_to(self, device: torch.device) -> Transfers:
         if device not in self._transfers:
@@ -322,7 +321,7 @@ class HostOffload(Optimizer):
             if self._steps_in_backward:
                 for group in self.param_groups:
                     check_no_norm(group["max_grad_norm"])
-            follow(self.inner)
+            self.inner._follow_groups()
             if before != self.defaults["max_grad_norm"]:
                 self._make_buckets()
 
@@ -374,14 +373,14 @@ class HostOffload(Optimizer):
         for w in bucket:
             g = w.gradient
             assert g is not None
-            if g.dtype != w.home.dtype and takes_any:
-                w.home.grad_dtype = g.dtype
-            w.home.grad = g if g.dtype == w.home.dtype or takes_any else g.to(w.home.dtype)
+            if g.dtype != w.host_param.dtype and takes_any:
+                w.host_param.grad_dtype = g.dtype
+            w.host_param.grad = g if g.dtype == w.host_param.dtype or takes_any else g.to(w.host_param.dtype)
         try:
             without_hooks(self.inner.step)()
         finally:
             for w in bucket:
-                w.home.grad = None
+                w.host_param.grad = None
 
     def _move_to_host(self, bucket: list[Weight]) -> None:
         """Moves weights and states that were to stay on the device, and those of all buckets after, to the host."""
@@ -423,8 +422,8 @@ class HostOffload(Optimizer):
     def _share_state(self) -> None:
         """state[p] is the inner optimizer's own dict, on the host."""
         for w in self._weights.values():
-            if w.home in self.inner.state:
-                self.state[w.p] = self.inner.state[w.home]
+            if w.host_param in self.inner.state:
+                self.state[w.p] = self.inner.state[w.host_param]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and ``host_weights`` by parameter's number where their dtype is not the model's."""
@@ -433,7 +432,9 @@ class HostOffload(Optimizer):
         self._share_state()
         found = super().state_dict()
         weights = {
-            i: w.home.detach() for i, w in enumerate(self._weights.values()) if w.home.dtype != w.p.dtype
+            i: w.host_param.detach()
+            for i, w in enumerate(self._weights.values())
+            if w.host_param.dtype != w.p.dtype
         }
         return {**found, "host_weights": weights} if weights else found
 
@@ -458,12 +459,12 @@ class HostOffload(Optimizer):
         with torch.no_grad():
             for i, w in enumerate(weights):
                 if w.own:
-                    w.home.copy_(loaded.get(i, w.p))
+                    w.host_param.copy_(loaded.get(i, w.p))
         copy_options(self.inner, self)
         self.state.clear()
-        homes = {w.home for w in weights}
+        host_params = {w.host_param for w in weights}
         self.state.update(
-            (key, x) for key, x in self.inner.state.items() if key not in homes
+            (key, x) for key, x in self.inner.state.items() if key not in host_params
         )  # of no parameter
         self._share_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -1,0 +1,112 @@
+"""fp32 weights of a whole bf16 model, from the model and its optimizer, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quant.codec import WEIGHT_DROPPED_BITS
+from ...reference.weights import split_weight
+from ..base import BlockwiseOptimizer
+from ..dtensor.shards import local, placed
+from ..offload.host import HostOffload
+from ..weights import KEYS, fp32_weight
+
+
+def _check_model(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, (BlockwiseOptimizer, HostOffload)):
+        got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        raise TypeError(f"optimizer must be one of memkern.optim's, got {got}")
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    if stepped and not any(p in stepped for p in model.parameters()):
+        raise ValueError(
+            "optimizer must step parameters of model, and none of its is one: is model a copy, or optimizer the inner "
+            "one of a HostOffload? Give the model that is trained and the optimizer that was made of its parameters"
+        )
+
+
+def _host_weight(optimizer: Any, p: Tensor) -> Tensor | None:
+    """HostOffload's own fp32 weight of a half-precision parameter, which an inner optimizer's state does not keep."""
+    weight = getattr(optimizer, "_weights", {}).get(p)
+    return weight.host_param.detach() if weight is not None and weight.host_param.dtype != p.dtype else None
+
+
+@torch.no_grad()
+def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOffload) -> dict[str, Tensor]:
+    """``model.state_dict()`` with its bf16 parameters in fp32, as the optimizer knows them.
+
+    Args:
+        model: whose parameters the optimizer steps; not changed.
+        optimizer: with ``master_weights`` "fp32" or "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A
+            parameter without (another group, no step yet) is its bf16 value, and so is an element that is 0, or whose
+            fp32 copy does not round to it, as something else has written it since; errors count whoever has written
+            the weight. Of HostOffload the host's weights, those of an fp16 model too.
+
+    Returns:
+        A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.
+
+    Raises:
+        TypeError: another kind of model or optimizer.
+        ValueError: the optimizer steps no parameter of the model, as where the model is a copy.
+    """
+    _check_model(model, optimizer)
+    state_dict = model.state_dict()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name not in state_dict:
+            continue
+        if (host := _host_weight(optimizer, p)) is not None:
+            x = host.to(p.device, torch.float32)
+            state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
+        elif p.dtype == torch.bfloat16:
+            kept = {key: x.to(p.device) for key, x in optimizer.state.get(p, {}).items() if key in KEYS}
+            state_dict[name] = x = fp32_weight(p, kept)
+            own = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
+            local(x).copy_(torch.where(own == 0, own.float(), local(x)))
+    return state_dict
+
+
+@torch.no_grad()
+def load_fp32_state_dict(
+    model: nn.Module, optimizer: BlockwiseOptimizer, state_dict: dict[str, Tensor]
+) -> None:
+    """Loads fp32 weights into a bf16 model and its optimizer: the inverse of :func:`to_fp32_state_dict`.
+
+    Args:
+        model: gets ``state_dict``; its bf16 parameters are rounded to the nearest.
+        optimizer: parameters in groups with ``master_weights`` get their errors or fp32 copies, exact but with
+            "bf16+8", whose 24 bits are rounded to the nearest. One that has not stepped yet gets a state of zeros.
+        state_dict: for ``model.load_state_dict``, all keys.
+
+    Raises:
+        TypeError: another kind of model or optimizer. HostOffload: load into the model and the optimizer's class, and
+            give its state_dict() to a new HostOffload.
+        ValueError: the optimizer steps no parameter of the model.
+        RuntimeError: what ``model.load_state_dict`` raises; nothing of the optimizer is changed then.
+    """
+    _check_model(model, optimizer)
+    if hasattr(optimizer, "inner"):
+        raise TypeError(
+            "optimizer must not be HostOffload: load into the model and an optimizer of its class, and give that one's "
+            "state_dict() to HostOffload.load_state_dict"
+        )
+    model.load_state_dict(state_dict)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        group = groups.get(p)
+        if group is None or group["master_weights"] is None or name not in state_dict:
+            continue
+        x = state_dict[name].to(p.device, torch.float32)
+        if not optimizer.state.get(p):
+            optimizer.state[p] = optimizer._init_state(p, group)
+        if (dropped := WEIGHT_DROPPED_BITS.get(group["master_weights"])) is None:
+            p.copy_(x)
+            optimizer.state[p]["master_weight"].copy_(x)
+        else:
+            x = placed("weight_error", x, p, group["block_size"])
+            weight, error = split_weight(local(x), 1 << dropped >> 1, dropped)
+            local(p).copy_(weight)
+            local(optimizer.state[p]["weight_error"]).copy_(error)

@@ -1,0 +1,130 @@
+"""The step of the tensors that a rank holds, after the reductions that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _ops, reference
+from ...reference.shard import ShardArgs, ShardLayout
+from ...schemas import StepArgs, StepOp
+from .blocks import layout_of_shard, reduce_magnitudes
+from .collectives import all_reduce, grad_norm
+from .shards import Ranks, is_dtensor, local, locals_of, ranks_of
+
+
+def _matching(g: Tensor, p: Tensor) -> Tensor:
+    """A gradient with its parameter's placements."""
+    if getattr(g, "_spec", None) is getattr(p, "_spec", g):
+        return g  # fully_shard's gradients; comparing placements takes four times as long
+    if is_dtensor(g) and is_dtensor(p) and g.device_mesh == p.device_mesh:
+        return g if g.placements == p.placements else g.redistribute(placements=p.placements)
+    if is_dtensor(g) or is_dtensor(p):
+        raise RuntimeError(
+            f"a gradient must be a DTensor of its parameter's mesh where that is one, got {type(g).__name__} for a "
+            f"{type(p).__name__} of shape {tuple(p.shape)}"
+        )
+    return g
+
+
+def local_args(args: StepArgs) -> StepArgs:
+    """The arguments with this rank's local tensors."""
+    grads = [_matching(g, p) for g, p in zip(args.grads, args.params, strict=True)]
+    return args._replace(
+        params=locals_of(args.params),
+        grads=locals_of(grads),
+        moments=locals_of(args.moments),
+        scales=[s if s.numel() else s.reshape(0) for s in locals_of(args.scales)],
+        weight_states=locals_of(args.weight_states),
+    )
+
+
+def step(op: StepOp, args: StepArgs, max_grad_norm: float | None, ranks: Sequence[Ranks | None]) -> None:
+    """A step that needs no reduction but those of norms: one call of the op, or one for each of its passes."""
+    own = local_args(args)
+    if max_grad_norm is not None:
+        own = own._replace(grad_norm=grad_norm(own, ranks))
+    if op.has_trust_ratios:
+        own = own._replace(squares=_new_squares(own))
+        _ops.step_(op, own._replace(squares_only=True))
+        _reduce_squares([own], [ranks])
+    _ops.step_(op, own)
+    torch.autograd.graph.increment_version(args.params)
+
+
+def step_with_reduction(op: StepOp, together: StepArgs | None, alone: Sequence[StepArgs]) -> None:
+    """The step of shards that first need a reduction: squares of layers, or largest values of blocks.
+
+    ``together``: the tensors that the op takes as they are. ``alone``: one tensor each, for the reference.
+    """
+    calls: list[tuple[StepArgs, Callable[[StepArgs], None], list[Ranks | None]]] = []
+    layouts = []
+    if together is not None:
+        calls.append((local_args(together), partial(_ops.step_, op), [*map(ranks_of, together.params)]))
+    for args in alone:
+        (p,), (group,) = args.params, args.group
+        count = len(args.trust_ratios[0]) if op.has_trust_ratios else 1
+        layout = layout_of_shard(p, args.block_size[group], count, coded=bool(args.scales))
+        args = local_args(args)
+        args = args._replace(scales=[s.view(layout.scale_shape) for s in args.scales])
+        layouts.append(layout)
+        calls.append((args, partial(_run_on_reference, op, layout), [ranks_of(p)]))
+    if op.has_trust_ratios:
+        calls = [(args._replace(squares=_new_squares(args)), run, ranks) for args, run, ranks in calls]
+        for args, run, _ in calls:
+            run(args._replace(squares_only=True))
+        _reduce_squares([args for args, _, _ in calls], [ranks for _, _, ranks in calls])
+    with_layouts = calls[len(calls) - len(layouts) :]
+    for layout, (args, run, _) in zip(layouts, with_layouts, strict=True):
+        if layout.cut:
+            run(_copies(args))
+    reduce_magnitudes([layout.shard for layout in layouts], [ranks[0] for _, _, ranks in with_layouts])
+    for args, run, _ in calls:
+        run(args)
+    parts = [*([] if together is None else [together]), *alone]
+    torch.autograd.graph.increment_version([p for args in parts for x in args.params for p in (x, local(x))])
+
+
+def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:
+    layout.shard.begin()
+    getattr(reference, op.name)(ShardArgs.of(args, [layout]))
+
+
+def _new_squares(args: StepArgs) -> Tensor:
+    """Room for StepArgs.squares."""
+    count = sum(map(Tensor.numel, args.trust_ratios))
+    return torch.zeros((count, 2), dtype=torch.float64, device=args.params[0].device)
+
+
+def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | None]]) -> None:
+    """Makes ``squares`` of the parts, whose tensors are on these ranks, those of all ranks."""
+    values: list[tuple[Tensor, list[int], Tensor]] = []
+    of_values: list[Ranks] = []
+    for args, of_tensors in zip(parts, ranks, strict=True):
+        squares = args.squares
+        assert squares is not None
+        if len({*map(id, of_tensors)}) == 1:  # mostly
+            rows = {of_tensors[0]: [*range(len(squares))]}
+        else:
+            rows, first = {}, 0
+            for ratios, found in zip(args.trust_ratios, of_tensors, strict=True):
+                rows.setdefault(found, []).extend(range(first, first + ratios.numel()))
+                first += ratios.numel()
+        for found, own in rows.items():
+            if found is not None:
+                values.append((squares, own, squares if len(rows) == 1 else squares[own]))
+                of_values.append(found)
+    all_reduce("sum", [x for _, _, x in values], of_values)
+    for squares, own, x in values:
+        if x is not squares:
+            squares[own] = x
+
+
+def _copies(args: StepArgs) -> StepArgs:
+    changed = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
+    copies: dict[str, Any] = {name: [x.clone() for x in getattr(args, name)] for name in changed}
+    return args._replace(**copies)

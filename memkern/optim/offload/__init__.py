@@ -1,0 +1,1 @@
+"""An optimizer whose states and steps are on the host."""
