@@ -36,7 +36,7 @@ MAX_MICRO_BATCH = 4096
 class Chooser:
     """The choice for optimizer steps of ``batch_size`` sequences. given: fields of Techniques that stay as they are."""
 
-    def __init__(self, predictor: Predictor, given: Mapping[str, Any], batch_size: int, clip: bool) -> None:
+    def __init__(self, predictor: Predictor, given: Mapping[str, Any], batch_size: int, clip: float) -> None:
         self.predictor, self.given, self.batch_size, self.clip = predictor, dict(given), batch_size, clip
 
     @functools.cached_property
@@ -87,7 +87,9 @@ class Chooser:
                 if not (self.clip and techniques.step_in_backward):
                     found[techniques] = None
         if not found:  # step_in_backward and clip are both given
-            raise not_allowed("step_in_backward", True, "False with clip, which needs all gradients")
+            raise not_allowed(
+                "step_in_backward", True, f"False with clip={self.clip:g}, which needs all gradients"
+            )
         return list(found)
 
     def smallest(self) -> Prediction:

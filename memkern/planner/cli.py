@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
     text = "sequences of an optimizer step (default: 1)"
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help=text)
-    text = "gradients are clipped by their norm, which rules a step in backward out"
-    parser.add_argument("--clip", action="store_true", help=text)
+    text = "largest global gradient norm, 0 for none (default); clipping rules a step in backward out"
+    parser.add_argument("--clip", type=float, default=0.0, metavar="X", help=text)
     text = "all dropout rates (default: the configuration's)"
     parser.add_argument("--dropout", type=float, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")

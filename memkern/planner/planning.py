@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..options import OptionError, Techniques, not_allowed
+from ..options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allowed
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, Hardware, default
@@ -63,7 +63,7 @@ def plan(
     device: str = "cuda",
     techniques: Techniques | Mapping[str, Any] | None = None,
     batch_size: int = 1,
-    clip: bool = False,
+    clip: float = 0.0,
     dropout: float | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
@@ -87,7 +87,7 @@ def plan(
         techniques: None, to choose among all; a mapping of fields of :class:`Techniques` that are given, to choose the
             others; or Techniques, to predict just these.
         batch_size: sequences of an optimizer step. Several may be accumulated, which rules a step in backward out.
-        clip: whether gradients are clipped by the norm of all of them, which rules a step in backward out too.
+        clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
 
@@ -100,8 +100,10 @@ def plan(
     limit = parse_memory(memory)
     if device not in DEFAULTS:
         raise not_allowed("device", device, "cuda or cpu")
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise not_allowed("batch_size", batch_size, "a whole number, 1 or more")
+    if not at_least(1).holds(batch_size):
+        raise not_allowed("batch_size", batch_size, at_least(1).words)
+    if not NOT_NEGATIVE.holds(clip):
+        raise not_allowed("clip", clip, NOT_NEGATIVE.words)
     given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     _check_given(given)
     source = resolve(model, seq_len, inputs, loss, dropout)
@@ -152,7 +154,7 @@ def _plan(
     counted_on: str,
     given: dict[str, Any],
     batch_size: int,
-    clip: bool,
+    clip: float,
     hardware: Hardware,
 ) -> Plan:
     predictor = Predictor(source, device, counted_on, hardware)

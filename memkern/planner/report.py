@@ -150,11 +150,10 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield plan.code()
 
 
-def would_fit(plan: Plan, no_clip: str = "without --clip") -> Iterator[str]:
+def would_fit(plan: Plan) -> Iterator[str]:
     """Where nothing fits: the changes that would, as they are typed, each with the memory that it needs."""
     changes = [c for c in plan.changes if c.name != "all of these"]
-    flags = [no_clip if c.name == "clip" else typed(c.name, c.value) for c in changes]
-    every = [f"{flag} ({rounded_up(c.memory)} GiB)" for flag, c in zip(flags, changes, strict=True)]
+    every = [f"{typed(c.name, c.value)} ({rounded_up(c.memory)} GiB)" for c in changes]
     if not every:
         return
     if plan.changes[0].memory <= plan.memory:

@@ -36,7 +36,7 @@ class Asked:
     predictor: Predictor
     given: Mapping[str, Any]
     batch_size: int
-    clip: bool
+    clip: float
     hardware: Hardware
 
     def chooser(self) -> Chooser:
@@ -89,7 +89,7 @@ def _alone(asked: Asked, memory: int) -> Iterator[Change]:
     if isinstance(source, Configured) and not source.takes_images:
         yield from _halved("seq_len", source.seq_len, SHORTEST, asked.with_seq_len, memory)
     if asked.clip:
-        yield Change("clip", False, dataclasses.replace(asked, clip=False).needs())
+        yield Change("clip", 0, dataclasses.replace(asked, clip=0.0).needs())
     before = asked.needs()
     for names in dict.fromkeys(_pair(name) for name in asked.given if name != "optimizer"):
         freed = asked.without(names)
@@ -125,5 +125,5 @@ def _changed(asked: Asked, change: Change) -> Asked:
     if change.name == "seq_len":
         return asked.with_seq_len(change.value)
     if change.name == "clip":
-        return dataclasses.replace(asked, clip=False)
+        return dataclasses.replace(asked, clip=0.0)
     return asked.without(_pair(change.name))

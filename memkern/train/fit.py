@@ -61,15 +61,13 @@ def fit(
         device=device,
         techniques=given_techniques(config, given),
         batch_size=config.batch_size,
-        clip=bool(config.clip),
+        clip=config.clip or 0.0,
     )
     if made.recommended is None:
         raise OptionError(
             "fit",
             f"{size} given; allowed: {rounded_up(made.least)} GiB or more, the least that could do, with "
-            + " ".join([f"{made.together.techniques}.", *would_fit(made, no_clip="--clip 0")]).removesuffix(
-                "."
-            ),
+            + " ".join([f"{made.together.techniques}.", *would_fit(made)]).removesuffix("."),
         )
     techniques = made.recommended.techniques
     fitted = config.replace(

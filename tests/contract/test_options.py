@@ -18,6 +18,7 @@ from memkern.options import OptionError, Range, Techniques
 from memkern.planner import cli as plan_cli
 from memkern.train import TrainConfig
 from memkern.train import cli as train_cli
+from memkern.train.arguments import given_options
 
 PACKAGE = Path(memkern.__file__).parent
 NAMES = [field.name for field in dataclasses.fields(Techniques)]
@@ -48,6 +49,8 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
     for name in NAMES:
         assert plan[name] == train[name]
         assert plan[name][0][0] == flag(name)
+    for name in ("batch_size", "clip"):
+        assert plan[name][:2] == train[name][:2]
     shown = [" ".join(parser_of(command).format_help().split()) for command in (plan_cli, train_cli)]
     for text in (
         "--precision {fp32,bf16-mixed,fp16-mixed,bf16}",
@@ -55,6 +58,30 @@ def test_plan_and_train_have_the_same_flags_for_the_techniques() -> None:
         "--linear-share X",
     ):
         assert all(text in each for each in shown)
+
+
+@pytest.mark.parametrize(
+    ("typed_flags", "found"),
+    [
+        ("", {}),
+        ("--batch-size 8", {"micro_batch": 8, "accumulation": 1}),
+        ("--batch-size 8 --accumulation 4", {"micro_batch": 2, "accumulation": 4}),
+        ("--batch-size 8 --micro-batch 2", {"micro_batch": 2, "accumulation": 4}),
+        ("--micro-batch 2 --accumulation 3", {"micro_batch": 2, "accumulation": 3}),
+        ("--optimizer torch-sgd", {"optimizer": "torch-sgd", "state_bits": 32}),
+        ("--steps 5", {"steps": 5, "epochs": None}),
+    ],
+)
+def test_what_is_given_to_train(typed_flags: str, found: dict[str, Any]) -> None:
+    assert given_options(parser_of(train_cli).parse_args(typed_flags.split())) == found
+
+
+@pytest.mark.parametrize("typed_flags", ["--batch-size 6 --micro-batch 4", "--batch-size 2 --accumulation 4"])
+def test_a_batch_that_is_no_product_of_its_micro_batches(typed_flags: str) -> None:
+    with pytest.raises(
+        OptionError, match=r"batch_size: . given with --micro-batch .*; allowed: multiples of 4"
+    ):
+        given_options(parser_of(train_cli).parse_args(typed_flags.split()))
 
 
 def test_every_field_of_a_run_is_a_flag() -> None:

@@ -335,7 +335,7 @@ def test_batches_are_cut_into_the_largest_micro_batches_that_divide_them() -> No
         device="cpu",
         techniques=given,
         batch_size=4000,
-        clip=True,
+        clip=1.0,
     )
     assert plan.recommended is not None
     found = plan.recommended.techniques
@@ -451,6 +451,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--state-bits", "4"),
             "--state-bits: '4' given; allowed: 32, 8, 8/4",
         ),
+        (("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--clip", "-1"), "--clip: -1.0 given"),
         (
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--png", "/no/such/a.png"),
             "--png: '/no/such/a.png'",
@@ -606,7 +607,7 @@ def deep() -> nn.Sequential:
 @pytest.mark.full
 def test_what_would_fit_is_named_with_its_bytes_and_fits() -> None:
     given = {"accumulation": 1, "micro_batch": 4096, "precision": "fp32"}
-    common = {"inputs": torch.zeros(2, 64), "device": "cpu", "clip": True}
+    common = {"inputs": torch.zeros(2, 64), "device": "cpu", "clip": 1.0}
     plain = memkern.plan(deep(), memory=1, techniques=given, batch_size=4096, **common)
     least = {c.name: c for c in plain.changes}
     assert {"batch_size", "precision", "all of these"} <= {*least}
@@ -638,12 +639,12 @@ def test_shorter_sequences_that_would_fit(folder: Path) -> None:
 
 
 def test_clipping_and_a_step_in_backward_cannot_both_be_given() -> None:
-    with pytest.raises(OptionError, match="step_in_backward: True given; allowed: False with clip"):
+    with pytest.raises(OptionError, match="step_in_backward: True given; allowed: False with clip=1,"):
         memkern.plan(
             Stack(),
             memory="1GiB",
             inputs=torch.zeros(2, WIDTH),
             device="cpu",
-            clip=True,
+            clip=1.0,
             techniques={"step_in_backward": True},
         )
