@@ -151,9 +151,21 @@ def test_every_row_names_what_torch_saves() -> None:
 @pytest.mark.full
 def test_every_saved_tensor_of_torch_has_its_decision() -> None:
     """python -m tests.support.saved_attributes writes the file."""
-    written = {row[:2]: row[2:] for row in saved_attributes.read()}
+    written = {row[:2]: row[2:5] for row in saved_attributes.read()}
     for node, attribute, *rest in saved_attributes.rows():
         assert list(written[node, attribute]) == rest
+
+
+def test_the_table_covers_every_version_of_torch_that_memkern_runs_on() -> None:
+    by_version: dict[str, set[tuple[str, ...]]] = {}
+    for row in saved_attributes.read():
+        for version in row[5].split():
+            by_version.setdefault(version, set()).add(row[:2])
+    assert {"2.10", "2.11", "2.12", "2.13", "2.14", "2.15"} <= by_version.keys()
+    assert min(map(len, by_version.values())) > 800
+    # What may be coded is saved under the same names in all of them.
+    coded = {row[:2] for row in saved_attributes.read() if row[3] == "coded"}
+    assert all(coded <= saved for saved in by_version.values())
 
 
 def test_coded_rows_have_a_case_or_no_kernel_here() -> None:

@@ -1,7 +1,9 @@
-"""python -m tests.support.saved_attributes: writes tests/fixtures/saved-attributes.csv.
+"""python -m tests.support.saved_attributes [2.10=FOLDER ...]: writes tests/fixtures/saved-attributes.csv.
 
 One row for every tensor that a node of torch's autograd saves, from the derivatives.yaml that torch has in torchgen,
-with the decision of memkern.compression.users. Run it with a new torch; what an older one saved stays in the file.
+with the decision of memkern.compression.users and the versions of torch that save it. A FOLDER has the torchgen of
+another version, as ``unzip torch-2.10.0-*.whl 'torchgen/*'`` writes it (the wheels for macOS are the smallest).
+What a version that is not named saves stays in the file.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torchgen
+import torch
 
 from memkern.compression import users
 
 PATH = Path(__file__).parents[1] / "fixtures" / "saved-attributes.csv"
-COLUMNS = ("node", "attribute", "saved", "decision", "why")
+COLUMNS = ("node", "attribute", "saved", "decision", "why", "torch")
+HERE = ".".join(torch.__version__.split(".")[:2])
 _TENSORS = ("at::Tensor", "::std::optional<at::Tensor>", "at::TensorList", "::std::vector<at::Tensor>")
 WHY = {
     "product": "an error stays relative to the whole product",
@@ -28,14 +31,20 @@ WHY = {
 }
 
 
-def derivatives() -> Iterator[tuple[str, str, str]]:
-    """Node, attribute, and whether it is an argument or a result."""
-    packaged = Path(torchgen.__file__).parent / "packaged"
-    sys.path.insert(0, str(packaged))
+def derivatives(folder: Path | None = None) -> Iterator[tuple[str, str, str]]:
+    """Node, attribute, and whether it is an argument or a result. folder: of another torchgen than the installed."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("torchgen", "autograd")]:
+        del sys.modules[name]
+    added = [] if folder is None else [str(folder)]
+    sys.path[:0] = added
     try:
+        packaged = Path(importlib.import_module("torchgen").__path__[0]) / "packaged"
+        added.append(str(packaged))
+        sys.path.insert(0, str(packaged))
         load = importlib.import_module("autograd.load_derivatives").load_derivatives
     finally:
-        sys.path.remove(str(packaged))
+        sys.path[:] = [path for path in sys.path if path not in added]
+    assert folder is None or packaged.is_relative_to(folder)
     native = packaged / "ATen" / "native"
     files = packaged / "autograd" / "derivatives.yaml", native / "native_functions.yaml", native / "tags.yaml"
     for by_key in load(*map(str, files))[0].values():
@@ -57,8 +66,8 @@ def decision(node: str, attribute: str) -> tuple[str, str]:
     return "exact", WHY[row.kind]
 
 
-def rows() -> list[tuple[str, ...]]:
-    return sorted({(node, name, kind, *decision(node, name)) for node, name, kind in derivatives()})
+def rows(folder: Path | None = None) -> list[tuple[str, ...]]:
+    return sorted({(node, name, kind, *decision(node, name)) for node, name, kind in derivatives(folder)})
 
 
 def read() -> list[tuple[str, ...]]:
@@ -66,16 +75,27 @@ def read() -> list[tuple[str, ...]]:
         return [tuple(row[c] for c in COLUMNS) for row in csv.DictReader(file)]
 
 
-def main() -> None:
-    known = {row[:2]: row for row in (read() if PATH.exists() else [])}
-    known = {key: (*row[:3], *decision(*key)) for key, row in known.items()} | {
-        row[:2]: row for row in rows()
-    }
+def _sorted(versions: set[str]) -> str:
+    return " ".join(sorted(versions, key=lambda version: [int(part) for part in version.split(".")]))
+
+
+def main(*others: str) -> None:
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    versions: dict[tuple[str, ...], set[str]] = {}
+    named = {HERE: None} | {version: Path(folder) for version, _, folder in (o.partition("=") for o in others)}
+    for row in read() if PATH.exists() else []:
+        found[row[:2]], versions[row[:2]] = row[:3], set(row[5].split()) - named.keys()
+    for version, folder in named.items():
+        for row in rows(folder):
+            found[row[:2]] = row[:3]
+            versions.setdefault(row[:2], set()).add(version)
     with PATH.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(known[key] for key in sorted(known))
+        for key in sorted(found):
+            if versions[key]:
+                writer.writerow((*found[key], *decision(*key), _sorted(versions[key])))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
