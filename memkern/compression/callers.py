@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .leaves import leaves
 from .undecided import ANY, CODED
 from .users import operation
-from .values import Edge
+from .values import Computed, Edge, Leaf, Value, is_plain
 
 _PRODUCTS: set[CodeType] = {
     nn.Linear.forward.__code__,
@@ -23,6 +23,7 @@ _PRODUCTS: set[CodeType] = {
     nn.Conv3d._conv_forward.__code__,
 }
 _CHECKPOINT = "torch.utils.checkpoint"
+_CONV1D = "transformers.pytorch_utils"  # GPT-2's linear layers
 _CASTS = ("ToCopyBackward0", "TBackward0")
 _FEW = 8  # nodes of one call of a function: casts, views and the operation
 
@@ -45,6 +46,28 @@ def note_weight(frame: FrameType, seq: int) -> None:
         weight = frame.f_locals["weight"]
         if isinstance(weight, Tensor) and weight.is_leaf:
             leaves.note(weight, seq)
+
+
+def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
+    """A frozen layer's weight, where x is the copy of it that autocast has made: it is copied again.
+
+    Of a product with a weight that needs no gradient torch saves nothing else that needs none.
+    """
+    if frame.f_code is nn.Linear.forward.__code__:
+        transpose = True
+    elif frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _CONV1D:
+        transpose = False
+    else:
+        return None
+    weight = vars(frame.f_locals["self"])["_parameters"].get("weight")
+    if weight is None or weight.requires_grad or weight.dtype == x.dtype or not is_plain(weight):
+        return None
+    seen = weight.t() if transpose and weight.dim() == 2 else weight
+    if x.device.type not in ("cpu", "cuda") or x.shape != seen.shape or x.stride() != seen.stride():
+        return None
+    dtype = x.dtype
+    function = (lambda w: w.to(dtype).t()) if transpose else (lambda w: w.to(dtype))
+    return Computed(function, [Leaf(weight)], dtype, dtype, 0)
 
 
 def note_cast(edge: Edge, seq: int) -> None:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from .. import _ops
-from ..fewbit.levels import Levels
+from ..fewbit.levels import Levels, hardtanh_levels
 from ..quant.layout import FLOATS, is_dense
 
 BLOCK_SIZE = 128
@@ -28,12 +29,19 @@ class Layout(NamedTuple):
     dtype: torch.dtype
 
 
+class Encoded(NamedTuple):
+    """data: the tensors that stand for one. coarse: whether most of a block's values are lost beside its largest."""
+
+    data: tuple[Tensor, ...]
+    coarse: bool = False
+
+
 class Codec(NamedTuple):
-    """encode: the tensors that stand for one, or None if it cannot; decode: back from them, in a dtype."""
+    """encode: what stands for a tensor, or None if it cannot; decode: back from the tensors, in a dtype."""
 
     name: str
     lossy: bool
-    encode: Callable[[Tensor], tuple[Tensor, ...] | None]
+    encode: Callable[[Tensor], Encoded | None]
     decode: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
 
 
@@ -41,24 +49,47 @@ def _dense(x: Tensor) -> Tensor:
     return x if is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
 
 
-def _finite_or_marked(x: Tensor, scale: Tensor) -> Tensor | None:
+def _marked(x: Tensor, scale: Tensor) -> Tensor | None:
     """The scale, or None where x has a NaN or inf; NaN on devices where asking would wait."""
-    if isinstance(x, FakeTensor):
-        return scale
-    if x.device.type == "cpu" and math.isfinite(x.sum(dtype=torch.float32).item()):
-        return scale
-    low, high = x.aminmax()  # a sum may overflow, as of a mask of finfo.min; both of these carry NaN on
+    low, high = x.aminmax()  # both carry NaN on
     marks = (low - low + (high - high)).float()
     if x.device.type == "cpu":
         return scale if marks.item() == 0 else None
     return scale + marks
 
 
-def _encode_power(signed: bool, x: Tensor) -> tuple[Tensor, ...] | None:
+LARGEST_RATIO = 8.0
+"""Of the blocks' largest values to all values, both as root mean squares: 2.8 for a normal distribution, 11 at most."""
+_LOST = 2  # codes up to here are off by 20 % or more
+
+
+def _is_coarse(x: Tensor, codes: Tensor) -> bool:
+    """Whether in some block more than half of the values other than 0 are lost beside its largest."""
+    flat, codes = (each.as_strided((each.numel(),), (1,)) for each in (x, codes))
+    there = flat != 0
+    lost = there & ((codes if codes.dtype == torch.uint8 else codes.abs()) <= _LOST)
+    rest = -len(flat) % BLOCK_SIZE
+    lost, there = (F.pad(each, (0, rest)).view(-1, BLOCK_SIZE).sum(1) for each in (lost, there))
+    return bool((2 * lost > there).any())
+
+
+def _encode_power(signed: bool, x: Tensor) -> Encoded | None:
     x = _dense(x)
     codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None)
-    marked = _finite_or_marked(x, scale.clamp_max_(LARGEST_SCALE))
-    return None if marked is None else (codes, marked)
+    scale.clamp_max_(LARGEST_SCALE)
+    if isinstance(x, FakeTensor):
+        return Encoded((codes, scale))
+    if x.device.type == "cpu":
+        flat = x.as_strided((x.numel(),), (1,))
+        flat = flat.float() if x.dtype == torch.float16 else flat
+        squares = torch.dot(flat, flat).item()  # as fast as a sum; finds NaN and inf as well
+        if math.isfinite(squares):
+            largest = torch.dot(scale.view(-1), scale.view(-1)).item() * BLOCK_SIZE
+            return Encoded((codes, scale), largest > LARGEST_RATIO**2 * squares and _is_coarse(x, codes))
+    marked = _marked(x, scale)  # squares may overflow, as of a mask of finfo.min
+    return (
+        None if marked is None else Encoded((codes, marked), x.device.type == "cpu" and _is_coarse(x, codes))
+    )
 
 
 def _decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -72,8 +103,9 @@ MOST_NEGATIVE = -20.0
 """Of log-probabilities: exp of it is 2e-9, and what is smaller, such as what a mask has left out, adds no more."""
 
 
-def _encode_logarithm(x: Tensor) -> tuple[Tensor, ...] | None:
-    return _encode_power(False, x.clamp_min(MOST_NEGATIVE).neg_())
+def _encode_logarithm(x: Tensor) -> Encoded | None:
+    found = _encode_power(False, x.clamp_min(MOST_NEGATIVE).neg_())
+    return None if found is None else Encoded(found.data)
 
 
 def _decode_logarithm(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -83,17 +115,19 @@ def _decode_logarithm(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype
 LOGARITHM = Codec("log-probability", True, _encode_logarithm, _decode_logarithm)
 
 
-def centred(centre: Tensor) -> Codec:
-    """Codes of x - centre, which broadcasts over x: where a norm's mean is large, its deviations keep their digits."""
+def normalized(mean: Tensor, inverse: Tensor | None) -> Codec:
+    """Codes of (x - mean) * inverse, both of which broadcast over x: small deviations from a large mean stay."""
 
-    def encode(x: Tensor) -> tuple[Tensor, ...] | None:
-        data = _encode_power(True, x.float() - centre)
-        return None if data is None else (*data, centre)
+    def encode(x: Tensor) -> Encoded | None:
+        y = x.float() - mean
+        found = _encode_power(True, y if inverse is None else y.mul_(inverse))
+        return None if found is None else Encoded((*found.data, mean), found.coarse)
 
     def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-        return (_decode_power(data[:2], layout, torch.float32) + data[2]).to(dtype)
+        y = _decode_power(data[:2], layout, torch.float32)
+        return (y if inverse is None else y.div_(inverse)).add_(data[2]).to(dtype)
 
-    return Codec("centred", True, encode, decode)
+    return Codec("normalized", True, encode, decode)
 
 
 _SAMPLE = 256
@@ -104,7 +138,7 @@ def _only(x: Tensor, low: Tensor, high: Tensor) -> bool:
     return bool(((x == low) | (x == high)).all())
 
 
-def _encode_constant(x: Tensor) -> tuple[Tensor, ...] | None:
+def _encode_constant(x: Tensor) -> Encoded | None:
     """What needs no gradient, exactly: two values (dropout and attention masks) in bits, integers in fewer bytes.
 
     On the CPU only: elsewhere the question would wait for the device, and dropout masks are boolean anyway.
@@ -115,7 +149,7 @@ def _encode_constant(x: Tensor) -> tuple[Tensor, ...] | None:
     if x.dtype == torch.int64:
         low, high = flat.aminmax()
         narrow = next((d for d in (torch.uint8, torch.int16, torch.int32) if _fits(low, high, d)), None)
-        return None if narrow is None else (flat.to(narrow),)
+        return None if narrow is None else Encoded((flat.to(narrow),))
     if x.dtype not in FLOATS:
         return None
     low, high = flat[:_SAMPLE].aminmax()
@@ -125,7 +159,7 @@ def _encode_constant(x: Tensor) -> tuple[Tensor, ...] | None:
     if not (_only(flat[:_SAMPLE], low, high) and _only(flat, low, high)):
         return None
     codes = _ops.few_bit_encode(flat, Levels(1, (), (threshold,), (1,)))
-    return codes, torch.stack((low, high)).float()
+    return Encoded((codes, torch.stack((low, high)).float()))
 
 
 def _fits(low: Tensor, high: Tensor, dtype: torch.dtype) -> bool:
@@ -140,6 +174,28 @@ def _decode_constant(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype)
         ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
         flat = _ops.few_bit_backward(ones, data[0], data[1].tolist())
     return flat.as_strided(layout.shape, layout.stride)
+
+
+def inside(low: float, high: float, dtype: torch.dtype) -> Codec | None:
+    """Whether low < x < high, in one bit: decoded to a value between them or to one of them.
+
+    None where there is no value between them in the dtype.
+    """
+    between = torch.tensor((max(low, -1e30) + min(high, 1e30)) / 2, dtype=dtype).item()
+    outside = torch.tensor(high if math.isfinite(high) else low, dtype=dtype).item()
+    if not low < between < high or low < outside < high:
+        return None
+    levels = hardtanh_levels(low, high)
+
+    def encode(x: Tensor) -> Encoded:
+        return Encoded((_ops.few_bit_encode(_dense(x), levels),))
+
+    def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
+        flat = _ops.few_bit_backward(ones, data[0], [outside, between])
+        return flat.as_strided(layout.shape, layout.stride)
+
+    return Codec("inside", False, encode, decode)
 
 
 CONSTANT = Codec("constant", False, _encode_constant, _decode_constant)

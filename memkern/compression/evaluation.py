@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from .values import Value
+from .values import Value, spared
 
 MOST_CACHED = 8
 
@@ -30,11 +30,15 @@ class _Pass:
             x = value.tensor(self)
         if value.uses <= 0:
             self.cached.pop(value, None)
-        elif value.is_work():
+        elif value.is_work() and (not value.lossy or self._is_worth(x)):
             self.cached[value] = x, x._version
             if len(self.cached) > MOST_CACHED:
                 self.cached.popitem(last=False)
         return x
+
+    def _is_worth(self, x: Tensor) -> bool:
+        """Whether codes have spared so much that a step with x in the cache still takes less memory than torch's."""
+        return spared() >= sum(y.nbytes for y, _ in self.cached.values()) + 2 * x.nbytes
 
     def end(self) -> None:
         self.cached.clear()

@@ -28,7 +28,7 @@ class Resolver:
     exact: values with codes in them are not good enough. views_only: only what is stored, and views of it.
     rounded: values that are computed anew to within rounding are good enough, such as the rows of norms.
     shape: only the shape is asked for, so that any codes are good enough. copies_only: nothing is computed but views,
-    casts and the like. beside_codes: other values are in codes.
+    casts and the like. beside_codes: other values are in codes. coarse: so are codes that lose most of a block.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class Resolver:
         shape: bool = False,
         copies_only: bool = False,
         beside_codes: bool = False,
+        coarse: bool = True,
     ) -> None:
         self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
-        self.copies_only, self.beside_codes = copies_only, beside_codes
+        self.copies_only, self.beside_codes, self.coarse = copies_only, beside_codes, coarse
         self.failed: set[tuple[Any, int, torch.dtype]] = set()
 
     def good(self, value: Value, need: torch.dtype) -> bool:
@@ -50,6 +51,7 @@ class Resolver:
             and not (self.exact and value.lossy)
             and (self.rounded or not value.rounded)
             and (self.shape or not value.clipped)
+            and (self.coarse or not value.coarse)
             and (value.lossy or finer(value.precision, need))
         )
 

@@ -318,7 +318,8 @@ CODED: dict[str, str] = {
     **dict.fromkeys(("AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "NegBackward0"), POWER),
     **dict.fromkeys(("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"), POWER),
     **dict.fromkeys(("SiluBackward0", "GeluBackward0", "MishBackward0", "HardswishBackward0"), POWER),
-    **dict.fromkeys(("LeakyReluBackward0", "EluBackward0", "TanhBackward0"), POWER),
+    **dict.fromkeys(("LeakyReluBackward0", "EluBackward0", "CeluBackward0", "TanhBackward0"), POWER),
+    **dict.fromkeys(("HardtanhBackward0", "HardsigmoidBackward0", "SoftplusBackward0"), POWER),
     **dict.fromkeys(("ReluBackward0", "SigmoidBackward0"), UNSIGNED),
     "NativeDropoutBackward0": POWER,
     # the same values elsewhere

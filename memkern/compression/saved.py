@@ -6,13 +6,14 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 
 from ..quant.layout import FLOATS, is_dense
 from . import callers, codecs, ranges, resolve, values
@@ -37,6 +38,32 @@ def check_bits(bits: Any, name: str = "bits") -> None:
         raise ValueError(f"{name} must be 8 or 'exact', got {bits!r}")
 
 
+class _Used(Value):
+    """What a node has got already, in a backward pass that keeps no graph."""
+
+    def fresh(self) -> bool:
+        return False
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time; specify retain_graph=True the first time"
+        )
+
+
+_USED = _Used()
+
+
+def _is_last_use() -> bool:
+    """Whether one of torch's own nodes asks, which does so once, in a backward pass that frees its graph."""
+    node = torch._C._current_autograd_node()
+    return (
+        node is not None
+        and not isinstance(node, BackwardCFunction)
+        and torch._C._current_graph_task_id() != -1
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
 class _Packed:
     """What autograd holds in place of a tensor."""
 
@@ -48,7 +75,12 @@ class _Packed:
         self.stride = x.stride() if is_plain(x) and is_dense(x.shape, x.stride()) else None
 
     def tensor(self) -> Tensor:
-        x = evaluate(self.value).to(self.dtype)
+        x = evaluate(self.value)
+        if not isinstance(self.value, Waiting) and _is_last_use():
+            self.value = (
+                _USED  # frees codes before the operation allocates gradients; torch frees when it is done
+            )
+        x = x.to(self.dtype)
         if self.stride is None or x.stride() == self.stride:
             return x
         return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
@@ -181,8 +213,9 @@ class Session:
         seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
         if x.grad_fn is None:  # also where torch does not show it to the hooks: then nothing is coded
             if not x.requires_grad:
-                callers.note_weight(sys._getframe(1), seq)
-                return _Packed(self._constant(x), x)
+                frame = sys._getframe(1)
+                callers.note_weight(frame, seq)
+                return _Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
             leaves.note(x, seq)
             return _Packed(Leaf(x), x)
         edge = Edge(x.grad_fn, x.output_nr)
@@ -193,7 +226,7 @@ class Session:
         value = self._at_once(x, edge, use)
         if value is not None:
             return _Packed(value, x)
-        packed = _Packed(Waiting(x, edge, self), x)
+        packed = _Packed(Waiting(x, edge, self, seq), x)
         undecided.add(seq, packed)
         return packed
 
@@ -224,34 +257,59 @@ class Session:
         waiting = packed.value
         assert isinstance(waiting, Waiting)
         if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
-            packed.value = self._value(waiting.x, waiting.edge, use, node)
+            edge = waiting.edge_of(node)
+            if edge is None:
+                packed.value = Stored(waiting.x, waiting.dtype, None, self.outer)
+            else:
+                packed.value = self._value(waiting.x, edge, use, node, waiting)
             packed.value.uses += 1
 
-    def _value(self, x: Tensor, edge: Edge, use: str, node: Any) -> Value:
+    def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
-        if use == CODED and node is not None and not self.exact and ranges.saturated(node):
-            use = EXACTLY
+        coarse, normal = True, None
+        if use == CODED and node is not None and not self.exact:
+            if ranges.saturated(node):
+                use = EXACTLY
+            elif (mask := self._mask(x, edge, node)) is not None:
+                return mask
+            else:
+                coarse = ranges.bears_coarse(node)
+                normal = ranges.normal(node, x, waiting)
         exact = self.exact or use == EXACTLY
-        centre = ranges.centre(node, x) if node is not None and not exact else None
 
-        def find() -> Value | None:
-            exactly = exact or centre is not None
+        def find(exact: bool) -> Value | None:
             options = {"rounded": use != EXACTLY, "shape": use == ANY, "beside_codes": not self.exact}
-            return Resolver(exactly, views_only, **options).resolve(edge, x.dtype)
+            return Resolver(exact, views_only, **options, coarse=coarse).resolve(edge, x.dtype)
 
-        value = find()
+        value = find(exact or normal is not None)
         if value is not None:
             return value
         root, data = resolve.root(edge, x, views_only)
         codec = self._codec(root, data, use)
-        if centre is not None and codec is not None:
-            codec = codecs.centred(centre) if root == edge and registered(root) is None else None
+        if normal is not None and codec is not None:
+            if root != edge:
+                normal = ranges.normal_before_views(node, data)
+            codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
         stored = self._store(root, data, codec)
+        if stored.coarse and not coarse:
+            stored.upgrade(data)
         if root == edge:
             return stored
-        value = find()
+        value = find(exact)
         return stored_itself(edge, x, self.outer) if value is None else value
+
+    def _mask(self, x: Tensor, edge: Edge, node: Any) -> Value | None:
+        """For an operation that only asks whether x is between its limits: one bit, for nobody else."""
+        limits = ranges.limits(node)
+        if limits is None or x.dtype not in FLOATS or (codec := codecs.inside(*limits, x.dtype)) is None:
+            return None
+        value = Resolver(True, x._version > 0, beside_codes=True).resolve(edge, x.dtype)
+        if value is not None:
+            return value
+        stored = Stored(x, x.dtype, codec, self.outer)
+        self.coded.append(weakref.ref(stored))
+        return stored
 
     def _store(self, root: Edge, data: Tensor, codec: codecs.Codec | None) -> Stored:
         if codec is None and resolve.finer(data.dtype, root.dtype):

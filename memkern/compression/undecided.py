@@ -30,13 +30,26 @@ _order = itertools.count()
 
 
 class Waiting(Value):
-    """A tensor as autograd would hold it, until its user is known."""
+    """A tensor as autograd would hold it, until its user is known.
 
-    def __init__(self, x: Tensor, edge: Edge, session: Any) -> None:
+    seq: of the node that saves it. Where that is the node that has made it, or comes before that one, the node is not
+    held: it would be held by what it saves itself, and never freed if no backward pass runs through it.
+    """
+
+    def __init__(self, x: Tensor, edge: Edge, session: Any, seq: int) -> None:
         super().__init__()
         self.dtype = self.precision = x.dtype
-        self.x, self.version, self.edge, self.session = x.detach(), x._version, edge, session
+        self.x, self.version, self.session = x.detach(), x._version, session
+        made = edge.node._sequence_nr()
+        self.edge = edge if made < seq else None
+        self.nr = edge.nr if made == seq else None
         self.order = next(_order)
+
+    def edge_of(self, user: Any) -> Edge | None:
+        """The edge, from the node that saves it; None where it is not known any more."""
+        if self.edge is None and self.nr is not None and user is not None:
+            return Edge(user, self.nr)
+        return self.edge
 
     def fresh(self) -> bool:
         return self.x._version == self.version

@@ -91,6 +91,7 @@ class Value:
     dtype: torch.dtype
     precision: torch.dtype
     lossy = False
+    coarse = False
     rounded = False
     clipped = False
     depth = 0
@@ -161,6 +162,10 @@ class Computed(Value):
         """Of now: what is stored may be coded later, or held exactly again."""
         return any(value.lossy for value in self.inputs)
 
+    @property
+    def coarse(self) -> bool:  # type: ignore[override]
+        return any(value.coarse for value in self.inputs)
+
     def stay_exact(self) -> None:
         if not self.stays_exact:
             self.stays_exact = True
@@ -189,6 +194,14 @@ class Number(Value):
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
         return self.number
+
+
+_spared: dict[int, int] = {}
+
+
+def spared() -> int:
+    """Bytes by which all codes that are alive are smaller than what they stand for."""
+    return sum(list(_spared.values()))
 
 
 class Stored(Value):
@@ -220,15 +233,26 @@ class Stored(Value):
 
     def hold(self, x: Tensor) -> None:
         self.codec, self.data, self.lossy, self.precision = None, self._give((x,)), False, x.dtype
-        self.codec_before = None
+        self.codec_before, self.coarse = None, False
+        _spared.pop(id(self), None)
 
     def encode(self, x: Tensor, codec: Codec) -> None:
-        if (data := codec.encode(x)) is None:
+        if (encoded := codec.encode(x)) is None:
             return
-        self.codec, self.data, self.lossy, self.precision = codec, self._give(data), codec.lossy, self.dtype
+        self.codec, self.data, self.lossy, self.precision = (
+            codec,
+            self._give(encoded.data),
+            codec.lossy,
+            self.dtype,
+        )
+        self.coarse = encoded.coarse
         self.layout = Layout(x.shape, x.stride(), x.dtype)
+        _spared[id(self)] = x.nbytes - sum(each.nbytes for each in encoded.data)
         if not isinstance(x, FakeTensor):
             self.source = weakref.ref(x.untyped_storage()), int(x.storage_offset())
+
+    def __del__(self) -> None:
+        _spared.pop(id(self), None)
 
     def _give(self, data: Sequence[Tensor]) -> list[Any]:
         return list(data) if self.outer is None else [self.outer[0](x) for x in data]

@@ -101,7 +101,7 @@ def test_fake_tensors_are_counted_as_real_ones(bits: Any) -> None:
     counted = []
     for mode in (contextlib.nullcontext(), FakeTensorMode()):
         with mode:
-            model, x = Model(), torch.zeros(4, 256, dtype=torch.int64)
+            model, x = Model(), torch.randint(0, 50, (4, 256))
             counted.append(saved_by(lambda model=model, x=x: model(x), bits, model, x))
     # Masks and indices are stored in fewer bytes where their values are known.
     assert counted[0] <= counted[1] <= 1.02 * counted[0] + x.nbytes
@@ -129,6 +129,79 @@ def test_the_peak_of_a_step_is_below_torch_s(bits: Any, autocast: bool) -> None:
     )
     plain, ours = (memory.peak_bytes(f, model, x) - held for f in (step, packed))
     assert ours < (0.8 if bits == "exact" else 0.6) * plain
+
+
+class _SwiGLU(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def _between_layers(activation: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(64, 256), activation, nn.Linear(256, 64))
+
+
+ONE_LAYER: dict[str, Callable[[], nn.Module]] = {
+    **{type(f).__name__: _between_layers(f) for f in (nn.GELU(), nn.ReLU(), nn.Softplus(), nn.Hardtanh())},
+    "SwiGLU": lambda: _SwiGLU(64),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ONE_LAYER)
+def test_the_peak_of_one_layer_is_at_most_torch_s(name: str, autocast: bool) -> None:
+    """Codes go when what they stand for has been decoded for the last time, before gradients are allocated."""
+    peaks = []
+    for bits in (None, 8):
+        model, x = ONE_LAYER[name](), torch.randn(512, 64)
+        if bits:
+            memkern.compress(model, activations=None, saved_bits=bits)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(x).float().square().mean()
+            loss.backward()
+
+        step()
+        model.zero_grad()
+        peaks.append(memory.peak_bytes(step, model, x) - memory.tensor_bytes([x, *model.parameters()]))
+    assert peaks[1] <= peaks[0]
+
+
+def test_a_second_backward_pass_raises_as_torch_s_does() -> None:
+    for retain in (False, True):
+        x = torch.randn(64, 64, requires_grad=True)
+        with memkern.quantize_saved(8):
+            loss = (F.silu(x * 1) @ torch.ones(64, 64)).sum()
+        loss.backward(retain_graph=retain)
+        first = x.grad
+        x.grad = None
+        if retain:
+            loss.backward()
+            assert torch.equal(first, x.grad)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(RuntimeError, match="second time"):
+                loss.backward()
+
+
+def test_hooks_that_look_at_saved_tensors_leave_them_there() -> None:
+    """Only the node itself uses its tensors up."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with memkern.quantize_saved(8):
+        h = F.silu(x * 1)
+        loss = (h @ torch.ones(64, 64)).sum()
+    node, seen = h.grad_fn, []
+    assert node is not None
+    for _ in range(2):
+        node.register_prehook(lambda grads: seen.append(node._saved_self.clone()))
+        h.register_hook(lambda grad: seen.append(node._saved_self.clone()))
+    loss.backward()
+    assert len(seen) == 4
+    assert all(torch.equal(each, seen[0]) for each in seen)
 
 
 # ---- nothing is held too long

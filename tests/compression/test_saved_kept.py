@@ -91,6 +91,22 @@ def test_a_graph_that_lives_on_holds_no_decoded_tensors(bits: Any) -> None:
         assert live.live <= before
 
 
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax, lambda x, dim: torch.tanh(x)])
+def test_a_result_that_nothing_uses_is_freed(function: Callable[..., Tensor], bits: Any) -> None:
+    """Probabilities that are computed for a metric: their node saves its own result, and must not hold itself."""
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(256, WIDTH)
+
+    def step() -> None:
+        with memkern.quantize_saved(bits):
+            h = layer(x)
+            function(h, -1)
+            loss = F.silu(h).square().mean()
+        loss.backward()
+
+    assert bytes_after_each(step, layer) == [0] * 4
+
+
 class _Fails(torch.autograd.Function):
     """Raises in its backward pass, as running out of memory does."""
 

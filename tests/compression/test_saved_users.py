@@ -188,13 +188,30 @@ def test_no_centre_without_need() -> None:
     x = (X + 0.1).requires_grad_()
     with memkern.quantize_saved(8):
         y = F.layer_norm(x * 1, (W,))
-    assert ranges.centre(y.grad_fn, x.detach()) is None
+    assert ranges.normal(y.grad_fn, x.detach()) is None
+    shifted = torch.cat((x[:2], x[2:] + 100))
     with memkern.quantize_saved(8):
-        y = F.layer_norm(torch.cat((x[:2], x[2:] + 100)), (W,))
-    centre = ranges.centre(y.grad_fn, x.detach())
-    assert centre is not None
-    assert not centre[:2].any()
-    assert centre[2:].min() > 90
+        y = F.layer_norm(shifted, (W,))
+    mean, inverse = ranges.normal(y.grad_fn, x.detach()) or (None, None)
+    assert mean is not None
+    assert inverse is not None
+    rows = (shifted.detach() - mean) * inverse
+    torch.testing.assert_close(rows, F.layer_norm(shifted.detach(), (W,)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm", "group_norm"])
+def test_norms_of_large_and_small_rows_in_one_block(name: str) -> None:
+    """Two rows of 64, or all channels of two rows, share a block of codes: the small ones keep their digits."""
+    first, _ = _weights()
+    size = torch.ones(B, T, W)
+    size[:, ::2] = 1e4
+    size[:, :, ::4] *= 1e4
+    small = (size == 1).float()
+
+    def forward() -> Tensor:
+        return (NORMS[name]((X @ first) * size) * small * X).square().mean()
+
+    check(forward, [first], 8, 0.03)
 
 
 def test_attention_with_large_scores() -> None:
@@ -213,6 +230,107 @@ def test_attention_with_large_scores() -> None:
         )
 
     check(forward, [first, second], 8)
+
+
+@pytest.mark.parametrize("where", ["keys", "values"])
+@pytest.mark.parametrize("mean", [10.0, 100.0])
+def test_attention_whose_keys_or_values_have_a_large_mean(where: str, mean: float) -> None:
+    """What all tokens share cancels in the gradient of the scores, so that codes must be of the rest."""
+    first, second = _weights()
+    shared = mean * torch.sign(torch.arange(W) % 2 - 0.5)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.view(B, T, 4, 16).transpose(1, 2)
+
+    def forward() -> Tensor:
+        q, k, v = 0.1 * (X @ first), X @ second, X @ first
+        k, v = (0.1 * (k + shared), v) if where == "keys" else (k, v + shared)
+        y = F.scaled_dot_product_attention(heads(q), heads(k), heads(v)).transpose(1, 2).reshape(B, T, W)
+        return (y * X @ second).square().mean()
+
+    check(forward, [first, second], 8, 0.02)
+
+
+# ---- one large value in a block
+
+
+BESIDE: dict[str, Function] = {
+    "mul": lambda h, w: h * (X @ w),
+    "silu": lambda h, w: F.silu(h),
+    "gelu": lambda h, w: F.gelu(h),
+    "relu": lambda h, w: F.relu(h),
+    "leaky_relu": lambda h, w: F.leaky_relu(h),
+    "hardswish": lambda h, w: F.hardswish(h),
+    "softplus": lambda h, w: F.softplus(h),
+    "square": lambda h, w: h**2 / 8,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_elementwise_functions_of_the_others_beside_a_large_value(name: str) -> None:
+    """What comes of the large value is left out: it does not hide what is lost."""
+    first, second = _weights()
+    large = torch.zeros(B, T, W)
+    large[:, ::2, 5] = 1e6
+
+    def forward() -> Tensor:
+        y = BESIDE[name](X @ first + large, second).masked_fill(large > 0, 0.0)
+        return (y @ second).square().mean()
+
+    check(forward, [first, second], 8)
+
+
+def test_small_values_are_not_lost_but_beside_a_large_one() -> None:
+    for x in (torch.randn(64, 64), F.relu(torch.randn(64, 64)), torch.randn(64, 64) * torch.randn(64, 64)):
+        encoded = codecs.POWER.encode(x)
+        assert encoded is not None
+        assert not encoded.coarse
+        x[3, 5] = 1e6
+        encoded = codecs.POWER.encode(x)
+        assert encoded is not None
+        assert encoded.coarse
+    sparse = torch.zeros(64, 64)
+    sparse[:, 0] = 1.0
+    encoded = codecs.POWER.encode(sparse)
+    assert encoded is not None
+    assert not encoded.coarse
+
+
+# ---- which side of a limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [F.hardtanh, F.relu6, F.hardsigmoid])
+def test_limits_take_one_exact_bit(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    (weight,) = _weights(1)
+    x = (4 * X @ weight.detach()).to(dtype)
+    x[0, 0, :4] = torch.tensor([-3.0, -1.0, 1.0, 3.0])
+    last = nn.Linear(W, W, bias=False, dtype=dtype)
+
+    def forward(bits: Any) -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        with memkern.quantize_saved(bits) if bits else contextlib.nullcontext():
+            loss = last(function(leaf * 1)).sum()
+        return leaf, loss
+
+    (expected, loss), (actual, coded) = forward(None), forward(8)
+    loss.backward()
+    codes = X.numel() // 8 + 1.04 * X.numel()  # the second of the product's argument
+    assert memory.saved_bytes(lambda: forward(8)[1], last) <= codes + 128
+    coded.backward()
+    assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_limits_without_a_value_between_them() -> None:
+    assert codecs.inside(100.0, 100.1, torch.bfloat16) is None
+    for low, high in ((0.0, math.inf), (-math.inf, 0.0), (-1.0, 1.0), (0.0, 6.0)):
+        codec = codecs.inside(low, high, torch.bfloat16)
+        assert codec is not None
+        x = torch.linspace(-8, 8, 130).bfloat16()
+        encoded = codec.encode(x)
+        assert encoded is not None
+        y = codec.decode(encoded.data, codecs.Layout(x.shape, x.stride(), x.dtype), x.dtype)
+        assert torch.equal((y > low) & (y < high), (x > low) & (x < high))
 
 
 # ---- the version of a leaf is that of its use

@@ -354,3 +354,50 @@ def test_a_block_is_packed_whole_or_not_at_all_without_grad() -> None:
     block = Block()
     with memkern.quantize_saved(8), torch.no_grad():
         assert not block(torch.randn(1, 64, WIDTH)).requires_grad
+
+
+# ---- frozen weights under autocast
+
+
+class _LoRA(nn.Module):
+    def __init__(self, base: nn.Module, width: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("layer", ["Linear", "Conv1D"])
+def test_copies_of_frozen_weights_are_not_saved(layer: str, bits: Any) -> None:
+    width, rows = 128, 32
+    if layer == "Conv1D":
+        conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+        bases = [conv1d(width, width) for _ in range(3)]
+    else:
+        bases = [nn.Linear(width, width) for _ in range(3)]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_LoRA(base, width) for base in bases))
+    x = torch.randn(rows, width)
+
+    def forward(bits: Any) -> Tensor:
+        saving = memkern.quantize_saved(bits) if bits else contextlib.nullcontext()
+        with saving, torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    weights = 2 * width * width  # of the two layers whose input needs a gradient
+    plain, ours = (memory.live_bytes_after(lambda b=b: forward(b), model, x) for b in (None, bits))
+    assert ours <= plain - 2 * weights
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    expected, actual = (torch.autograd.grad(forward(b), leaves) for b in (None, bits))
+    assert all(
+        (a - b).norm() <= (0 if bits == "exact" else 0.03) * b.norm()
+        for a, b in zip(actual, expected, strict=True)
+    )
+    loss = forward(bits)
+    with torch.no_grad():
+        bases[-1].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

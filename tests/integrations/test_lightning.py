@@ -174,9 +174,15 @@ CODED = TENSOR / 4 + TENSOR / 128  # a byte per element, and a scale for 128 of 
 # Of the step: torch saves what goes into each SiLU (4), what goes into each layer but the first (3), the square's
 # argument and a copy of the expanded input. Of the example: 4, 3 and the result.
 BYTES: dict[str, tuple[float, float]] = {
-    "8": (4 * CODED + TENSOR, 3 * CODED + 2 * TENSOR),  # what follows an example's last SiLU is not known: exact
+    "8": (
+        4 * CODED + TENSOR,
+        3 * CODED + 2 * TENSOR,
+    ),  # what follows an example's last SiLU is not known: exact
     "exact": (5 * TENSOR, 5 * TENSOR),
-    "{'net': 8}": (3 * CODED + 3 * TENSOR, 3 * CODED + 2 * TENSOR),  # nor what follows net; the square is outside
+    "{'net': 8}": (
+        3 * CODED + 3 * TENSOR,
+        3 * CODED + 2 * TENSOR,
+    ),  # nor what follows net; the square is outside
     "{'net': None}": (9 * TENSOR, 8 * TENSOR),
 }
 
