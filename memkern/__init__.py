@@ -1,4 +1,4 @@
-"""memkern: training that fits. 8-bit optimizers and few-bit activations for PyTorch, as fast kernels.
+"""memkern: 8-bit optimizers, few-bit activations and a memory planner for training with PyTorch.
 
 ``import memkern`` imports nothing heavy; names are loaded on first use.
 """

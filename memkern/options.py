@@ -109,7 +109,7 @@ def check_fields(options: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Techniques:
-    """What a training step does to need less memory. The defaults are plain fp32 training.
+    """The techniques that a training step uses to save memory. The defaults are plain fp32 training.
 
     precision: "fp32"; "bf16-mixed" and "fp16-mixed", autocast over fp32 weights (fp16 needs a GradScaler); "bf16",
         weights, activations and gradients in bf16.

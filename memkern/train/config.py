@@ -78,7 +78,7 @@ class TrainConfig:
     data: empty for the running Python's library (``build.load``).
     model: a preset of ``MODELS``, whose sizes layers, heads and width override; or a folder that transformers saved, or
         a name on the Hugging Face Hub.
-    techniques: what a step does to need less memory, see :class:`memkern.Techniques`.
+    techniques: those that save memory, and the optimizer, see :class:`memkern.Techniques`.
     lr (peak) and weight_decay: default ``RATES``, lr for models of transformers times FINE_TUNING or FROM_CONFIG.
     steps: optimizer steps, each over ``batch_factor * techniques.accumulation`` micro-batches of
         ``techniques.micro_batch`` windows, in whatever number of processes.
