@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import optim
 from .compression.swap import compress
-from .options import Techniques, not_allowed
+from .options import CHECKPOINTING, Techniques, not_allowed
 
 
 def weight_dtype(techniques: Techniques) -> torch.dtype:
@@ -36,15 +36,24 @@ def apply(model: nn.Module, techniques: Techniques) -> None:
     ``str(memkern.plan(...))`` prints a loop with all of them.
 
     Raises:
-        OptionError: checkpoints for a model that has no list of like blocks.
+        TypeError: model is no module, or techniques are no Techniques.
+        OptionError: checkpoints for a model that has no list of like blocks. Nothing is changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check(techniques)
     if techniques.checkpointing:
-        _block_lists_of(model, techniques.checkpointing)  # before anything is changed
+        _block_lists_of(model, techniques.checkpointing)  # raises before anything is changed
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
     if techniques.checkpointing:
         checkpoint_blocks(model, techniques.checkpointing)
+
+
+def _check(techniques: Any) -> None:
+    if not isinstance(techniques, Techniques):
+        raise TypeError(f"techniques must be memkern.Techniques, got {type(techniques).__name__}")
 
 
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
@@ -53,7 +62,11 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
     Args:
         params: parameters or groups, as for torch.optim.
         options: the optimizer's own options beside those of the techniques: lr, weight_decay, ...
+
+    Raises:
+        TypeError: techniques are no Techniques, or the optimizer does not have an option.
     """
+    _check(techniques)
     cls = getattr(torch.optim if techniques.is_torch else optim, techniques.optimizer_class)
     options = techniques.optimizer_options | options
     if not techniques.is_torch:
@@ -62,9 +75,8 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
             options["master_weights"] = techniques.master_weights
     if techniques.step_in_backward:
         return optim.StepInBackward(cls, params, **options)
-    if (
-        techniques.offload and techniques.is_torch
-    ):  # torch's have no max_grad_norm, so gradients stay to be clipped
+    if techniques.offload and techniques.is_torch:
+        # torch's optimizers have no max_grad_norm: gradients stay on the device, where the loop can clip them.
         return optim.HostOffload(cls, params, **options)
     if techniques.offload:
         host_dtype = torch.float32 if techniques.host_copies else None
@@ -109,6 +121,8 @@ def _group(blocks: list[nn.Module]) -> None:
 
 
 def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
+    if how not in CHECKPOINTING[1:]:
+        raise not_allowed("how", how, "'blocks', 'sqrt'")
     lists = list(block_lists(model))
     if not lists:
         raise not_allowed("checkpointing", how, "None for a model without a list of like blocks")
@@ -121,7 +135,7 @@ def checkpoint_blocks(model: nn.Module, how: str) -> None:
     A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
 
     Raises:
-        OptionError: the model has no list of blocks.
+        OptionError: how is neither, or the model has no list of like blocks.
     """
     for blocks in _block_lists_of(model, how):
         size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1

@@ -1,0 +1,94 @@
+"""memkern.apply, make_optimizer and checkpoint_blocks: what they do, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkern
+from memkern import Techniques, optim
+
+
+def model() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 8))
+
+
+def kinds(of: nn.Module) -> list[str]:
+    return [type(module).__name__ for module in of.modules()]
+
+
+def test_a_model_has_what_compress_and_checkpoint_blocks_make() -> None:
+    applied, by_hand = model(), model()
+    memkern.apply(applied, Techniques(activation_bits=2, linear_share=0.5, checkpointing="sqrt"))
+    memkern.compress(by_hand, 2, linear=0.5)
+    assert kinds(applied) == kinds(by_hand) != kinds(model())
+    assert (applied[0][0][0].share, applied[0][0][1].bits) == (0.5, 2)
+    assert ["forward" in vars(block) for block in applied[0]] == [True] * 4
+    assert not any("forward" in vars(block) for block in by_hand[0])
+
+
+def test_plain_techniques_change_nothing() -> None:
+    plain = model()
+    memkern.apply(plain, Techniques(precision="bf16", offload=True, loss_chunk=3))
+    assert kinds(plain) == kinds(model())
+    assert not any("forward" in vars(module) for module in plain.modules())
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrapper", "cls", "options"),
+    [
+        ({"state_bits": 8}, None, optim.AdamW, {"state_bits": 8, "lr": 0.5}),
+        ({"state_bits": (8, 4)}, None, optim.AdamW, {"state_bits": (8, 4)}),
+        ({"optimizer": "sgd"}, None, optim.SGD, {"momentum": 0.9, "state_bits": 32}),
+        ({"optimizer": "torch-sgd"}, None, torch.optim.SGD, {"momentum": 0.9, "lr": 0.5}),
+        ({"optimizer": "torch-adam", "step_in_backward": True}, optim.StepInBackward, torch.optim.Adam, {}),
+        ({"optimizer": "lion", "offload": True}, optim.HostOffload, optim.Lion, {}),
+        ({"precision": "bf16", "master_weights": "bf16+8"}, None, optim.AdamW, {"master_weights": "bf16+8"}),
+    ],
+    ids=str,
+)
+def test_the_optimizer_is_what_the_techniques_say(
+    changes: dict[str, Any], wrapper: type | None, cls: type, options: dict[str, Any]
+) -> None:
+    techniques = Techniques(**changes)
+    parameters = [nn.Parameter(torch.zeros(4, 4, dtype=memkern.applying.weight_dtype(techniques)))]
+    made = memkern.make_optimizer(parameters, techniques, lr=0.5)
+    assert isinstance(made, wrapper or cls)
+    assert isinstance(made, cls) or made._class is cls
+    assert {name: made.param_groups[0][name] for name in options} == options
+
+
+def test_what_cannot_be_applied_changes_nothing() -> None:
+    flat = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    with pytest.raises(
+        memkern.OptionError, match="checkpointing: 'blocks' given; allowed: None for a model without"
+    ):
+        memkern.apply(flat, Techniques(activation_bits=2, checkpointing="blocks"))
+    assert kinds(flat) == ["Sequential", "Linear", "GELU"]
+    assert type(flat[1]) is nn.GELU
+    for call, error, message in (
+        (
+            lambda: memkern.apply(flat, {"saved_bits": 8}),
+            TypeError,
+            "techniques must be memkern.Techniques, got dict",
+        ),
+        (
+            lambda: memkern.apply(flat.parameters, Techniques()),
+            TypeError,
+            "model must be a torch.nn.Module, got method",
+        ),
+        (
+            lambda: memkern.make_optimizer(flat.parameters(), None),
+            TypeError,
+            "techniques must be memkern.Techniques",
+        ),
+        (
+            lambda: memkern.checkpoint_blocks(model(), "all"),
+            ValueError,
+            "how: 'all' given; allowed: 'blocks', 'sqrt'",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
