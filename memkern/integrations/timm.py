@@ -26,7 +26,7 @@ PREFIX = "memkern"
 
 
 def _info(name: str, cls: type) -> OptimInfo:
-    own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    own = inspect.signature(cls).parameters
     return OptimInfo(
         name=name,
         opt_class=cls,

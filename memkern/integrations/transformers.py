@@ -52,7 +52,7 @@ def optimizer_cls_and_kwargs(
         TypeError: an option that it does not have.
     """
     cls = names.optimizer(optimizer)
-    own = inspect.signature(cls.__init__).parameters
+    own = inspect.signature(cls).parameters
     kwargs: dict[str, Any] = {"lr": args.learning_rate}
     if "betas" in own:
         # The arguments' defaults are Adam's betas; Lion has others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -10,6 +10,10 @@ from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepOp
 from . import bits
 from .base import BlockwiseOptimizer
 from .options import check_torch_options
+from .shared_options import DEFAULTS_8BIT, SharedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Adam(BlockwiseOptimizer):
@@ -97,13 +101,7 @@ class Adam(BlockwiseOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        state_bits: int | tuple[int, int] = 32,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -114,16 +112,9 @@ class Adam(BlockwiseOptimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "state_bits": state_bits,
-            "block_size": block_size,
-            "codec": codec,
-            "min_8bit_size": min_8bit_size,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
 
     def _op_of(self, group: dict[str, Any]) -> StepOp:
         return AMSGRAD_STEP if group["amsgrad"] else ADAM_STEP
@@ -171,13 +162,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_bits: int | tuple[int, int] = 32,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
+        **options: Unpack[SharedOptions],
     ) -> None:
         super().__init__(
             params,
@@ -192,13 +177,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
+            **options,
         )
 
 
@@ -218,50 +197,7 @@ class Adam8bit(Adam):
     Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and sources: :class:`Adam`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        state_bits: int | tuple[int, int] = 8,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-        )
+    option_defaults = DEFAULTS_8BIT
 
 
 class AdamW8bit(AdamW):
@@ -279,45 +215,4 @@ class AdamW8bit(AdamW):
     Takes 2 + 8 / block_size bytes per parameter; formula and source: :class:`AdamW`; state and errors: :class:`Adam`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_bits: int | tuple[int, int] = 8,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-        )
+    option_defaults = DEFAULTS_8BIT

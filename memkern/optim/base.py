@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from operator import itemgetter
@@ -17,6 +18,7 @@ from . import bits, following, foreign, loading, multi_call, step_errors, storag
 from .dtensor import collectives, shards
 from .dtensor import step as dtensor_step
 from .options import check_gradient, check_group, check_param
+from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
 from .step_args import learning_rates, scaler_on, state_args
 
 if TYPE_CHECKING:
@@ -27,12 +29,15 @@ class BlockwiseOptimizer(Optimizer):
     """Base of the optimizers. A subclass names its op, and maps options to the op's hyperparameters."""
 
     op: ClassVar[StepOp]
+    option_defaults: ClassVar[SharedOptions] = DEFAULTS
+    """Defaults of the options that all optimizers share."""
     fixed_options: ClassVar[dict[str, Any]] = {}
     """Options that make the class what it is: a loaded state does not change them."""
     storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec", "master_weights")
     """Options that say how a group's states are stored."""
     converters: ClassVar[tuple[str, ...]] = ()
     """Functions of memkern.optim that convert other libraries' states for the class."""
+    __signature__: ClassVar[inspect.Signature]  # with the shared options, for help() and editors
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _looks: list[following.Look]  # the groups at the last step
@@ -42,6 +47,15 @@ class BlockwiseOptimizer(Optimizer):
     _ranks: dict[Tensor, shards.Ranks]  # the ranks that hold other elements of a parameter
     _lr_buffers: list[Tensor]  # memory that steps use again
     _strided_buffers: dict[Any, Tensor]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = full_signature(cls.__init__, cls.option_defaults)
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: SharedOptions) -> None:
+        """``defaults``: the class's own options. ``options``: the shared ones that were given."""
+        check_names(getattr(type(self), "optimizer_class", type(self)).__name__, options)
+        super().__init__(params, {**defaults, **self.option_defaults, **options})
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         foreign.check_arguments(cls, options)  # Python would say no more than that there is none of that name

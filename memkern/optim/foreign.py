@@ -42,7 +42,7 @@ def check_arguments(optimizer: type, arguments: Mapping[str, Any]) -> None:
     known = arguments.keys() & CURES.keys()
     if not known:
         return
-    own = inspect.signature(optimizer.__init__).parameters  # type: ignore[misc]
+    own = inspect.signature(optimizer).parameters
     for name in (name for name in arguments if name in known and name not in own):
         source, cure = CURES[name]
         cure = cure.format(value=arguments[name])

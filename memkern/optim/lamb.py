@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..schemas import LAMB_STEP
 from .layerwise import LayerwiseOptimizer
 from .options import check_torch_options
+from .shared_options import DEFAULTS_8BIT, StorageOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LAMB(LayerwiseOptimizer):
@@ -83,12 +87,7 @@ class LAMB(LayerwiseOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_bits: int = 32,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
+        **options: Unpack[StorageOptions],
     ) -> None:
         check_torch_options(
             type(self).__name__,
@@ -111,16 +110,9 @@ class LAMB(LayerwiseOptimizer):
             "decoupled_decay": decoupled_decay,
             "layers": layers,
             "maximize": maximize,
-            "state_bits": state_bits,
-            "block_size": block_size,
-            "codec": codec,
-            "min_8bit_size": min_8bit_size,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, {**options, "max_grad_norm": max_grad_norm})
 
 
 class LAMB8bit(LAMB):
@@ -140,59 +132,4 @@ class LAMB8bit(LAMB):
     Takes 2 + 8 / block_size bytes per parameter; formula, state, errors and source: :class:`LAMB`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        grad_averaging: bool = True,
-        max_grad_norm: float | None = None,
-        trust_clip: bool = False,
-        always_adapt: bool = False,
-        caution: bool = False,
-        decoupled_decay: bool = False,
-        corrected_weight_decay: bool = False,
-        foreach: bool | None = None,
-        *,
-        layers: int | str = 1,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_bits: int = 8,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            grad_averaging,
-            max_grad_norm,
-            trust_clip,
-            always_adapt,
-            caution,
-            decoupled_decay,
-            corrected_weight_decay,
-            foreach,
-            layers=layers,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-        )
+    option_defaults = DEFAULTS_8BIT

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..schemas import LARS_STEP
 from .layerwise import LayerwiseOptimizer
 from .options import check_momentum, check_torch_options
+from .shared_options import DEFAULTS_8BIT, SharedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class LARS(LayerwiseOptimizer):
@@ -84,18 +88,12 @@ class LARS(LayerwiseOptimizer):
         always_adapt: bool = False,
         foreach: bool | None = None,
         *,
-        max_grad_norm: float | None = None,
         layers: int | str = 1,
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_bits: int = 32,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -110,16 +108,9 @@ class LARS(LayerwiseOptimizer):
             "always_adapt": always_adapt,
             "layers": layers,
             "maximize": maximize,
-            "state_bits": state_bits,
-            "block_size": block_size,
-            "codec": codec,
-            "min_8bit_size": min_8bit_size,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -154,55 +145,4 @@ class LARS8bit(LARS):
     Takes 1 + 4 / block_size bytes per parameter; formulas, state, errors and sources: :class:`LARS`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.9,
-        dampening: float = 0.0,
-        weight_decay: float = 1e-4,
-        nesterov: bool = False,
-        trust_coeff: float | None = None,
-        eps: float = 1e-8,
-        trust_clip: bool = False,
-        always_adapt: bool = False,
-        foreach: bool | None = None,
-        *,
-        max_grad_norm: float | None = None,
-        layers: int | str = 1,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_bits: int = 8,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            trust_coeff,
-            eps,
-            trust_clip,
-            always_adapt,
-            foreach,
-            max_grad_norm=max_grad_norm,
-            layers=layers,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-        )
+    option_defaults = DEFAULTS_8BIT

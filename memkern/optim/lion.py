@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..schemas import LION_STEP
 from .base import BlockwiseOptimizer
 from .options import check_torch_options
+from .shared_options import DEFAULTS_8BIT, SharedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Lion(BlockwiseOptimizer):
@@ -59,13 +63,7 @@ class Lion(BlockwiseOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_bits: int = 32,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -73,16 +71,9 @@ class Lion(BlockwiseOptimizer):
             "betas": betas,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            "state_bits": state_bits,
-            "block_size": block_size,
-            "codec": codec,
-            "min_8bit_size": min_8bit_size,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
 
 
 class Lion8bit(Lion):
@@ -100,41 +91,4 @@ class Lion8bit(Lion):
     Takes 1 + 4 / block_size bytes per parameter; formula, state, errors and source: :class:`Lion`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_bits: int = 8,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            weight_decay,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
-        )
+    option_defaults = DEFAULTS_8BIT

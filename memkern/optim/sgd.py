@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..schemas import SGD_STEP
 from .base import BlockwiseOptimizer
 from .options import check_momentum, check_torch_options
+from .shared_options import DEFAULTS_8BIT, SharedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SGD(BlockwiseOptimizer):
@@ -63,13 +67,7 @@ class SGD(BlockwiseOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_bits: int = 32,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_torch_options(type(self).__name__, differentiable=differentiable)
         defaults = {
@@ -79,16 +77,9 @@ class SGD(BlockwiseOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
-            "state_bits": state_bits,
-            "block_size": block_size,
-            "codec": codec,
-            "min_8bit_size": min_8bit_size,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "max_grad_norm": max_grad_norm,
             "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -114,45 +105,4 @@ class SGD8bit(SGD):
     Takes 1 + 4 / block_size bytes per parameter; formula, state, errors and sources: :class:`SGD`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_bits: int = 8,
-        block_size: int = 128,
-        codec: str = "power",
-        min_8bit_size: int = 4096,
-        max_grad_norm: float | None = None,
-        master_weights: str | None = None,
-        stochastic_rounding: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state_bits=state_bits,
-            block_size=block_size,
-            codec=codec,
-            min_8bit_size=min_8bit_size,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-        )
+    option_defaults = DEFAULTS_8BIT
