@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, planner, train
     from .applying import apply, checkpoint_blocks, make_optimizer
     from .backend import report, use_backend
-    from .compression.saved import quantize_saved
-    from .compression.swap import compress, restore
     from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
     from .quant.blockwise import dequantize_blockwise, quantize_blockwise
+    from .saved.context import quantize_saved
+    from .swap.compress import compress, restore
 
 __all__ = [
     "OptionError",
@@ -52,16 +52,16 @@ _LAZY = {
     "Techniques": "options",
     "apply": "applying",
     "checkpoint_blocks": "applying",
-    "compress": "compression.swap",
+    "compress": "swap.compress",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
     "make_optimizer": "applying",
     "plan": "planner.planning",
     "quantize_affine": "quant.affine",
     "quantize_blockwise": "quant.blockwise",
-    "quantize_saved": "compression.saved",
+    "quantize_saved": "saved.context",
     "report": "backend",
-    "restore": "compression.swap",
+    "restore": "swap.compress",
     "use_backend": "backend",
 }
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import optim
-from .compression.swap import compress
 from .options import CHECKPOINTING, Techniques, not_allowed
+from .swap.compress import compress
 
 
 def weight_dtype(techniques: Techniques) -> torch.dtype:

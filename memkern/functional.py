@@ -24,12 +24,12 @@ from torch import Tensor
 from .autograd import apply, constant, needs_gradient
 from .backend import select
 from .compiling import assume_constant_result
-from .compression.glu import GELU, GELU_TANH, SILU, glu
 from .cross_entropy import linear_cross_entropy
 from .fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
 from .fewbit.tables import LEVELS, VALLEYS
+from .glu import GELU, GELU_TANH, SILU, glu
 from .quant.codec import ACTIVATIONS
 from .quant.layout import FLOATS
 from .randomized.linear import randomized_linear

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from memkern.compression import codecs, resolve
-from memkern.compression.saved import Session
-from memkern.compression.values import Edge
+from memkern.saved import codecs, resolve
+from memkern.saved.saved_value import Edge
+from memkern.saved.session import Session
 
 from .. import RESULTS, machine, report
 from .activation_parity import loss_of, train

@@ -18,7 +18,7 @@ try:
 except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
-from ..compression import hooks
+from ..saved import hooks
 from .summary import Compressing
 
 _STEP = "training_step"

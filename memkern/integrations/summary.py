@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..compression.report import Report
 from ..memory import optimizer_bytes
+from ..swap.report import Report
 
 _FP32 = 4  # bytes of an fp32 moment per element
 
@@ -69,7 +69,7 @@ class Compressing:
         """Compresses a model once; a second call with it changes nothing."""
         if self._model is model:
             return
-        from ..compression.swap import compress
+        from ..swap.compress import compress
 
         self.report, self._model, self._told = compress(model, **self.options), model, False
         if tell:

@@ -27,8 +27,8 @@ from .loss import LinearCrossEntropy
 from .mlp import MLP
 
 if TYPE_CHECKING:
-    from ..compression.advice import Advice, advise
-    from ..compression.swap import compress, restore
+    from ..swap.advice import Advice, advise
+    from ..swap.compress import compress, restore
 
 __all__ = [
     "GELU",
@@ -56,11 +56,11 @@ __all__ = [
     "restore",
 ]
 
-# memkern.compression is built from the modules here; its functions are loaded on first use.
-_LAZY = {"Advice": "advice", "advise": "advice", "compress": "swap", "restore": "swap"}
+# memkern.swap is built from the modules here; its functions are loaded on first use.
+_LAZY = {"Advice": "advice", "advise": "advice", "compress": "compress", "restore": "compress"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(f"memkern.compression.{_LAZY[name]}"), name)
+        return getattr(importlib.import_module(f"memkern.swap.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ import torch
 
 import memkern
 from memkern import memory, optim
-from memkern.compression import values
+from memkern.saved import saved_value
 from tests.integrations.models import Texts, gpt2, parameters_of, tokens
 from tests.support.helpers import assert_same
 
@@ -136,7 +136,7 @@ def test_autocast_and_accumulation(tmp_path: Path) -> None:
 
 def _values() -> set[int]:
     """Saved tensors that are alive in this process, by id."""
-    return {id(o) for o in gc.get_objects() if issubclass(type(o), values.Value)}
+    return {id(o) for o in gc.get_objects() if issubclass(type(o), saved_value.Value)}
 
 
 class Inner(lightning.LightningModule):  # type: ignore[misc,name-defined]

@@ -1,7 +1,7 @@
 """python -m tests.support.saved_attributes [2.10=FOLDER ...]: writes tests/fixtures/saved-attributes.csv.
 
 One row for every tensor that a node of torch's autograd saves, from the derivatives.yaml that torch has in torchgen,
-with the decision of memkern.compression.users and the versions of torch that save it. A FOLDER has the torchgen of
+with the decision of memkern.saved.users and the versions of torch that save it. A FOLDER has the torchgen of
 another version, as ``unzip torch-2.10.0-*.whl 'torchgen/*'`` writes it (the wheels for macOS are the smallest).
 What a version that is not named saves stays in the file.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from memkern.compression import users
+from memkern.saved import users
 
 PATH = Path(__file__).parents[1] / "fixtures" / "saved-attributes.csv"
 COLUMNS = ("node", "attribute", "saved", "decision", "why", "torch")

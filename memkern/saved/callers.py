@@ -1,0 +1,86 @@
+"""Functions of torch that are known to save for one operation: there the user is known while the tensor is packed.
+
+Only a shortcut: the same is found in the graph when the next tensor is packed (undecided.py). It matters where none
+follows, and it frees what is coded earlier. Functions are told by their code objects.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .leaves import leaves
+from .saved_value import Computed, Edge, Leaf, Value, is_plain
+from .undecided import ANY, CODED
+from .users import operation
+
+_PRODUCTS: set[CodeType] = {
+    nn.Linear.forward.__code__,
+    nn.Conv1d._conv_forward.__code__,
+    nn.Conv2d._conv_forward.__code__,
+    nn.Conv3d._conv_forward.__code__,
+}
+_CHECKPOINT = "torch.utils.checkpoint"
+_CONV1D = "transformers.pytorch_utils"  # GPT-2's linear layers
+_CASTS = ("ToCopyBackward0", "TBackward0")
+_FEW = 8  # nodes of one call of a function: casts, views and the operation
+
+
+def use(frame: FrameType) -> str | None:
+    """How what is packed under a Python frame is used, where the frame tells."""
+    code = frame.f_code
+    if code in _PRODUCTS:
+        return CODED
+    if frame.f_globals.get("__name__") == _CHECKPOINT:
+        return CODED  # the input of a block of a model, which is saved for no node
+    if code is F.cross_entropy.__code__:
+        return None if frame.f_locals["target"].is_floating_point() else ANY
+    return None
+
+
+def note_weight(frame: FrameType, seq: int) -> None:
+    """An embedding saves its indices, and not the weight whose rows they are: it is seen here."""
+    if frame.f_code is F.embedding.__code__:
+        weight = frame.f_locals["weight"]
+        if isinstance(weight, Tensor) and weight.is_leaf:
+            leaves.note(weight, seq)
+
+
+def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
+    """A frozen layer's weight, where x is the copy of it that autocast has made: it is copied again.
+
+    Of a product with a weight that needs no gradient torch saves nothing else that needs none.
+    """
+    if frame.f_code is nn.Linear.forward.__code__:
+        transpose = True
+    elif frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _CONV1D:
+        transpose = False
+    else:
+        return None
+    weight = vars(frame.f_locals["self"])["_parameters"].get("weight")
+    if weight is None or weight.requires_grad or weight.dtype == x.dtype or not is_plain(weight):
+        return None
+    seen = weight.t() if transpose and weight.dim() == 2 else weight
+    if x.device.type not in ("cpu", "cuda") or x.shape != seen.shape or x.stride() != seen.stride():
+        return None
+    dtype = x.dtype
+    function = (lambda w: w.to(dtype).t()) if transpose else (lambda w: w.to(dtype))
+    return Computed(function, [Leaf(weight)], dtype, dtype, 0)
+
+
+def note_cast(edge: Edge, seq: int) -> None:
+    """A parameter of which the running function itself has made a copy, as autocast does, is the one that it uses."""
+    name = operation(edge.node)
+    if name not in _CASTS:
+        return
+    last = node = edge.node
+    while node is not None and seq - _FEW <= node._sequence_nr() <= seq:
+        inner = node.next_functions
+        name = operation(node)
+        if name not in _CASTS:
+            return
+        last, node = node, inner[0][0]
+    if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+        leaves.note(node.variable, last._sequence_nr())

@@ -1,0 +1,189 @@
+"""``compress(model, saved_bits=...)``: the context of :mod:`memkern.saved.session` around modules' forward passes.
+
+A module's mode, and two forward hooks that open and close the context, are all that is put on it, so that deepcopy,
+pickle, state_dict and sharding see nothing new. The hooks are functions of this file: they are found again by identity.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import is_recorded
+from .leaves import leaves
+from .session import EXACT, Session, check_bits, close_interrupted, open_sessions
+
+SAVED = "_memkern_saved_bits"
+Bits = int | str | None
+SavedBits = Bits | Mapping[str, Bits] | Callable[[str, nn.Module], Bits]
+
+
+def _tensors_of(call: Any) -> Iterator[Tensor]:
+    for item in call:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from _tensors_of(item)
+        elif isinstance(item, Mapping):  # transformers' outputs too
+            yield from _tensors_of(item.values())
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or is_recorded() or not torch.is_grad_enabled():
+        return
+    close_interrupted()
+    if not open_sessions():
+        leaves.note_all(module.parameters())
+    session = Session(vars(module)[SAVED], module, sys._getframe(1))
+    session.enter()
+    open_sessions().append(session)
+
+
+def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    sessions = open_sessions()
+    if sessions and sessions[-1].module is module:
+        # The caller's variables still hold the arguments, and will let go of them soon.
+        sessions.pop().exit(_tensors_of((args, kwargs)), _tensors_of((output,)))
+
+
+class SavingStep:
+    """A method of a module with hooks, called by itself: opens the context that a call of the module would open."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        self.module, self.__wrapped__ = module, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_installed(self.module) or not torch.is_grad_enabled():  # restored meanwhile
+            return self.__wrapped__(*args, **kwargs)
+        leaves.note_all(self.module.parameters())
+        session = Session(vars(self.module)[SAVED])
+        session.enter()
+        outputs: list[Any] = []
+        try:
+            outputs.append(self.__wrapped__(*args, **kwargs))
+            return outputs[0]
+        finally:
+            close_interrupted()
+            session.exit(_tensors_of((args, kwargs)), _tensors_of(outputs))
+
+
+def is_installed(module: nn.Module) -> bool:
+    return SAVED in vars(module)
+
+
+def _install(module: nn.Module, bits: Bits) -> None:
+    vars(module)[SAVED] = bits
+    module.register_forward_pre_hook(_enter)
+    module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+
+def remove(module: nn.Module) -> bool:
+    """Takes the hooks off one module; says whether there were any."""
+    if not is_installed(module):
+        return False
+    del vars(module)[SAVED]
+    before = module._forward_pre_hooks
+    after = module._forward_hooks
+    for hooks, own in ((before, _enter), (after, _leave)):
+        for key in [key for key, hook in hooks.items() if hook is own]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+    return True
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module's name is as the pattern says, part by part: ``*`` stands for no dot."""
+    own, wanted = name.split("."), pattern.split(".")
+    return len(own) == len(wanted) and all(map(fnmatch.fnmatchcase, own, wanted))
+
+
+def check(model: nn.Module, saved_bits: SavedBits) -> None:
+    """Raises ValueError or TypeError unless ``saved_bits`` can be had for the model."""
+    if saved_bits is None:
+        return
+    if isinstance(saved_bits, Mapping):
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        for pattern, bits in saved_bits.items():
+            if bits is not None:
+                check_bits(bits, f"saved_bits[{pattern!r}]")
+            if not any(_fits(name, pattern) for name in names):
+                raise ValueError(f"saved_bits names {pattern!r}, and the model has no such module")
+    elif not callable(saved_bits):
+        check_bits(saved_bits, "saved_bits")
+    floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if not floats:
+        raise ValueError(
+            "saved_bits needs a model with floating-point parameters or buffers, and this one has none"
+        )
+    if all(t.dtype == torch.float64 for t in floats) and saved_bits != EXACT:
+        raise ValueError("saved_bits: there are no 8-bit codes for float64 models; use saved_bits='exact'")
+
+
+def _own(name: str, module: nn.Module, inherited: Bits, saved_bits: SavedBits) -> Bits:
+    if isinstance(saved_bits, Mapping):
+        found = [bits for pattern, bits in saved_bits.items() if _fits(name, pattern)]
+        return found[-1] if found else inherited
+    if callable(saved_bits):
+        bits = saved_bits(name, module)
+        if bits in (True, False, None):
+            return 8 if bits else None
+        check_bits(bits, f"saved_bits of {name!r}")
+        return bits
+    return saved_bits
+
+
+Modes = list[tuple[str, nn.Module, Bits, Bits]]
+
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+def modes(model: nn.Module, saved_bits: SavedBits) -> Modes:
+    """(name, module, its mode, the mode around it) of every module once, under its first name."""
+    rows: Modes = []
+    found: dict[str, Bits] = {}
+    around: dict[str, Bits] = {}  # inside a module's forward pass; lists and dicts of modules have none
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        inherited, outside = (found.get(parent), around.get(parent)) if name else (None, None)
+        found[name] = _own(name, module, inherited, saved_bits)
+        around[name] = outside if isinstance(module, _NEVER_CALLED) else found[name]
+        rows.append((name, module, found[name], outside))
+    return rows
+
+
+def install(model: nn.Module, wanted: Modes) -> None:
+    """Puts the hooks where the mode differs from the one around, and nowhere else."""
+    close_interrupted()
+    for module in model.modules():
+        remove(module)
+    for _, module, bits, outside in wanted:
+        if bits != outside and not isinstance(module, _NEVER_CALLED):
+            _install(module, bits)
+
+
+def installed(model: nn.Module) -> list[tuple[str, Bits]]:
+    """The modules with hooks, and their modes."""
+    return [(name, vars(m)[SAVED]) for name, m in model.named_modules() if is_installed(m)]
+
+
+def covered(model: nn.Module) -> dict[nn.Module, Bits]:
+    """The mode of every module as the hooks stand."""
+    own = dict(installed(model))
+    return {module: bits for _, module, bits, _ in modes(model, own)} if own else {}
+
+
+def bring_back(model: nn.Module, own: list[tuple[str, Bits]]) -> None:
+    """Puts hooks back where :func:`installed` found them."""
+    modules = dict(model.named_modules())
+    for name, bits in own:
+        remove(modules[name])
+        _install(modules[name], bits)

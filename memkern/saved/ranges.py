@@ -1,0 +1,163 @@
+"""Data that plain codes would not serve, told by the statistics that norms and attention save anyway.
+
+Inputs of norms whose mean is large beside their deviation, and attention's values of which the same is true over all
+tokens: what is coded there is the difference from the mean.
+Attention whose scores are so large that an error in them, of a share of their size, is one of its own size in the
+probabilities: queries, keys, values and output stay exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..quant.layout import FLOATS
+from .codecs import BLOCK_SIZE
+from .saved_value import Value, saved_by
+from .users import operation, user
+
+Affine = tuple[Tensor, Tensor | None]
+"""A mean and an inverse deviation; None for 1."""
+
+_STATISTICS = {  # mean and inverse deviation, by the node's attributes
+    "NativeLayerNormBackward0": ("_saved_result1", "_saved_result2"),
+    "NativeGroupNormBackward0": ("_saved_result1", "_saved_result2"),
+    "NativeBatchNormBackward0": ("_saved_result1", "_saved_result2"),
+    "CudnnBatchNormBackward0": ("_saved_result1", "_saved_result2"),
+    "MiopenBatchNormBackward0": ("_saved_result1", "_saved_result2"),
+}
+_RUNNING = ("_saved_running_mean", "_saved_running_var")
+LARGEST = 1.0
+"""Of |mean| / deviation. Codes are right to a share of the largest value, which is then 4 deviations or less."""
+LARGEST_SPREAD = 8.0
+"""Of the largest deviation to the smallest, where one block of codes holds values of several rows or channels."""
+
+
+def _of(value: Value) -> Tensor:
+    return value.tensor(_of)
+
+
+def _read(node: Any, name: str) -> tuple[Tensor, Tensor] | None:
+    found = [saved_by(node, attribute) for attribute in _STATISTICS[name]]
+    if all(found) and _of(found[0][0]).numel():  # type: ignore[index]
+        return _of(found[0][0]), _of(found[1][0])  # type: ignore[index]
+    running = [saved_by(node, attribute) for attribute in _RUNNING] if "BatchNorm" in name else []
+    if not running or not all(running):
+        return None
+    return _of(running[0][0]), (_of(running[1][0]) + 1e-5).rsqrt()  # type: ignore[index]
+
+
+LARGEST_MEAN = 4.0
+"""Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation."""
+_ATTENTION = ("_saved_key", "_saved_value", "_saved_output")
+"""Of these the gradient takes differences, in which what all tokens share cancels."""
+
+
+def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+    """The mean over tokens, where it is larger than LARGEST_MEAN deviations from it. On a CPU only, as above."""
+    if x.device.type != "cpu" or x.dtype not in FLOATS or isinstance(x, FakeTensor):
+        return None
+    mean = x.mean(dims, keepdim=True, dtype=torch.float32)
+    tokens = x.numel() // mean.numel()
+    energy = torch.linalg.vector_norm(x, dtype=torch.float32).square()
+    of_mean = tokens * mean.square().sum()
+    return mean if of_mean > LARGEST_MEAN**2 * (energy - of_mean) else None
+
+
+def normal_before_views(node: Any, data: Tensor) -> Affine | None:
+    """As :func:`normal`, of the tensor of which attention's keys or values are a view: by its last dimension."""
+    if node.name() not in _LOG_SUMS or data.dim() < 2:
+        return None
+    mean = _token_mean(data, tuple(range(data.dim() - 1)))
+    return None if mean is None else (mean, None)
+
+
+def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
+    """What is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
+
+    waiting: what the node has saved of x. Of attention's keys, values and output the mean over tokens, and no inverse.
+    Of a norm's input its own statistics, where a mean is large or a block of codes would hold values of large and of
+    small deviation. On a CPU None where neither is so; elsewhere asking would wait for the device.
+    """
+    name = node.name()
+    if name in _LOG_SUMS:
+        shown = any(waiting in (saved_by(node, attribute) or ()) for attribute in _ATTENTION)
+        mean = _token_mean(x, (-2,)) if shown else None
+        return None if mean is None else (mean, None)
+    if name not in _STATISTICS or isinstance(x, FakeTensor):
+        return None
+    statistics = _read(node, name)
+    if statistics is None:
+        return None
+    mean, inverse = (each.float() for each in statistics)
+    if x.device.type == "cpu" and not (mean.abs() * inverse > LARGEST).any():
+        values = x.numel() // mean.numel() if "BatchNorm" not in name else x.shape[2:].numel()
+        if values % BLOCK_SIZE == 0 or inverse.amax() <= LARGEST_SPREAD * inverse.amin():
+            return None
+    return _broadcast(mean, name, x), _broadcast(inverse, name, x)
+
+
+def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:
+    if name == "NativeLayerNormBackward0":
+        return each
+    rest = (1,) * (x.dim() - 2)
+    if name == "NativeGroupNormBackward0":
+        each = each.reshape(x.shape[0], -1)
+        return each.repeat_interleave(x.shape[1] // each.shape[1], 1).view(*x.shape[:2], *rest)
+    return each.view(1, -1, *rest)
+
+
+_LOG_SUMS = {
+    "ScaledDotProductFlashAttentionForCpuBackward0": "_saved_logsumexp",
+    "ScaledDotProductFlashAttentionBackward0": "_saved_logsumexp",
+    "ScaledDotProductEfficientAttentionBackward0": "_saved_log_sumexp",
+    "ScaledDotProductCudnnAttentionBackward0": "_saved_logsumexp",
+}
+LARGEST_SCORE = 100.0
+_SATURATED = "memkern saturated"
+
+
+def saturated(node: Any) -> bool:
+    """Whether attention's scores exceed LARGEST_SCORE. On a CPU only: elsewhere asking would wait for the device."""
+    attribute = _LOG_SUMS.get(node.name())
+    if attribute is None or node._input_metadata[0].device.type != "cpu":
+        return False
+    known = node.metadata.get(_SATURATED)
+    if known is None:
+        found = saved_by(node, attribute)
+        sums = _of(found[0]) if found else None
+        known = (
+            sums is not None and not isinstance(sums, FakeTensor) and bool(_finite_max(sums) > LARGEST_SCORE)
+        )
+        node.metadata[_SATURATED] = known
+    return known
+
+
+def _finite_max(x: Tensor) -> Tensor:
+    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax()  # rows of nothing but masks have -inf
+
+
+_BOUNDED_RESULTS = {
+    f"{name}Backward0" for name in ("Softmax", "SafeSoftmax", "LogSoftmax", "Sigmoid", "Tanh")
+}
+
+
+def bears_coarse(node: Any) -> bool:
+    """Whether codes that lose small values beside a large one serve a node.
+
+    They serve sums over many values, and functions of results between -1 and 1, of which no absolute error is large.
+    An elementwise function of the others would be of 0 in their place.
+    """
+    name = operation(node)
+    return user(node, name).kind != "smooth" or name in _BOUNDED_RESULTS
+
+
+def limits(node: Any) -> tuple[float, float] | None:
+    """The limits of a node that only asks whether a value is between them."""
+    name = node.name()
+    if name == "HardtanhBackward0":
+        return float(node._saved_min_val), float(node._saved_max_val)
+    return (-3.0, 3.0) if name == "HardsigmoidBackward0" else None

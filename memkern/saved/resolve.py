@@ -1,0 +1,234 @@
+"""How a saved tensor is found among what is saved already, and where one that has to be stored belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .leaves import leaves
+from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
+from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
+from .users import operation
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_LONGEST = 40  # rules that are tried one after another, views and copies among them
+
+
+def finer(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether every value of dtype ``b`` is one of ``a``."""
+    return torch.promote_types(a, b) == a
+
+
+class Resolver:
+    """Finds of what a saved tensor is made.
+
+    exact: values with codes in them are not good enough. views_only: only what is stored, and views of it.
+    rounded: values that are computed anew to within rounding are good enough, such as the rows of norms.
+    shape: only the shape is asked for, so that any codes are good enough. copies_only: nothing is computed but views,
+    casts and the like. beside_codes: other values are in codes. coarse: so are codes that lose most of a block.
+    """
+
+    def __init__(
+        self,
+        exact: bool,
+        views_only: bool,
+        rounded: bool = True,
+        shape: bool = False,
+        copies_only: bool = False,
+        beside_codes: bool = False,
+        coarse: bool = True,
+    ) -> None:
+        self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
+        self.copies_only, self.beside_codes, self.coarse = copies_only, beside_codes, coarse
+        self.failed: set[tuple[Any, int, torch.dtype]] = set()
+
+    def good(self, value: Value, need: torch.dtype) -> bool:
+        return (
+            value.fresh()
+            and not (self.exact and value.lossy)
+            and (self.rounded or not value.rounded)
+            and (self.shape or not value.clipped)
+            and (self.coarse or not value.coarse)
+            and (value.lossy or finer(value.precision, need))
+        )
+
+    def resolve(self, edge: Edge, need: torch.dtype, left: int = _LONGEST) -> Value | None:
+        """The value at an edge, right to ``need``; None where it cannot be had from what is saved."""
+        value = registered(edge)
+        if (
+            value is not None
+            and self.good(value, need)
+            and not (self.views_only and isinstance(value, Computed))
+        ):
+            if self.exact:
+                value.stay_exact()
+            return value
+        rule = RULES.get(operation(edge.node))
+        key = (edge.node, edge.nr, need)
+        if rule is None or left == 0 or (self.views_only and rule.kind != "view") or key in self.failed:
+            return None
+        if self.copies_only and rule.kind == "function":
+            return None
+        if (rule.uncoded and self.beside_codes) or (rule.exactness == "rounding" and not self.rounded):
+            return None
+        value = self._apply(rule, edge, need, left)
+        if value is None:
+            self.failed.add(key)
+        return value
+
+    def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int) -> Value | None:
+        try:
+            function = rule.make(edge)
+        except RuntimeError:  # the node is freed: a backward pass has run through it
+            return None
+        if function is None:
+            return None
+        values: list[Value] = []
+        for i, source in enumerate(edge.inputs()):
+            if source is None:
+                found = self._without_edge(rule, edge.node, i)
+            elif source.node.name() == _ACCUMULATE:
+                found = self._leaf(rule, edge.node, source.node.variable, i)
+            elif source.device != edge.device:
+                found = None
+            else:
+                value = self.resolve(source, _needed(rule, source, need), left - 1)
+                found = None if value is None else [value]
+            if found is None:
+                return None
+            values += found
+            for attribute in rule.extra if i == 0 else ():
+                if not (found := saved_by(edge.node, attribute)):
+                    return None
+                values += found
+        if rule.exactness == "rounding" and self.exact and values[1].dtype != torch.float32:
+            return None  # statistics in bf16: the rows would be off by more than rounding
+        value = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
+        value.rounded = rule.exactness == "rounding" or any(each.rounded for each in values)
+        value.clipped = any(each.clipped for each in values)
+        if value.depth > MOST_FUNCTIONS:
+            return None
+        register(edge, value)
+        return value
+
+    def _leaf(self, rule: Rule, node: Any, leaf: Tensor, i: int) -> list[Value] | None:
+        """A leaf as it was when the node was built: as the node has saved it, or where its version is known."""
+        attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
+        found = saved_by(node, attribute.removeprefix("*")) if attribute else None
+        if found:
+            return found if found[0].fresh() else None
+        return [Leaf(leaf)] if leaves.unchanged_since(leaf, node._sequence_nr()) else None
+
+    def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
+        """An argument that needs no gradient, if the node has saved it."""
+        attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
+        found = saved_by(node, attribute.removeprefix("*")) if attribute else None
+        return found if found or attribute.startswith("*") else None
+
+
+def _needed(rule: Rule, source: Edge, need: torch.dtype) -> torch.dtype:
+    """To which dtype an input must be right for an output that is right to ``need``."""
+    return source.dtype if rule.kind == "function" or finer(need, source.dtype) else need
+
+
+def _precision(rule: Rule, edge: Edge, source: Value) -> torch.dtype:
+    coarser = edge.dtype if finer(source.dtype, edge.dtype) else source.dtype
+    right = rule.kind == "function" or finer(source.precision, coarser)
+    return edge.dtype if right else source.precision
+
+
+# ---- where a tensor that has to be stored belongs
+
+
+def _viewed(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
+    return x.view(source.shape)
+
+
+def _back_transposed(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
+    return transposed(edge)(x)
+
+
+def _back_permuted(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
+    dims = [signed(dim) % x.dim() for dim in edge.node._saved_dims]
+    return x.permute([dims.index(i) for i in range(len(dims))])
+
+
+def _unexpanded(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
+    x = x[(0,) * (x.dim() - len(source.shape))]
+    for dim, size in enumerate(source.shape):
+        if size != x.shape[dim]:
+            x = x.narrow(dim, 0, size)
+    return x
+
+
+def _itself(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
+    return x
+
+
+def _before_the_cast(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
+    if source.device != x.device or not source.dtype.is_floating_point:
+        return None
+    # Of a coarser dtype: its values, in it, so that nobody further up takes them for those of a finer one.
+    return x if finer(source.dtype, x.dtype) else x.to(source.dtype)
+
+
+_BACK: dict[str, Callable[[Edge, Edge, Tensor], Tensor | None]] = {
+    **dict.fromkeys((name for name, rule in RULES.items() if rule.make is shaped), _viewed),
+    "TBackward0": lambda edge, source, x: x.t(),
+    "TransposeBackward0": _back_transposed,
+    "PermuteBackward0": _back_permuted,
+    "ExpandBackward0": _unexpanded,
+    "CloneBackward0": _itself,
+    "ToCopyBackward0": _before_the_cast,
+}
+"""From a view or copy of everything back to what it was made of, as a view."""
+
+
+def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
+    """The edge furthest up of which ``x`` holds all there is, and the data seen from there."""
+    while (back := _BACK.get(name := operation(edge.node))) is not None:
+        if views_only and RULES[name].kind != "view":
+            break
+        source = edge.inputs()[0]
+        if source is None or source.node.name() == _ACCUMULATE:
+            break
+        try:
+            y = back(edge, source, x)
+        except (RuntimeError, ValueError):  # not to be viewed so; fake tensors raise the second
+            break
+        if y is None or y.shape != source.shape:
+            break
+        edge, x = source, y
+    return edge, x
+
+
+_SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == "view"} | {
+    "CloneBackward0",
+    "ToCopyBackward0",
+}
+
+
+def maker(edge: Edge) -> str:
+    """The operation that made the data of an edge, views and copies left aside; "" where the graph does not tell."""
+    while (name := operation(edge.node)) in _SEEN_THROUGH:
+        source = edge.inputs()[0]
+        if source is None:
+            return ""
+        edge = source
+    return name
+
+
+_COPIES = {name for name, rule in RULES.items() if rule.kind != "function"}
+
+
+def is_copy(edge: Edge) -> bool:
+    """Whether an edge has the values of another, as a view, in another dtype or elsewhere."""
+    return operation(edge.node) in _COPIES
+
+
+def codec_of(edge: Edge) -> str | None:
+    """How the data of an edge is coded."""
+    return CODED.get(maker(edge))

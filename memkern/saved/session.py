@@ -1,0 +1,371 @@
+"""The pack and unpack hooks of one ``with memkern.quantize_saved()`` block, or of one forward pass of a module."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+
+from ..quant.layout import FLOATS, is_dense
+from . import callers, codecs, ranges, resolve, saved_value
+from .evaluation import evaluate
+from .leaves import leaves
+from .resolve import Resolver
+from .saved_value import Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
+from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
+from .undecided import EXACT as EXACTLY
+from .users import BOUNDED, UNKNOWN
+
+EXACT = "exact"
+_CHECKPOINT = "torch.utils.checkpoint"
+_FEW = 64
+MIN_NUMEL = 1024
+"""Smaller tensors are not worth codes: they are saved as torch does, once."""
+
+
+def check_bits(bits: Any, name: str = "bits") -> None:
+    """Raises ValueError unless ``bits`` is 8 or "exact"."""
+    if isinstance(bits, bool) or bits not in (8, EXACT):
+        raise ValueError(f"{name} must be 8 or 'exact', got {bits!r}")
+
+
+class _Used(Value):
+    """What a node has got already, in a backward pass that keeps no graph."""
+
+    def fresh(self) -> bool:
+        return False
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time; specify retain_graph=True the first time"
+        )
+
+
+_USED = _Used()
+
+
+def _is_last_use() -> bool:
+    """Whether one of torch's own nodes asks, which does so once, in a backward pass that frees its graph."""
+    node = torch._C._current_autograd_node()
+    return (
+        node is not None
+        and not isinstance(node, BackwardCFunction)
+        and torch._C._current_graph_task_id() != -1
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+class _Packed:
+    """What autograd holds in place of a tensor."""
+
+    __slots__ = ("__weakref__", "dtype", "stride", "value")
+
+    def __init__(self, value: Value, x: Tensor) -> None:
+        value.uses += 1
+        self.value, self.dtype = value, x.dtype
+        self.stride = x.stride() if is_plain(x) and is_dense(x.shape, x.stride()) else None
+
+    def tensor(self) -> Tensor:
+        x = evaluate(self.value)
+        if not isinstance(self.value, Waiting) and _is_last_use():
+            self.value = (
+                _USED  # frees codes before the operation allocates gradients; torch frees when it is done
+            )
+        x = x.to(self.dtype)
+        if self.stride is None or x.stride() == self.stride:
+            return x
+        return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _top_hooks() -> Hooks | None:
+    """The hooks that torch calls in this thread now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _session_of(hooks: Hooks | None) -> Session | None:
+    session = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return session if isinstance(session, Session) else None
+
+
+_local = threading.local()
+
+
+def open_sessions() -> list[Session]:
+    """Those that module calls have opened in this thread."""
+    if not hasattr(_local, "sessions"):
+        _local.sessions = []
+    return _local.sessions
+
+
+def close_interrupted() -> None:
+    """Closes what module calls have left open: torch runs always_call hooks after Exception, not KeyboardInterrupt."""
+    sessions = open_sessions()
+    while sessions and sessions[-1].interrupted():
+        sessions.pop().exit()
+
+
+class Session:
+    """The hooks of one ``with`` block, or of one forward pass of a module; ``bits`` None saves as torch does."""
+
+    def __init__(
+        self, bits: int | str | None, module: nn.Module | None = None, frame: types.FrameType | None = None
+    ) -> None:
+        self.bits, self.exact = bits, bits == EXACT
+        self.module, self.frame = module, frame  # whose call opens it, if one does
+        self.opened = True
+        self.below: Hooks | None = None
+        self.outer: Hooks | None = None
+        self.inside: Session | None = None
+        self.coded: list[weakref.ref[Stored]] = []
+        self.constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
+        self.most = _FEW  # notes of what is stored, dead ones among them, before they are looked through
+
+    def enter(self) -> None:
+        top = _top_hooks()
+        if (
+            top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT
+        ):  # descriptors have no module
+            # Inside of a checkpoint nothing is saved; its hooks count, and the recomputation must come to the same.
+            self.opened = False
+            return
+        self.below, self.inside = top, _session_of(top)
+        self.outer = top if self.inside is None else self.inside.outer
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def exit(self, passing: Iterable[Tensor] = (), outputs: Iterable[Tensor] = ()) -> None:
+        """passing: tensors that whoever calls holds for a moment only. outputs: what the block has made."""
+        if not self.opened:
+            return
+        self._pop_hooks()
+        self._look_at(outputs)
+        if self.inside is not None:
+            self.inside.coded += self.coded
+        else:
+            held = list(passing)
+            self._encode_what_passes(held)
+            self._hold_what_is_alive({x.untyped_storage()._cdata for x in held})
+        self.coded, self.constants = [], {}
+
+    def _pop_hooks(self) -> None:
+        self.opened, self.frame = False, None
+        # A block around an interrupted module call, such as save_on_cpu's, ends first and pops these hooks in place of
+        # its own, which are on top then.
+        if _session_of(top := _top_hooks()) is self or (top is not None and top == self.below):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def interrupted(self) -> bool:
+        """Whether the module call that opened it is over."""
+        if self.frame is None:
+            return False
+        try:
+            self.frame.clear()
+        except RuntimeError:  # it is executing
+            return False
+        return True
+
+    def _encode_what_passes(self, passing: list[Tensor]) -> None:
+        """A module's result, which was alive when it returned and so is not in codes, is the next one's argument."""
+        for x in passing:
+            if self.bits is not None and not self.exact and is_plain(x) and x.grad_fn is not None:
+                value = registered(resolve.root(Edge(x.grad_fn, x.output_nr), x, x._version > 0)[0])
+                if isinstance(value, Stored):
+                    value.encode_again()
+                    self._note(value)
+
+    def _look_at(self, outputs: Iterable[Tensor]) -> None:
+        for x in outputs:
+            if x.grad_fn is not None:  # the gradient of a loss is a number
+                undecided.look([x.grad_fn], BOUNDED if x.numel() == 1 else UNKNOWN)
+        if self.outer is not None and self.inside is None:
+            undecided.give_up(self.outer)
+
+    def _hold_what_is_alive(self, passing: set[int]) -> None:
+        """What the caller holds anyway, such as cached keys and values, need not be held in codes beside it."""
+        for ref in self.coded:
+            if (stored := ref()) is not None:
+                stored.hold_if_alive(passing)
+
+    # ---- the hooks
+
+    def pack(self, x: Tensor) -> Any:
+        if self.frame is not None and self.interrupted():
+            close_interrupted()
+            self.bits = None
+        if self.inside is not None and not self.opened:
+            return self.inside.pack(x)
+        if (
+            self.bits is None
+            or forward_ad._current_level >= 0  # a tangent belongs to the tensor itself
+            or not is_plain(x)
+            or x.is_conj()
+            or x.is_neg()
+        ):
+            return _Packed(Stored(x, x.dtype, None, self.outer), x)
+        seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
+        if x.grad_fn is None:  # also where torch does not show it to the hooks: then nothing is coded
+            if not x.requires_grad:
+                frame = sys._getframe(1)
+                callers.note_weight(frame, seq)
+                return _Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
+            leaves.note(x, seq)
+            return _Packed(Leaf(x), x)
+        edge = Edge(x.grad_fn, x.output_nr)
+        use = callers.use(sys._getframe(1))
+        if use == CODED:
+            callers.note_cast(edge, seq)
+        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq)
+        value = self._at_once(x, edge, use)
+        if value is not None:
+            return _Packed(value, x)
+        packed = _Packed(Waiting(x, edge, self, seq), x)
+        undecided.add(seq, packed)
+        return packed
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        if saved_value.peeked(packed.value):
+            return torch.empty(0)
+        with torch.no_grad():
+            return packed.tensor()
+
+    # ---- what is stored
+
+    def _at_once(self, x: Tensor, edge: Edge, use: str | None) -> Value | None:
+        """The value, if it is the same for any user or the user is known."""
+        if use is not None:
+            return self._value(x, edge, use, None)
+        if self.exact:
+            value = self._value(x, edge, CODED, None)
+            return None if value.rounded else value
+        if x.numel() < MIN_NUMEL or x.shape[-1] == 1:
+            return self._value(x, edge, EXACTLY, None)
+        if registered(edge) is None and not resolve.is_copy(edge):
+            return None
+        options = {"rounded": False, "copies_only": True, "beside_codes": True}
+        return Resolver(True, x._version > 0, **options).resolve(edge, x.dtype)
+
+    def settle(self, packed: _Packed, use: str, node: Any) -> None:
+        """What waited is used as ``use`` says, by ``node``."""
+        waiting = packed.value
+        assert isinstance(waiting, Waiting)
+        if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
+            edge = waiting.edge_of(node)
+            if edge is None:
+                packed.value = Stored(waiting.x, waiting.dtype, None, self.outer)
+            else:
+                packed.value = self._value(waiting.x, edge, use, node, waiting)
+            packed.value.uses += 1
+
+    def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
+        # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
+        views_only = x._version > 0
+        coarse, normal = True, None
+        if use == CODED and node is not None and not self.exact:
+            if ranges.saturated(node):
+                use = EXACTLY
+            elif (mask := self._mask(x, edge, node)) is not None:
+                return mask
+            else:
+                coarse = ranges.bears_coarse(node)
+                normal = ranges.normal(node, x, waiting)
+        exact = self.exact or use == EXACTLY
+
+        def find(exact: bool) -> Value | None:
+            options = {"rounded": use != EXACTLY, "shape": use == ANY, "beside_codes": not self.exact}
+            return Resolver(exact, views_only, **options, coarse=coarse).resolve(edge, x.dtype)
+
+        value = find(exact or normal is not None)
+        if value is not None:
+            return value
+        root, data = resolve.root(edge, x, views_only)
+        codec = self._codec(root, data, use)
+        if normal is not None and codec is not None:
+            if root != edge:
+                normal = ranges.normal_before_views(node, data)
+            codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
+        stored = self._store(root, data, codec)
+        if stored.coarse and not coarse:
+            stored.upgrade(data)
+        if root == edge:
+            return stored
+        value = find(exact)
+        return stored_itself(edge, x, self.outer) if value is None else value
+
+    def _mask(self, x: Tensor, edge: Edge, node: Any) -> Value | None:
+        """For an operation that only asks whether x is between its limits: one bit, for nobody else."""
+        limits = ranges.limits(node)
+        if limits is None or x.dtype not in FLOATS or (codec := codecs.inside(*limits, x.dtype)) is None:
+            return None
+        value = Resolver(True, x._version > 0, beside_codes=True).resolve(edge, x.dtype)
+        if value is not None:
+            return value
+        stored = Stored(x, x.dtype, codec, self.outer)
+        self.coded.append(weakref.ref(stored))
+        return stored
+
+    def _store(self, root: Edge, data: Tensor, codec: codecs.Codec | None) -> Stored:
+        if codec is None and resolve.finer(data.dtype, root.dtype):
+            data = data.to(root.dtype)
+        old = registered(root)
+        if isinstance(old, Stored) and old.fresh() and codec is None:
+            old.upgrade(data)  # the exact one serves all users
+            old.clipped = False
+            return old
+        stored = Stored(data, root.dtype, codec, self.outer)
+        stored.clipped = stored.codec is codecs.LOGARITHM
+        register(root, stored)
+        self._note(stored)
+        return stored
+
+    def _codec(self, root: Edge, data: Tensor, use: str) -> codecs.Codec | None:
+        if (
+            self.exact
+            or use == EXACTLY
+            or data.numel() < MIN_NUMEL
+            or data.shape[-1] == 1
+            or not {data.dtype, root.dtype} <= {*FLOATS}
+        ):
+            return None
+        codec = codecs.CODECS.get(resolve.codec_of(root) or "")
+        return None if codec is codecs.LOGARITHM and use != ANY else codec
+
+    def _note(self, stored: Stored) -> None:
+        if stored.codec is not None:
+            self.coded.append(weakref.ref(stored))
+        if len(self.coded) + len(self.constants) >= self.most:  # one block may hold a whole training loop
+            self.coded = [ref for ref in self.coded if ref() is not None]
+            self.constants = {key: known for key, known in self.constants.items() if known[2]() is not None}
+            self.most = max(_FEW, 2 * (len(self.coded) + len(self.constants)))
+
+    def _constant(self, x: Tensor) -> Stored:
+        """What needs no gradient is never rounded; masks become bits."""
+        if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
+            return Stored(x, x.dtype, None, self.outer)
+        storage = x.untyped_storage()
+        place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        known = self.constants.get(storage._cdata)
+        if (
+            known is not None
+            and known[0]() is storage
+            and known[1] == place
+            and (stored := known[2]()) is not None
+        ):
+            return stored
+        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer)
+        self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
+        self._note(stored)
+        return stored
+
+
+def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None) -> Stored:
+    stored = Stored(x, x.dtype, None, outer)
+    register(edge, stored)
+    return stored

@@ -1,0 +1,178 @@
+"""Saved tensors of which it is not known yet whether they may be coded.
+
+torch asks the pack hook while the node that saves is being built, so that the hook does not see it. The node is found a
+little later: each tensor that is packed shows the graph above it, and in it the nodes that were built since. Until then
+the tensor is held as it is. A node is told by what it has saved, so a guess is never needed, and what is never found
+(the last operations of a block) stays exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .saved_value import Computed, Edge, Hooks, Stored, Value, check_version, saved_by
+from .users import BOUNDED, REDUCED, UNKNOWN, User, is_square, operation, passed_on, user
+
+EXACT, CODED, ANY = "exact", "coded", "any"
+"""How an operation uses a value: exactly, from codes, or its shape alone."""
+
+_STATE = "memkern state"
+_FEW, _MOST = 16, 1024  # tensors that wait: operations whose result nothing uses would let them grow
+_NEVER = 1 << 62  # sequence numbers of AccumulateGrad are larger
+_order = itertools.count()
+
+
+class Waiting(Value):
+    """A tensor as autograd would hold it, until its user is known.
+
+    seq: of the node that saves it. Where that is the node that has made it, or comes before that one, the node is not
+    held: it would be held by what it saves itself, and never freed if no backward pass runs through it.
+    """
+
+    def __init__(self, x: Tensor, edge: Edge, session: Any, seq: int) -> None:
+        super().__init__()
+        self.dtype = self.precision = x.dtype
+        self.x, self.version, self.session = x.detach(), x._version, session
+        made = edge.node._sequence_nr()
+        self.edge = edge if made < seq else None
+        self.nr = edge.nr if made == seq else None
+        self.order = next(_order)
+
+    def edge_of(self, user: Any) -> Edge | None:
+        """The edge, from the node that saves it; None where it is not known any more."""
+        if self.edge is None and self.nr is not None and user is not None:
+            return Edge(user, self.nr)
+        return self.edge
+
+    def fresh(self) -> bool:
+        return self.x._version == self.version
+
+    def is_work(self) -> bool:
+        return False
+
+    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
+        check_version("a tensor", self.x, self.version, self.x.shape)
+        return self.x
+
+
+class Undecided(threading.local):
+    """What waits, by the sequence number of the node that saves it; one for each thread, as those numbers are."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[weakref.ref]] = {}
+        self.most = _FEW  # before it is looked through for what is freed
+
+    def add(self, seq: int, packed: Any) -> None:
+        if len(self.entries) >= self.most:
+            self.forget_the_dead()
+        if len(self.entries) >= _MOST:
+            del self.entries[next(iter(self.entries))]
+        self.entries.setdefault(seq, []).append(weakref.ref(packed))
+
+    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, building: int = -1) -> None:
+        """Looks through the graph above for nodes that have saved what waits.
+
+        state: what comes to the outputs of ``nodes``. building: the node that torch is building, which has not saved
+        everything yet: its results are packed too.
+        """
+        if not self.entries:
+            return
+        oldest = next(iter(self.entries))
+        stack = [(node, state) for node in nodes]
+        found: list[tuple[Any, str, Any]] = []
+        while stack:
+            node, state = stack.pop()
+            seq = node._sequence_nr()
+            # A division below may concern what was coded already; nothing else does.
+            if seq > _NEVER or seq == building or (seq < oldest and state < REDUCED):
+                continue
+            about = node.metadata
+            if about.get(_STATE, -1) >= state:
+                continue
+            about[_STATE] = state
+            name = operation(node)
+            row = user(node, name)
+            if seq in self.entries:
+                found += self._decided(node, name, row, state, seq)
+            elif row.kind == "smooth" and state >= REDUCED and not is_square(node, name):
+                _exact_again(node, row)
+            below = passed_on(row, node, name, state)
+            stack += [(source, below) for source, _ in node.next_functions if source is not None]
+        found.sort(key=lambda each: each[0].value.order)
+        for packed, how, node in found:
+            packed.value.session.settle(packed, how, node)
+
+    def _decided(self, node: Any, name: str, row: User, state: int, seq: int) -> list[tuple[Any, str, Any]]:
+        """Of what waits for this node, what can be decided now."""
+        waiting = [packed for ref in self.entries[seq] if (packed := ref()) is not None]
+        coded, shape = _saved(node, row.coded), _saved(node, row.shape)
+        found, left = [], []
+        for packed in waiting:
+            value = packed.value
+            if value in shape or (value in coded and name == "LogSoftmaxBackward0" and state < REDUCED):
+                how: str | None = ANY
+            elif value not in coded:
+                how = EXACT
+            elif row.kind == "product" or state == BOUNDED or (state == REDUCED and is_square(node, name)):
+                how = CODED
+            else:
+                how = EXACT if state >= REDUCED else None
+            if how is None:
+                left.append(weakref.ref(packed))
+            else:
+                found.append((packed, how, node))
+        if left:
+            self.entries[seq] = left
+        else:
+            del self.entries[seq]
+        return found
+
+    def forget_the_dead(self) -> None:
+        alive = [(seq, [r for r in refs if r() is not None]) for seq, refs in self.entries.items()]
+        self.entries = {seq: refs for seq, refs in alive if refs}
+        self.most = min(_MOST, max(_FEW, 2 * len(self.entries)))
+
+    def give_up(self, outer: Hooks) -> None:
+        """What waits stays exact, and goes to the hooks around ours, which are about to be closed."""
+        waiting = [packed for refs in self.entries.values() for ref in refs if (packed := ref()) is not None]
+        given = [packed for packed in waiting if packed.value.session.outer is outer]
+        for packed in given:
+            packed.value.session.settle(packed, EXACT, None)
+        for seq, refs in self.entries.items():
+            self.entries[seq] = [ref for ref in refs if ref() not in given]
+        self.forget_the_dead()
+
+
+def _saved(node: Any, attributes: tuple[str, ...]) -> set[Value]:
+    found: set[Value] = set()
+    for attribute in attributes:
+        name = attribute if attribute == "saved_tensors" else f"_saved_{attribute}"
+        found.update(saved_by(node, name) or ())
+    return found
+
+
+def _exact_again(node: Any, row: User) -> None:
+    """Codes of what this node has saved are dropped again, where somebody still holds the tensor itself."""
+    values = list(_saved(node, row.coded))
+    while values:
+        value = values.pop()
+        if isinstance(value, Stored):
+            if value.lossy:
+                value.hold_if_alive(set())
+        elif isinstance(value, Computed):
+            values += value.inputs
+
+
+undecided = Undecided()
+
+
+def sequence_nr() -> int:
+    """Of the node that was built last on this thread."""
+    return torch.autograd._get_sequence_nr() - 1

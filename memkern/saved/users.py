@@ -1,0 +1,256 @@
+"""Which operations may get a saved tensor back from 8-bit codes: the table of the users.
+
+What an operation has saved it uses in its backward pass, so the operation decides. A node of the autograd graph that is
+not in this table gets exactly what it saved. tests/fixtures/saved-attributes.csv has the decision for every tensor that
+an operation of torch saves.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint
+
+# How large the gradient may be that comes to an operation's output, seen from the operations after it.
+UNKNOWN = 0  # none of them tells
+BOUNDED = 1  # of a product, a norm or a loss: an error of codes stays as large as it is
+REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
+AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
+
+
+class User(NamedTuple):
+    """An operation that saves tensors.
+
+    kind: "product" (products, norms, attention, losses: an error in what it saved stays relative to the whole, however
+    large the gradient), "smooth" (elementwise with bounded derivatives: codes only where the gradient that comes is
+    BOUNDED), "linear" (passes gradients on, and saves nothing or exactly), "singular" (divides or takes a logarithm).
+    coded: the tensors that may be coded. shape: those of which only the shape is used, so that any codes serve.
+    """
+
+    kind: str
+    coded: tuple[str, ...] = ()
+    shape: tuple[str, ...] = ()
+
+
+def _rows(kind: str, coded: tuple[str, ...], *names: str) -> dict[str, User]:
+    return dict.fromkeys(names, User(kind, coded))
+
+
+_PRODUCTS = {
+    **_rows("product", ("mat1", "mat2"), "AddmmBackward0"),
+    **_rows("product", ("self", "mat2"), "MmBackward0", "BmmBackward0", "GroupedMmBackward0"),
+    **_rows("product", ("batch1", "batch2"), "BaddbmmBackward0", "AddbmmBackward0"),
+    **_rows("product", ("mat", "vec"), "AddmvBackward0"),
+    **_rows("product", ("self", "vec"), "MvBackward0"),
+    **_rows("product", ("vec1", "vec2"), "AddrBackward0"),
+    **_rows("product", ("self", "other"), "MatmulBackward0"),
+    **_rows(
+        "product",
+        ("input", "weight"),
+        "LinearBackward0",
+        "ConvolutionBackward0",
+        "ConvolutionBackward1",
+        "ConvolutionOverrideableBackward0",
+        "NnpackSpatialConvolutionBackward0",
+    ),
+    **_rows(
+        "product",
+        ("self", "weight"),
+        "MkldnnLinearBackward0",
+        "MkldnnConvolutionBackward0",
+        "ConvDepthwise2DBackward0",
+        "ConvDepthwise3DBackward0",
+        "ConvTbcBackward0",
+        "CudnnConvolutionBackward0",
+        "CudnnConvolutionTransposeBackward0",
+        "MiopenConvolutionBackward0",
+        "MiopenConvolutionTransposeBackward0",
+        "MiopenDepthwiseConvolutionBackward0",
+        "MpsConvolutionBackward0",
+        "MpsConvolutionTransposeBackward0",
+        "SlowConv2DBackward0",
+        "SlowConv3DBackward0",
+        "SlowConvDilated2DBackward0",
+        "SlowConvDilated3DBackward0",
+        "SlowConvTranspose2DBackward0",
+        "SlowConvTranspose3DBackward0",
+    ),
+    **_rows(
+        "product",
+        ("query", "key", "value", "output"),
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        "ScaledDotProductFlashAttentionBackward0",
+        "ScaledDotProductEfficientAttentionBackward0",
+        "ScaledDotProductCudnnAttentionBackward0",
+    ),
+    # Where the mean of a row is large beside its deviation, what is coded is x - mean (resolve.centre).
+    **_rows(
+        "product",
+        ("input",),
+        "NativeLayerNormBackward0",
+        "FusedRmsNormBackward0",
+        "NativeGroupNormBackward0",
+        "NativeBatchNormBackward0",
+        "CudnnBatchNormBackward0",
+        "MiopenBatchNormBackward0",
+    ),
+    # Their gradient is a constant and says nothing of the values; they save log-probabilities for the shape.
+    **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), User("product", (), ("self",))),
+    **dict.fromkeys(("EmbeddingBackward0", "memkern.RandomizedLinear"), User("product")),
+    **_rows("product", ("saved_tensors",), "memkern.MLP", "memkern.LinearCrossEntropy"),
+    **_rows("product", ("saved_tensors",), "torch.checkpoint"),  # a block of a model
+}
+
+_SMOOTH = {
+    **_rows("smooth", ("result",), "SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0"),
+    **_rows("smooth", ("result",), "ReluBackward0", "SigmoidBackward0", "TanhBackward0"),
+    **_rows(
+        "smooth",
+        ("self",),
+        "SiluBackward0",
+        "GeluBackward0",
+        "MishBackward0",
+        "HardswishBackward0",
+        "HardsigmoidBackward0",
+        "HardtanhBackward0",
+        "LeakyReluBackward0",
+        "EluBackward0",
+        "CeluBackward0",
+        "SoftplusBackward0",
+        "GluBackward0",
+        "PowBackward0",  # of whole exponents only; others are singular (kind_of)
+    ),
+    **_rows("smooth", ("self", "other"), "MulBackward0"),
+    **_rows("smooth", ("tensor1", "tensor2"), "AddcmulBackward0"),
+    **_rows("smooth", ("saved_tensors",), "memkern.Glu", "memkern.Recompute"),
+}
+
+_LINEAR = {
+    **_rows("linear", (), "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "NegBackward0"),
+    **_rows("linear", (), "MulBackward1", "DivBackward1", "RsubBackward0", "RsubBackward1", "LerpBackward0"),
+    **_rows(
+        "linear", (), "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "CumsumBackward0"
+    ),
+    **_rows("linear", (), "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
+    **_rows("linear", (), "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+    **_rows("linear", (), "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0"),
+    **_rows("linear", (), "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "SelectBackward0"),
+    **_rows("linear", (), "UnbindBackward0", "AsStridedBackward0", "DiagonalBackward0", "UnfoldBackward0"),
+    **_rows("linear", (), "UnsafeSplitBackward0", "CloneBackward0", "ToCopyBackward0", "CatBackward0"),
+    **_rows("linear", (), "StackBackward0", "RepeatBackward0", "RollBackward0", "FlipBackward0"),
+    **_rows("linear", (), "ConstantPadNdBackward0", "TriuBackward0", "TrilBackward0"),
+    **_rows("linear", (), "torch::autograd::CopyBackwards"),
+    **_rows("linear", (), "IndexBackward0", "IndexSelectBackward0", "IndexPutBackward0"),
+    **_rows(
+        "linear", (), "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0", "ScatterAddBackward0"
+    ),
+    **_rows("linear", (), "ScatterBackward0", "MaskedSelectBackward0", "NativeDropoutBackward0"),
+    **_rows(
+        "linear", (), "UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0", "PixelShuffleBackward0"
+    ),
+    **_rows("linear", (), "UpsampleBicubic2DBackward0", "SortBackward0", "TopkBackward0", "MaxBackward0"),
+    # compared or looked at for a sign, always as they are
+    **_rows("linear", (), "AmaxBackward0", "AminBackward0", "AbsBackward0", "ClampBackward1", "ExpBackward0"),
+    **_rows("linear", (), "ClampMinBackward0", "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0"),
+    **_rows("linear", (), "SinBackward0", "CosBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
+    **_rows("linear", (), "VarBackward0", "BinaryCrossEntropyWithLogitsBackward0", "PreluKernelBackward0"),
+    **_rows("linear", (), "memkern.Codes", "memkern.Output", "memkern.Wrapped"),
+    **dict.fromkeys(
+        (
+            "GatherBackward0",
+            "MaxPool2DWithIndicesBackward0",
+            "AvgPool2DBackward0",
+            "AdaptiveAvgPool2DBackward0",
+        ),
+        User("linear", (), ("self",)),
+    ),
+    **dict.fromkeys(("IndexAddBackward0", "IndexCopyBackward0"), User("linear", (), ("source",))),
+}
+
+USERS: dict[str, User] = {**_PRODUCTS, **_SMOOTH, **_LINEAR}
+"""What may be coded, by the node's name and its ``_saved_`` attributes."""
+
+UNKNOWN_USER, _SCALED = User("singular"), User("linear")
+MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
+_MANY = 32  # elements of a sum, each of them a small part of it
+
+
+@functools.cache
+def _own_functions() -> dict[Any, str]:
+    from ..cross_entropy import _LinearCrossEntropy
+    from ..fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
+    from ..fewbit.mlp import _MLP
+    from ..glu import Glu
+    from ..randomized.linear import _RandomizedLinear
+    from .recompute import Recompute
+
+    own: dict[Any, str] = {CodesInPlace: "memkern.Codes", Recompute: "memkern.Recompute"}
+    own[checkpoint.CheckpointFunction] = "torch.checkpoint"
+    for function in (Codes, Output, Wrapped, Glu, _MLP, _RandomizedLinear, _LinearCrossEntropy):
+        name = f"memkern.{function.__name__.lstrip('_')}"
+        own[function] = name
+        if hasattr(function, "eager"):
+            own[function.eager] = name
+    return own
+
+
+_NAMES: dict[type, str] = {}  # of the types of nodes that torch has for one operation alone
+
+
+def operation(node: Any) -> str:
+    """The name of a node's operation; "" for an autograd.Function that is not memkern's, whatever it is called."""
+    kind = type(node)
+    name = _NAMES.get(kind)
+    if name is None:
+        if isinstance(node, BackwardCFunction):
+            return _own_functions().get(getattr(node, "_forward_cls", None), "")
+        name = node.name()
+        if kind.__name__ == name:
+            _NAMES[kind] = name
+    return name
+
+
+def user(node: Any, name: str) -> User:
+    """The row of a node, where its numbers count too."""
+    row = USERS.get(name, UNKNOWN_USER)
+    if name == "PowBackward0":
+        exponent = node._saved_exponent
+        if isinstance(exponent, complex) or exponent < 1 or exponent != int(exponent):
+            return UNKNOWN_USER
+    elif name == "DivBackward0" and node.next_functions[1][0] is None:
+        other = node._saved_other
+        if other is not None and other.dim() == 0:
+            return _SCALED
+    return row
+
+
+def is_square(node: Any, name: str) -> bool:
+    """x ** 2 or x * x: with a mean over many it is a norm, whose gradient is bounded by the norm itself."""
+    if name == "PowBackward0":
+        return bool(node._saved_exponent == 2)
+    inputs = node.next_functions
+    return name == "MulBackward0" and inputs[0] == inputs[1]
+
+
+def passed_on(row: User, node: Any, name: str, state: int) -> int:
+    """What comes to a node's inputs, from what comes to its output."""
+    if row.kind == "product":
+        return BOUNDED
+    if row.kind == "singular":
+        return AMPLIFIED
+    if state < REDUCED:
+        return state
+    if state == REDUCED and is_square(node, name):
+        return BOUNDED
+    if state == AMPLIFIED and name in MEANS:
+        source, nr = node.next_functions[0]
+        many = source is not None and _numel(source, nr) >= _MANY * _numel(node, 0)
+        return REDUCED if many else AMPLIFIED
+    return state
+
+
+def _numel(node: Any, nr: int) -> int:
+    return torch.Size(node._input_metadata[nr].shape).numel()

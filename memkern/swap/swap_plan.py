@@ -1,0 +1,220 @@
+"""One call of ``memkern.compress``: which modules change, and what each then saves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory import saved_bytes
+from ..nn.embedding import MARK, state_bits_of
+from . import gated, match
+from .class_swap import attributes_of, become, is_already, original_class, revert
+from .recompute import Recomputed
+from .report import Left, Swap
+
+Predicate = Callable[[str, nn.Module], bool]
+
+MARKED = "_memkern_marked"
+DEFAULT_BITS = 3
+AUTO, OUTPUT, RECOMPUTE = "auto", "output", "recompute"
+_PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
+
+
+# ---- what it saves
+
+
+def _saved_per_element(cls: type[nn.Module], module: nn.Module, dtype: torch.dtype) -> float:
+    """Bytes that an activation saves per element, its input or output included; measured, to an eighth."""
+    x = torch.zeros(_PROBE, dtype=dtype, device="cpu", requires_grad=True)
+    with torch.enable_grad():
+        saved = saved_bytes(lambda: cls.forward(module, x * 1))  # times 1: an in-place one may change it
+    return round(8 * saved / _PROBE) / 8
+
+
+def _features(module: nn.Module) -> int | None:
+    """Outputs of a linear layer."""
+    features = getattr(module, "out_features", getattr(module, "nf", None))
+    return features if isinstance(features, int) else None
+
+
+def _width(modules: dict[str, nn.Module], name: str) -> tuple[int, str] | None:
+    """An activation's elements per token and the linear layer that says so, as far as the structure tells.
+
+    In a Sequential the last linear layer before it, else the widest one beside it.
+    """
+    parent, _, own = name.rpartition(".")
+    if not name or parent not in modules:
+        return None
+    widths: list[tuple[int, str]] = []
+    for sibling, module in modules[parent].named_children():
+        if sibling == own and isinstance(modules[parent], nn.Sequential):
+            return widths[-1] if widths else None
+        features = _features(module)
+        if features:
+            widths.append((features, sibling))
+    return max(widths, default=None)
+
+
+# ---- a model
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """Who has each parameter, by the parameter's id."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(name)
+    return owners
+
+
+class Compression:
+    """One call of compress."""
+
+    def __init__(
+        self, model: nn.Module, predicate: Predicate | None, covered: Mapping[nn.Module, object]
+    ) -> None:
+        self.predicate, self.covered = predicate, covered  # by saved_bits: module -> its mode, or None
+        self.names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.names.setdefault(module, []).append(name)
+        self.by_name = {name: module for module, names in self.names.items() for name in names}
+        self.owners = _owners(model)
+        floats = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+        # Of the first that there are codes for: a float64 parameter among others is not the model's dtype.
+        self.dtype = next(
+            (d for d in floats if d != torch.float64), next(iter(floats), torch.get_default_dtype())
+        )
+        self.called = match.Called(self.by_name.values())
+        self.swapped: list[Swap] = []
+        self.left: list[Left] = []
+        self.marked: list[str] = []
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((names[0], module) for module, names in self.names.items())
+
+    def _may_be_called(self, name: str) -> bool:
+        parent, _, own = name.rpartition(".")
+        return not name or self.called.may_call(self.by_name[parent], own)
+
+    def _leave(self, module: nn.Module, reason: str) -> None:
+        self.left.append(Left(tuple(self.names[module]), original_class(module).__name__, reason))
+
+    def _wanted(self, name: str, module: nn.Module, default: str | None) -> bool:
+        """The predicate decides; without one, ``default`` is a reason against."""
+        if "forward" in vars(module):
+            self._leave(module, "its forward is set on the instance")
+        elif self.predicate is not None:
+            return bool(self.predicate(name, module))
+        elif default is not None:
+            self._leave(module, default)
+        else:
+            return True
+        return False
+
+    def activations(self, mode: int | str) -> None:
+        """mode: bits, or one of AUTO, OUTPUT, RECOMPUTE."""
+        replaced: set[nn.Module] = set()
+        for name, module in self.modules():
+            if module in replaced:
+                continue
+            covered = self.covered.get(module) is not None
+            if not covered and (unit := gated.find_gated_unit(original_class(module), module)) is not None:
+                replaced.add(unit.activation)
+                self._gated_unit(name, module, unit)
+            elif mode == RECOMPUTE or (mode == AUTO and covered):
+                self._recomputed(name, module)
+            else:
+                self._few_bits(name, module, DEFAULT_BITS if mode == AUTO else mode)
+
+    def _gated_unit(self, name: str, module: nn.Module, unit: gated.Unit) -> None:
+        if not self._wanted(name, module, None):
+            return
+        revert(unit.activation)  # few-bit since an earlier call: nothing would use it
+        if not is_already(module, unit.cls, unit.attributes):
+            revert(module)
+            was, size = type(module).__name__, float(self.dtype.itemsize)
+            become(module, unit.cls, unit.attributes)
+            now = "gate and up saved once, the rest computed anew"
+            self.swapped.append(Swap(tuple(self.names[module]), was, now, 3 * size, 2 * size, unit.width))
+
+    def _recomputed(self, name: str, module: nn.Module) -> None:
+        cls = original_class(module)
+        before = after = 0.0
+        if composite := match.is_composite(cls, module):
+            before = _saved_per_element(cls, module, self.dtype)
+            after = _saved_per_element(Recomputed, module, self.dtype)
+        if not composite or after >= before:
+            few_bit = type(module).__module__.startswith("memkern.nn.activation")
+            if few_bit or gated.find_gated_unit(cls, module) is not None:
+                revert(module)
+        elif self._wanted(name, module, None) and not is_already(module, Recomputed, {}):
+            revert(module)
+            become(module, Recomputed, {})
+            now, width = "its input saved, run again for the backward pass", _width(self.by_name, name)
+            self.swapped.append(Swap(tuple(self.names[module]), cls.__name__, now, before, after, width))
+
+    def _few_bits(self, name: str, module: nn.Module, mode: int | str) -> None:
+        bits, keep = (DEFAULT_BITS, OUTPUT) if isinstance(mode, str) else (mode, "codes")
+        cls = original_class(module)
+        new = match.activation(cls, module, bits, keep)
+        if new is None:
+            if function := match.called_in_forward(module):
+                self._leave(module, f"calls {function} itself; memkern.functional has one that saves less")
+            elif issubclass(cls, match.NO_COUNTERPART):
+                self._leave(module, "there is none that saves less; compress(model, saved_bits=8) covers it")
+            return
+        if isinstance(new, str):
+            self._leave(module, new)
+            return
+        reason = None
+        if cls in match.SAVE_THEIR_OUTPUT:
+            reason = "torch saves its output, which the next layer usually saves too"
+        elif not any(self._may_be_called(each) for each in self.names[module]):
+            reason = "no method of the model names it, so that nothing calls it"
+        if self._wanted(name, module, reason):
+            self._swap(name, module, new, _saved_per_element(cls, module, self.dtype))
+
+    def _swap(self, name: str, module: nn.Module, new: nn.Module, before: float) -> None:
+        if is_already(module, type(new), attributes_of(new)):
+            return
+        was = original_class(module).__name__
+        revert(module)
+        become(module, type(new), attributes_of(new))
+        after = _saved_per_element(type(module), module, self.dtype)
+        width = _width(self.by_name, name)
+        self.swapped.append(Swap(tuple(self.names[module]), was, repr(module), before, after, width))
+
+    def linears(self, options: dict[str, Any]) -> None:
+        module: Any
+        for name, module in self.modules():
+            cls = original_class(module)
+            new = match.linear(cls, module, options)
+            if new is None:
+                continue
+            if isinstance(new, str):
+                self._leave(module, new)
+                continue
+            weight, names = module.weight, self.names[module]
+            others = [owner for owner in self.owners[id(weight)] if owner not in names]
+            reason = f"it shares its weight with {', '.join(others)}" if others else None
+            if self._wanted(name, module, reason) and not is_already(module, type(new), attributes_of(new)):
+                revert(module)
+                become(module, type(new), attributes_of(new))
+                before = float(weight.itemsize) if weight.requires_grad else 0.0
+                width = weight.shape[1 if cls is nn.Linear else 0], name
+                after = before * module.share
+                note = f"; inputs of fewer than {module.min_tokens} tokens are saved whole"
+                now = repr(module) + (note if module.min_tokens > 1 else "")
+                self.swapped.append(Swap(tuple(names), cls.__name__, now, before, after, width))
+
+    def embeddings(self) -> None:
+        for name, module in self.modules():
+            if not isinstance(module, nn.Embedding) or state_bits_of(module) is not None:
+                continue
+            if self.predicate is None or self.predicate(name, module):
+                vars(module).update({MARK: 32, MARKED: True})
+                self.marked.append(name)

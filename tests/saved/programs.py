@@ -1,0 +1,353 @@
+"""Random programs of torch operations, each with and without memkern.quantize_saved.
+
+``python -m tests.saved.programs 10000`` runs so many and prints what came out.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import memkern
+from memkern.memory import LiveBytes
+from memkern.saved.session import Session
+
+ROWS, WIDTH = 32, 64
+LEAST = 0.8  # cosine
+STEPS = 12
+OF_CODES = 0.0046
+"""Root mean square of the rounding of 8-bit codes at the largest value of a block: 1 / (127 * 3 ** .5)."""
+
+
+class Program:
+    """Operations chosen by a seed, on matrices of ROWS x WIDTH that need a gradient."""
+
+    def __init__(self, seed: int) -> None:
+        self.choice = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.x, self.table = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
+        self.weights = [normal(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(3)]
+        self.scale, self.shift = 1 + 0.2 * normal(WIDTH), 0.2 * normal(WIDTH)
+        self.index = torch.randint(0, ROWS, (ROWS,), generator=generator)
+        self.wide = torch.randint(0, WIDTH, (ROWS, WIDTH), generator=generator)
+        self.mask = torch.rand(ROWS, WIDTH, generator=generator) < 0.3
+        self.last = [normal(ROWS, WIDTH) for _ in range(3)]
+        if (hostile := self.choice.random()) < 0.1:
+            self.x[3, 5] = 1e6
+        elif hostile < 0.2:
+            self.x += 100
+        elif hostile < 0.3:
+            self.x[:, : WIDTH // 2] = 5.0
+        self.hostile = hostile < 0.3
+        self.noise = 0.0
+        self.generator = generator
+        self.whole = self.choice.random() < 0.7
+        names = [*OPERATIONS, *_OFTEN]
+        self.names = [self.choice.choice(names) for _ in range(STEPS)]
+        self.numbers = [self.choice.random() for _ in range(STEPS)]
+        self.picks = [(self.choice.random(), self.choice.random()) for _ in range(STEPS)]
+
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.table, self.scale, self.shift, *self.weights]
+
+    def run(self, bits: Any) -> Tensor:
+        """The loss: of a block, or as of a module, whose result is known too."""
+        if bits is None:
+            return self.loss()
+        if not self.whole:
+            with memkern.quantize_saved(bits):
+                return self.loss()
+        session = Session(bits)
+        session.enter()
+        found: list[Tensor] = []
+        try:
+            found.append(self.loss())
+        finally:
+            session.exit(outputs=found)
+        return found[0]
+
+    def loss(self) -> Tensor:
+        pool = [self.x * 1.0, F.linear(self.x, self.weights[0])]
+        for name, number, picks in zip(self.names, self.numbers, self.picks, strict=True):
+            # The newest are the most likely: programs are deep, and still share values.
+            a, b = (pool[-1 - int(len(pool) * pick * pick)] for pick in picks)
+            y = OPERATIONS[name](self, a, b, number)
+            # A number that is known without the values: they stay in range, and no gradient goes through it.
+            pool.append(self._off(y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3))
+        return sum((x * c).mean() for x, c in zip(pool[-3:], self.last, strict=True))
+
+    def _off(self, y: Tensor) -> Tensor:
+        """y with errors as large as those of codes: in proportion to (x s)^1/2, s the largest of the block."""
+        if not self.noise:
+            return y
+        blocks = y.detach().reshape(-1, 128)
+        size = (blocks.abs().amax(1, keepdim=True) * blocks.abs()).sqrt()
+        return y + self.noise * (size * torch.randn(size.shape, generator=self.generator)).view_as(y)
+
+
+Operation = Callable[[Program, Tensor, Tensor, float], Tensor]
+
+
+def _in_place(change: Callable[[Tensor, Program, Tensor], Any]) -> Operation:
+    def run(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+        y = a.clone()
+        change(y, p, b)
+        return y
+
+    return run
+
+
+def _sliced(y: Tensor, p: Program, b: Tensor) -> None:
+    y[3:9].mul_(2.0)
+    y[:, 10:20] = b[:, :10]
+
+
+def _attention(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    q, k, v = (x.view(1, ROWS, 4, 16).transpose(1, 2) for x in (a / (1 + a.detach().abs().amax()), b, a))
+    return (
+        F.scaled_dot_product_attention(q, k, v, is_causal=number < 0.5).transpose(1, 2).reshape(ROWS, WIDTH)
+    )
+
+
+def _attention_by_hand(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    scores = (a @ b.t() / (1 + (a @ b.t()).detach().abs().amax()) * 8).masked_fill(p.mask[:, :ROWS], -1e9)
+    return scores.softmax(-1) @ a
+
+
+def _pooled(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    return b + (a.amax(0) if number < 0.5 else a.amin(-1, keepdim=True))
+
+
+def _std(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    return (a - a.mean(-1, keepdim=True)) * (a.var(-1, keepdim=True) + 1e-3) ** -0.5
+
+
+def _rms(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    return p.scale * (a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def _scattered(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    reduce = "amax" if number < 0.5 else "sum"
+    return b.scatter_reduce(1, p.wide, a, reduce)
+
+
+def _normalized(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    return (
+        F.normalize(a, dim=-1)
+        if number < 0.5
+        else a / (torch.linalg.vector_norm(a, dim=-1, keepdim=True) + 1)
+    )
+
+
+def _between(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    low, high = a.amin(-1, keepdim=True), a.amax(-1, keepdim=True)
+    return (a - low) / (high - low + 1e-2)
+
+
+def _layer_norm(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    weight, bias = (p.scale if number < 0.7 else None), (p.shift if number > 0.3 else None)
+    return F.layer_norm(a, (WIDTH,), weight, bias)
+
+
+def _entropy(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    q = (a / (1 + a.detach().abs().amax()) * 10).softmax(-1)
+    return b + q * (q + 1e-9).log() if number < 0.5 else b - (q + 1e-9).log()
+
+
+def _masked_logarithm(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
+    value = -1e9 if number < 0.5 else torch.finfo(torch.float32).min
+    logp = a.masked_fill(p.mask, value).log_softmax(-1)
+    return b + logp.gather(1, (~p.mask).float().argmax(-1, keepdim=True))
+
+
+OPERATIONS: dict[str, Operation] = {
+    "silu": lambda p, a, b, n: F.silu(a),
+    "gelu": lambda p, a, b, n: F.gelu(a),
+    "tanh": lambda p, a, b, n: torch.tanh(a),
+    "sigmoid": lambda p, a, b, n: torch.sigmoid(a),
+    "relu": lambda p, a, b, n: F.relu(a),
+    "leaky_relu": lambda p, a, b, n: F.leaky_relu(a, 0.2),
+    "softplus": lambda p, a, b, n: F.softplus(a),
+    "sin": lambda p, a, b, n: torch.sin(a),
+    "exp": lambda p, a, b, n: torch.exp(-a.abs()),
+    "clamp": lambda p, a, b, n: a.clamp(-1.0, n),
+    "mul": lambda p, a, b, n: a * b,
+    "add": lambda p, a, b, n: torch.add(a, b, alpha=n),
+    "add leaf": lambda p, a, b, n: a + p.shift,
+    "sub": lambda p, a, b, n: a - b,
+    "div": lambda p, a, b, n: a / (b * b + 0.1),
+    "square": lambda p, a, b, n: a**2,
+    "sqrt": lambda p, a, b, n: (a * a + 1e-3).sqrt(),
+    "log": lambda p, a, b, n: (torch.sigmoid(a) + 1e-3).log(),
+    "log of tanh": lambda p, a, b, n: torch.log(1 - torch.tanh(a) ** 2 + 1e-3),
+    "where": lambda p, a, b, n: torch.where(p.mask, a, b),
+    "maximum": lambda p, a, b, n: torch.maximum(a, b),
+    "masked_fill": lambda p, a, b, n: a.masked_fill(p.mask, 0.0),
+    "view": lambda p, a, b, n: a.t().reshape(ROWS, WIDTH),
+    "transposed": lambda p, a, b, n: (a.t() * p.scale[:ROWS]).t(),
+    "permute": lambda p, a, b, n: a.view(ROWS, 8, 8).permute(0, 2, 1).reshape(ROWS, WIDTH),
+    "split": lambda p, a, b, n: torch.cat(a.split(20, -1)[::-1], -1),
+    "chunk": lambda p, a, b, n: torch.cat(list(map(torch.mul, a.chunk(2, -1), b.chunk(2, -1))), -1),
+    "flip": lambda p, a, b, n: a.flip(0) * b,
+    "expand": lambda p, a, b, n: a.mean(0).expand(ROWS, WIDTH) * b,
+    "add_": _in_place(lambda y, p, b: y.add_(b)),
+    "mul_": _in_place(lambda y, p, b: y.mul_(p.scale)),
+    "relu_": _in_place(lambda y, p, b: y.relu_()),
+    "masked_fill_": _in_place(lambda y, p, b: y.masked_fill_(p.mask, -1.0)),
+    "slices": _in_place(_sliced),
+    "bf16 and back": lambda p, a, b, n: a.bfloat16().float() * b,
+    "bf16": lambda p, a, b, n: (a.bfloat16() * b.bfloat16()).float(),
+    "fp64": lambda p, a, b, n: (a.double() * 1.5).float(),
+    "centred": lambda p, a, b, n: a - a.mean(-1, keepdim=True),
+    "sum": lambda p, a, b, n: b + 0.1 * a.sum(-1, keepdim=True),
+    "cumsum": lambda p, a, b, n: 0.1 * a.cumsum(0),
+    "logsumexp": lambda p, a, b, n: a - a.logsumexp(-1, keepdim=True),
+    "softmax": lambda p, a, b, n: a.softmax(-1) * 8,
+    "log_softmax": lambda p, a, b, n: a.log_softmax(-1),
+    "index": lambda p, a, b, n: a[p.index],
+    "index_select": lambda p, a, b, n: a.index_select(0, p.index) * b,
+    "gather": lambda p, a, b, n: a.gather(1, p.wide),
+    "embedding": lambda p, a, b, n: a * F.embedding(p.index, p.table),
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms,
+    "group_norm": lambda p, a, b, n: F.group_norm(a.view(4, 8, WIDTH), 2).view(ROWS, WIDTH) * b,
+    "batch_norm": lambda p, a, b, n: F.batch_norm(a, None, None, p.scale, p.shift, training=True),
+    "linear": lambda p, a, b, n: F.linear(a, p.weights[int(3 * n)], p.shift),
+    "matmul": lambda p, a, b, n: a @ p.weights[int(3 * n)],
+    "bmm": lambda p, a, b, n: torch.bmm(a.view(4, 8, WIDTH), p.weights[0].expand(4, -1, -1)).view(
+        ROWS, WIDTH
+    ),
+    "product": lambda p, a, b, n: (a @ b.t()) @ b / WIDTH,
+    "conv1d": lambda p, a, b, n: F.conv1d(a[None], p.weights[0][:ROWS, :ROWS, None])[0] * b,
+    "dropout": lambda p, a, b, n: a * (p.mask * 1.4),
+    "attention": _attention,
+    "attention by hand": _attention_by_hand,
+    "pooled": _pooled,
+    "std": _std,
+    "scatter": _scattered,
+    "normalized": _normalized,
+    "between": _between,
+    "entropy": _entropy,
+    "masked logarithm": _masked_logarithm,
+}
+
+
+_OFTEN = ["linear", "matmul", "layer_norm", "rms_norm", "attention", "mul", "gelu", "silu", "view"] * 3
+
+
+def gradients(
+    program: Program,
+    bits: Any,
+    dtype: torch.dtype = torch.float32,
+    noise: float = 0.0,
+    noise_of_results: float = 0.0,
+) -> Tensor:
+    """Of all leaves, as one vector in fp64. noise: of the leaves, relative; noise_of_results: of each step's result."""
+    kept = program.__dict__.copy()
+    leaves, names = {}, ("x", "table", "scale", "shift")
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        off = torch.randn(x.shape, generator=generator, dtype=dtype) * x.abs()
+        return (x + noise * off).requires_grad_()
+
+    leaves = {name: leaf(kept[name]) for name in names}
+    weights = [leaf(w) for w in kept["weights"]]
+    try:
+        program.__dict__.update(leaves, weights=weights, last=[c.to(dtype) for c in kept["last"]])
+        program.noise, program.generator = noise_of_results, generator
+        loss = program.run(bits)
+        found = torch.autograd.grad(loss, [*leaves.values(), *weights], allow_unused=True)
+    finally:
+        program.__dict__.update(kept)
+    every = zip([*leaves.values(), *weights], found, strict=True)
+    return torch.cat([(torch.zeros_like(x) if g is None else g).flatten().double() for x, g in every])
+
+
+def bytes_left(program: Program, bits: Any) -> int:
+    """Bytes that are alive when a step is over and its gradients are gone; the garbage collector is to be off."""
+    live = LiveBytes([])
+    with live:
+        gradients(program, bits)
+    return live.live
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def outcome(seed: int) -> tuple[str, float, float]:
+    """What is wrong, "" for nothing; the errors of "exact" and 8 bits.
+
+    Exact: the bits of torch, or off by what torch itself is off from fp64 (rows of norms are computed anew to within
+    rounding). 8 bits: finite where torch is, and either off by no more than twice what the gradient is off where each
+    input is off by 1 %, as codes are, or of a cosine of LEAST at least. Codes are right relative to the largest of a
+    block: beside one of 1e6 the others are lost, so that hostile programs are asked to be finite.
+    """
+    program = Program(seed)
+    torch.manual_seed(seed)
+    expected = gradients(program, None)
+    if not expected.isfinite().all():
+        return "", 0.0, 0.0
+    exact, coded = gradients(program, "exact"), gradients(program, 8)
+    wrong = []
+    if (by := off(exact, expected)) > 1e-6:
+        rounding = max(off(expected, gradients(program, None, noise=1e-7)), 1e-6)
+        if not by <= 8 * rounding:
+            wrong.append(f"exact off by {by:.1e}, rounding {rounding:.1e}")
+    error = off(coded, expected)
+    if not coded.isfinite().all():
+        wrong.append("not finite")
+    elif error > 0.05:
+        sensitive = max(
+            *(off(gradients(program, None, noise=share), expected) for share in (0.003, 0.01)),
+            off(gradients(program, None, noise_of_results=OF_CODES), expected),
+        )
+        cosine = float(coded @ expected / (coded.norm() * expected.norm()))
+        if error > 2 * sensitive and cosine < LEAST and not program.hostile:
+            wrong.append(f"8 bits off by {error:.1e}, cosine {cosine:.2f}, sensitivity {sensitive:.1e}")
+    return ", ".join(wrong), by, error
+
+
+def main(programs: int, first: int = 0) -> None:
+    torch.set_num_threads(1)
+    errors, bad, used = [], 0, Counter()
+    importlib.import_module(
+        "torch._dynamo"
+    )  # torch imports it in the first backward pass, which leaves cycles
+    gc.collect()
+    gc.disable()
+    for seed in range(first, first + programs):
+        wrong, _, error = outcome(seed)
+        left = [bytes_left(Program(seed), bits) for bits in (None, "exact", 8)]
+        if left != left[:1] * 3:
+            wrong += f" bytes left: {left}"
+        errors.append(error)
+        if wrong:
+            bad += 1
+            used.update(set(Program(seed).names))
+            print(seed, "hostile" if Program(seed).hostile else "", wrong, flush=True)
+    errors.sort()
+    shown = ", ".join(
+        f"{share:.1%} {errors[min(int(share * programs), programs - 1)]:.1e}" for share in (0.5, 0.9, 0.99, 1)
+    )
+    print(f"{programs} programs from {first}: {bad} wrong; errors of 8 bits by share: {shown}")
+    print(used.most_common(12))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
