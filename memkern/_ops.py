@@ -163,7 +163,11 @@ def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
 
 def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
     bits, _, thresholds, flips, symmetry = table
-    return _op("few_bit_forward", x.device)(x, fn, a, b, bits, thresholds, flips, symmetry)
+    op = _op("few_bit_forward", x.device)
+    if op.namespace == "memkern" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # What the op does on the CPU, without a way through the dispatcher back into Python.
+        return _few_bit_forward_on_cpu(x, fn, a, b, bits, thresholds, flips, symmetry)
+    return op(x, fn, a, b, bits, thresholds, flips, symmetry)
 
 
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:

@@ -30,10 +30,11 @@ Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips
 
 namespace {
 
-// What both backward passes have in common: all but the kernel and its table.
-ActivationJob backward_job(const Tensor& grad, const Tensor& codes, const Tensor& result) {
+// What both backward passes have in common: all but the kernel and its table. layout: of grad.
+ActivationJob backward_job(const Tensor& grad, const BlockLayout& layout, const Tensor& codes,
+                           const Tensor& result) {
   ActivationJob job{};
-  job.layout = flat_layout(grad, "grad", kGroup);
+  job.layout = layout;
   check_planes(codes, job.layout.numel);
   job.plane = plane_bytes(job.layout.numel);
   job.input = grad.data_ptr();
@@ -45,9 +46,9 @@ ActivationJob backward_job(const Tensor& grad, const Tensor& codes, const Tensor
 }  // namespace
 
 Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels) {
-  flat_layout(grad, "grad", kGroup);
+  const BlockLayout layout = flat_layout(grad, "grad", kGroup);
   Tensor result = empty_like(grad, grad.scalar_type());
-  ActivationJob job = backward_job(grad, codes, result);
+  ActivationJob job = backward_job(grad, layout, codes, result);
   const int bits = static_cast<int>(codes.sizes()[0]);
   float table[1 << kMaxBits];
   check_levels(levels, bits, table);
@@ -60,11 +61,11 @@ Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels) {
 Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes, double minimum,
                                         Doubles falling, Doubles rising, double falling_reach,
                                         double rising_reach) {
-  flat_layout(grad, "grad", kGroup);
+  const BlockLayout layout = flat_layout(grad, "grad", kGroup);
   check_output(output, grad);
   const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
   Tensor result = empty_like(grad, grad.scalar_type());
-  ActivationJob job = backward_job(grad, codes, result);
+  ActivationJob job = backward_job(grad, layout, codes, result);
   MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   job.output = output.data_ptr();
   job.valley = &valley;

@@ -1,7 +1,7 @@
-"""Functions of torch that are known to save for one operation: there the user is known while the tensor is packed.
+"""Python functions of torch that run one known operation: while one of them packs a tensor, the user is known.
 
-Only a shortcut: the same is found in the graph when the next tensor is packed (undecided.py). It matters where none
-follows, and it frees what is coded earlier. Functions are told by their code objects.
+A shortcut: the next packed tensor would show the same (undecided.py). It matters where no tensor follows, and it frees
+tensors earlier. Functions are recognized by their code objects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FEW = 8  # nodes of one call of a function: casts, views and the operation
 
 
 def use(frame: FrameType) -> str | None:
-    """How what is packed under a Python frame is used, where the frame tells."""
+    """How the tensor that is packed under a Python frame is used; None if the frame does not tell."""
     code = frame.f_code
     if code in _PRODUCTS:
         return CODED
@@ -41,7 +41,7 @@ def use(frame: FrameType) -> str | None:
 
 
 def note_weight(frame: FrameType, seq: int) -> None:
-    """An embedding saves its indices, and not the weight whose rows they are: it is seen here."""
+    """Notes the version of an embedding's weight, which the embedding itself does not save."""
     if frame.f_code is F.embedding.__code__:
         weight = frame.f_locals["weight"]
         if isinstance(weight, Tensor) and weight.is_leaf:
@@ -49,9 +49,9 @@ def note_weight(frame: FrameType, seq: int) -> None:
 
 
 def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
-    """A frozen layer's weight, where x is the copy of it that autocast has made: it is copied again.
+    """A frozen layer's weight, cast again in the backward pass, where x is the cast that autocast has made of it.
 
-    Of a product with a weight that needs no gradient torch saves nothing else that needs none.
+    x can be nothing else: of a product with a frozen weight, torch saves the weight alone.
     """
     if frame.f_code is nn.Linear.forward.__code__:
         transpose = True
@@ -71,7 +71,7 @@ def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
 
 
 def note_cast(edge: Edge, seq: int) -> None:
-    """A parameter of which the running function itself has made a copy, as autocast does, is the one that it uses."""
+    """Notes the version of a parameter whose cast the running function uses and has just made, as under autocast."""
     name = operation(edge.node)
     if name not in _CASTS:
         return

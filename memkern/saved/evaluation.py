@@ -37,7 +37,7 @@ class _Pass:
         return x
 
     def _is_worth(self, x: Tensor) -> bool:
-        """Whether codes have spared so much that a step with x in the cache still takes less memory than torch's."""
+        """Whether codes save so much now that caching x keeps the peak below torch's."""
         return spared() >= sum(y.nbytes for y, _ in self.cached.values()) + 2 * x.nbytes
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
-"""Versions of parameters and other leaves, and since when they are known.
+"""Versions of parameters and other leaves, and when they were read.
 
-An operation such as x + p saves neither x nor p. To compute its result anew, p must be what it was when the operation
-ran: a version that is read later may be that of another value.
+An operation such as x + p saves neither x nor p. Its result can be recomputed only if p still has the value of then. A
+version that is read after the operation may already be that of another value.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 
 class Leaves(threading.local):
-    """By id: a weak reference, the version, and the sequence number of a node before which it was read."""
+    """By id of the leaf: a weak reference, its version, and the sequence number of the next node at that time."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[weakref.ref, int, int]] = {}
 
     def note(self, leaf: Tensor, seq: int) -> None:
-        """Of now. seq: of the operation that uses it now, or of the next one."""
+        """Notes the current version. seq: of the operation that uses the leaf now, or of the next one."""
         known, version = self.known.get(id(leaf)), leaf._version
         if known is None or known[0]() is not leaf or known[1] != version:
             self.known[id(leaf)] = weakref.ref(leaf), version, seq
 
     def note_all(self, more: Iterable[Tensor] = ()) -> None:
-        """Before the next operation: of what is known already, and of more."""
+        """Notes the current versions of all known leaves and of ``more``, before the next operation."""
         seq = torch.autograd._get_sequence_nr()
         alive = [leaf for known in self.known.values() if (leaf := known[0]()) is not None]
         if len(alive) < len(self.known):
@@ -37,7 +37,7 @@ class Leaves(threading.local):
             self.note(leaf, seq)
 
     def unchanged_since(self, leaf: Tensor, seq: int) -> bool:
-        """Whether the leaf is known to be what it was when node ``seq`` was built."""
+        """Whether the leaf certainly has the value that it had when node ``seq`` was built."""
         known = self.known.get(id(leaf))
         return known is not None and known[0]() is leaf and known[1] == leaf._version and known[2] <= seq
 

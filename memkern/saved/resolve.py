@@ -1,4 +1,4 @@
-"""How a saved tensor is found among what is saved already, and where one that has to be stored belongs."""
+"""Derives a saved tensor from stored ones, or finds the base tensor to store."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def finer(a: torch.dtype, b: torch.dtype) -> bool:
 
 
 class Resolver:
-    """Finds of what a saved tensor is made.
+    """Derives the value of an edge from values that are stored.
 
-    exact: values with codes in them are not good enough. views_only: only what is stored, and views of it.
-    rounded: values that are computed anew to within rounding are good enough, such as the rows of norms.
-    shape: only the shape is asked for, so that any codes are good enough. copies_only: nothing is computed but views,
-    casts and the like. beside_codes: other values are in codes. coarse: so are codes that lose most of a block.
+    exact: no value with codes in it. views_only: stored values and views of them only.
+    rounded: also values that are recomputed to within rounding, such as the rows of norms.
+    shape: the user reads the shape alone, so any codes do. copies_only: views, casts and copies only.
+    beside_codes: the session stores other values in codes. coarse: also codes that lose most of a block.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Resolver:
         )
 
     def resolve(self, edge: Edge, need: torch.dtype, left: int = _LONGEST) -> Value | None:
-        """The value at an edge, right to ``need``; None where it cannot be had from what is saved."""
+        """The value of an edge, precise to dtype ``need``; None if no stored value gives it."""
         value = registered(edge)
         if (
             value is not None
@@ -115,7 +115,7 @@ class Resolver:
         return value
 
     def _leaf(self, rule: Rule, node: Any, leaf: Tensor, i: int) -> list[Value] | None:
-        """A leaf as it was when the node was built: as the node has saved it, or where its version is known."""
+        """A leaf with the value that it had when the node was built; None if its version then is not known."""
         attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
         found = saved_by(node, attribute.removeprefix("*")) if attribute else None
         if found:
@@ -123,14 +123,14 @@ class Resolver:
         return [Leaf(leaf)] if leaves.unchanged_since(leaf, node._sequence_nr()) else None
 
     def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
-        """An argument that needs no gradient, if the node has saved it."""
+        """An argument that needs no gradient, as the node saved it; None if it did not."""
         attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
         found = saved_by(node, attribute.removeprefix("*")) if attribute else None
         return found if found or attribute.startswith("*") else None
 
 
 def _needed(rule: Rule, source: Edge, need: torch.dtype) -> torch.dtype:
-    """To which dtype an input must be right for an output that is right to ``need``."""
+    """The dtype to which an input must be precise for an output that is precise to ``need``."""
     return source.dtype if rule.kind == "function" or finer(need, source.dtype) else need
 
 
@@ -140,7 +140,7 @@ def _precision(rule: Rule, edge: Edge, source: Value) -> torch.dtype:
     return edge.dtype if right else source.precision
 
 
-# ---- where a tensor that has to be stored belongs
+# ---- the base tensor to store
 
 
 def _viewed(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
@@ -184,11 +184,11 @@ _BACK: dict[str, Callable[[Edge, Edge, Tensor], Tensor | None]] = {
     "CloneBackward0": _itself,
     "ToCopyBackward0": _before_the_cast,
 }
-"""From a view or copy of everything back to what it was made of, as a view."""
+"""By operation: from its output, a view or copy of the whole input, back to the input, as a view."""
 
 
 def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
-    """The edge furthest up of which ``x`` holds all there is, and the data seen from there."""
+    """The base: the furthest edge up the graph whose whole value ``x`` holds, and ``x`` in its shape."""
     while (back := _BACK.get(name := operation(edge.node))) is not None:
         if views_only and RULES[name].kind != "view":
             break
@@ -212,7 +212,7 @@ _SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == "view"} | 
 
 
 def maker(edge: Edge) -> str:
-    """The operation that made the data of an edge, views and copies left aside; "" where the graph does not tell."""
+    """The operation that computed the data of an edge, behind views and copies; "" if the graph does not show it."""
     while (name := operation(edge.node)) in _SEEN_THROUGH:
         source = edge.inputs()[0]
         if source is None:
@@ -225,10 +225,10 @@ _COPIES = {name for name, rule in RULES.items() if rule.kind != "function"}
 
 
 def is_copy(edge: Edge) -> bool:
-    """Whether an edge has the values of another, as a view, in another dtype or elsewhere."""
+    """Whether an edge is a view, a cast or a copy of another."""
     return operation(edge.node) in _COPIES
 
 
 def codec_of(edge: Edge) -> str | None:
-    """How the data of an edge is coded."""
+    """The name of the codec for the data of an edge; None: no codes."""
     return CODED.get(maker(edge))

@@ -1,8 +1,8 @@
-"""What a tensor that autograd saves is made of: a leaf, data that is stored, or a function of such.
+"""What stands for a saved tensor: a leaf, stored data, or a function of other values.
 
 A value belongs to an edge of the autograd graph, (node, output number). The node's ``metadata`` holds a weak reference
-to it, so that nobody else needs a key for it: no address, no hash, nothing that outlives the graph. What owns a value
-is the packed tensors that autograd holds, and other values that are computed from it.
+to it, so no address or hash is needed and nothing outlives the graph. The owners of a value are the packed tensors that
+autograd holds, and the values that are computed from it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def version_of(x: Tensor) -> Tensor:
 
 
 class Value:
-    """What is saved of one edge.
+    """What is saved for one edge.
 
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
@@ -100,7 +100,7 @@ class Value:
         self.uses = 0
 
     def fresh(self) -> bool:
-        """Whether what it was made of has not been changed in place since."""
+        """Whether nothing that it is made of has been changed in place since."""
         raise NotImplementedError
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
@@ -108,11 +108,11 @@ class Value:
         raise NotImplementedError
 
     def is_work(self) -> bool:
-        """Whether there is something to compute for the tensor."""
+        """Whether :meth:`tensor` computes something."""
         return True
 
     def stay_exact(self) -> None:
-        """Somebody needs it exactly: what it is made of goes back to no codes."""
+        """A user needs the exact value: what it is made of is not coded again."""
 
 
 class Leaf(Value):

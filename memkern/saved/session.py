@@ -39,7 +39,7 @@ def check_bits(bits: Any, name: str = "bits") -> None:
 
 
 class _Used(Value):
-    """What a node has got already, in a backward pass that keeps no graph."""
+    """In place of a value whose last user has run, in a backward pass that keeps no graph."""
 
     def fresh(self) -> bool:
         return False
@@ -173,7 +173,7 @@ class Session:
         return True
 
     def _encode_what_passes(self, passing: list[Tensor]) -> None:
-        """A module's result, which was alive when it returned and so is not in codes, is the next one's argument."""
+        """Codes again the arguments of this module: the module before returned them, so they were alive then."""
         for x in passing:
             if self.bits is not None and not self.exact and is_plain(x) and x.grad_fn is not None:
                 value = registered(resolve.root(Edge(x.grad_fn, x.output_nr), x, x._version > 0)[0])
@@ -189,7 +189,7 @@ class Session:
             undecided.give_up(self.outer)
 
     def _hold_what_is_alive(self, passing: set[int]) -> None:
-        """What the caller holds anyway, such as cached keys and values, need not be held in codes beside it."""
+        """Drops codes of tensors that the caller holds anyway, such as cached keys and values."""
         for ref in self.coded:
             if (stored := ref()) is not None:
                 stored.hold_if_alive(passing)
@@ -239,7 +239,7 @@ class Session:
     # ---- what is stored
 
     def _at_once(self, x: Tensor, edge: Edge, use: str | None) -> Value | None:
-        """The value, if it is the same for any user or the user is known."""
+        """The value, if the user is known or any user gets the same; else None."""
         if use is not None:
             return self._value(x, edge, use, None)
         if self.exact:
@@ -253,7 +253,7 @@ class Session:
         return Resolver(True, x._version > 0, **options).resolve(edge, x.dtype)
 
     def settle(self, packed: _Packed, use: str, node: Any) -> None:
-        """What waited is used as ``use`` says, by ``node``."""
+        """Stores a waiting tensor in the way that its user, ``node``, allows."""
         waiting = packed.value
         assert isinstance(waiting, Waiting)
         if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
@@ -300,7 +300,7 @@ class Session:
         return stored_itself(edge, x, self.outer) if value is None else value
 
     def _mask(self, x: Tensor, edge: Edge, node: Any) -> Value | None:
-        """For an operation that only asks whether x is between its limits: one bit, for nobody else."""
+        """One bit per element, for an operation that only reads whether x is between two limits. Not shared."""
         limits = ranges.limits(node)
         if limits is None or x.dtype not in FLOATS or (codec := codecs.inside(*limits, x.dtype)) is None:
             return None
@@ -346,7 +346,7 @@ class Session:
             self.most = max(_FEW, 2 * (len(self.coded) + len(self.constants)))
 
     def _constant(self, x: Tensor) -> Stored:
-        """What needs no gradient is never rounded; masks become bits."""
+        """What needs no gradient, exactly; masks in bits."""
         if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
             return Stored(x, x.dtype, None, self.outer)
         storage = x.untyped_storage()

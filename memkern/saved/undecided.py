@@ -1,9 +1,9 @@
-"""Saved tensors of which it is not known yet whether they may be coded.
+"""Saved tensors whose user is not known yet, so that they cannot be coded yet.
 
-torch asks the pack hook while the node that saves is being built, so that the hook does not see it. The node is found a
-little later: each tensor that is packed shows the graph above it, and in it the nodes that were built since. Until then
-the tensor is held as it is. A node is told by what it has saved, so a guess is never needed, and what is never found
-(the last operations of a block) stays exact.
+torch calls the pack hook while it builds the node that saves the tensor, so the hook cannot see that node. The next
+packed tensor shows it: its graph contains all nodes that were built since. Until then the tensor is held unchanged. A
+node is recognized by the tensors that it saved, never guessed. If no later tensor shows a node (the last operations of
+a block), its tensors stay exact.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _order = itertools.count()
 
 
 class Waiting(Value):
-    """A tensor as autograd would hold it, until its user is known.
+    """A tensor that is held unchanged until its user is known.
 
-    seq: of the node that saves it. Where that is the node that has made it, or comes before that one, the node is not
-    held: it would be held by what it saves itself, and never freed if no backward pass runs through it.
+    seq: the sequence number of the node that saves the tensor. A node that saves its own result is not held here: the
+    reference cycle would keep it forever if no backward pass runs through it.
     """
 
     def __init__(self, x: Tensor, edge: Edge, session: Any, seq: int) -> None:
@@ -46,7 +46,7 @@ class Waiting(Value):
         self.order = next(_order)
 
     def edge_of(self, user: Any) -> Edge | None:
-        """The edge, from the node that saves it; None where it is not known any more."""
+        """The tensor's edge, where ``user`` is the node that saves it; None if it is no longer known."""
         if self.edge is None and self.nr is not None and user is not None:
             return Edge(user, self.nr)
         return self.edge
@@ -63,7 +63,7 @@ class Waiting(Value):
 
 
 class Undecided(threading.local):
-    """What waits, by the sequence number of the node that saves it; one for each thread, as those numbers are."""
+    """The waiting tensors by the sequence number of the node that saves them. Per thread, as those numbers are."""
 
     def __init__(self) -> None:
         self.entries: dict[int, list[weakref.ref]] = {}
@@ -77,10 +77,10 @@ class Undecided(threading.local):
         self.entries.setdefault(seq, []).append(weakref.ref(packed))
 
     def look(self, nodes: Iterable[Any], state: int = UNKNOWN, building: int = -1) -> None:
-        """Looks through the graph above for nodes that have saved what waits.
+        """Walks up the graph from ``nodes`` and decides the waiting tensors of the nodes that it meets.
 
-        state: what comes to the outputs of ``nodes``. building: the node that torch is building, which has not saved
-        everything yet: its results are packed too.
+        state: of the gradients that arrive at the outputs of ``nodes``. building: the sequence number of the node that
+        torch is building now; it is skipped, as it has not saved everything yet.
         """
         if not self.entries:
             return
@@ -110,7 +110,7 @@ class Undecided(threading.local):
             packed.value.session.settle(packed, how, node)
 
     def _decided(self, node: Any, name: str, row: User, state: int, seq: int) -> list[tuple[Any, str, Any]]:
-        """Of what waits for this node, what can be decided now."""
+        """The waiting tensors of this node whose use is known now: (packed, use, node)."""
         waiting = [packed for ref in self.entries[seq] if (packed := ref()) is not None]
         coded, shape = _saved(node, row.coded), _saved(node, row.shape)
         found, left = [], []
@@ -140,7 +140,7 @@ class Undecided(threading.local):
         self.most = min(_MOST, max(_FEW, 2 * len(self.entries)))
 
     def give_up(self, outer: Hooks) -> None:
-        """What waits stays exact, and goes to the hooks around ours, which are about to be closed."""
+        """Stores all waiting tensors exactly, through the hooks around ours, which are about to be closed."""
         waiting = [packed for refs in self.entries.values() for ref in refs if (packed := ref()) is not None]
         given = [packed for packed in waiting if packed.value.session.outer is outer]
         for packed in given:
@@ -159,7 +159,7 @@ def _saved(node: Any, attributes: tuple[str, ...]) -> set[Value]:
 
 
 def _exact_again(node: Any, row: User) -> None:
-    """Codes of what this node has saved are dropped again, where somebody still holds the tensor itself."""
+    """Replaces the codes of what this node saved by the tensor itself, where somebody still holds it."""
     values = list(_saved(node, row.coded))
     while values:
         value = values.pop()

@@ -15,7 +15,7 @@ from memkern import functional, nn
 from memkern.fewbit.tables import LEVELS
 from memkern.memory import saved_bytes
 from tests.support.activation_helpers import ACTIVATIONS, gradients, over_activations, over_bits, values
-from tests.support.helpers import assert_same, on, over_cpu
+from tests.support.helpers import assert_same, needs_cpp, on, over_cpu
 
 # ---- what is kept
 
@@ -29,6 +29,26 @@ def test_truly_so_many_bits_are_kept(name: str, bits: int, dtype: torch.dtype) -
     kept = saved_bytes(lambda: activation(x, bits))
     least = (bits if activation.has_bits else 1) * x.numel() / 8
     assert least <= kept <= least + 64
+
+
+@needs_cpp
+@pytest.mark.parametrize("keep", ["codes", "output"])
+def test_each_pass_goes_through_the_dispatcher_once(keep: str) -> None:
+    """The profiler sees every operation, also one that is called inside of another."""
+
+    def ours(profile: torch.autograd.profiler.profile) -> list[str]:
+        return [event.name for event in profile.function_events if event.name.startswith("memkern")]
+
+    x = torch.randn(100, 7, requires_grad=True)
+    with on("cpu"):
+        with torch.autograd.profiler.profile() as forward:
+            y = functional.gelu(x, keep=keep)
+        with torch.autograd.profiler.profile() as backward:
+            y.backward(torch.ones_like(y))
+    assert ours(forward) == ["memkern::few_bit_encode"]
+    assert sum(event.name == "aten::gelu" for event in forward.function_events) == 1
+    once = "memkern::few_bit_backward" if keep == "codes" else "memkern::few_bit_backward_from_output"
+    assert ours(backward) == [once]
 
 
 def test_output_and_a_bit_are_kept() -> None:
