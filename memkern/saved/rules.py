@@ -1,8 +1,8 @@
-"""Which saved tensors follow from which others, and which are stored in 8 bits: the two tables.
+"""Two tables: which values can be recomputed from others, and the codec of those that are stored.
 
 Every node of the autograd graph is one operation that torch has done; its ``next_functions`` are the edges of its
-inputs, in the order of its arguments. A rule says how the output follows from them. What no rule names is not
-recomputed, and what is not in CODED gets no codes: it is saved as torch does.
+inputs, in the order of its arguments. A rule computes the output from them. Results of an operation without a rule are
+not recomputed, and results of an operation that is not in CODED are stored without codes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..glu import glu
 from .saved_value import Edge, peeking
 
-# ---- functions of a node: what computes the output anew
+# ---- for a node's edge, the function that recomputes its output
 
 _FEW = 8
 

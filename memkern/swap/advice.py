@@ -1,4 +1,4 @@
-"""Which mode of the activations saves how much in a model: measured, not guessed."""
+"""Measures how much each mode of the activations saves in a model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def attributes_of(new: nn.Module) -> dict[str, Any]:
-    """What a module has besides what every module has."""
+    """A module's own attributes, without those of every torch.nn.Module."""
     return {name: value for name, value in vars(new).items() if name not in _OF_EVERY_MODULE}
 
 

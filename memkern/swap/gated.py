@@ -1,7 +1,7 @@
-"""Models' gated units whose gate and up come out of one linear layer: how they are found, and what they become.
+"""Finds gated units whose gate and up come out of one linear layer, and says what ``compress`` makes of them.
 
-Torch saves their gate and up as views of one tensor, silu(gate) and the product; memkern.functional.swiglu and geglu
-save the one tensor. A few-bit activation would add its codes and free nothing.
+torch saves the layer's output, silu(gate) and the product. memkern.functional.swiglu and geglu save the layer's output
+alone. A few-bit activation would add its codes and free nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Gate = Callable[[Tensor], Tensor]
 
 
 def geglu_tanh(gate_up: Tensor) -> Tensor:
-    """Of one tensor: a function, not a partial of one, so that it compares equal to itself when unpickled."""
+    """A function and not a functools.partial, so that it compares equal after unpickling."""
     return F.geglu(gate_up, approximate="tanh")
 
 
@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
 
 
 class Unit(NamedTuple):
-    """cls, attributes: what the module becomes. activation: its child that is no longer called."""
+    """cls, attributes: the module's new class and attributes. activation: the child that is no longer called."""
 
     cls: type[nn.Module]
     attributes: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Which modules have a counterpart that saves less: torch's by their class, others by name and by what they compute."""
+"""Finds the counterpart that saves less: of torch's modules by class, of others by name and by what they compute."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_r
 
 
 def _computes_the_same(cls: type[nn.Module], module: nn.Module, new: nn.Module) -> bool:
-    """On 97 points, to rounding: a name promises nothing."""
+    """Whether both compute the same on 97 points, to rounding: the name alone proves nothing."""
     if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
         return False
     x = torch.linspace(-8, 8, 97, dtype=torch.float32, device="cpu")
@@ -97,7 +97,10 @@ def _computes_the_same(cls: type[nn.Module], module: nn.Module, new: nn.Module) 
 
 
 def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Module | str | None:
-    """The counterpart of ``module``, whose class is or was ``cls``; why there is none; None where it is no matter."""
+    """The counterpart of ``module``, whose class is or was ``cls``, or the reason why there is none.
+
+    None for a module that is no activation.
+    """
     if cls.__module__.startswith("memkern."):
         return None
     if cls in TORCH:
@@ -116,14 +119,14 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
 
 
 def is_composite(cls: type[nn.Module], module: nn.Module) -> bool:
-    """Whether it is one of BY_NAME and computes what its name says, so that its forward may be run a second time."""
+    """Whether the module is in BY_NAME and computes what its name says, so that its forward may run a second time."""
     if cls.__name__ not in BY_NAME or getattr(module, "inplace", False):  # a second run would change it again
         return False
     return isinstance(activation(cls, module, 3, "codes"), nn.Module)
 
 
 def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
-    """For transformers' own class a subclass of it: PEFT and others ask with isinstance."""
+    """For transformers' class a subclass of it, as PEFT and others test with isinstance."""
     library = sys.modules.get("transformers.pytorch_utils")
     if library is None or library.Conv1D is not cls:
         return RandomizedConv1D
@@ -161,7 +164,7 @@ def _codes(function: Any) -> Iterator[types.CodeType]:
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
-    """Those that a module's class has beside torch.nn.Module's."""
+    """The methods of a module's class that torch.nn.Module does not have."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base not in (nn.Module, object):
@@ -199,7 +202,7 @@ _ANY_CHILD = frozenset({"children", "named_children", "modules", "named_modules"
 
 
 class Called:
-    """Which names the methods of a model's modules have in them: a child that none names is not called."""
+    """The names in the code of a model's methods: a child that no method names is not called."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         classes = {type(module) for module in modules} | {original_class(module) for module in modules}

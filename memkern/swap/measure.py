@@ -1,4 +1,4 @@
-"""What a model really saves: counted while the graph is alive, in all and by module."""
+"""Measures what a model saves while its graph is alive: in total and by module."""
 
 from __future__ import annotations
 

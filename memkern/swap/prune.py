@@ -1,4 +1,4 @@
-"""Swaps that save nothing on an example are taken back."""
+"""Takes back the swaps that save nothing on the example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .swap_plan import Compression
 
 
 def prune(model: nn.Module, example: Any, compression: Compression) -> None:
-    """Undoes each group of like swaps in turn, measures, and does it again only where that saves."""
+    """Undoes each group of like swaps in turn, measures, and swaps it again only if that saves bytes."""
     modules = dict(model.named_modules(remove_duplicate=False))
     groups: dict[tuple[str, str, str], list[Swap]] = {}
     for swap in compression.swapped:

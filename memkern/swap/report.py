@@ -1,4 +1,4 @@
-"""What ``memkern.compress`` did, and how many bytes less that saves."""
+"""The report of ``memkern.compress``: what was swapped, and how many bytes that saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of ``memkern.compress``: which modules change, and what each then saves."""
+"""One call of ``memkern.compress``: chooses the modules, swaps them, and notes what each saves before and after."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUTO, OUTPUT, RECOMPUTE = "auto", "output", "recompute"
 _PROBE = 1 << 14  # elements; the few bytes that a call saves beside its codes round away
 
 
-# ---- what it saves
+# ---- bytes of one module
 
 
 def _saved_per_element(cls: type[nn.Module], module: nn.Module, dtype: torch.dtype) -> float:
@@ -42,7 +42,7 @@ def _features(module: nn.Module) -> int | None:
 
 
 def _width(modules: dict[str, nn.Module], name: str) -> tuple[int, str] | None:
-    """An activation's elements per token and the linear layer that says so, as far as the structure tells.
+    """An activation's elements per token and the linear layer that determines them, if the structure shows it.
 
     In a Sequential the last linear layer before it, else the widest one beside it.
     """
@@ -63,7 +63,7 @@ def _width(modules: dict[str, nn.Module], name: str) -> tuple[int, str] | None:
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """Who has each parameter, by the parameter's id."""
+    """The names of the modules that have each parameter, by the parameter's id."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -104,7 +104,7 @@ class Compression:
         self.left.append(Left(tuple(self.names[module]), original_class(module).__name__, reason))
 
     def _wanted(self, name: str, module: nn.Module, default: str | None) -> bool:
-        """The predicate decides; without one, ``default`` is a reason against."""
+        """Whether to swap: the predicate decides. Without one, ``default`` is the reason not to; None: swap."""
         if "forward" in vars(module):
             self._leave(module, "its forward is set on the instance")
         elif self.predicate is not None:

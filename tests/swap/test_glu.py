@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import functional, memory
+from memkern.swap import gated
 
 KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
     "swiglu": (functional.swiglu, F.silu),
@@ -158,6 +159,20 @@ def test_where_the_rules_see_through_it_stays() -> None:
     assert type(model) is not Phi3MLP
     memkern.compress(model, saved_bits=8)
     assert (type(model), type(model.activation_fn)) == (Phi3MLP, nn.SiLU)
+
+
+def test_finding_a_gated_unit_changes_nothing() -> None:
+    seen = []
+
+    class Watched(Phi3MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append({*vars(self)})
+            return super().forward(x)
+
+    model = Watched(nn.SiLU())
+    before = {*vars(model)}
+    assert gated.find_gated_unit(Watched, model) is not None
+    assert seen == [before]
 
 
 @pytest.mark.parametrize("model", [Other(nn.SiLU()), Phi3MLP(nn.Tanh()), Phi3MLP(nn.SiLU()).to("meta")])
