@@ -77,6 +77,7 @@ class StepOp(NamedTuple):
     name: str
     moments: dict[str, bool]  # name in the state -> whether it has a sign
     hyperparameters: tuple[str, ...]  # beside lr; flags and whole numbers are passed as floats
+    scalars: tuple[str, ...]  # of each tensor, computed from these: csrc/core's struct, Triton's words
     has_trust_ratios: bool = False
     has_4bit_codes: bool = False  # of its second moment (memkern.quant.codec.POWER4)
 
@@ -88,11 +89,17 @@ class StepOp(NamedTuple):
 
 
 TWO_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+ADAM_SCALARS = (
+    *("grad_factor", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "root_beta2"),
+    *("eps", "step_size", "decay", "coupled_decay"),
+)
+SGD_SCALARS = ("grad_factor", "weight_decay", "momentum", "weight", "rate", "nesterov")
 
 ADAM_STEP = StepOp(
     "adam_step_",
     TWO_MOMENTS,
     ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    ADAM_SCALARS,
     has_4bit_codes=True,
 )
 AMSGRAD_STEP = ADAM_STEP._replace(name="amsgrad_step_", moments={**TWO_MOMENTS, "max_exp_avg_sq": False})
@@ -104,6 +111,7 @@ LAMB_STEP = StepOp(
         *("beta1", "beta2", "eps", "weight_decay", "decoupled_decay", "bias_correction"),
         *("trust_clip", "always_adapt", "layers", "maximize"),
     ),
+    (*ADAM_SCALARS, "update_decay", "rate"),
     has_trust_ratios=True,
 )
 LARS_STEP = StepOp(
@@ -113,17 +121,20 @@ LARS_STEP = StepOp(
         *("momentum", "dampening", "weight_decay", "nesterov", "trust_coeff", "eps"),
         *("trust_clip", "always_adapt", "layers", "maximize"),
     ),
+    (*SGD_SCALARS, "grad_ratio", "classic"),
     has_trust_ratios=True,
 )
 LION_STEP = StepOp(
     "lion_step_",
     {"exp_avg": True},
     ("beta1", "beta2", "weight_decay", "maximize"),
+    ("grad_factor", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay"),
 )
 SGD_STEP = StepOp(
     "sgd_step_",
     {"momentum_buffer": True},
     ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    SGD_SCALARS,
 )
 STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, SGD_STEP)}
 
@@ -236,7 +247,9 @@ def schemas_header() -> str:
     def entry(op: StepOp) -> str:
         moments = ", ".join(f'{{"{name}", {c(signed)}}}' for name, signed in op.moments.items())
         flags = f"{c(op.has_trust_ratios)}, {c(op.has_4bit_codes)}"
-        return f"constexpr StepOp k{_title(op)}Step{{{len(op.moments)}, {{{moments}}}, {flags}}};"
+        return (
+            f'constexpr StepOp k{_title(op)}Step{{"{op.name}", {len(op.moments)}, {{{moments}}}, {flags}}};'
+        )
 
     return "\n".join(
         [
@@ -257,6 +270,7 @@ def schemas_header() -> str:
             "    const char* name;",
             "    bool is_signed;  // stored as int8 codes, else uint8",
             "  };",
+            "  const char* name;",
             "  int moments;",
             "  Moment moment[kMaxMoments];",
             "  bool has_trust_ratios, has_4bit_codes;",

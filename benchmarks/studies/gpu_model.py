@@ -35,7 +35,7 @@ LANES = 128
 # fp64 instructions a cycle of a multiprocessor: of conversions 16 (sm_80 and sm_90) or 2, of sums and products 32, 64
 # or 2; kernels have as many of the one kind as of the other.
 FP64 = {"sm_80": 2 / (1 / 16 + 1 / 32), "sm_89": 2.0, "sm_90": 2 / (1 / 16 + 1 / 64), "sm_120": 2.0}
-# As csrc/cuda/device.cuh and tile.cuh have them.
+# As csrc/cuda/tile.cuh has them.
 THREADS, VECTOR, TILE_ELEMENTS, AHEAD_BLOCKS = 128, 8, 2**14, 4
 # Assumed until there is a measurement: seconds from a load to its use with the memory busy, and cycles from one
 # instruction of a warp to its next when few other warps run.
@@ -114,8 +114,8 @@ OTHERS = {
     "power codes fp32": "quantize_whole<0, 1>",
     "power codes bf16": "quantize_whole<1, 1>",
 }
-# Bytes per element that are written, of those in BYTES. The others are loaded a vector ahead (csrc/cuda/adam_whole.cuh,
-# lion_whole.cuh), and two of a norm are.
+# Bytes per element that are written, of those in BYTES. The others are loaded a vector ahead
+# (csrc/cuda/adam_update.cuh, lion_update.cuh), and two of a norm are.
 WRITTEN = {
     **{
         path: (4 if "fp32" in path else 2) + 2 + SCALES / 2

@@ -1,6 +1,8 @@
-// The arguments of an optimizer's step: one struct for all of them, and how an op gets it from torch.
+// The arguments of an optimizer's step: one struct for all optimizers, how an op gets it from torch, its
+// checks, and a StepTensor for each parameter.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "common/schemas.h"
@@ -8,7 +10,7 @@
 
 namespace memkern {
 
-// StepArgs of memkern/schemas.py, which says what each of these holds.
+// StepArgs of memkern/schemas.py, which documents each field.
 class StepArgs {
   // Takes the arguments from torch's stack, one after the other.
   struct Stack {
@@ -53,8 +55,8 @@ class StepArgs {
   }
 };
 
-// Copies each gradient that has its parameter's shape and other strides, as autograd makes some. What does
-// not fit in another way is left to the step's checks, which come after; so is a parameter with gaps.
+// Copies each gradient that has its parameter's shape but other strides, as autograd makes some. The step's
+// checks come after this and raise for other mismatches and for parameters with gaps.
 inline void align_gradients(StepArgs& args) {
   for (size_t i = 0; i < args.grads.size() && i < args.params.size(); ++i) {
     const Tensor &p = args.params[i], &g = args.grads[i];
@@ -69,7 +71,7 @@ inline void align_gradients(StepArgs& args) {
   }
 }
 
-// The op that runs Step: what torch calls, in place of TORCH_BOX.
+// The op that runs Step. Torch calls it; it takes the place of TORCH_BOX.
 template <void (*Step)(const StepArgs&)>
 void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   MEMKERN_CHECK(arguments == kStepArguments && results == 0, "an optimizer's step takes ", kStepArguments,
@@ -77,6 +79,157 @@ void step_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   StepArgs args(stack);
   align_gradients(args);
   Step(args);
+}
+
+// ---- checks, before anything is changed
+
+// A tensor of one number on the CPU.
+inline double read_number(const Tensor& t, const char* name) {
+  MEMKERN_CHECK(t.numel() == 1 && t.is_cpu(), name, " must be a tensor of one element on the CPU");
+  if (t.scalar_type() == ScalarType::Double) return *static_cast<const double*>(t.data_ptr());
+  MEMKERN_CHECK(t.scalar_type() == ScalarType::Float, name, " must be float32 or float64");
+  return *static_cast<const float*>(t.data_ptr());
+}
+
+inline void check_count(const char* name, size_t got, size_t each, size_t params) {
+  MEMKERN_CHECK(got == each * params, name, " must have ", each * params, " entries, ", each,
+                " per parameter, got ", got);
+}
+
+// Checks what a step has per group and per parameter, but for the tensors of the parameters' size.
+inline void check_lists(const StepArgs& args, const StepOp& op) {
+  const size_t n = args.params.size(), groups = args.lr.size();
+  check_count("grads", args.grads.size(), 1, n);
+  check_count("group", args.group.size(), 1, n);
+  check_count("moments", args.moments.size(), op.moments, n);
+  check_count("steps", args.steps.size(), 1, n);
+  check_count("trust_ratios", args.trust_ratios.size(), op.has_trust_ratios, n);
+  MEMKERN_CHECK(args.codec.size() == groups && args.block_size.size() == groups,
+                "codec and block_size must have one entry per group, ", groups, ", got ", args.codec.size(),
+                " and ", args.block_size.size());
+  for (size_t k = 0; k < groups; ++k) {
+    if (!(op.has_4bit_codes && args.codec[k] == kPower4)) check_codec(args.codec[k]);
+    check_block_size(args.block_size[k]);
+  }
+  MEMKERN_CHECK(args.weight_storage.empty() || args.weight_storage.size() == groups,
+                "weight_storage must have ", groups, " entries or none, got ", args.weight_storage.size());
+  for (const int64_t storage : args.weight_storage)
+    MEMKERN_CHECK(0 <= storage && storage <= static_cast<int64_t>(WeightStorage::kFp32),
+                  "weight_storage must be from 0 to ", static_cast<int64_t>(WeightStorage::kFp32), ", got ",
+                  storage);
+  MEMKERN_CHECK(op.has_trust_ratios || !(args.squares || args.squares_only),
+                "squares and squares_only are of steps with trust ratios");
+  const DeviceOf device(args.params);
+  for (size_t i = 0; i < args.steps.size(); ++i) {
+    const Tensor& step = args.steps[i];
+    MEMKERN_CHECK(step.numel() == 1 && step.scalar_type() == ScalarType::Float && device.holds(step),
+                  name_of("steps", i),
+                  " must be a float32 tensor of one element on the device of the parameters");
+    if (!step.is_cpu()) continue;
+    const float count = *static_cast<const float*>(step.data_ptr());
+    MEMKERN_CHECK(count >= 0 && std::isfinite(count), name_of("steps", i),
+                  " must be a finite number, 0 or more, got ", count);
+  }
+}
+
+inline void check_packed(const Tensor& codes, const BlockLayout& layout, const std::string& name) {
+  const Shape shape(codes);
+  const int64_t rows = packed_rows(layout), columns = packed_columns(layout);
+  const bool fits = shape.dims == 2 && shape.sizes[0] == rows && shape.sizes[1] == columns;
+  MEMKERN_CHECK((fits || (layout.numel == 0 && codes.numel() == 0)) && codes.is_contiguous(), name,
+                " must be contiguous, of shape (", rows, ", ", columns, "), for codes of 4 bits, got ",
+                codes.numel(), " bytes");
+}
+
+// Checks the moments of parameter i and sets them. `coded`: how many parameters before it hold codes. Returns
+// whether it does.
+template <class J> bool set_moments(J& t, const StepArgs& args, const StepOp& op, size_t i, size_t coded,
+                                    const Shape& shape, const DeviceOf& device) {
+  const size_t n = args.params.size(), scales = args.scales.size() / op.moments;
+  const bool has_codes = args.moments[i].scalar_type() != ScalarType::Float;
+  void** const states[] = {&t.m, &t.v};
+  float** const state_scales[] = {&t.m_scale, &t.v_scale};
+  t.kind = has_codes ? code_kind(args.codec[args.group[i]]) : StateKind::kFp32;
+  for (int k = 0; k < op.moments; ++k) {
+    const Tensor& state = args.moments[k * n + i];
+    const char* name = op.moment[k].name;
+    const ScalarType codes = op.moment[k].is_signed ? ScalarType::Char : ScalarType::Byte;
+    MEMKERN_CHECK(state.scalar_type() == (has_codes ? codes : ScalarType::Float), name_of(name, i),
+                  " must be 8-bit codes or float32, like the parameter's other states");
+    if (t.kind == StateKind::kPower4 && !op.moment[k].is_signed)
+      check_packed(state, t.layout, name_of(name, i));
+    else
+      MEMKERN_CHECK(same_layout(state, shape), name_of(name, i),
+                    " must have its parameter's shape and strides");
+    MEMKERN_CHECK(device.holds(state), name_of(name, i), " must be on its parameter's device");
+    *states[k] = state.data_ptr();
+    if (!has_codes) continue;
+    MEMKERN_CHECK(coded < scales, name_of(name, i), " holds codes and has no scale");
+    const Tensor& scale = args.scales[k * scales + coded];
+    check_scale(scale, t.layout, name);
+    MEMKERN_CHECK(device.holds(scale), "the scale of ", name_of(name, i),
+                  " must be on its parameter's device");
+    *state_scales[k] = static_cast<float*>(scale.data_ptr());
+  }
+  return has_codes;
+}
+
+// Checks how parameter i is stored and sets it. `used`: how many parameters before it have a weight state.
+// Returns whether it has one.
+template <class J> bool set_weight_state(J& t, const StepArgs& args, size_t i, size_t used,
+                                         const Shape& shape, const DeviceOf& device) {
+  if (args.weight_storage.empty()) return false;
+  t.weight_storage = static_cast<WeightStorage>(args.weight_storage[args.group[i]]);
+  MEMKERN_CHECK(t.weight_storage == WeightStorage::kNearest || t.param_type == FloatType::kBf16,
+                name_of("params", i), " must be bfloat16 for another weight_storage than 0");
+  const int bytes = weight_state_bytes(t.weight_storage);
+  if (bytes == 0) return false;
+  MEMKERN_CHECK(used < args.weight_states.size(), name_of("params", i), " has no weight state");
+  const Tensor& state = args.weight_states[used];
+  const ScalarType type = bytes == 1 ? ScalarType::Char : bytes == 2 ? ScalarType::Short : ScalarType::Float;
+  MEMKERN_CHECK(state.scalar_type() == type && same_layout(state, shape) && device.holds(state),
+                name_of("weight_states", used), " must be ",
+                bytes == 1   ? "int8"
+                : bytes == 2 ? "int16"
+                             : "float32",
+                " with its parameter's shape and strides, on its device");
+  t.weight_state = state.data_ptr();
+  return true;
+}
+
+// Checks everything, and makes a J (a StepTensor) of each parameter, its gradient and its states.
+template <class J> std::vector<J> step_tensors(const StepArgs& args, const StepOp& op) {
+  check_lists(args, op);
+  const size_t n = args.params.size(), groups = args.lr.size();
+  std::vector<J> tensors(n);
+  const DeviceOf device(args.params);
+  size_t coded = 0, weight_states = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t k = args.group[i];
+    MEMKERN_CHECK(k >= 0 && static_cast<size_t>(k) < groups, name_of("group", i), " must be from 0 to ",
+                  groups - 1, ", got ", k);
+    const Tensor &p = args.params[i], &g = args.grads[i];
+    const ScalarType p_type = p.scalar_type(), g_type = g.scalar_type();
+    MEMKERN_CHECK(is_float_type(p_type), name_of("params", i), " must be float32, bfloat16 or float16");
+    MEMKERN_CHECK(is_float_type(g_type), name_of("grads", i), " must be float32, bfloat16 or float16");
+    const Shape shape(p);
+    MEMKERN_CHECK(same_layout(g, shape), name_of("grads", i), " must have its parameter's shape and strides");
+    MEMKERN_CHECK(device.holds(g) && device.holds(p), name_of("grads", i),
+                  " and its parameter must be on the device of the first parameter");
+    J& t = tensors[i];
+    t.layout = layout_of(shape, args.block_size[k], "a parameter");
+    t.param = p.data_ptr();
+    t.grad = g.data_ptr();
+    t.param_type = float_type(p_type);
+    t.grad_type = float_type(g_type);
+    coded += set_moments(t, args, op, i, coded, shape, device);
+    weight_states += set_weight_state(t, args, i, weight_states, shape, device);
+  }
+  MEMKERN_CHECK(args.scales.size() == coded * op.moments, "scales must have ", coded * op.moments,
+                " entries, one per moment of codes, got ", args.scales.size());
+  MEMKERN_CHECK(args.weight_states.size() == weight_states, "weight_states must have ", weight_states,
+                " entries, one per parameter whose group stores one, got ", args.weight_states.size());
+  return tensors;
 }
 
 }  // namespace memkern

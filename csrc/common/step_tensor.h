@@ -15,10 +15,8 @@ enum class WeightStorage { kNearest, kStochastic, kError8, kError16, kFp32 };
 struct StepTensor {
   void* param;
   const void* grad;
-  void* exp_avg;
-  float* exp_avg_scale;
-  void* exp_avg_sq;
-  float* exp_avg_sq_scale;
+  void *m, *v;  // first and second moment, whatever their names in the optimizer's state (StepOp)
+  float *m_scale, *v_scale;
   BlockLayout layout;
   StateKind kind;
   FloatType param_type, grad_type;
@@ -61,11 +59,11 @@ template <class J> J layer_of(const J& tensor, int64_t k, int64_t count) {
   const int64_t elements = k * l.numel, state = tensor.kind == StateKind::kFp32 ? 4 * elements : elements;
   layer.param = at(tensor.param, elements * bytes(tensor.param_type));
   layer.grad = at(tensor.grad, elements * bytes(tensor.grad_type));
-  layer.exp_avg = at(tensor.exp_avg, state);
-  layer.exp_avg_sq = at(tensor.exp_avg_sq, state);
+  layer.m = at(tensor.m, state);
+  layer.v = at(tensor.v, state);
   layer.weight_state = at(tensor.weight_state, elements * weight_state_bytes(tensor.weight_storage));
-  if (tensor.exp_avg_scale) layer.exp_avg_scale += k * l.blocks;
-  if (tensor.exp_avg_sq_scale) layer.exp_avg_sq_scale += k * l.blocks;
+  if (tensor.m_scale) layer.m_scale += k * l.blocks;
+  if (tensor.v_scale) layer.v_scale += k * l.blocks;
   layer.trust_ratio += k;
   layer.first_layer = k == 0;
   return layer;

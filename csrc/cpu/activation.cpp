@@ -2,7 +2,7 @@
 // torch's own (memkern/_ops.py).
 #include "common/activation_args.h"
 
-#include "cpu/parallel.h"
+#include "cpu/step.h"
 
 namespace memkern {
 
@@ -23,7 +23,7 @@ Tensor few_bit_encode_cpu(Tensor x, int64_t bits, Doubles thresholds, Ints flips
   job.input = x.data_ptr();
   job.codes = static_cast<uint8_t*>(codes.data_ptr());
   job.thresholds = &planes;
-  job.run = MEMKERN_PICK(encode_kernel, float_type(x), table.bits);
+  job.run = cpu_kernels().encode(float_type(x), table.bits);
   run_jobs(std::vector<ActivationJob>{job});
   return codes;
 }
@@ -53,7 +53,7 @@ Tensor few_bit_backward_cpu(Tensor grad, Tensor codes, Doubles levels) {
   float table[1 << kMaxBits];
   check_levels(levels, bits, table);
   job.levels = table;
-  job.run = MEMKERN_PICK(levels_kernel, float_type(grad), bits);
+  job.run = cpu_kernels().levels(float_type(grad), bits);
   run_jobs(std::vector<ActivationJob>{job});
   return result;
 }
@@ -69,7 +69,7 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
   MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   job.output = output.data_ptr();
   job.valley = &valley;
-  job.run = MEMKERN_PICK(valley_kernel, float_type(grad), float_type(output));
+  job.run = cpu_kernels().valley(float_type(grad), float_type(output));
   run_jobs(std::vector<ActivationJob>{job});
   return result;
 }

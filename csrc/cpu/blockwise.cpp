@@ -1,9 +1,9 @@
 // memkern::quantize_blockwise and memkern::dequantize_blockwise on the CPU.
 #include "common/ops.h"
-#include "cpu/parallel.h"
-#include "cpu/step_numbers.h"
+#include "cpu/step.h"
 
 namespace memkern {
+
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
                                                   std::optional<int64_t> step) {
   check_codec(codec);
@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool 
   job.values = x.data_ptr();
   job.codes = codes.data_ptr();
   job.scale = static_cast<float*>(scale.data_ptr());
-  job.run = MEMKERN_PICK(codec_kernel, code_kind(codec), float_type(x), is_signed, true);
+  job.run = cpu_kernels().codec(code_kind(codec), float_type(x), is_signed, true);
   run_jobs(std::vector<CodecJob>{job});
   return {codes, scale};
 }
@@ -37,7 +37,7 @@ Tensor dequantize_blockwise_cpu(Tensor codes, Tensor scale, int64_t codec, int64
   job.values = values.data_ptr();
   job.codes = codes.data_ptr();
   job.scale = static_cast<float*>(scale.data_ptr());
-  job.run = MEMKERN_PICK(codec_kernel, code_kind(codec), float_type(values), is_signed, false);
+  job.run = cpu_kernels().codec(code_kind(codec), float_type(values), is_signed, false);
   run_jobs(std::vector<CodecJob>{job});
   return values;
 }

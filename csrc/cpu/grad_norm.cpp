@@ -2,8 +2,7 @@
 #include <cmath>
 
 #include "common/ops.h"
-#include "cpu/parallel.h"
-#include "cpu/step_numbers.h"
+#include "cpu/step.h"
 
 namespace memkern {
 
@@ -15,6 +14,7 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
   MEMKERN_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double && norm.is_cpu(),
                 "norm must be float64 of one element on the gradients' device");
   const double factor = gradient_factor(grad_scale, std::nullopt, 0.0);
+  const Kernels& kernels = cpu_kernels();
   std::vector<SquaresJob> jobs;
   int64_t chunks = 0;
   Tensors values;  // that the jobs point to
@@ -24,7 +24,7 @@ void grad_norm_cpu(Tensor norm, const Tensors& grads, const std::optional<Tensor
     const Tensor& g = values.back();
     const BlockLayout layout = flat_layout(g, name_of("grads", i).c_str(), kChunk);
     if (layout.numel == 0) continue;
-    jobs.push_back({g.data_ptr(), nullptr, layout, MEMKERN_PICK(squares_kernel, float_type(g))});
+    jobs.push_back({g.data_ptr(), nullptr, layout, kernels.squares(float_type(g))});
     chunks += layout.blocks;
   }
   std::vector<double> partial(chunks);

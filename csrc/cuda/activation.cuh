@@ -5,8 +5,7 @@
 #include "core/activation.h"
 #include "core/scalar.h"
 #include "core/tables.h"
-#include "device.cuh"
-#include "vector.cuh"
+#include "tile.cuh"
 
 namespace memkern {
 

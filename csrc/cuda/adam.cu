@@ -1,6 +1,6 @@
 // memkern::adam_step_ on CUDA devices. Lower bound of a step's time: its bytes (16.13 per parameter in
 // fp32, 10.13 in bf16; one less with a second moment in 4 bits) over the copy bandwidth.
-#include "adam_whole.cuh"
+#include "adam_update.cuh"
 #include "common/ops.h"
 #include "core/adam.h"
 #include "launch_step.h"
@@ -33,8 +33,17 @@ struct AdamRule {
   }
 };
 
+// Thread blocks of a multiprocessor for tensors with master weights. With room for four, ptxas spills two
+// registers of the loop for sm_80 to sm_89.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kMasterBlocks = kAheadBlocks * 3 / 4;
+#else
+constexpr int kMasterBlocks = kAheadBlocks;
+#endif
+
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kMasterBlocks : kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
   fill_dynamic_shared<Kind>();
@@ -46,10 +55,13 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 
 void adam_step_cuda(const StepArgs& args) {
   step_in_one_pass<kAheadBlocks, AdamHyperparameters, AdamTensor>(
-      "adam_step_", kAdamStep, args, adam_prologue,
-      {adam_tiles<StateKind::kPower, false>, adam_tiles<StateKind::kDynamic, false>,
-       adam_tiles<StateKind::kPower, true>, adam_tiles<StateKind::kDynamic, true>,
-       adam_tiles<StateKind::kPower4, false>, adam_tiles<StateKind::kPower4, true>});
+      kAdamStep, args, adam_prologue,
+      {.plain = {.power = adam_tiles<StateKind::kPower, false>,
+                 .dynamic = adam_tiles<StateKind::kDynamic, false>,
+                 .power4 = adam_tiles<StateKind::kPower4, false>},
+       .master = {.power = adam_tiles<StateKind::kPower, true>,
+                  .dynamic = adam_tiles<StateKind::kDynamic, true>,
+                  .power4 = adam_tiles<StateKind::kPower4, true>}});
 }
 
 }  // namespace memkern

@@ -3,10 +3,20 @@
 #pragma once
 #include "core/dynamic.h"
 #include "core/power.h"
-#include "reductions.cuh"
 #include "tile.cuh"
 
 namespace memkern {
+
+// The maximum over aligned groups of 2 * distance lanes, in every lane. All five shuffles of a warp are
+// executed and those across groups ignored, which makes the loop's length a constant.
+MEMKERN_DEVICE float max_over_lanes(float x, int distance) {
+#pragma unroll
+  for (int d = kWarp / 2; d > 0; d /= 2) {
+    const float other = __shfl_xor_sync(kAllLanes, x, d);
+    if (d <= distance) x = fmaxf(x, other);
+  }
+  return x;
+}
 
 // Both moments of a block: the lower half of its lanes computes the scale's square roots and divisions for m,
 // the upper half those for v, at the same time.

@@ -1,53 +1,13 @@
-// What kernels need of CUDA: instructions, the size of a thread block, the launch. Under g++
-// tests/support/simt/simt.h stands in for the CUDA runtime, and the same sources run on the CPU.
+// CUDA's instructions as functions, and the launch of a kernel. tests/support/simt/cuda/device.cuh has the
+// same functions for the CPU, where the tests run the kernels.
 #pragma once
-#ifdef __CUDACC__
 #include <cuda_runtime.h>
-#else
-#include <simt.h>
-#endif
 
 #include <cstdint>
 
-namespace memkern {
-
 #define MEMKERN_DEVICE __device__ __forceinline__
 
-// What `make gpu PART=tune` varies, by nvcc's -D (tools/gpu/tune.py).
-#ifndef MEMKERN_THREADS
-#define MEMKERN_THREADS 128
-#endif
-#ifndef MEMKERN_STEP_THREADS
-#define MEMKERN_STEP_THREADS 640
-#endif
-#ifndef MEMKERN_AHEAD_THREADS
-#define MEMKERN_AHEAD_THREADS 512
-#endif
-#ifndef MEMKERN_RESIDENT_THREADS
-#define MEMKERN_RESIDENT_THREADS 2048
-#endif
-#ifndef MEMKERN_TABLE_THREADS
-#define MEMKERN_TABLE_THREADS 1024
-#endif
-#ifndef MEMKERN_TILE_ELEMENTS
-#define MEMKERN_TILE_ELEMENTS 16384
-#endif
-#ifndef MEMKERN_EVEN_TILES
-#define MEMKERN_EVEN_TILES true
-#endif
-
-constexpr int kThreads = MEMKERN_THREADS;  // per thread block
-// Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
-// threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of a step
-// that loads a vector ahead (adam_whole.cuh), with up to 128; of codecs.
-constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
-constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
-constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
-constexpr int kCodecBlocks = 1024 / kThreads;
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-
-#ifdef __CUDACC__
+namespace memkern {
 
 // The root with a relative error of up to 2^-23 (PTX ISA, sqrt.approx.f32), in one instruction.
 MEMKERN_DEVICE float approximate_sqrt(float x) {
@@ -124,23 +84,5 @@ template <int Threads, class... Params, class... Args>
 void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t stream, const Args&... args) {
   kernel<<<static_cast<unsigned>(blocks), Threads, 0, stream>>>(args...);
 }
-
-#else
-
-inline bool slow_fp64() { return simt::slow_fp64(); }
-
-template <int Threads, class... Params, class... Args>
-void launch(void (*kernel)(Params...), int64_t blocks, cudaStream_t, const Args&... args) {
-  launch_simt(kernel, blocks, Threads, args...);
-}
-
-#endif
-
-// Whether any lane of a warp says so. A branch on it keeps the warp together, as the compiler then knows: it
-// leaves out what checks that at each shuffle (two instructions), and stack entries for divergent lanes.
-MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
-
-// A number that is the same in all lanes, for the same reason: a loop's count.
-MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
 }  // namespace memkern

@@ -1,7 +1,7 @@
 // Correctly rounded division and square root without range checks: the fast path of most vectors.
 #pragma once
 #include "core/scalar.h"
-#include "device.cuh"
+#include "cuda/device.cuh"
 
 namespace memkern {
 

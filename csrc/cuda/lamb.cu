@@ -1,10 +1,9 @@
 // memkern::lamb_step_ on CUDA devices. Lower bound of a step's time: its bytes (26.19 per parameter in
 // fp32, 16.19 in bf16) over the copy bandwidth.
-#include "adam_whole.cuh"
+#include "adam_update.cuh"
 #include "common/ops.h"
 #include "core/lamb.h"
-#include "launch_step.h"
-#include "trust_ratio.cuh"
+#include "launch_trust_ratios.h"
 
 namespace memkern {
 
@@ -80,7 +79,7 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
   const int levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
   Squares sum{0.0, 0.0};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
-    const float* const scale = half.pick(t.exp_avg_scale, t.exp_avg_sq_scale) + block.index;
+    const float* const scale = half.pick(t.m_scale, t.v_scale) + block.index;
     const float decay = half.pick(s.beta1, kPower ? s.root_beta2 : s.beta2);
     float m_unit, v_unit;
     half.exchange(decode_unit<Kind>(*scale, decay, levels), m_unit, v_unit);
@@ -139,11 +138,15 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 
 void lamb_step_cuda(const StepArgs& args) {
   step_in_two_passes<kAheadBlocks, LambHyperparameters, LambTensor>(
-      "lamb_step_", kLambStep, args, lamb_prologue,
-      {lamb_norm_tiles<StateKind::kPower, false>, lamb_norm_tiles<StateKind::kDynamic, false>,
-       lamb_norm_tiles<StateKind::kPower, true>, lamb_norm_tiles<StateKind::kDynamic, true>},
-      {lamb_tiles<StateKind::kPower, false>, lamb_tiles<StateKind::kDynamic, false>,
-       lamb_tiles<StateKind::kPower, true>, lamb_tiles<StateKind::kDynamic, true>});
+      kLambStep, args, lamb_prologue,
+      {.plain = {.power = lamb_norm_tiles<StateKind::kPower, false>,
+                 .dynamic = lamb_norm_tiles<StateKind::kDynamic, false>},
+       .master = {.power = lamb_norm_tiles<StateKind::kPower, true>,
+                  .dynamic = lamb_norm_tiles<StateKind::kDynamic, true>}},
+      {.plain = {.power = lamb_tiles<StateKind::kPower, false>,
+                 .dynamic = lamb_tiles<StateKind::kDynamic, false>},
+       .master = {.power = lamb_tiles<StateKind::kPower, true>,
+                  .dynamic = lamb_tiles<StateKind::kDynamic, true>}});
 }
 
 }  // namespace memkern

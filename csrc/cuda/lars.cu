@@ -2,9 +2,8 @@
 // classic 22.06) over the copy bandwidth.
 #include "common/ops.h"
 #include "core/lars.h"
-#include "launch_step.h"
-#include "lion_whole.cuh"
-#include "trust_ratio.cuh"
+#include "launch_trust_ratios.h"
+#include "lion_update.cuh"
 
 namespace memkern {
 
@@ -54,7 +53,7 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsTensor>& work, P param
   const LarsScalars& s = work.scalars.scalars;
   Squares sum{0.0, 0.0};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
-    const float unit = decode_unit<Kind>(t.exp_avg_scale[block.index], 1.0f, kPowerLevelsSigned);
+    const float unit = decode_unit<Kind>(t.m_scale[block.index], 1.0f, kPowerLevelsSigned);
     for (int iteration = 0; iteration < group.vectors; ++iteration) {
       const int j = (iteration * group.width() + group.lane()) * kVector;
       const Span at = span_of(block.start + j, block.n - j, t.aligned);
@@ -73,7 +72,7 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
     LionVector x{};
     join_weights(t, param_type, load_weights(t, param_type, at), x.p);
     load_gradient_floats(grad, t.grad_type, at, x.g);
-    if (!s.classic) load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    if (!s.classic) load_floats(t.m, FloatType::kFp32, at, x.m);
     lars_squares(sum, x, s);
   });
   return sum;
@@ -105,11 +104,15 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 
 void lars_step_cuda(const StepArgs& args) {
   step_in_two_passes<kAheadBlocks, LarsHyperparameters, LarsTensor>(
-      "lars_step_", kLarsStep, args, lars_prologue,
-      {lars_norm_tiles<StateKind::kPower, false>, lars_norm_tiles<StateKind::kDynamic, false>,
-       lars_norm_tiles<StateKind::kPower, true>, lars_norm_tiles<StateKind::kDynamic, true>},
-      {lars_tiles<StateKind::kPower, false>, lars_tiles<StateKind::kDynamic, false>,
-       lars_tiles<StateKind::kPower, true>, lars_tiles<StateKind::kDynamic, true>});
+      kLarsStep, args, lars_prologue,
+      {.plain = {.power = lars_norm_tiles<StateKind::kPower, false>,
+                 .dynamic = lars_norm_tiles<StateKind::kDynamic, false>},
+       .master = {.power = lars_norm_tiles<StateKind::kPower, true>,
+                  .dynamic = lars_norm_tiles<StateKind::kDynamic, true>}},
+      {.plain = {.power = lars_tiles<StateKind::kPower, false>,
+                 .dynamic = lars_tiles<StateKind::kDynamic, false>},
+       .master = {.power = lars_tiles<StateKind::kPower, true>,
+                  .dynamic = lars_tiles<StateKind::kDynamic, true>}});
 }
 
 }  // namespace memkern

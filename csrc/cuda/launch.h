@@ -1,21 +1,12 @@
-// What ops share on the host side of a CUDA device: errors, the device guard, the current stream, launches.
+// What ops share on the host side of a CUDA device: errors, captures, the size of a grid, launches.
 #pragma once
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
 
 #include "common/tensors.h"
+#include "cuda/torch_device.h"
 #include "tile.cuh"
-
-#ifdef __CUDACC__
-// Weak: a torch without CUDA has no such function, and the library loads there too. It binds because setup.py
-// links libtorch, which depends on libtorch_cuda.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** stream);
-#endif
 
 namespace memkern {
 
@@ -32,46 +23,6 @@ inline bool fast_paths() {
 inline void check_cuda(cudaError_t status, const char* what) {
   MEMKERN_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
 }
-
-#ifdef __CUDACC__
-// Tensors of an op that torch dispatched to CUDA may be on the CPU as long as one is not.
-inline int32_t device_of(const Tensor& t) {
-  MEMKERN_CHECK(!t.is_cpu(), "all tensors must be on one device, got one on the CPU beside others");
-  return t.get_device();
-}
-
-// Makes a tensor's device the current one, and holds torch's current stream there.
-struct DeviceScope {
-  torch::stable::accelerator::DeviceGuard guard;
-  cudaStream_t stream = nullptr;
-
-  explicit DeviceScope(const Tensor& t) : guard(device_of(t)) {
-    MEMKERN_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
-                  "no aoti_torch_get_current_cuda_stream in this process: torch was built without CUDA, or "
-                  "memkern was linked without libtorch");
-    void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device(), &current));
-    stream = static_cast<cudaStream_t>(current);
-  }
-};
-
-inline bool is_host(const Tensor& t) { return t.is_cpu(); }
-inline bool same_device(const Tensor& a, const Tensor& b) {
-  return !a.is_cpu() && !b.is_cpu() && a.get_device() == b.get_device();
-}
-inline void keep_for_replay(const Tensor&) {}  // the graph's memory pool in torch keeps it
-#else
-struct DeviceScope {
-  cudaStream_t stream = simt::stream();
-  explicit DeviceScope(const Tensor&) {}
-};
-
-inline bool is_host(const Tensor&) { return simt::scalars_on_host(); }
-inline bool same_device(const Tensor&, const Tensor&) { return true; }
-inline void keep_for_replay(const Tensor& t) {
-  simt::machine.kept.push_back([t] {});
-}
-#endif
 
 inline bool is_capturing(cudaStream_t stream) {
   // The default stream cannot be captured, and asking about it is an error while another stream that waits

@@ -1,17 +1,15 @@
-// An optimizer op on a CUDA device, from its arguments to its launches: checks, the step's table, kernels.
+// An optimizer's step on a CUDA device, from its arguments to its launches: checks, the step's table,
+// kernels. launch_trust_ratios.h has the steps with trust ratios.
 #pragma once
-#include <array>
-#include <span>
 #include <utility>
 
-#include "common/step_checks.h"
+#include "common/step_args.h"
 #include "step_table.cuh"
 #include "tensor_table.h"
-#include "trust_ratio.cuh"
 
 namespace memkern {
 
-// A tensor of one element: on a device the kernels read it, on the CPU it is read now.
+// A tensor of one element. The kernels read it if it is on the device; a value on the CPU is read now.
 inline ScalarArg scalar_arg(const Tensor& t, const Tensor& like, const char* name) {
   MEMKERN_CHECK(t.numel() == 1, name, " must be a tensor of one element, got ", t.numel());
   const ScalarType type = t.scalar_type();
@@ -54,10 +52,10 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   check_blocks(job.layout);
   TensorRecord r{};
   r.param = job.param;
-  r.exp_avg = job.exp_avg;
-  r.exp_avg_sq = job.exp_avg_sq;
-  r.exp_avg_scale = job.exp_avg_scale;
-  r.exp_avg_sq_scale = job.exp_avg_sq_scale;
+  r.m = job.m;
+  r.v = job.v;
+  r.m_scale = job.m_scale;
+  r.v_scale = job.v_scale;
   r.step = static_cast<float*>(step.data_ptr());
   r.numel = job.layout.numel;
   r.blocks = blocks_of(job.layout, tile);
@@ -69,8 +67,7 @@ inline TensorRecord tensor_record(const StepTensor& job, const Tensor& step, int
   r.first_layer = job.first_layer;
   r.weight_state = job.weight_state;
   r.weight_storage = job.weight_storage;
-  r.aligned = on_16_bytes(r.param) && on_16_bytes(r.exp_avg) && on_16_bytes(r.exp_avg_sq) &&
-              on_16_bytes(r.weight_state);
+  r.aligned = on_16_bytes(r.param) && on_16_bytes(r.m) && on_16_bytes(r.v) && on_16_bytes(r.weight_state);
   r.main_path = fast_paths() && r.aligned && have_whole_vectors(r.blocks);
   return r;
 }
@@ -80,7 +77,7 @@ inline int64_t tiles_of(const TensorRecord& r) {
   return r.kind == StateKind::kFp32 ? ceil_div(r.numel, r.blocks.tile_elements) : tiles_of(r.blocks);
 }
 
-// The tensors of a step, or their layers, as entries of its table.
+// The entries of a step's table: its tensors or, with trust ratios, their layers.
 struct StepEntries {
   std::vector<StepTensor> tensors;
   std::vector<Tensor> steps;
@@ -91,27 +88,16 @@ inline StepEntries tensor_entries(std::vector<StepTensor> jobs, const StepArgs& 
   return {std::move(jobs), {args.steps.begin(), args.steps.end()}, args.group};
 }
 
-inline StepEntries layer_entries(const std::vector<StepTensor>& jobs, const StepArgs& args) {
-  StepEntries all;
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    add_layers(all.tensors, jobs[i], args.trust_ratios[i]);
-    const int64_t count = args.trust_ratios[i].numel();
-    all.steps.insert(all.steps.end(), count, args.steps[i]);
-    all.group.insert(all.group.end(), count, args.group[i]);
-  }
-  return all;
-}
-
 // A step's table on the device, and the size of the grids that go over it.
 template <class Group, class Scalars> struct UploadedStep {
   DeviceTable memory;
   StepTable<Group, Scalars> table;
   char* scratch = nullptr;  // `bytes_per_tile` for each tile
   int64_t tiles = 0;
-  // What its tensors' states are, without and with master weights.
+  // The kinds of its tensors' states, without and with master weights.
   struct Kinds {
     bool power = false, dynamic = false, power4 = false, fp32 = false;
-  } kinds[2];
+  } plain, master;
 };
 
 template <class Group, class Scalars>
@@ -138,7 +124,7 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
     image.at<uint32_t>(first_tiles_at)[i] = static_cast<uint32_t>(step.tiles);
     image.at<TensorRecord>(tensors_at)[i] = r;
     step.tiles += tiles_of(r);
-    auto& kinds = step.kinds[r.weight_storage != WeightStorage::kNearest];
+    auto& kinds = r.weight_storage == WeightStorage::kNearest ? step.plain : step.master;
     kinds.power |= r.kind == StateKind::kPower;
     kinds.dynamic |= r.kind == StateKind::kDynamic;
     kinds.power4 |= r.kind == StateKind::kPower4;
@@ -160,12 +146,19 @@ UploadedStep<Group, Scalars> upload_step(const char* op, const StepHeader& heade
   return step;
 }
 
-// The kernels of a step. Those over tiles come in pairs, one for each codec, and take whether they also
-// update fp32 states; the second pair is for tensors with master weights, and takes more registers. The last
-// two, of Adam alone, are for second moments in 4 bits, without and with master weights.
+// The kernels of a step over its tiles, by the codec of the states. A kernel takes whether it also updates
+// fp32 states.
+template <class Group, class Scalars, class... Args> struct KernelsOfCodecs {
+  void (*power)(StepTable<Group, Scalars>, bool, Args...);
+  void (*dynamic)(StepTable<Group, Scalars>, bool, Args...);
+  void (*power4)(StepTable<Group, Scalars>, bool,
+                 Args...) = nullptr;  // second moments in 4 bits: Adam's alone
+};
+// Those for tensors with master weights are kernels of their own, as they take more registers.
+template <class Group, class Scalars, class... Args> struct TileKernels {
+  KernelsOfCodecs<Group, Scalars, Args...> plain, master;
+};
 template <class Group, class Scalars> using PrologueKernel = void (*)(StepTable<Group, Scalars>);
-template <class Group, class Scalars, class... Args> using TileKernels =
-    std::array<void (*)(StepTable<Group, Scalars>, bool, Args...), 6>;
 
 template <class Group, class Scalars>
 void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
@@ -173,65 +166,40 @@ void launch_prologue(const char* op, const UploadedStep<Group, Scalars>& step,
   launch_checked(op, prologue, ceil_div(step.table.count, kThreads), stream, step.table);
 }
 
-// At most a launch for each codec in use; for tensors with master weights as many more.
+// At most a launch for each codec in use; as many more for tensors with master weights.
 template <class Group, class Scalars, class... Args>
 void launch_tiles(const char* op, const UploadedStep<Group, Scalars>& step,
                   const TileKernels<Group, Scalars, Args...>& kernels, cudaStream_t stream,
                   std::type_identity_t<Args>... args) {
-  for (int master = 0; master < 2; ++master) {
-    const auto [power, dynamic, power4, fp32] = step.kinds[master];
+  const auto launch_codecs = [&](const auto& kinds, const KernelsOfCodecs<Group, Scalars, Args...>& of) {
     bool with_fp32 = true;  // the first launch
     const auto launch = [&](auto kernel) {
       launch_checked(op, kernel, step.tiles, stream, step.table, std::exchange(with_fp32, false), args...);
     };
-    if (power || (fp32 && !dynamic && !power4)) launch(kernels[2 * master]);
-    if (dynamic) launch(kernels[2 * master + 1]);
-    if (power4) launch(kernels[4 + master]);
-  }
+    if (kinds.power || (kinds.fp32 && !kinds.dynamic && !kinds.power4)) launch(of.power);
+    if (kinds.dynamic) launch(of.dynamic);
+    if (kinds.power4) launch(of.power4);
+  };
+  launch_codecs(step.plain, kernels.plain);
+  launch_codecs(step.master, kernels.master);
 }
 
 // A step in one pass: at most three launches beside the table's. Blocks: of its kernels that a multiprocessor
 // has room for.
 template <int Blocks, class Hyperparameters, class Scalars>
-void step_in_one_pass(const char* op, const StepOp& description, const StepArgs& args,
+void step_in_one_pass(const StepOp& op, const StepArgs& args,
                       PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
                       const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
   const auto groups = args.groups<Hyperparameters>();
-  const auto jobs = step_tensors<StepTensor>(args, description);
+  const auto jobs = step_tensors<StepTensor>(args, op);
   if (args.params.empty()) return;
   const StepHeader header = header_of(args);
   const auto records = group_records(args, groups);
   const DeviceScope scope(args.params[0]);
   const auto step = upload_step<StepGroup<Hyperparameters>, Scalars>(
-      op, header, records, tensor_entries(jobs, args), args.params[0], scope.stream, Blocks);
-  launch_prologue(op, step, prologue, scope.stream);
-  launch_tiles(op, step, update, scope.stream);
-}
-
-// A step in two passes, with the layers' trust ratios between them: at most six launches beside the table's.
-// Or one of the passes alone, where StepArgs has squares.
-template <int Blocks, class Hyperparameters, class Scalars>
-void step_in_two_passes(const char* op, const StepOp& description, const StepArgs& args,
-                        PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
-                        const TileKernels<StepGroup<Hyperparameters>, Scalars, Squares*>& norms,
-                        const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
-  const auto groups = args.groups<Hyperparameters>();
-  const auto jobs = step_tensors<StepTensor>(args, description);
-  check_trust_ratios(args, jobs, groups);
-  if (args.params.empty()) return;
-  const StepHeader header = header_of(args);
-  const auto records = group_records(args, groups);
-  const DeviceScope scope(args.params[0]);
-  const auto step = upload_step<StepGroup<Hyperparameters>, Scalars>(
-      op, header, records, layer_entries(jobs, args), args.params[0], scope.stream, Blocks, sizeof(Squares));
-  Squares* partial = reinterpret_cast<Squares*>(step.scratch);
-  launch_prologue(op, step, prologue, scope.stream);
-  Squares* squares = squares_of(args);
-  if (!squares || args.squares_only) launch_tiles(op, step, norms, scope.stream, partial);
-  launch_checked(op, layer_ratios<StepGroup<Hyperparameters>, Scalars>, step.table.count, scope.stream,
-                 step.table, static_cast<const Squares*>(partial), static_cast<int>(step.tiles), squares,
-                 args.squares_only);
-  if (!args.squares_only) launch_tiles(op, step, update, scope.stream);
+      op.name, header, records, tensor_entries(jobs, args), args.params[0], scope.stream, Blocks);
+  launch_prologue(op.name, step, prologue, scope.stream);
+  launch_tiles(op.name, step, update, scope.stream);
 }
 
 }  // namespace memkern

@@ -3,7 +3,7 @@
 #include "common/ops.h"
 #include "core/lion.h"
 #include "launch_step.h"
-#include "lion_whole.cuh"
+#include "lion_update.cuh"
 
 namespace memkern {
 
@@ -43,9 +43,11 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 
 void lion_step_cuda(const StepArgs& args) {
   step_in_one_pass<kAheadBlocks, LionHyperparameters, LionTensor>(
-      "lion_step_", kLionStep, args, lion_prologue,
-      {lion_tiles<StateKind::kPower, false>, lion_tiles<StateKind::kDynamic, false>,
-       lion_tiles<StateKind::kPower, true>, lion_tiles<StateKind::kDynamic, true>});
+      kLionStep, args, lion_prologue,
+      {.plain = {.power = lion_tiles<StateKind::kPower, false>,
+                 .dynamic = lion_tiles<StateKind::kDynamic, false>},
+       .master = {.power = lion_tiles<StateKind::kPower, true>,
+                  .dynamic = lion_tiles<StateKind::kDynamic, true>}});
 }
 
 }  // namespace memkern

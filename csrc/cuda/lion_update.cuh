@@ -1,9 +1,11 @@
-// The update of a tile with one moment, for Lion and LARS: a Rule says how parameter and moment change.
+// The update of a tile with one moment, for Lion, SGD and LARS. A Rule has the update of the parameter and
+// the moment. The first half of the file is for all tensors; the second is the main path, which loads the
+// next vector early and has the dithers in a table.
 #pragma once
 #include "block_state.cuh"
-#include "core/lion.h"
 #include "step_table.cuh"
 #include "weights.cuh"
+#include "whole_blocks.cuh"
 
 namespace memkern {
 
@@ -24,7 +26,7 @@ MEMKERN_DEVICE LionVector lion_load(const TileWork<Tensor>& work, P param_type, 
   with_constant_span(at, [&](const Span& span) {
     p = load_weights(t, param_type, span);
     g = load_gradient(work.grad, grad_type, span, alignment);
-    if (with_m) m = load_codes(t.exp_avg, span);
+    if (with_m) m = load_codes(t.m, span);
   });
   LionVector x;
   join_weights(t, param_type, p, x.p);
@@ -54,7 +56,7 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
   const typename Rule::Scalars& s = work.scalars.scalars;
   const Rounding rounding{false, work.scalars.step};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
-    const float unit = decode_unit<Kind>(__ldcs(t.exp_avg_scale + block.index), 1.0f, kPowerLevelsSigned);
+    const float unit = decode_unit<Kind>(__ldcs(t.m_scale + block.index), 1.0f, kPowerLevelsSigned);
     float absmax = 0.0f, factor = 0.0f;
     bool finite = true;
     // A block of one vector per lane is updated once. A larger one does not fit into registers: it is updated
@@ -78,19 +80,19 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
       if (iteration == group.vectors - 1) {
         absmax = max_over_lanes(absmax, group.width() / 2);
         factor = encode_factor<Kind>(absmax, kPowerLevelsSigned);
-        if (group.lane() == 0 && block.n > 0) __stcs(t.exp_avg_scale + block.index, absmax);
+        if (group.lane() == 0 && block.n > 0) __stcs(t.m_scale + block.index, absmax);
       }
       if (store_pass) {
         const Codes codes = encode<Kind, true>(x.m, factor, finite, j, rounding);
         if constexpr (std::is_same_v<P, MasterWeights>) {
           store_weights(
               t, param_type, at, rounding.step, [&](int i) { return static_cast<uint32_t>(j + i); }, x.p);
-          with_constant_span(at, [&](const Span& span) { store_codes(t.exp_avg, span, codes); });
+          with_constant_span(at, [&](const Span& span) { store_codes(t.m, span, codes); });
         } else {
           const Raw p = to_raw(x.p, param_type);
           with_constant_span(at, [&](const Span& span) {
             store_raw(t.param, param_type, span, p);
-            store_codes(t.exp_avg, span, codes);
+            store_codes(t.m, span, codes);
           });
         }
       }
@@ -106,15 +108,88 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work
   for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
     const auto p = load_weights(t, param_type, at);
     LionVector x;
-    load_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    load_floats(t.m, FloatType::kFp32, at, x.m);
     join_weights(t, param_type, p, x.p);
     load_gradient_floats(grad, t.grad_type, at, x.g);
     lion_update_vector<Rule>(x, s);
     store_weights(
         t, param_type, at, work.scalars.step,
         [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
-    store_floats(t.exp_avg, FloatType::kFp32, at, x.m);
+    store_floats(t.m, FloatType::kFp32, at, x.m);
   });
+}
+
+// ---- the main path (whole_blocks.cuh)
+
+// A vector of a tensor and its moment, and its block's scale, as they are in memory.
+template <class P> struct LionLoaded {
+  float scale;
+  RawWeights<P> p;
+  Raw g;
+  Codes m;
+};
+
+template <class P, class G> struct LionWhole : WholeVectors<StateKind::kPower, P, G, 1> {
+  template <class Work> MEMKERN_DEVICE LionWhole(const Work& work, P param_type, G grad_type)
+      : WholeVectors<StateKind::kPower, P, G, 1>(work, param_type, grad_type, 1.0f, 1.0f) {}
+
+  // The vector ahead, in the block so many on.
+  MEMKERN_DEVICE LionLoaded<P> load(int blocks_on) const {
+    const Span at{this->ahead.offset, kVector, true};
+    return {this->load_scale(blocks_on), load_weights(this->tensor, this->param_type, at),
+            load_gradient(this->grad, this->grad_type, at, this->grad_alignment),
+            load_codes(this->tensor.m, at)};
+  }
+
+  MEMKERN_DEVICE LionVector decoded(const LionLoaded<P>& loaded) const {
+    LionVector x;
+    join_weights(this->tensor, this->param_type, loaded.p, x.p);
+    gradient_to_floats(loaded.g, this->grad_type, this->grad_alignment, x.g);
+    decode<StateKind::kPower, true>(loaded.m, this->formula.unit(loaded.scale), x.m);
+    return x;
+  }
+};
+
+template <class Rule, class P, class G>
+MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
+                                      G grad_type) {
+  LionWhole<P, G> at(work, param_type, grad_type);
+  const typename Rule::Scalars s = work.scalars.scalars;
+  const uint32_t step = work.scalars.step;
+  DitherTable& dithers = dither_table();
+  dithers.fill(step);
+  LionLoaded<P> next = at.load(0);
+  for (int round = 0; round < at.rounds; ++round, at.next()) {
+    const LionLoaded<P> loaded = next;
+    at.find_next();
+    next = at.load(at.kGroups);
+    LionVector x = at.decoded(loaded);
+    lion_update_vector<Rule>(x, s);
+    float absmax = absmax_or_nan<true>(x.m);
+    const bool finite = is_finite(absmax);
+    if (any_lane(!finite)) absmax = finite_absmax<true>(x.m);
+    float scale = max_over_lanes(absmax, kWholeLanes / 2);
+    const float factor = at.formula.factor(scale);
+    Codes codes = encode_signed(x.m, factor, dithers, at.lane);
+    if (any_lane(!finite))
+      codes = encode_exactly<StateKind::kPower, true>(x.m, factor, at.position(), dithers);
+    if (at.exists()) {
+      store_weights(
+          at.tensor, param_type, at.span(), step,
+          [&](int i) { return static_cast<uint32_t>(at.position() + i); }, x.p);
+      store_codes(at.tensor.m, at.span(), codes);
+    }
+    if (at.stores_scale()) __stcs(at.scale(), scale);
+  }
+}
+
+// A tile of 8-bit states.
+template <StateKind Kind, class Rule, class P, class G, class Group>
+MEMKERN_DEVICE void lion_update_tile(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+                                     Group group) {
+  if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
+    if (any_lane(work.tensor.main_path)) return lion_update_whole<Rule>(work, param_type, grad_type);
+  lion_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 
 }  // namespace memkern

@@ -3,7 +3,7 @@
 #include "common/ops.h"
 #include "core/sgd.h"
 #include "launch_step.h"
-#include "lion_whole.cuh"
+#include "lion_update.cuh"
 
 namespace memkern {
 
@@ -42,9 +42,11 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 
 void sgd_step_cuda(const StepArgs& args) {
   step_in_one_pass<kAheadBlocks, SgdHyperparameters, SgdTensor>(
-      "sgd_step_", kSgdStep, args, sgd_prologue,
-      {sgd_tiles<StateKind::kPower, false>, sgd_tiles<StateKind::kDynamic, false>,
-       sgd_tiles<StateKind::kPower, true>, sgd_tiles<StateKind::kDynamic, true>});
+      kSgdStep, args, sgd_prologue,
+      {.plain = {.power = sgd_tiles<StateKind::kPower, false>,
+                 .dynamic = sgd_tiles<StateKind::kDynamic, false>},
+       .master = {.power = sgd_tiles<StateKind::kPower, true>,
+                  .dynamic = sgd_tiles<StateKind::kDynamic, true>}});
 }
 
 }  // namespace memkern

@@ -1,7 +1,7 @@
-// Sums of squares: of a norm of gradients, and of the norms that trust ratios are made of.
+// Sums of squares, for the norm of gradients and the norms of layers. Sums over threads are in a fixed order:
+// the same bits every run.
 #pragma once
 #include "block_state.cuh"
-#include "reductions.cuh"
 
 namespace memkern {
 
@@ -17,8 +17,8 @@ MEMKERN_DEVICE void add_square(double& sum, float x) {
 // Where fp64 is slow, four squares are added in fp32 first: each is rounded once, and so are two additions on
 // its way, so that the sum's relative error is at most 3 * 2^-24 and that of its root, a norm, 9e-8. A
 // quarter of the fp64 instructions is left, 4 a vector in place of 16. Those took twice the time of an RTX
-// 5090's memory for bf16 gradients, these take half of it (benchmarks/studies/gpu_model.py). Squares of elements
-// outside [2^-50, 2^60] may be too small or too large for fp32.
+// 5090's memory for bf16 gradients, these take half of it (benchmarks/studies/gpu_model.py). Squares of
+// elements outside [2^-50, 2^60] may be too small or too large for fp32.
 MEMKERN_DEVICE void add_squares(double& sum, const float (&x)[kVector]) {
   if (slow_fp64()) {
     const float largest = absmax_or_nan<true>(x);
@@ -30,6 +30,24 @@ MEMKERN_DEVICE void add_squares(double& sum, const float (&x)[kVector]) {
   }
 #pragma unroll
   for (const float each : x) add_square(sum, each);
+}
+
+MEMKERN_DEVICE double sum_over_warp(double x) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
+  return x;
+}
+
+// The sum over all threads of a thread block, in every thread. All of them call it.
+template <int Threads = kThreads> MEMKERN_DEVICE double sum_over_block(double x) {
+  __shared__ double of_warp[Threads / kWarp];
+  x = sum_over_warp(x);
+  __syncthreads();  // until all threads have read the sums of an earlier call
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  double sum = 0.0;
+#pragma unroll
+  for (int i = 0; i < Threads / kWarp; ++i) sum += of_warp[i];
+  return sum;
 }
 
 }  // namespace memkern

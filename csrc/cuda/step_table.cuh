@@ -19,7 +19,7 @@ MEMKERN_DEVICE double read(const ScalarArg& s) {
   return s.is_double ? *static_cast<const double*>(s.address) : *static_cast<const float*>(s.address);
 }
 
-// What all tensors of a step share. A scalar whose has_... is 0 was not given.
+// The scalars that all tensors of a step share. A scalar was not given if its has_... is 0.
 struct StepHeader {
   ScalarArg grad_scale, found_inf, grad_norm;
   int64_t has_grad_scale, has_found_inf, has_grad_norm;
@@ -34,10 +34,10 @@ MEMKERN_DEVICE double gradient_factor(const StepHeader& h) {
   return gradient_factor(scale, h.has_grad_norm, norm, h.max_grad_norm);
 }
 
-// One tensor. Its gradient is in a list of its own, as its address may change at every step.
+// One tensor. Gradients are in a list of their own: their addresses may change at every step.
 struct TensorRecord {
-  void *param, *exp_avg, *exp_avg_sq, *weight_state;
-  float *exp_avg_scale, *exp_avg_sq_scale, *step, *trust_ratio;
+  void *param, *m, *v, *weight_state;
+  float *m_scale, *v_scale, *step, *trust_ratio;
   int64_t numel;
   Blocks blocks;
   StateKind kind;
@@ -53,8 +53,8 @@ MEMKERN_DEVICE bool has_master_weights(const TensorRecord& t) {
   return t.weight_storage != WeightStorage::kNearest;
 }
 
-// The type of a bf16 parameter with master weights, rounding errors or stochastic rounding (weights.cuh), in
-// place of its FloatType.
+// The type of a bf16 parameter with a weight state or stochastic rounding (weights.cuh), in place of its
+// FloatType.
 struct MasterWeights {
   MEMKERN_FN constexpr operator FloatType() const { return FloatType::kBf16; }
 };
@@ -76,7 +76,7 @@ template <class Group, class Scalars> struct StepTable {
   int count;         // of tensors
 };
 
-// What a prologue computes for a tensor. step: what the dither of its codes depends on.
+// The scalars that a prologue computes for a tensor, and its step, which seeds the dither of its codes.
 template <class Formula> struct Stepped {
   Formula scalars;
   uint32_t step;
@@ -86,7 +86,8 @@ template <class Formula> MEMKERN_DEVICE Formula& scalars_of(Stepped<Formula>& te
   return tensor.scalars;
 }
 
-// The tile of a thread block. In shared memory, as it is the same for all threads: registers are scarce.
+// The tile of a thread block. It is the same for all threads, so it is in shared memory: registers are
+// scarce.
 template <class Scalars> struct TileWork {
   TensorRecord tensor;
   Tile tile;
@@ -100,8 +101,8 @@ template <class Scalars> struct TileWork {
   // master weights or not, as `master` says.
   template <class Group>
   MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool master) {
-    // The second warp looks whether the step is skipped while the first finds the tile: each takes several
-    // loads that depend on one another.
+    // The second warp checks whether the step is skipped while the first finds the tile: both are chains of
+    // dependent loads.
     if (threadIdx.x == kWarp) skip = skipped(*table.header);
     if (threadIdx.x < kWarp) {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);

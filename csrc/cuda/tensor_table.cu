@@ -39,10 +39,6 @@ void write(char* to, const char* from, size_t bytes, cudaStream_t stream) {
   }
 }
 
-Tensor allocate(const Tensor& like, size_t bytes) {
-  return torch::stable::new_empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-}
-
 // Device memory that stays from step to step. From CUDA itself: while torch.compile warms up for a CUDA
 // graph, torch's allocator takes this thread's memory from the graph's pool, in which nothing may be left
 // afterwards but the graph's outputs. From torch where CUDA has none left, as what torch has cached is
@@ -63,7 +59,7 @@ class TableMemory {
     void* data = nullptr;
     if (const cudaError_t status = cudaMalloc(&data, bytes); status == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      of_torch_ = allocate(like, bytes);
+      of_torch_ = new_bytes(like, bytes);
       data = of_torch_->data_ptr();
     } else {
       check_cuda(status, "cudaMalloc");
@@ -89,8 +85,8 @@ class TableMemory {
   std::optional<Tensor> of_torch_;
 };
 
-// What finds the table that is likely to be that of the step before: op, device, stream, a tensor of the
-// step, and how many there are. The whole image is compared.
+// The key of a cached table: op, device, stream, a tensor of the step, and the number of tensors. It finds
+// the table of the last step in most cases; the whole image is compared.
 using TableKey = std::tuple<std::string, int, cudaStream_t, const void*, size_t>;
 
 // A table on a device.
@@ -148,8 +144,7 @@ DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op
   if (is_capturing(stream)) {
     // In memory of the graph's own pool, and all of it: a replay does not depend on what other steps leave
     // behind.
-    Tensor memory = allocate(first, bytes);
-    keep_for_replay(memory);
+    Tensor memory = new_bytes(first, bytes);
     char* data = static_cast<char*>(memory.data_ptr());
     write(data, now.data(), now.size(), stream);
     return {data, memory, std::move(lock)};

@@ -1,8 +1,8 @@
 // Uploads the table of an op on many tensors (addresses, layouts, scalars) for its kernels to read.
 //
-// The host builds an image of the whole table at every step and compares it with the image of the step
-// before. What differs is sent to the device as arguments of a small kernel: without pinned memory, without
-// waiting, and in a CUDA graph the bytes are part of the graph.
+// The host builds an image of the whole table at every step and compares it with the image of the last step.
+// A small kernel has the bytes that differ as its arguments and writes them. This needs no pinned memory and
+// no wait, and in a CUDA graph the bytes are part of the graph.
 #pragma once
 #include <mutex>
 

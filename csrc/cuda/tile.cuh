@@ -10,6 +10,47 @@
 
 namespace memkern {
 
+// What `make gpu PART=tune` varies, by nvcc's -D (tools/gpu/tune.py).
+#ifndef MEMKERN_THREADS
+#define MEMKERN_THREADS 128
+#endif
+#ifndef MEMKERN_STEP_THREADS
+#define MEMKERN_STEP_THREADS 640
+#endif
+#ifndef MEMKERN_AHEAD_THREADS
+#define MEMKERN_AHEAD_THREADS 512
+#endif
+#ifndef MEMKERN_RESIDENT_THREADS
+#define MEMKERN_RESIDENT_THREADS 2048
+#endif
+#ifndef MEMKERN_TABLE_THREADS
+#define MEMKERN_TABLE_THREADS 1024
+#endif
+#ifndef MEMKERN_TILE_ELEMENTS
+#define MEMKERN_TILE_ELEMENTS 16384
+#endif
+#ifndef MEMKERN_EVEN_TILES
+#define MEMKERN_EVEN_TILES true
+#endif
+
+constexpr int kThreads = MEMKERN_THREADS;  // per thread block
+// Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
+// threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of a step
+// that loads a vector ahead (whole_blocks.cuh), with up to 128; of codecs.
+constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
+constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
+constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
+constexpr int kCodecBlocks = 1024 / kThreads;
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// Warp vote (__any_sync). A branch on it is warp-uniform, and the compiler knows it: it leaves out the checks
+// for divergence at each shuffle, two instructions, and the stack entries for divergent lanes.
+MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
+
+// A number that is the same in all lanes, for the same reason: a loop's count.
+MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
+
 constexpr int kTileElements = MEMKERN_TILE_ELEMENTS;  // at most
 
 // A tensor's blocks, as kernels and the table hold them.
@@ -31,8 +72,9 @@ MEMKERN_FN bool have_whole_vectors(const Blocks& b) {
 
 // Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
 // tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
-// 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364 (benchmarks/studies/gpu_model.py
-// tells what that costs). kTileElements makes the start of a thread block small beside its work.
+// 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364
+// (benchmarks/studies/gpu_model.py tells what that costs). kTileElements makes the start of a thread block
+// small beside its work.
 inline int tile_elements(int64_t numel, int64_t slots) {
   constexpr int64_t kRound = kThreads * kVector;
   static_assert(kTileElements % kRound == 0);

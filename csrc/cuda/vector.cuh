@@ -2,7 +2,7 @@
 #pragma once
 #include "common/step_tensor.h"
 #include "core/scalar.h"
-#include "device.cuh"
+#include "cuda/device.cuh"
 
 namespace memkern {
 

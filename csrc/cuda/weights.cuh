@@ -1,5 +1,5 @@
-// Vectors of bf16 weights that are not just rounded to the nearest: with their rounding errors or a copy in
-// fp32, or stochastically rounded; and of other types, which are just loaded and stored.
+// Loads and stores vectors of weights. bf16 weights may have a state (rounding errors, or a copy in fp32) or
+// be rounded stochastically.
 #pragma once
 #include "core/weights.h"
 #include "step_table.cuh"
@@ -8,7 +8,7 @@ namespace memkern {
 
 // A vector of a parameter as it is in memory.
 template <class Type> struct RawWeights : Raw {};
-// And its weight state: 8 copies in fp32, or 8 errors in the first 4 words or the first 2.
+// With its weight state: 8 copies in fp32, or 8 errors in the first 4 or 2 words.
 template <> struct RawWeights<MasterWeights> : Raw {
   Raw state;
 };

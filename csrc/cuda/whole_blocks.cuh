@@ -1,6 +1,6 @@
 // The main path of a step: power codes in blocks of 65 to 128 elements, in rows of a multiple of 8, in arrays
-// that are aligned to 16 bytes (a gradient to its elements). What other tensors need for each element or each
-// block is computed once per tile here, and what few values need is behind warp-uniform branches.
+// that are aligned to 16 bytes (a gradient to its elements). It computes once per tile what the general
+// kernels compute for each element or block. Rare cases are behind warp-uniform branches.
 #pragma once
 #include "block_state.cuh"
 #include "fast_path.cuh"
@@ -141,12 +141,12 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
     const auto forward = [](auto* array, int64_t bytes) {
       return static_cast<decltype(array)>(static_cast<char*>(const_cast<void*>(array)) + bytes);
     };
-    scales = half.pick(tensor.exp_avg_scale, tensor.exp_avg_sq_scale) + block;
+    scales = half.pick(tensor.m_scale, tensor.v_scale) + block;
     tensor.param = forward(tensor.param, element * (param_type == FloatType::kFp32 ? 4 : 2));
     grad = forward(gradient, element * (grad_type == FloatType::kFp32 ? 4 : 2));
     grad_alignment = static_cast<Alignment>(same_in_all_lanes(static_cast<int>(alignment_of(grad))));
-    tensor.exp_avg = forward(tensor.exp_avg, element);
-    tensor.exp_avg_sq = forward(tensor.exp_avg_sq, Kind == StateKind::kPower4 ? element / 2 : element);
+    tensor.m = forward(tensor.m, element);
+    tensor.v = forward(tensor.v, Kind == StateKind::kPower4 ? element / 2 : element);
     tensor.weight_state = forward(tensor.weight_state, element * weight_state_bytes(tensor.weight_storage));
   }
 };

@@ -20,11 +20,11 @@ _EPS = st.word_of(ADAM_STEP, "eps")
 _WEIGHT_DECAY = st.word_of(ADAM_STEP, "weight_decay")
 _DECOUPLED = st.word_of(ADAM_STEP, "decoupled_weight_decay")
 _MAXIMIZE = st.word_of(ADAM_STEP, "maximize")
-# Words of a tensor's scalars (AdamScalars in csrc/core/adam.h), beside those of step_table.py.
-ROOT_BETA2 = tl.constexpr(5)
-EPS = tl.constexpr(6)
-STEP_SIZE = tl.constexpr(7)
-COUPLED_DECAY = tl.constexpr(9)
+# Words of a tensor's scalars, beside those of step_table.py.
+ROOT_BETA2 = st.scalar("root_beta2")
+EPS = st.scalar("eps")
+STEP_SIZE = st.scalar("step_size")
+COUPLED_DECAY = st.scalar("coupled_decay")
 
 
 @triton.jit
@@ -84,10 +84,10 @@ def adam_tensor(word, grad, s, tensors, BLOCK_SIZE: tl.constexpr, KIND: tl.const
     addresses = (
         tl.load(word + st.PARAM * tensors),
         grad,
-        tl.load(word + st.EXP_AVG * tensors),
-        tl.load(word + st.EXP_AVG_SQ * tensors),
-        tl.load(word + st.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
-        tl.load(word + st.EXP_AVG_SQ_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + st.M * tensors),
+        tl.load(word + st.V * tensors),
+        tl.load(word + st.M_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + st.V_SCALE * tensors).to(tl.pointer_type(tl.float32)),
         tl.load(word + st.WEIGHT_STATE * tensors),
     )
     grad_scalars = tl.load(s + st.GRAD_FACTOR), tl.load(s + COUPLED_DECAY)

@@ -22,7 +22,7 @@ _WEIGHT_DECAY = st.word_of(LAMB_STEP, "weight_decay")
 _DECOUPLED = st.word_of(LAMB_STEP, "decoupled_decay")
 _BIAS_CORRECTION = st.word_of(LAMB_STEP, "bias_correction")
 # A word of a layer's scalars, beside those of adam.py and trust_ratio.py.
-_UPDATE_DECAY = tl.constexpr(12)  # weight_decay where it is part of the update, else 0
+_UPDATE_DECAY = st.scalar("update_decay")  # weight_decay where it is part of the update, else 0
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "passes"])
@@ -109,7 +109,7 @@ def lamb_ratios(
         ratio = tr.ratio_or_one(p_norm, norm, p_norm / norm)
         ratio = tr.clip_ratio(ratio, st.read_fp64(at + tr.TRUST_CLIP, yes) != 0.0).to(tl.float32)
         tl.store(tl.load(columns + st.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
-        tl.store(s + tr.RATE, (st.read_scalar(at, yes) * ratio.to(tl.float64)).to(tl.float32))
+        tl.store(s + st.RATE, (st.read_scalar(at, yes) * ratio.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -124,7 +124,7 @@ def lamb_tiles(
         word, grad, s, tensors, BLOCK_SIZE, KIND
     )
     eps, step_size, decay = param_scalars
-    update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + tr.RATE)
+    update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + st.RATE)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)

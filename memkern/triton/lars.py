@@ -11,7 +11,7 @@ from . import trust_ratio as tr
 from .block_state import dequantize
 from .launch_step import step_in_two_passes
 from .lion import lion_addresses, lion_load, lion_store
-from .sgd import COUPLED_DECAY, MOMENTUM, NESTEROV, WEIGHT, sgd_decayed, sgd_momentum, sgd_parameter
+from .sgd import MOMENTUM, NESTEROV, WEIGHT, WEIGHT_DECAY, sgd_decayed, sgd_momentum, sgd_parameter
 from .squares import add_squares, zero_squares
 from .tile import tile_of
 from .weights import random_of
@@ -19,13 +19,13 @@ from .weights import random_of
 # Words of a group, beside those of trust_ratio.py.
 _GROUP_MOMENTUM = st.word_of(LARS_STEP, "momentum")
 _DAMPENING = st.word_of(LARS_STEP, "dampening")
-_WEIGHT_DECAY = st.word_of(LARS_STEP, "weight_decay")
+_GROUP_WEIGHT_DECAY = st.word_of(LARS_STEP, "weight_decay")
 _GROUP_NESTEROV = st.word_of(LARS_STEP, "nesterov")
 _TRUST_COEFF = st.word_of(LARS_STEP, "trust_coeff")
 _EPS = st.word_of(LARS_STEP, "eps")
-# Words of a layer's scalars (LarsScalars in csrc/core/lars.h), beside those of step_table, sgd and trust_ratio.
-_CLASSIC = tl.constexpr(4)
-_GRAD_RATIO = tl.constexpr(12)
+# Words of a layer's scalars, beside those of step_table, sgd and trust_ratio.
+_CLASSIC = st.scalar("classic")
+_GRAD_RATIO = st.scalar("grad_ratio")
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "passes"])
@@ -35,7 +35,7 @@ def lars_prologue(table, scalars, groups, tensors, passes):
     at = st.group_of(table, columns, tensors, t, mask)
     lr = st.read_scalar(at, mask)
     momentum, dampening = st.read_fp64(at + _GROUP_MOMENTUM, mask), st.read_fp64(at + _DAMPENING, mask)
-    weight_decay = st.read_fp64(at + _WEIGHT_DECAY, mask)
+    weight_decay = st.read_fp64(at + _GROUP_WEIGHT_DECAY, mask)
     classic = st.read_fp64(at + _TRUST_COEFF, mask) != 0.0
     factor = st.gradient_factor(table)
     factor = tl.where(st.read_fp64(at + tr.MAXIMIZE, mask) != 0.0, -factor, factor)
@@ -47,7 +47,7 @@ def lars_prologue(table, scalars, groups, tensors, passes):
     tl.store(out + st.GRAD_FACTOR, factor.to(tl.float32), mask=mask)
     tl.store(out + MOMENTUM, momentum.to(tl.float32), mask=mask)
     tl.store(out + WEIGHT, (1.0 - tl.where(classic, dampening, momentum)).to(tl.float32), mask=mask)
-    tl.store(out + COUPLED_DECAY, weight_decay.to(tl.float32), mask=mask)
+    tl.store(out + WEIGHT_DECAY, weight_decay.to(tl.float32), mask=mask)
     tl.store(out + _CLASSIC, tl.where(classic, 1.0, 0.0), mask=mask)
     tl.store(out + NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
     st.store_step_offset(out, step, mask)
@@ -61,7 +61,7 @@ def load_step_scalars(s):
         tl.load(s + st.GRAD_FACTOR),
         tl.load(s + MOMENTUM),
         tl.load(s + WEIGHT),
-        tl.load(s + COUPLED_DECAY),
+        tl.load(s + WEIGHT_DECAY),
         tl.load(s + _GRAD_RATIO),
     )
 
@@ -115,7 +115,7 @@ def lars_ratios(
     if (tl.load(s + tr.ADAPT) != 0.0) & (passes != tr.FIRST):
         yes = tensor >= 0
         at = st.group_of(table, columns, tensors, tensor, yes)
-        lr, weight_decay = st.read_scalar(at, yes), st.read_fp64(at + _WEIGHT_DECAY, yes)
+        lr, weight_decay = st.read_scalar(at, yes), st.read_fp64(at + _GROUP_WEIGHT_DECAY, yes)
         coeff, eps = st.read_fp64(at + _TRUST_COEFF, yes), st.read_fp64(at + _EPS, yes)
         clip = st.read_fp64(at + tr.TRUST_CLIP, yes) != 0.0
         classic = coeff != 0.0
@@ -124,7 +124,7 @@ def lars_ratios(
         ratio = tr.clip_ratio(tl.where(classic & clip, ratio / lr, ratio), clip).to(tl.float32)
         tl.store(tl.load(columns + st.TRUST_RATIO * tensors + tensor).to(tl.pointer_type(tl.float32)), ratio)
         tl.store(s + _GRAD_RATIO, tl.where(classic, ratio, 1.0))
-        tl.store(s + tr.RATE, tl.where(classic, lr, lr * ratio.to(tl.float64)).to(tl.float32))
+        tl.store(s + st.RATE, tl.where(classic, lr, lr * ratio.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -136,7 +136,7 @@ def lars_tiles(
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, step_scalars = lion_addresses(word, grad, tensors), load_step_scalars(s)
-    momentum, rate, nesterov = tl.load(s + MOMENTUM), tl.load(s + tr.RATE), tl.load(s + NESTEROV) != 0.0
+    momentum, rate, nesterov = tl.load(s + MOMENTUM), tl.load(s + st.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)

@@ -17,8 +17,8 @@ _BETA1 = st.word_of(LION_STEP, "beta1")
 _BETA2 = st.word_of(LION_STEP, "beta2")
 _WEIGHT_DECAY = st.word_of(LION_STEP, "weight_decay")
 _MAXIMIZE = st.word_of(LION_STEP, "maximize")
-# A word of a tensor's scalars (LionScalars in csrc/core/lion.h), beside those of step_table.py.
-_LR = tl.constexpr(5)
+# A word of a tensor's scalars, beside those of step_table.py.
+_LR = st.scalar("lr")
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def lion_addresses(word, grad, tensors):
     return (
         tl.load(word + st.PARAM * tensors),
         grad,
-        tl.load(word + st.EXP_AVG * tensors),
-        tl.load(word + st.EXP_AVG_SCALE * tensors).to(tl.pointer_type(tl.float32)),
+        tl.load(word + st.M * tensors),
+        tl.load(word + st.M_SCALE * tensors).to(tl.pointer_type(tl.float32)),
         tl.load(word + st.WEIGHT_STATE * tensors),
     )
 

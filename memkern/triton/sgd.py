@@ -16,15 +16,14 @@ from .weights import random_of
 # Words of a group.
 _GROUP_MOMENTUM = st.word_of(SGD_STEP, "momentum")
 _DAMPENING = st.word_of(SGD_STEP, "dampening")
-_WEIGHT_DECAY = st.word_of(SGD_STEP, "weight_decay")
+_GROUP_WEIGHT_DECAY = st.word_of(SGD_STEP, "weight_decay")
 _GROUP_NESTEROV = st.word_of(SGD_STEP, "nesterov")
 _MAXIMIZE = st.word_of(SGD_STEP, "maximize")
-# Words of a tensor's scalars (SgdScalars in csrc/core/sgd.h), beside those of step_table.py.
-MOMENTUM = tl.constexpr(1)
-WEIGHT = tl.constexpr(2)
-COUPLED_DECAY = tl.constexpr(3)
-_LR = tl.constexpr(4)
-NESTEROV = tl.constexpr(5)
+# Words of a tensor's scalars, beside those of step_table.py.
+MOMENTUM = st.scalar("momentum")
+WEIGHT = st.scalar("weight")  # of the gradient in the momentum
+WEIGHT_DECAY = st.scalar("weight_decay")
+NESTEROV = st.scalar("nesterov")
 
 
 @triton.jit(do_not_specialize=["groups", "tensors"])
@@ -43,8 +42,8 @@ def sgd_prologue(table, scalars, groups, tensors):
     tl.store(out + st.GRAD_FACTOR, tl.where(maximize, -factor, factor).to(tl.float32), mask=mask)
     tl.store(out + MOMENTUM, st.read_fp64(at + _GROUP_MOMENTUM, mask).to(tl.float32), mask=mask)
     tl.store(out + WEIGHT, (1.0 - dampening).to(tl.float32), mask=mask)
-    tl.store(out + COUPLED_DECAY, st.read_fp64(at + _WEIGHT_DECAY, mask).to(tl.float32), mask=mask)
-    tl.store(out + _LR, lr.to(tl.float32), mask=mask)
+    tl.store(out + WEIGHT_DECAY, st.read_fp64(at + _GROUP_WEIGHT_DECAY, mask).to(tl.float32), mask=mask)
+    tl.store(out + st.RATE, lr.to(tl.float32), mask=mask)
     tl.store(out + NESTEROV, tl.where(st.read_fp64(at + _GROUP_NESTEROV, mask) != 0.0, 1.0, 0.0), mask=mask)
     st.store_step_offset(out, step, mask)
     tl.store(out + st.RUN, tl.where(st.skipped(table), 0.0, 1.0), mask=mask)
@@ -77,15 +76,15 @@ def sgd_tiles(
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
     addresses, grad_factor = lion_addresses(word, grad, tensors), tl.load(s + st.GRAD_FACTOR)
-    momentum, weight, weight_decay = tl.load(s + MOMENTUM), tl.load(s + WEIGHT), tl.load(s + COUPLED_DECAY)
-    lr, nesterov = tl.load(s + _LR), tl.load(s + NESTEROV) != 0.0
+    momentum, weight, weight_decay = tl.load(s + MOMENTUM), tl.load(s + WEIGHT), tl.load(s + WEIGHT_DECAY)
+    rate, nesterov = tl.load(s + st.RATE), tl.load(s + NESTEROV) != 0.0
     u, r = st.dither_of(s, BLOCK_SIZE), random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
         p, g, m, scale = lion_load(addresses, grad_factor, tile, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR)
         d = sgd_decayed(p, g, weight_decay)
         m = sgd_momentum(d, dequantize(m, scale, 1.0, tables, KIND, True), momentum, weight)
-        p = sgd_parameter(p, d, m, lr, momentum, nesterov)
+        p = sgd_parameter(p, d, m, rate, momentum, nesterov)
         lion_store(p, m, addresses, u, r, tile, tables, KIND, PARAM_DTYPE, VECTOR)
 
 

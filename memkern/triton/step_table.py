@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..quant import codec as C
-from ..schemas import StepOp
+from ..schemas import STEP_OPS, StepOp
 from .codec import dither
 
 # Header: three scalar arguments (two words each: value or address, then the kind), and max_grad_norm.
@@ -37,10 +37,10 @@ AT_FP32 = tl.constexpr(2)
 AT_FP64 = tl.constexpr(3)
 # Columns.
 PARAM = tl.constexpr(0)
-EXP_AVG = tl.constexpr(1)
-EXP_AVG_SQ = tl.constexpr(2)
-EXP_AVG_SCALE = tl.constexpr(3)
-EXP_AVG_SQ_SCALE = tl.constexpr(4)
+M = tl.constexpr(1)  # first and second moment, whatever their names in the optimizer's state
+V = tl.constexpr(2)
+M_SCALE = tl.constexpr(3)
+V_SCALE = tl.constexpr(4)
 STEP = tl.constexpr(5)
 NUMEL = tl.constexpr(6)
 SEGMENT = tl.constexpr(7)
@@ -57,17 +57,29 @@ COLUMNS = tl.constexpr(17)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
 WEIGHT_STEP = tl.constexpr(C.WEIGHT_STEP)
-# A tensor's scalars, fp32, which the prologue computes. Here those of several optimizers; others are in their modules.
-GRAD_FACTOR = tl.constexpr(0)
-BETA1 = tl.constexpr(1)
-ONE_MINUS_BETA1 = tl.constexpr(2)
-BETA2 = tl.constexpr(3)
-ONE_MINUS_BETA2 = tl.constexpr(4)
-DECAY = tl.constexpr(8)  # 1 - lr * weight_decay where that is decoupled, else 1
-STEP_OFFSET = tl.constexpr(10)  # step * DITHER_STEP modulo 2^32, for the dither: the bits of a uint32
-RUN = tl.constexpr(11)  # 0 where the step is skipped
-WEIGHT_OFFSET = tl.constexpr(15)  # step * WEIGHT_STEP likewise, for the random bits of weights
-SCALARS = tl.constexpr(16)
+# A tensor's scalars, which the prologue computes, all fp32: each name of StepOp.scalars has one word in all optimizers.
+_SCALARS = [
+    *dict.fromkeys(name for op in STEP_OPS.values() for name in op.scalars),
+    *("run", "adapt", "step_offset", "weight_offset"),
+]
+SCALARS = tl.constexpr(len(_SCALARS))
+
+
+def scalar(name: str) -> tl.constexpr:
+    """The word of a scalar. Those of several optimizers follow; others are in their modules."""
+    return tl.constexpr(_SCALARS.index(name))
+
+
+GRAD_FACTOR = scalar("grad_factor")
+BETA1 = scalar("beta1")
+ONE_MINUS_BETA1 = scalar("one_minus_beta1")
+BETA2 = scalar("beta2")
+ONE_MINUS_BETA2 = scalar("one_minus_beta2")
+DECAY = scalar("decay")  # 1 - lr * weight_decay where that is decoupled, else 1
+RATE = scalar("rate")  # lr, times the trust ratio
+RUN = scalar("run")  # 0 where the step is skipped
+STEP_OFFSET = scalar("step_offset")  # step * DITHER_STEP modulo 2^32, for the dither: the bits of a uint32
+WEIGHT_OFFSET = scalar("weight_offset")  # step * WEIGHT_STEP likewise, for the random bits of weights
 PROLOGUE_TENSORS = tl.constexpr(128)  # per program of the prologue
 _SEARCH = tl.constexpr(128)
 

@@ -1,7 +1,7 @@
 """What LAMB and LARS share: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
 
-In the step's table each layer of a tensor is a tensor of its own. Words of its scalars that both optimizers have: RATE
-and ADAPT; of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE, the last ones of both (:mod:`memkern.schemas`).
+In the step's table each layer of a tensor is a tensor of its own. A word of its scalars that both optimizers
+have: ADAPT; words of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE, the last ones of both (:mod:`memkern.schemas`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from ..schemas import STEP_OPS
 from . import step_table as st
 
 _LEAST_NORM = tl.constexpr(C.LEAST_NORM)
-RATE = tl.constexpr(13)
-ADAPT = tl.constexpr(14)
+ADAPT = st.scalar("adapt")
 
 
 def _word_of_all(hyperparameter: str) -> tl.constexpr:
@@ -51,7 +50,7 @@ def store_layer_scalars(table, columns, tensors, t, mask, out, group, lr, weight
     writes = tl.where(passes == FIRST, 0, tl.where(run, 1, 0)) != 0
     tl.store(ratio, tl.where(writes, 1.0, tl.load(ratio, mask=mask, other=0.0)), mask=mask)
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
-    tl.store(out + RATE, lr.to(tl.float32), mask=mask)
+    tl.store(out + st.RATE, lr.to(tl.float32), mask=mask)
     tl.store(out + ADAPT, tl.where(run, tl.where(adapt, 1.0, 0.0), 0.0), mask=mask)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memkern.schemas import STEP_OPS
+from memkern.schemas import STEP_OPS, StepOp
 
 ROOT = Path(__file__).parents[2]
 OWN = (
@@ -14,7 +14,6 @@ OWN = (
     "memkern/triton/{}.py",  # its kernels, and their launch
     "memkern/optim/{}.py",  # the class: arguments, defaults, checks
     "csrc/core/{}.h",  # the formula for one element, on CPU and CUDA
-    "csrc/cpu/{}.cpp",  # the op: from its arguments to jobs
     "csrc/cpu/kernels/{}.h",  # the loop over blocks
     "csrc/cuda/{}.cu",  # the op, its kernels, and their launch
 )
@@ -23,8 +22,9 @@ LINES = {
     "memkern/reference/__init__.py": "its name",
     "memkern/triton/__init__.py": "its name",
     "memkern/optim/__init__.py": "its class",
+    "csrc/cpu/steps.cpp": "the op: from its arguments to jobs",
     "csrc/cpu/kernels/jobs.h": "its job and its kernels",
-    "csrc/cpu/kernels/all.h": "its header",
+    "csrc/cpu/kernels/all.h": "its header and its kernels",
 }
 # For `python -m memkern train --optimizer` and `plan --optimizer`.
 OPTIONAL = {"memkern/options.py", "memkern/train/config.py"}
@@ -89,3 +89,17 @@ def test_no_list_of_arguments_is_repeated() -> None:
         "memkern/reference/state.py",
         "memkern/triton/step_args.py",
     }
+
+
+@pytest.mark.parametrize("op", STEP_OPS.values(), ids=lambda op: op.name)
+def test_scalars_are_the_members_of_the_structs(op: StepOp) -> None:
+    """csrc/core/NAME.h has them in a struct, or in that of the optimizer that it derives from."""
+
+    def members(title: str) -> list[str]:
+        path = ROOT / "csrc/core" / f"{title.lower()}.h"
+        text = re.sub(r"//[^\n]*", "", path.read_text())
+        base, body = re.search(rf"struct {title}Scalars(?: : (\w+)Scalars)? {{(.*?)}};", text, re.S).groups()  # type: ignore[union-attr]
+        own = [name for line in re.findall(r"(?:float|int32_t) ([^;]+);", body) for name in line.split(", ")]
+        return [*(members(base) if base else []), *own]
+
+    assert members(op.name.removesuffix("_step_").title()) == [*op.scalars]

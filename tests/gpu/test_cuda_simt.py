@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memkern import reference
 from memkern.fewbit.tables import LEVELS
-from memkern.quant.codec import CODECS, ODD, POWER4, POWER4_LEVELS, POWER_LEVELS_UNSIGNED
+from memkern.quant.codec import CODECS, ODD, POWER4, POWER4_LEVELS, POWER_LEVELS_UNSIGNED, WEIGHTS
 from memkern.quant.layout import layer_count, layout_of
 from memkern.reference.blockwise import dither
 from memkern.schemas import STEP_OPS, StepArgs
@@ -43,6 +43,7 @@ from tests.support.helpers import (
     over_layouts,
     tensor,
 )
+from tests.support.hostile_weights import hostile
 from tests.support.op_helpers import step_args as op_args
 from tests.support.simt import build, drive
 from tests.support.simt.drive import cloned, compare_codecs, compare_steps, scaler, step_args
@@ -153,6 +154,19 @@ def test_weights(name: str, weights: tuple[int, int], block_size: int) -> None:
     grad = FLOATS[weights[0] % 3] if block_size == 24 else torch.bfloat16
     args = step_args(name, torch.bfloat16, grad, weights=weights, block_size=block_size)
     compare_steps(name, args, scaler())
+
+
+@over_steps
+@pytest.mark.parametrize("kept", ["bf16+8", "bf16+16", "fp32"])
+@pytest.mark.parametrize("block_size", [128, 256])
+def test_every_weight_beside_hostile_states(name: str, kept: str, block_size: int) -> None:
+    p, state = hostile(kept)
+    weights = (WEIGHTS[kept], WEIGHTS[kept])
+    args = step_args(
+        name, torch.bfloat16, torch.bfloat16, codec=(0, 0), block_size=block_size, layouts=(p.shape,)
+    )
+    args = args._replace(params=[p], weight_storage=[*weights], weight_states=[state])
+    compare_steps(name, args, {}, steps=1)
 
 
 @over_dtypes

@@ -218,7 +218,7 @@ def test_ncus_table_is_read() -> None:
 
 
 def test_what_the_sweep_varies_is_there() -> None:
-    macros = set(re.findall(r"#ifndef MEMKERN_(\w+)", (ROOT / "csrc/cuda/device.cuh").read_text()))
+    macros = set(re.findall(r"#ifndef MEMKERN_(\w+)", (ROOT / "csrc/cuda/tile.cuh").read_text()))
     varied = {name for setting in tune.SETTINGS if setting.kind in tune.SOURCES for name in setting.values}
     assert varied == macros
     assert len({(s.kind, s.name) for s in tune.SETTINGS}) == len(tune.SETTINGS)

@@ -1,4 +1,4 @@
-"""`make gpu PART=tune`: other sizes of tiles and thread blocks than those in csrc/cuda/device.cuh, built and timed.
+"""`make gpu PART=tune`: other sizes of tiles and thread blocks than those in csrc/cuda/tile.cuh, built and timed.
 
 CUDA: each setting is a list of macros, built into a library of its own in build/gpu/tune with nothing but the ops that
 it is about, all settings in parallel; then each is timed in a process of its own. Adam's and LAMB's kernels load one

@@ -1,6 +1,6 @@
 // Adam's blocks. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
-#include "cpu/kernels/block_state.h"
+#include "cpu/kernels/block.h"
 
 namespace memkern::MEMKERN_ISA {
 namespace {
@@ -38,10 +38,10 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
   const auto update = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
     const Weights<P> weights(job, b.offset);
     const G* g = static_cast<const G*>(job.grad) + b.offset;
-    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, b.offset, block, m_values + b.place);
+    Moment<int8_t, Kind> first(job.m, job.m_scale, s.beta1, b.offset, block, m_values + b.place);
     b.w_offset = codes_offset<Second>(job.layout, b.offset, block);
-    Moment<Second, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale, kPower ? s.root_beta2 : s.beta2,
-                                b.w_offset, block, w_values + b.place);
+    Moment<Second, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, b.w_offset, block,
+                                w_values + b.place);
     with_fast_path(s, [&](const typename Rule::Scalars& s) MEMKERN_LAMBDA {
       for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
         prefetch<kOnce>(i, weights.p, g, first.codes, second.codes);
@@ -60,8 +60,8 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     b.w_factor = second.set_scale(b.n);
   };
   const auto encode_block = [&](const PendingBlock& b) MEMKERN_LAMBDA {
-    int8_t* m_codes = static_cast<int8_t*>(job.exp_avg) + b.offset;
-    Second* w_codes = static_cast<Second*>(job.exp_avg_sq) + b.w_offset;
+    int8_t* m_codes = static_cast<int8_t*>(job.m) + b.offset;
+    Second* w_codes = static_cast<Second*>(job.v) + b.w_offset;
     const float *m = m_values + b.place, *w = w_values + b.place;
     if constexpr (kPower) {
       if (b.m_factor != 0.0f && b.w_factor != 0.0f) {
@@ -86,15 +86,14 @@ void adam_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     const Weights<P> weights(job, offset);
     const G* g = static_cast<const G*>(job.grad) + offset;
-    float *exp_avg = static_cast<float*>(job.exp_avg) + offset,
-          *exp_avg_sq = static_cast<float*>(job.exp_avg_sq) + offset;
+    float *m_array = static_cast<float*>(job.m) + offset, *v_array = static_cast<float*>(job.v) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       const F x = weights.get(i, load_from);
-      F m = F(s.beta1) * load_from(exp_avg + i), v = F(s.beta2) * load_from(exp_avg_sq + i);
+      F m = F(s.beta1) * load_from(m_array + i), v = F(s.beta2) * load_from(v_array + i);
       adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
       weights.put(i, Rule::param(x, m, sqrt(v), s), store_to);
-      store_to(exp_avg + i, m);
-      store_to(exp_avg_sq + i, v);
+      store_to(m_array + i, m);
+      store_to(v_array + i, v);
     });
   });
 }

@@ -1,6 +1,6 @@
 // Blocks to codes and back. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
-#include "cpu/kernels/block_state.h"
+#include "cpu/kernels/block.h"
 
 namespace memkern::MEMKERN_ISA {
 namespace {

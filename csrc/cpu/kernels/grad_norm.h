@@ -1,6 +1,6 @@
 // Sums of squares in fp64. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
-#include "cpu/kernels/vector_loops.h"
+#include "cpu/kernels/block.h"
 
 namespace memkern::MEMKERN_ISA {
 namespace {

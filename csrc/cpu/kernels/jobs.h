@@ -1,6 +1,5 @@
-// What the CPU kernels take, and which kernels each instruction set has. Nothing of torch is included: an
-// inline function of torch compiled here for AVX-512 could become the one copy that the linker keeps for the
-// whole library.
+// The jobs that CPU kernels take, and the kernels of an instruction set. This file includes nothing of torch:
+// the linker could keep the AVX-512 copy of one of torch's inline functions for the whole library.
 #pragma once
 #include "common/step_tensor.h"
 #include "core/activation.h"
@@ -12,17 +11,17 @@
 
 namespace memkern {
 
-// What codes are rounded with at each place in a block: u, and signed_rest(u). None: to the nearest code.
+// The dither of codes for each position in a block: u, and signed_rest(u). Null: round to the nearest code.
 struct Dither {
   const float* u = nullptr;
   const float* rest = nullptr;
 };
 
-// `run` updates the blocks [begin, end).
+// A tensor of a step. `run` updates the blocks [begin, end).
 template <class Scalars> struct Job : StepTensor {
   const Scalars* scalars;
   Dither dither;
-  const uint32_t* weight_random = nullptr;  // for each place in a block, where weights are rounded with it
+  const uint32_t* weight_random = nullptr;  // random bits for each position in a block, if weights need them
   void (*run)(const Job&, int64_t begin, int64_t end);
 };
 using AdamJob = Job<AdamScalars>;
@@ -31,7 +30,7 @@ using SgdJob = Job<SgdScalars>;
 using LambJob = Job<LambScalars>;
 using LarsJob = Job<LarsScalars>;
 
-// The sums of squares over the blocks [begin, end), in an order that depends on nothing else.
+// The sums of squares over the blocks [begin, end), in a fixed order.
 template <class J> using Norms = Squares (*)(const J&, int64_t begin, int64_t end);
 
 // A tensor whose squares are summed: a partial sum for each chunk (a "block" of the layout).
@@ -72,23 +71,33 @@ struct ActivationJob {
   void (*run)(const ActivationJob&, int64_t begin, int64_t end);
 };
 
-#define MEMKERN_DECLARE_KERNELS(ISA)                                                                \
-  namespace ISA {                                                                                   \
-  decltype(AdamJob::run) adam_kernel(const StepTensor&);                                            \
-  decltype(LionJob::run) lion_kernel(const StepTensor&);                                            \
-  decltype(SgdJob::run) sgd_kernel(const StepTensor&);                                              \
-  decltype(LambJob::run) lamb_kernel(const StepTensor&);                                            \
-  Norms<LambJob> lamb_norms(const StepTensor&);                                                     \
-  decltype(LarsJob::run) lars_kernel(const StepTensor&);                                            \
-  Norms<LarsJob> lars_norms(const StepTensor&);                                                     \
-  decltype(CodecJob::run) codec_kernel(StateKind, FloatType values, bool is_signed, bool quantize); \
-  decltype(SquaresJob::run) squares_kernel(FloatType values);                                       \
-  decltype(ActivationJob::run) encode_kernel(FloatType x, int bits);                                \
-  decltype(ActivationJob::run) levels_kernel(FloatType grad, int bits);                             \
-  decltype(ActivationJob::run) valley_kernel(FloatType grad, FloatType output);                     \
-  }
-MEMKERN_DECLARE_KERNELS(generic)
-MEMKERN_DECLARE_KERNELS(avx2)
-MEMKERN_DECLARE_KERNELS(avx512)
+// A function that picks a tensor's kernel, by its dtypes and codec.
+template <class Scalars> using PickKernel = decltype(Job<Scalars>::run) (*)(const StepTensor&);
+template <class Scalars> using PickNorms = Norms<Job<Scalars>> (*)(const StepTensor&);
+
+// The kernels of an instruction set, each with the function that picks it.
+struct Kernels {
+  PickKernel<AdamScalars> adam;
+  PickKernel<LionScalars> lion;
+  PickKernel<SgdScalars> sgd;
+  PickKernel<LambScalars> lamb;
+  PickNorms<LambScalars> lamb_norms;
+  PickKernel<LarsScalars> lars;
+  PickNorms<LarsScalars> lars_norms;
+  decltype(CodecJob::run) (*codec)(StateKind, FloatType values, bool is_signed, bool quantize);
+  decltype(SquaresJob::run) (*squares)(FloatType values);
+  decltype(ActivationJob::run) (*encode)(FloatType x, int bits);
+  decltype(ActivationJob::run) (*levels)(FloatType grad, int bits);
+  decltype(ActivationJob::run) (*valley)(FloatType grad, FloatType output);
+};
+namespace generic {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
 
 }  // namespace memkern

@@ -29,17 +29,17 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
       const Weights<P> weights(job, offset);
       const G* g = static_cast<const G*>(job.grad) + offset;
       if constexpr (Kind == StateKind::kFp32) {
-        const float *exp_avg = static_cast<const float*>(job.exp_avg) + offset,
-                    *exp_avg_sq = static_cast<const float*>(job.exp_avg_sq) + offset;
+        const float *m_array = static_cast<const float*>(job.m) + offset,
+                    *v_array = static_cast<const float*>(job.v) + offset;
         for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          prefetch<kAgain>(i, weights.p, g, exp_avg, exp_avg_sq);
-          put(i, weights.get(i, load_from), F(s.beta1) * load_from(exp_avg + i),
-              F(s.beta2) * load_from(exp_avg_sq + i), load_from(g + i), masked_by(store_to));
+          prefetch<kAgain>(i, weights.p, g, m_array, v_array);
+          put(i, weights.get(i, load_from), F(s.beta1) * load_from(m_array + i),
+              F(s.beta2) * load_from(v_array + i), load_from(g + i), masked_by(store_to));
         });
       } else {
-        const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, s.beta1, offset, block, nullptr);
-        const Moment<uint8_t, Kind> second(job.exp_avg_sq, job.exp_avg_sq_scale,
-                                           kPower ? s.root_beta2 : s.beta2, offset, block, nullptr);
+        const Moment<int8_t, Kind> first(job.m, job.m_scale, s.beta1, offset, block, nullptr);
+        const Moment<uint8_t, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, offset, block,
+                                           nullptr);
         for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
           prefetch<kAgain>(i, weights.p, g, first.codes, second.codes);
           const F v = second.get(i, load_from);

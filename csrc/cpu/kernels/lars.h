@@ -31,13 +31,13 @@ Squares lars_norms_run(const LarsJob& job, int64_t begin, int64_t end) {
         updates.add(sgd_gradient(load_from(g + i), s));
       });
     } else if constexpr (Kind == StateKind::kFp32) {
-      const float* exp_avg = static_cast<const float*>(job.exp_avg) + offset;
+      const float* m_array = static_cast<const float*>(job.m) + offset;
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
-        prefetch<kAgain>(i, weights.p, g, exp_avg);
-        add_moment(weights.get(i, load_from), load_from(g + i), load_from(exp_avg + i));
+        prefetch<kAgain>(i, weights.p, g, m_array);
+        add_moment(weights.get(i, load_from), load_from(g + i), load_from(m_array + i));
       });
     } else {
-      const Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, offset, block, nullptr);
+      const Moment<int8_t, Kind> first(job.m, job.m_scale, 1.0f, offset, block, nullptr);
       for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
         prefetch<kAgain>(i, weights.p, g, first.codes);
         add_moment(weights.get(i, load_from), load_from(g + i), first.get(i, load_from));

@@ -1,6 +1,6 @@
 // Lion's blocks. Compiled once per instruction set (simd/compile_*.cpp).
 #pragma once
-#include "cpu/kernels/block_state.h"
+#include "cpu/kernels/block.h"
 
 namespace memkern::MEMKERN_ISA {
 namespace {
@@ -20,7 +20,7 @@ void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
   const auto update = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
     const Weights<P> weights(job, b.offset);
     const G* g = static_cast<const G*>(job.grad) + b.offset;
-    Moment<int8_t, Kind> first(job.exp_avg, job.exp_avg_scale, 1.0f, b.offset, block, values + b.place);
+    Moment<int8_t, Kind> first(job.m, job.m_scale, 1.0f, b.offset, block, values + b.place);
     for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
       prefetch<kOnce>(i, weights.p, g, first.codes);
       F x = weights.get(i, load_from);
@@ -32,7 +32,7 @@ void lion_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     b.m_factor = first.set_scale(b.n);
   };
   for_batches(job.layout, begin, end, update, [&](const PendingBlock& b) MEMKERN_LAMBDA {
-    encode<Kind>(static_cast<int8_t*>(job.exp_avg) + b.offset, values + b.place, b.n, b.m_factor, job.dither);
+    encode<Kind>(static_cast<int8_t*>(job.m) + b.offset, values + b.place, b.n, b.m_factor, job.dither);
   });
 }
 
@@ -42,12 +42,12 @@ void lion_run_fp32(const Job<typename Rule::Scalars>& job, int64_t begin, int64_
   for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
     const Weights<P> weights(job, offset);
     const G* g = static_cast<const G*>(job.grad) + offset;
-    float* exp_avg = static_cast<float*>(job.exp_avg) + offset;
+    float* m_array = static_cast<float*>(job.m) + offset;
     for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-      F x = weights.get(i, load_from), m = load_from(exp_avg + i);
+      F x = weights.get(i, load_from), m = load_from(m_array + i);
       Rule::update(x, load_from(g + i), m, s);
       weights.put(i, x, store_to);
-      store_to(exp_avg + i, m);
+      store_to(m_array + i, m);
     });
   });
 }

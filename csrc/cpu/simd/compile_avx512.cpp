@@ -7,7 +7,6 @@
 #pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 #include "cpu/simd/avx512.h"
-#include "cpu/simd/power_avx512.h"
 #define MEMKERN_ISA avx512
 #include "cpu/kernels/all.h"
 #ifdef __clang__

@@ -39,14 +39,4 @@ inline Isa cpu_isa() {
   return best;
 }
 
-// NAME(...) of the instruction set in use.
-#ifdef MEMKERN_X86
-#define MEMKERN_PICK(NAME, ...)                          \
-  (cpu_isa() == Isa::kAvx512 ? avx512::NAME(__VA_ARGS__) \
-   : cpu_isa() == Isa::kAvx2 ? avx2::NAME(__VA_ARGS__)   \
-                             : generic::NAME(__VA_ARGS__))
-#else
-#define MEMKERN_PICK(NAME, ...) generic::NAME(__VA_ARGS__)
-#endif
-
 }  // namespace memkern

@@ -1,4 +1,7 @@
-"""Compiles csrc/cuda/ with g++ against simt.h and loads it: its ops for CPU tensors, in memkern_simt."""
+"""Compiles csrc/cuda/ with g++ and loads it: its ops for CPU tensors, in memkern_simt.
+
+cuda/device.cuh and cuda/torch_device.h of this folder take the place of those of csrc/; simt.h runs the threads.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,7 @@ def includes(folder: Path) -> list[str]:
     generated = folder / "generated"
     runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](generated)
     torch_dir = Path(torch.__file__).parent / "include"
-    paths = [
-        ROOT / "tests" / "support" / "simt",
-        ROOT / "csrc",
-        generated,
-        torch_dir,
-        torch_dir / "torch/csrc/api/include",
-    ]
+    paths = [ROOT / "csrc", generated, torch_dir, torch_dir / "torch/csrc/api/include"]
     return ["-DTORCH_TARGET_VERSION=0x020a000000000000", *(f"-I{path}" for path in paths)]
 
 
@@ -54,7 +51,9 @@ def compile_library(folder: Path, *flags: str) -> Path:
     unit = folder / "all.cpp"
     unit.write_text("".join(f'#include "{source}"\n' for source in sources))
     library = folder / LIBRARY
-    command = ["g++", *FLAGS, *flags, *includes(folder), "-shared", str(unit), "-o", str(library)]
+    # First the folder whose cuda/device.cuh and cuda/torch_device.h stand in for those of csrc/.
+    stand_ins = f"-I{ROOT / 'tests' / 'support' / 'simt'}"
+    command = ["g++", *FLAGS, *flags, stand_ins, *includes(folder), "-shared", str(unit), "-o", str(library)]
     command += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]

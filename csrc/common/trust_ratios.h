@@ -1,0 +1,50 @@
+// Trust ratios (LAMB, LARS): a step's tensors as layers, and the checks of what these steps have beside
+// others.
+#pragma once
+#include "common/step_args.h"
+#include "core/trust_ratio.h"
+
+namespace memkern {
+
+// Appends the layers of a tensor, which has a trust ratio for each.
+template <class J> void add_layers(std::vector<J>& layers, J tensor, const Tensor& trust_ratios) {
+  const int64_t count = trust_ratios.numel();
+  tensor.trust_ratio = static_cast<float*>(trust_ratios.data_ptr());
+  for (int64_t k = 0; k < count; ++k) layers.push_back(layer_of(tensor, k, count));
+}
+
+// Checks that there is a trust ratio for each layer of each tensor, and a row of squares where they are
+// given.
+template <class J, class Hyperparameters>
+void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
+                        const std::vector<Hyperparameters>& groups) {
+  const DeviceOf device(args.params);
+  int64_t layers = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t wish = static_cast<int64_t>(groups[args.group[i]].layers);
+    const int64_t count = layer_count(tensors[i].layout, args.params[i].dim(), wish);
+    MEMKERN_CHECK(count > 0, "layers must divide the rows of ", name_of("params", i), ", ",
+                  tensors[i].layout.rows, ", and end where a block of ", tensors[i].layout.block,
+                  " elements does, got ", wish);
+    const Tensor& ratios = args.trust_ratios[i];
+    MEMKERN_CHECK(ratios.scalar_type() == ScalarType::Float && ratios.dim() == 1 && ratios.numel() == count &&
+                      ratios.is_contiguous() && device.holds(ratios),
+                  name_of("trust_ratios", i), " must be contiguous float32 of shape (", count,
+                  ",) on its parameter's device");
+    layers += count;
+  }
+  MEMKERN_CHECK(args.squares || !args.squares_only, "squares_only needs squares to write to");
+  if (!args.squares) return;
+  const Tensor& s = *args.squares;
+  MEMKERN_CHECK(s.scalar_type() == ScalarType::Double && s.dim() == 2 && s.size(0) == layers &&
+                    s.size(1) == 2 && s.is_contiguous() && (tensors.empty() || device.holds(s)),
+                "squares must be contiguous float64 of shape (", layers,
+                ", 2) on the device of the parameters");
+}
+
+// The rows of squares, if they are given.
+inline Squares* squares_of(const StepArgs& args) {
+  return args.squares ? static_cast<Squares*>(args.squares->data_ptr()) : nullptr;
+}
+
+}  // namespace memkern

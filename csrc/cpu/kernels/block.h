@@ -1,0 +1,357 @@
+// A block's elements: loops over vectors with a short last one, parameters as they are stored, and moments in
+// codes. Compiled once per instruction set (simd/compile_*.cpp).
+#pragma once
+#include <cstring>
+#include <type_traits>
+
+#include "core/dynamic.h"
+#include "core/power.h"
+#include "core/weights.h"
+#include "cpu/kernels/jobs.h"
+#include "cpu/simd/half.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+// ---- vectors
+
+// Calls f(T()) with the C++ type of a float dtype.
+template <class Call> auto with_type(FloatType t, Call f) {
+  return t == FloatType::kBf16 ? f(bf16()) : t == FloatType::kFp16 ? f(fp16()) : f(float());
+}
+
+template <class T> MEMKERN_FN auto load_part(const T* p, int count) {
+  T all[kLanes] = {};
+  std::memcpy(all, p, count * sizeof(T));
+  return load(all);
+}
+template <class T, class X> MEMKERN_FN void store_part(T* p, X x, int count) {
+  T all[kLanes];
+  store(all, x);
+  std::memcpy(p, all, count * sizeof(T));
+}
+
+MEMKERN_FN auto load_part(const code4x2* p, int count) {
+  code4x2 all[kLanes] = {};
+  std::memcpy(all, p, (count + 1) / 2);
+  return load(all);
+}
+template <class X> MEMKERN_FN void store_part(code4x2* p, X x, int count) {
+  code4x2 all[kLanes];
+  store(all, x);
+  if (count % 2 != 0) all[count / 2].pair &= 15;  // the second half of the last byte is no element's
+  std::memcpy(p, all, (count + 1) / 2);
+}
+
+// Where element i is; of codes of 4 bits, the byte.
+template <class T> MEMKERN_FN T* element(T* array, int i) { return array + i; }
+MEMKERN_FN const code4x2* element(const code4x2* array, int i) { return array + i / 2; }
+MEMKERN_FN code4x2* element(code4x2* array, int i) { return array + i / 2; }
+
+// In a body of for_vectors: a vector of codes from element i on.
+template <class Code, class Load> MEMKERN_FN F load_code(const Code* codes, int i, Load load_from) {
+  if constexpr (std::is_same_v<Code, code4x2> && kLanes == 1)
+    return F(static_cast<float>(codes[i / 2].pair >> i % 2 * 4 & 15));
+  else
+    return load_from(element(codes, i));
+}
+template <class Code, class X, class Store>
+MEMKERN_FN void store_code(Code* codes, int i, X x, Store store_to) {
+  if constexpr (std::is_same_v<Code, code4x2> && kLanes == 1) {
+    code4x2 second;
+    store(&second, x);
+    if (i % 2 != 0) codes[i / 2].pair |= second.pair << 4;  // the first one's store has cleared it
+    if (i % 2 != 0) return;
+  }
+  store_to(element(codes, i), x);
+}
+
+// Calls body(i, load, store) for each vector of [0, n). In a short last one, lanes past n load 0 and store
+// nothing.
+template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    body(
+        i, [](const auto* p) MEMKERN_LAMBDA { return load(p); },
+        [](auto* p, auto x) MEMKERN_LAMBDA { store(p, x); });
+  // __builtin_expect: Adam's loop in cache is 3 % faster with it.
+  if (const int left = n - i; __builtin_expect(left > 0, 0))
+    body(
+        i, [left](const auto* p) MEMKERN_LAMBDA { return load_part(p, left); },
+        [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });
+}
+
+// Whether this step reads the same memory again. Only then a prefetch leaves it in the last-level cache,
+// which keeps room for what LAMB's second pass reads again. LAMB's step takes 0.95 of the time for GPT-2's
+// shapes, Adam's and Lion's 0.97 to 0.98.
+enum Reuse { kOnce = 0, kAgain = 3 };  // __builtin_prefetch's locality
+
+// In a body of for_vectors: prefetches the elements 1024 after i. With two threads on Zen 5, from memory,
+// Adam's step takes 0.8 (cores with a last-level cache each) to 0.93 (one for both) of the time, Lion's 0.86
+// to 0.94.
+template <Reuse R, class... T> MEMKERN_FN void prefetch(int i, const T*... arrays) {
+  if constexpr (kLanes > 1) (__builtin_prefetch(element(arrays, i + 1024), 0, R), ...);
+}
+
+// In a body of for_vectors: a function that makes lanes past n zero.
+template <class Store> MEMKERN_FN auto masked_by(Store store_to) {
+  return [store_to](F x) MEMKERN_LAMBDA {
+    if constexpr (std::is_empty_v<Store>) {  // a whole vector
+      return x;
+    } else {
+      float lane[kLanes] = {};
+      store_to(lane, x);
+      return load(lane);
+    }
+  };
+}
+
+// ---- parameters
+
+// A bf16 parameter with a weight state or stochastic rounding: the kernel's type in place of bf16.
+struct master_bf16 {
+  bf16 p;
+};
+
+template <class P> struct Weights {
+  P* p;
+  template <class J> MEMKERN_FN Weights(const J& job, int64_t offset)
+      : p(static_cast<P*>(job.param) + offset) {}
+  template <class Load> MEMKERN_FN F get(int i, Load load_from) const { return load_from(p + i); }
+  template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const { store_to(p + i, x); }
+};
+
+// One type for all these storages: a third more kernels, not twice as many. The branch per vector is always
+// the same and has no measurable cost.
+template <> struct Weights<master_bf16> {
+  bf16* p;
+  WeightStorage storage;
+  char* state;
+  const uint32_t* random;
+
+  template <class J> MEMKERN_FN Weights(const J& job, int64_t offset)
+      : p(static_cast<bf16*>(job.param) + offset),
+        storage(job.weight_storage),
+        state(static_cast<char*>(job.weight_state) + offset * weight_state_bytes(job.weight_storage)),
+        random(job.weight_random) {}
+
+  template <class T> MEMKERN_FN T* state_as() const { return reinterpret_cast<T*>(state); }
+
+  template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
+    const F x = load_from(p + i);
+    if (storage == WeightStorage::kFp32) {
+      const F copy = load_from(state_as<const float>() + i);
+      return unless_nan(select(equal(round_to_bf16(to_bits(copy)), to_bits(x)), copy, x), x);
+    }
+    if (storage == WeightStorage::kError8)
+      return unless_nan(from_bits(join_weight(to_bits(x), load_from(state_as<const error8>() + i))), x);
+    if (storage == WeightStorage::kError16)
+      return unless_nan(from_bits(join_weight(to_bits(x), load_from(state_as<const error16>() + i))), x);
+    return x;
+  }
+
+  template <class Store> MEMKERN_FN void put(int i, F x, Store store_to) const {
+    if (storage == WeightStorage::kFp32) {
+      store_to(state_as<float>() + i, x);
+      store_to(p + i, x);
+      return;
+    }
+    const auto split = [&](I r, uint32_t dropped_mask) MEMKERN_LAMBDA {
+      I weight, error;
+      split_weight(to_bits(x), r, dropped_mask, weight, error);
+      // Infinity and NaN stay and have no error.
+      store_to(p + i, select(is_finite(x), from_bits(weight), x));
+      return to_bits(select(is_finite(x), from_bits(error), F(0.0f)));
+    };
+    if (storage == WeightStorage::kError8)
+      store_to(state_as<error8>() + i, split(load(random + i), (1u << kWeightDroppedError8) - 1));
+    else if (storage == WeightStorage::kError16)
+      store_to(state_as<error16>() + i, split(I(0u), 0));
+    else
+      split(load(random + i), (1u << kWeightDroppedStochastic) - 1);
+  }
+};
+
+// Calls f(P(), G()) with the C++ types of a tensor's parameter and gradient.
+template <class Call> auto with_types(const StepTensor& t, Call f) {
+  return with_type(t.grad_type, [&](auto g) {
+    if (t.weight_storage != WeightStorage::kNearest) return f(master_bf16(), g);
+    return with_type(t.param_type, [&](auto p) { return f(p, g); });
+  });
+}
+
+// ---- moments
+
+constexpr int kBuffer = kMaxBlockSize + kLanes;  // floats of the blocks that are not quantized yet
+
+// The first address from x on whose offset within its 4 KiB page is p's plus `floats`. Processors compare
+// only the low 12 bits of an address with those of stores under way, so that a load at the same offset of
+// another page as a store waits for it (4K aliasing); and all arrays of a step advance together.
+constexpr int kPage = 4096 / sizeof(float);
+MEMKERN_FN float* at_page_offset(float* x, const void* p, int floats) {
+  const auto place = [](const void* q) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(q) / 64 * 16 % kPage);
+  };
+  return x + (place(p) + floats - place(x) + kPage) % kPage;
+}
+
+template <class Code> constexpr bool kIsSigned = std::is_same_v<Code, int8_t>;
+template <class Code> constexpr bool kIsPacked = std::is_same_v<Code, code4x2>;
+template <class Code> constexpr int kLevels = kIsSigned<Code>   ? kPowerLevelsSigned
+                                              : kIsPacked<Code> ? kPower4Levels
+                                                                : kPowerLevelsUnsigned;
+
+// Where the codes of a block that begins at element `offset` begin, and their bytes.
+template <class Code> MEMKERN_FN int64_t codes_offset(const BlockLayout& l, int64_t offset, int64_t block) {
+  return kIsPacked<Code> ? packed_offset(l.segment, l.block, l.blocks_per_segment, offset, block) : offset;
+}
+template <class Code> MEMKERN_FN int codes_bytes(int n) { return kIsPacked<Code> ? (n + 1) / 2 : n; }
+
+__attribute__((noinline)) float largest_finite(const float* values, int n, bool is_signed) {
+  float found = 0.0f;
+  for (int i = 0; i < n; ++i)
+    if (memkern::is_finite(values[i])) found = memkern::max(is_signed ? fabsf(values[i]) : values[i], found);
+  return found;
+}
+
+// A block that is updated but not quantized yet. Its values are in a buffer, from `place` on. Blocks are
+// quantized two at a time: the codes of one are computed while the maximum and the reciprocal of the other
+// are pending. (Eight at a time are no faster in cache, and 15 % slower from memory, as reads come in
+// bursts.)
+struct PendingBlock {
+  int64_t offset, w_offset;  // of its elements and first moment, and of the second moment's codes
+  int place, n;
+  float m_factor, w_factor;  // what the encoders of its two moments multiply by
+};
+constexpr int kBatch = 2;
+
+// For each of the blocks [begin, end): update(pending, block), which sets the factors, and later
+// encode(pending).
+template <class Update, class Encode> MEMKERN_FN void for_batches(const BlockLayout& layout, int64_t begin,
+                                                                  int64_t end, Update&& update,
+                                                                  Encode&& encode) {
+  PendingBlock pending[kBatch];
+  int count = 0, place = 0;
+  const auto encode_all = [&]() MEMKERN_LAMBDA {
+    for (int k = 0; k < count; ++k) encode(pending[k]);
+    count = place = 0;
+  };
+  for_blocks(layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+    if (count == kBatch || place + n > kMaxBlockSize) encode_all();
+    PendingBlock& next = pending[count++];
+    next = {offset, offset, place, n, 0.0f, 0.0f};
+    update(next, block);
+    place += (n + kLanes - 1) / kLanes * kLanes;
+  });
+  encode_all();
+}
+
+// One moment of one block, in codes, during its update. It is a small local object, which the compiler keeps
+// in registers. A store through int8_t* may alias anything in memory; reloading after each store doubled the
+// time of a step.
+template <class Code, StateKind Kind> struct Moment {
+  static constexpr bool kSigned = kIsSigned<Code>;
+
+  Code* codes;
+  float* scale;
+  float* values;  // the new values, until the block's scale is known
+  F unit, largest;
+
+  // offset: codes_offset() of the block.
+  MEMKERN_FN Moment(void* all_codes, float* scales, float decay, int64_t offset, int64_t block,
+                    float* values_)
+      : codes(static_cast<Code*>(all_codes) + offset),
+        scale(scales + block),
+        values(values_),
+        unit(Kind == StateKind::kPower ? power_unit(*scale, decay, kLevels<Code>) : decay * *scale),
+        largest(0.0f) {}
+
+  // The value of element i, times decay.
+  template <class Load> MEMKERN_FN F get(int i, Load load_from) const {
+    const F q = load_code(codes, i, load_from);
+    if constexpr (Kind == StateKind::kPower) {
+      return power_decode<kSigned>(q, unit);
+    } else {
+      float lane[kLanes];
+      store(lane, q);
+      for (int k = 0; k < kLanes; ++k)
+        lane[k] = dynamic_decode<kSigned>(static_cast<uint8_t>(static_cast<int>(lane[k])), {});
+      return load(lane) * unit;
+    }
+  }
+
+  // Sets element i: the moment, or w = sqrt(v) for unsigned power codes.
+  MEMKERN_FN void put(int i, F x) {
+    store(values + i, x);
+    largest = max(kSigned ? abs(x) : x, largest);  // skips NaN; set_scale() handles infinity
+  }
+
+  // Stores the scale of the n new values. Returns what the encoder multiplies by, 0 for a block to be stored
+  // as zeros.
+  MEMKERN_FN float set_scale(int n) const {
+    float s = max_of(largest);
+    if (!memkern::is_finite(s)) s = largest_finite(values, n, kSigned);
+    *scale = s;
+    return Kind == StateKind::kPower ? power_factor(s, kLevels<Code>) : dynamic_factor(s);
+  }
+};
+
+// Encodes the values of a block into power codes with a dither, vector by vector.
+template <class Encoder> struct SignedWriter {
+  int8_t* codes;
+  const float* values;
+  const float* rest;  // of the dither, for each place of the block
+  Encoder encoder;
+  MEMKERN_FN SignedWriter(int8_t* codes_, const float* values_, float factor, const float* rest_)
+      : codes(codes_), values(values_), rest(rest_), encoder(factor) {}
+  template <class Store> MEMKERN_FN void write(int i, Store store_to) {
+    store_to(codes + i, encoder.encode(load(values + i), load(rest + i)));
+  }
+};
+
+template <class Code> struct UnsignedWriter {
+  Code* codes;
+  const float* values;
+  const float* u;
+  UnsignedEncoder<kLevels<Code>> encoder;
+  MEMKERN_FN UnsignedWriter(Code* codes_, const float* values_, float factor, const float* u_)
+      : codes(codes_), values(values_), u(u_), encoder(factor) {}
+  template <class Store> MEMKERN_FN void write(int i, Store store_to) {
+    store_code(codes, i, encoder.encode(load(values + i), load(u + i)), store_to);
+  }
+};
+
+// Encodes a whole block of any kind. With a dither, a positive v takes no code of zero.
+template <StateKind Kind, class Code>
+MEMKERN_FN void encode(Code* codes, const float* values, int n, float factor, const Dither& dither) {
+  constexpr bool kSigned = kIsSigned<Code>;
+  const auto write_with = [&](auto& writer) MEMKERN_LAMBDA {
+    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA { writer.write(i, store_to); });
+  };
+  if (factor == 0.0f) {
+    std::memset(codes, 0, codes_bytes<Code>(n));
+  } else if constexpr (Kind == StateKind::kDynamic) {
+    for (int i = 0; i < n; ++i) {
+      const uint8_t code = dynamic_encode<kSigned>(values[i], factor, {});
+      const bool too_small = !kSigned && dither.u && code == 0 && values[i] > 0.0f;
+      codes[i] = static_cast<Code>(too_small ? 1 : code);
+    }
+  } else if (!dither.u) {
+    for_vectors(n, [&](int i, auto, auto store_to) MEMKERN_LAMBDA {
+      if constexpr (kSigned)
+        store_to(codes + i, nearest_signed(load(values + i), F(factor)));
+      else
+        store_code(codes, i, UnsignedEncoder<kLevels<Code>>(factor).encode(load(values + i), F(0.5f)),
+                   store_to);
+    });
+  } else if constexpr (kSigned) {
+    SignedWriter<SignedEncoder> writer(codes, values, factor, dither.rest);
+    write_with(writer);
+  } else {
+    UnsignedWriter<Code> writer(codes, values, factor, dither.u);
+    write_with(writer);
+  }
+}
+
+}  // namespace
+}  // namespace memkern::MEMKERN_ISA

@@ -1,0 +1,48 @@
+// A step with trust ratios (LAMB, LARS) on a CUDA device: launch_step.h with layers as the table's entries,
+// and a pass over their norms before the update.
+#pragma once
+#include "common/trust_ratios.h"
+#include "launch_step.h"
+#include "trust_ratio.cuh"
+
+namespace memkern {
+
+inline StepEntries layer_entries(const std::vector<StepTensor>& jobs, const StepArgs& args) {
+  StepEntries all;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    add_layers(all.tensors, jobs[i], args.trust_ratios[i]);
+    const int64_t count = args.trust_ratios[i].numel();
+    all.steps.insert(all.steps.end(), count, args.steps[i]);
+    all.group.insert(all.group.end(), count, args.group[i]);
+  }
+  return all;
+}
+
+// A step in two passes, with the layers' trust ratios between them: at most six launches, and the table's. If
+// StepArgs has squares, it is one of the two passes alone.
+template <int Blocks, class Hyperparameters, class Scalars>
+void step_in_two_passes(const StepOp& op, const StepArgs& args,
+                        PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,
+                        const TileKernels<StepGroup<Hyperparameters>, Scalars, Squares*>& norms,
+                        const TileKernels<StepGroup<Hyperparameters>, Scalars>& update) {
+  const auto groups = args.groups<Hyperparameters>();
+  const auto jobs = step_tensors<StepTensor>(args, op);
+  check_trust_ratios(args, jobs, groups);
+  if (args.params.empty()) return;
+  const StepHeader header = header_of(args);
+  const auto records = group_records(args, groups);
+  const DeviceScope scope(args.params[0]);
+  const auto step =
+      upload_step<StepGroup<Hyperparameters>, Scalars>(op.name, header, records, layer_entries(jobs, args),
+                                                       args.params[0], scope.stream, Blocks, sizeof(Squares));
+  Squares* partial = reinterpret_cast<Squares*>(step.scratch);
+  launch_prologue(op.name, step, prologue, scope.stream);
+  Squares* squares = squares_of(args);
+  if (!squares || args.squares_only) launch_tiles(op.name, step, norms, scope.stream, partial);
+  launch_checked(op.name, layer_ratios<StepGroup<Hyperparameters>, Scalars>, step.table.count, scope.stream,
+                 step.table, static_cast<const Squares*>(partial), static_cast<int>(step.tiles), squares,
+                 args.squares_only);
+  if (!args.squares_only) launch_tiles(op.name, step, update, scope.stream);
+}
+
+}  // namespace memkern
