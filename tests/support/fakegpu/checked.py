@@ -61,8 +61,8 @@ def fault_of(machine: Machine, case: Callable[[Machine], None]) -> Exception | N
 # ---- planted faults
 
 
-def edited(kernel: str, pattern: str, new: str, which: int = 0) -> Callable[[str], str]:
-    """Replaces what matches for the (which + 1)-th time, in each kernel whose name holds this."""
+def edited(kernel: str, pattern: str, new: str, which: int | None = 0) -> Callable[[str], str]:
+    """Replaces what matches for the (which + 1)-th time, or each match, in each kernel whose name holds this."""
 
     def edit(text: str) -> str:
         starts = [m.start() for m in re.finditer(r"\.entry\s", text)]
@@ -72,6 +72,8 @@ def edited(kernel: str, pattern: str, new: str, which: int = 0) -> Callable[[str
         )
 
     def change(part: str) -> str:
+        if which is None:
+            return re.sub(pattern, new, part)
         found = [*re.finditer(pattern, part)]
         if not found:
             return part
@@ -84,7 +86,7 @@ def edited(kernel: str, pattern: str, new: str, which: int = 0) -> Callable[[str
 FEW = "{ .reg .pred %few; .reg .b32 %me; mov.u32 %me, %tid.x; setp.lt.u32 %few, %me, 7; @%few ACTION; }\n"
 BARRIER = r"bar\.sync\s+0;"
 SHUFFLE = r"shfl\.sync\.bfly"
-LOADED = r"(ld\.global\S*\s+[^;]*\[%\w+)(\+\d+)?\]"
+WHOLE_VECTOR = r"(ld\.global\S*\.v4\S*\s+[^;]*\[%\w+)(\+\d+)?\]"
 STORED = r"(st\.global\S*\s+\[%\w+)(\+\d+)?\]"
 # What is left out, or changed in the PTX; a case in which it must be found; as what.
 PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
@@ -119,7 +121,7 @@ PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
     ),
     "memory: a gradient's load one vector on": (
         *(
-            edited("norm_tiles", LOADED, r"\1+16]", -1),
+            edited("norm_tiles", WHOLE_VECTOR, r"\1+32]", None),
             "grad norm",
             "PtxError",
             "outside of all buffers",
