@@ -17,9 +17,9 @@ from ..schemas import StepArgs, StepOp
 from . import bits, following, foreign, loading, multi_call, step_errors, storage, weights
 from .dtensor import collectives, shards
 from .dtensor import step as dtensor_step
-from .options import check_gradient, check_group, check_param
+from .options import check_gradient, check_group, check_norm_of_group, check_param
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
-from .step_args import learning_rates, scaler_on, state_args
+from .step_args import learning_rates, place_lr, scaler_on, state_args
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,7 +58,7 @@ class BlockwiseOptimizer(Optimizer):
         super().__init__(params, {**defaults, **self.option_defaults, **options})
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        foreign.check_arguments(cls, options)  # Python would say no more than that there is none of that name
+        foreign.check_arguments(cls, options)  # before Python's own error, which names no way out
         return super().__new__(cls)
 
     # ---- groups
@@ -66,17 +66,13 @@ class BlockwiseOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; raises before the group is added where an option or a parameter is not supported."""
         params = param_group.get("params") if isinstance(param_group, dict) else None
-        if params is not None and not isinstance(params, set):  # torch has messages for these
+        if params is not None and not isinstance(params, set):  # torch has errors for these
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
             foreign.check_arguments(type(self), param_group)
             self._check_group({**self.defaults, **param_group})
             norm = self.defaults["max_grad_norm"]
-            if param_group.get("max_grad_norm", norm) != norm:
-                raise ValueError(
-                    f"max_grad_norm belongs to the whole optimizer, which has {norm}; a group cannot have "
-                    f"{param_group['max_grad_norm']}"
-                )
+            check_norm_of_group(param_group, norm)
             tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             foreign.check_overrides(tensors)
             for p in tensors:
@@ -84,7 +80,7 @@ class BlockwiseOptimizer(Optimizer):
                     check_param(p, {**self.defaults, **param_group})
                     shards.check_flat_shard(p, self._needs_norms(norm))
         super().add_param_group(param_group)
-        self._place_lr(self.param_groups[-1])
+        place_lr(self.param_groups[-1])
         self.param_groups[-1]["state_bits"] = bits.of(self.param_groups[-1])
         self._looks = [*getattr(self, "_looks", []), self._look()[-1]]
         self._stored = getattr(self, "_stored", {})
@@ -96,26 +92,17 @@ class BlockwiseOptimizer(Optimizer):
     def _look_at_groups(self) -> None:
         """Finds out which kinds of parameters there are, which decides how a step is taken."""
         self._multi_call = any(map(multi_call.is_needed, self.param_groups))
+        self._lr_buffers, self._strided_buffers = [], {}
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
         self._sharded = any(shards.is_dtensor(p) for p, _ in pairs)
-        self._ranks, self._lr_buffers, self._strided_buffers = {}, [], {}
-        equal: dict[shards.Ranks, shards.Ranks] = {}  # one object for ranks that are equal
-        for p, group in pairs if self._sharded else ():
-            if ranks := shards.ranks_of(p):
-                self._ranks[p] = equal.setdefault(ranks, ranks)
-                if storage.takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
-                    shards.note_cut_blocks(p)
+        self._ranks = shards.ranks_of_each([p for p, _ in pairs]) if self._sharded else {}
+        for p, group in pairs if self._ranks else ():
+            if storage.takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
+                shards.note_cut_blocks(p)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
-        """What needs norms of whole tensors, if anything does."""
+        """The option or class that needs norms of whole tensors, if any."""
         return None if max_grad_norm is None else "max_grad_norm"
-
-    def _place_lr(self, group: dict[str, Any]) -> None:
-        """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
-        if group["capturable"] and group["params"] and not group["params"][0].is_meta:
-            device, lr = group["params"][0].device, group["lr"]
-            dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
-            group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, self.op)
@@ -167,7 +154,7 @@ class BlockwiseOptimizer(Optimizer):
                 self.state[new] = state
         self.defaults["max_grad_norm"] = norm
         for group in self.param_groups:
-            self._place_lr(group)
+            place_lr(group)
             for p in group["params"]:
                 self._convert_storage(p, group)
         self._look_at_groups()
@@ -176,9 +163,9 @@ class BlockwiseOptimizer(Optimizer):
     def _init_group(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
     ) -> None:
-        """Appends the group's tensors that have a gradient, their gradients, and their states to the lists.
+        """Appends the group's parameters that have a gradient, their gradients and their states to the lists.
 
-        The name and the shape of the call are torch.optim's: TorchDynamo runs it eagerly instead of tracing it.
+        Name and arguments are torch.optim's, because TorchDynamo runs this method eagerly instead of tracing it.
         """
         if group is self.param_groups[0]:
             self._follow_groups()
@@ -223,7 +210,7 @@ class BlockwiseOptimizer(Optimizer):
         return not foreign.lightning_asks()
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
-        """A group's value of one of the op's hyperparameters: mostly the option of that name."""
+        """A group's value of one of the op's hyperparameters: by default the option of that name."""
         if name in ("beta1", "beta2"):
             return group["betas"][name == "beta2"]
         return group[name]
@@ -385,7 +372,7 @@ class BlockwiseOptimizer(Optimizer):
         finally:
             handle.remove()
         for group in self.param_groups:
-            self._place_lr(group)
+            place_lr(group)
         if changes:
             warnings.warn(
                 f"the state_dict is of an optimizer with other options than this {type(self).__name__}, whose own win; "

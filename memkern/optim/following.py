@@ -1,7 +1,7 @@
-"""Groups change between steps: what an optimizer knows of their parameters, and their states, follow them.
+"""Finds what has changed in an optimizer's groups since its last step, and moves states to new parameters.
 
-Wrappers swap the parameters of an optimizer that exists already (accelerate puts fully_shard's DTensors in place of the
-model's), and options and lists are edited by hand. Each step compares what it knows with what is there.
+Wrappers replace the parameters of an optimizer that exists already (accelerate puts fully_shard's DTensors in place of
+the model's), and users edit options and lists by hand.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .storage import ENTRIES
 
 Group = dict[str, Any]
 Look = tuple[list[int], list[Any]]
-"""A group's parameters, and its options that a step cannot take from one time to the next.
+"""The ids of a group's parameters, and the options whose change needs work before a step.
 
-By ``id``: references would keep the parameters that a wrapper has replaced, and weak ones forbid
-torch.utils.swap_tensors. A new parameter may have the id of one that is gone, but not of one that has a state.
+References would keep parameters that a wrapper has replaced, and weak references forbid torch.utils.swap_tensors. A new
+parameter may have the id of one that is gone, but not of one that has a state.
 """
 
 
 def looks(groups: Sequence[Group], keys: Sequence[str]) -> list[Look]:
-    """What there is to compare with at the next step. ``keys``: the options."""
+    """The groups as the next step compares them. ``keys``: the options."""
     return [([*map(id, g["params"])], [g[key] for key in keys]) for g in groups]
 
 

@@ -59,7 +59,7 @@ class HiddenTensor:
 
 
 def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The state dict as the optimizer takes it, its tensors hidden from torch, and the options that were changed.
+    """The state dict in the optimizer's own options, its tensors hidden from torch; and the options that differed.
 
     The optimizer's own class, ``state_bits``, ``max_grad_norm`` and ``capturable`` win; a state in other bits is
     converted. The other options come with the state.

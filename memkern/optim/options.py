@@ -90,6 +90,15 @@ def check_group(group: dict[str, Any], op: StepOp) -> None:
         raise ValueError(f"min_8bit_size must be a whole number, 0 or more, got {group['min_8bit_size']!r}")
 
 
+def check_norm_of_group(group: dict[str, Any], norm: float | None) -> None:
+    """Raises ValueError for a new group whose max_grad_norm is not the optimizer's."""
+    if group.get("max_grad_norm", norm) != norm:
+        raise ValueError(
+            f"max_grad_norm belongs to the whole optimizer, which has {norm}; a group cannot have "
+            f"{group['max_grad_norm']}"
+        )
+
+
 def check_param(p: Tensor, group: dict[str, Any]) -> None:
     if p.is_complex():
         raise TypeError(

@@ -20,6 +20,14 @@ def state_args(states: dict[str, list[Tensor]], op: StepOp) -> dict[str, Any]:
     }
 
 
+def place_lr(group: dict[str, Any]) -> None:
+    """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
+    if group["capturable"] and group["params"] and not group["params"][0].is_meta:
+        device, lr = group["params"][0].device, group["lr"]
+        dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
+        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
+
+
 def learning_rates(groups: list[dict[str, Any]], buffers: list[Tensor]) -> list[Tensor]:
     """The groups' lr as tensors: their own, or ``buffers``, which are filled, so that a step allocates nothing."""
     if torch.compiler.is_compiling():

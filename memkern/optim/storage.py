@@ -25,7 +25,7 @@ ENTRIES = {
     *(f"{name}_scale" for name in SIGNED),
     *("step", "trust_ratio", *weights.KEYS),
 }
-"""The entries of a state that are memkern's. Wrappers may add others (timm's Lookahead), which are kept as they are."""
+"""memkern's own entries of a state. Wrappers may add others (timm's Lookahead), which stay as they are."""
 
 
 def own_entries(state: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def keys_of(group: Group) -> list[str]:
 
 
 def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
-    """The entries of a parameter that has not stepped yet: no error, its value in fp32."""
+    """The entries before the first step: an error of zero, or the parameter's value in fp32."""
     return {
         key: torch.zeros_like(p, dtype=dtype, requires_grad=False)
         if key == "weight_error"
@@ -70,7 +70,7 @@ def initial_state(p: Tensor, group: Group) -> dict[str, Tensor]:
 
 
 def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """What a step would read: a parameter with what its state keeps of it, as new fp32 values of its strides."""
+    """The weights that a step reads: a parameter joined with its state's error or copy, as new fp32 values."""
     p = p.detach()
     found, own = torch.empty_like(p, dtype=torch.float32), local(p)
     if (master := state.get("master_weight")) is not None:
@@ -85,7 +85,7 @@ def fp32_weight(p: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 
 def state_from_fp32(p: Tensor, x: Tensor, group: Group) -> dict[str, Tensor]:
-    """What the group's ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, which x rounds to and which stays.
+    """The error or copy that ``master_weights`` keeps of fp32 weights ``x`` beside ``p``, to which x rounds.
 
     In 8 bits the error is rounded to the nearest, and is at most 127 units. In fp32 a tie, which an error may stand for
     and which rounds to another bf16 value than p, becomes its neighbour on p's side: a copy must round to p to count.

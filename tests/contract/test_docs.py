@@ -2,12 +2,15 @@
 
 import importlib
 import re
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
+import torch
 
 import memkern
+from tests.support.helpers import needs_cpp
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -98,3 +101,28 @@ def test_the_walk_names_functions_that_are_there() -> None:
     for _, file, functions in rows:
         for name in re.findall(r"`(\w+)`", functions):
             assert re.search(rf"\b{name}\(", (ROOT / file).read_text()), (file, name)
+
+
+@needs_cpp  # as the walk
+def test_the_walk_names_every_python_function_of_a_step() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    section = text[text.index("## From optimizer.step()") : text.index("## Launches")]
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and Path(code.co_filename).is_relative_to(ROOT / "memkern"):
+            called.add(code.co_name)
+
+    p = torch.nn.Parameter(torch.randn(64, 128))
+    optimizer = memkern.optim.AdamW8bit([p])
+    for tracer in (None, note):  # the first step makes states
+        p.grad = torch.randn_like(p)
+        sys.setprofile(tracer)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+    named = {*re.findall(r"`(\w+)`", section)}
+    assert {"step", "_init_group", "step_"} <= called
+    assert {name for name in called if not name.startswith("<")} <= named

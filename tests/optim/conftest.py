@@ -1,12 +1,16 @@
 """Fixtures that build every optimizer in turn."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from memkern.optim.base import BlockwiseOptimizer
 from tests.support.generic_optimizers import CASES
 from tests.support.helpers import OPTIMIZERS, name_of
 
@@ -32,3 +36,40 @@ def plain(request: pytest.FixtureRequest) -> Callable[..., torch.optim.Optimizer
 
     make.build, make.options = request.param, {}
     return make
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+OF_A_STEP = ("_step_args", "_step_in_one_call", "_step_in_calls", "_follow_groups", "_convert_storage")
+OF_A_STATE = ("state_dict", "load_state_dict", "__setstate__")
+
+
+@pytest.fixture(autouse=True)
+def _other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MEMKERN_TEST_DEFAULT=meta or float64: the optimizers' own code meets another default device or dtype.
+
+    Set by hand. A tensor that is made without a device or a dtype then fails tests.
+    """
+    other = os.environ.get("MEMKERN_TEST_DEFAULT")
+    if not other:
+        return
+    new = {"meta": lambda: torch.device("meta"), "float64": lambda: default_dtype(torch.float64)}[other]
+
+    def under(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with new():
+                return function(*args, **kwargs)
+
+        return call
+
+    for name in (*OF_A_STEP, *OF_A_STATE):
+        monkeypatch.setattr(BlockwiseOptimizer, name, under(getattr(BlockwiseOptimizer, name)))

@@ -81,6 +81,12 @@ def ranks_of(p: Tensor) -> Ranks | None:
     return (mesh, tuple(dims)) if dims else None
 
 
+def ranks_of_each(params: Sequence[Tensor]) -> dict[Tensor, Ranks]:
+    """:func:`ranks_of` of the parameters that have some, one object for ranks that are equal."""
+    equal: dict[Ranks, Ranks] = {}
+    return {p: equal.setdefault(ranks, ranks) for p in params if (ranks := ranks_of(p))}
+
+
 def cuts_blocks(p: Tensor, block_size: int) -> bool:
     """Whether a shard of p may end inside a block of the whole tensor. The same on every rank."""
     if not is_dtensor(p) or p.numel() == 0 or (ranks := ranks_of(p)) is None:
