@@ -87,19 +87,16 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def micro_batches(batch_size: int, micro_batch: int | None, accumulation: int | None) -> dict[str, int]:
     """A batch in micro-batches: as large as given, or as many as given, by default one."""
-    for name, value in (
-        ("batch_size", batch_size),
-        ("micro_batch", micro_batch),
-        ("accumulation", accumulation),
-    ):
-        if value is not None and value < 1:
+    numbers = {"batch_size": batch_size, "micro_batch": micro_batch, "accumulation": accumulation}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    for name, value in given.items():
+        if value < 1:
             raise not_allowed(name, value, at_least(1).words)
     size = micro_batch or max(1, batch_size // (accumulation or 1))
     count = accumulation or max(1, batch_size // size)
     if size * count != batch_size:
-        allowed = (
-            size * count if micro_batch and accumulation else f"multiples of {micro_batch or accumulation}"
-        )
-        both = f"{flag('micro_batch')} {size} and {flag('accumulation')} {count}"
-        raise OptionError("batch_size", f"{batch_size} given with {both}; allowed: {allowed}")
+        del given["batch_size"]
+        words = " and ".join(f"{flag(name)} {value}" for name, value in given.items())
+        allowed = size * count if len(given) == 2 else f"multiples of {micro_batch or accumulation}"
+        raise OptionError("batch_size", f"{batch_size} given with {words}; allowed: {allowed}")
     return {"micro_batch": size, "accumulation": count}

@@ -131,7 +131,7 @@ def test_a_partial_group_and_padded_texts_agree(tmp_path: Path) -> None:
         *(
             "--dropout",
             "0",
-            "--batch-size",
+            "--micro-batch",
             "2",
             "--accumulation",
             "4",
@@ -140,7 +140,7 @@ def test_a_partial_group_and_padded_texts_agree(tmp_path: Path) -> None:
             "--seq-len",
             "32",
         ),
-        *("--steps", "5", "--eval-every", "2", "--optimizer", "adamw", "--device", "cpu", "--threads", "1"),
+        *("--steps", "5", "--eval-every", "2", "--state-bits", "32", "--device", "cpu", "--threads", "1"),
         *("--workers", "1", "--lr", "1e-3"),
     ]
     # 27 texts: 4 steps an epoch, the last of them with two micro-batches, the second of one text.
