@@ -188,6 +188,7 @@ def test_fp32_adam_has_no_closed_loop_error():
     assert error.sqrt_v_ratio == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.full
 def test_large_batches(tmp_path):
     setting = large_batch.Setting(
         layers=1, heads=1, width=16, seq_len=16, batch_size=2, steps=32, factors=(1, 8), seeds=2,
@@ -233,6 +234,7 @@ def test_closed_loop_table(tmp_path, monkeypatch):
     assert float(row["power"]) == pytest.approx(float(row["fp32"]), rel=0.05)
 
 
+@pytest.mark.full
 def test_activation_parity(tmp_path):
     setting = activation_parity.Setting(2, 2, 32, 32, 2, 3, 2, seeds=2, eval_tokens=256, gradient_batches=1)
     threads = torch.get_num_threads()

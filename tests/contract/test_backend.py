@@ -240,6 +240,7 @@ def python_in(folder: Path, code: str, path: str | None = None) -> subprocess.Co
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=env)
 
 
+@pytest.mark.full
 def test_the_package_works_without_the_library(tmp_path: Path) -> None:
     code = (
         "import memkern, torch\n"
@@ -265,6 +266,7 @@ def test_the_package_works_without_the_library(tmp_path: Path) -> None:
     assert "plain PyTorch" not in python_in(tmp_path, chosen).stderr
 
 
+@pytest.mark.full
 def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> None:
     installed = tmp_path / "site-packages" / "memkern"
     installed.mkdir(parents=True)
@@ -294,6 +296,7 @@ STEP = (
 )
 
 
+@pytest.mark.full
 def test_environment_asks_for_a_backend() -> None:
     assert python(STEP, MEMKERN_BACKEND="reference").stdout == "reference\n"
     if backend.available()["cpu"] is None:
@@ -302,6 +305,7 @@ def test_environment_asks_for_a_backend() -> None:
         assert found == "cpu\nreference\n"  # the narrower wish wins
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [("tpu", "ValueError", "backend must be one of"), ("triton", "RuntimeError", "is not available")],
@@ -349,6 +353,7 @@ def test_report_is_json_and_complete() -> None:
         assert isinstance(report["cpu"]["features"], list)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "message"), [("tpu", "backend must be one of"), ("triton", "is not available")]
 )

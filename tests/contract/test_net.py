@@ -61,13 +61,14 @@ def _param(backend: str, *values: Any, slow: bool = False) -> Any:
 # ---- results
 
 HASHES = json.loads(make_hashes.FILE.read_text())
-QUICK = ("AdamW", "activations", "blockwise", "affine", "linear")  # the reference takes 40 s for all groups
+QUICK = ("AdamW", "activations", "blockwise", "affine", "linear")
+SLOW = ("reference", "generic")  # half a minute each for all groups
 
 
 @pytest.mark.parametrize(
     ("backend", "group"),
     [
-        _param(backend, group, slow=backend == "reference" and group not in QUICK)
+        _param(backend, group, slow=backend in SLOW and group not in QUICK)
         for group in make_hashes.GROUPS
         for backend in ("reference", *ISAS, "cuda", "triton")
         if group not in ("affine", "linear") or backend in ("reference", "cuda")  # torch alone computes them

@@ -106,6 +106,7 @@ def test_launches_do_not_grow_with_tensors(noted: NotingDriver, tensors: str, la
     assert [name for name, *_ in noted.launched] == ["adam_prologue", *["adam_tiles"] * (launches - 1)]
 
 
+@pytest.mark.full
 def test_later_steps_launch_the_same(noted: NotingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("lion_step_", MIXED[4:9])
     memkern.triton.lion_step_(args)
@@ -299,6 +300,7 @@ def test_capabilities_with_slow_fp64(
     assert not squares.slow_fp64(torch.device("cuda", 1))
 
 
+@pytest.mark.full
 def test_each_device_keeps_its_kernels(
     two_devices: NotingDriver,
     capability: dict[int, tuple[int, int]],

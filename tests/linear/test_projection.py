@@ -79,6 +79,7 @@ def test_another_seed_is_another_projection() -> None:
 RUNS = 2000
 
 
+@pytest.mark.full
 @over_projections
 def test_weight_gradient_is_unbiased_with_the_known_variance(name: str) -> None:
     n, k = 30, 6

@@ -31,7 +31,10 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize(("stream", "beta2", "nearest"), SHORT)
+@pytest.mark.parametrize(
+    ("stream", "beta2", "nearest"),
+    [SHORT[0], *(pytest.param(*case, marks=pytest.mark.full) for case in SHORT[1:])],
+)
 def test_short_runs_are_within_17_percent_of_nearest_rounding(
     stream: str, beta2: float, nearest: float
 ) -> None:

@@ -101,6 +101,7 @@ def test_backends_agree_beside_every_boundary(backend: str, step: int, scale: fl
         assert_same(memkern.quantize_blockwise(at(x, backend), step=step), wanted)
 
 
+@pytest.mark.full
 @interpreted()
 @over_fast
 def test_backends_agree_beside_squares_where_the_dither_is_at_its_ends(backend: str) -> None:
@@ -136,6 +137,7 @@ def test_signed_codes_with_a_step_are_one_of_the_two_around(
     assert (q.abs() <= (a.sqrt() + slack).ceil()).all()
 
 
+@pytest.mark.full
 @over_cpu
 def test_values_stored_over_many_steps_are_unbiased(backend: str) -> None:
     x = hard((4, 128), 3).clamp(-1, 1)

@@ -38,6 +38,7 @@ def batch(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("precision", DTYPES)
 def test_bits_of_torch(activation: str, precision: str) -> None:

@@ -30,7 +30,9 @@ def test_every_optimizer_learns(corpus: Corpus, optimizer: str, bits: int) -> No
     assert trainer.history.validation[-1][1] < (3.0 if layerwise else 2.8)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.full) for name in ("adam", "lion"))]
+)
 def test_8_bit_states_follow_the_baseline_at_a_quarter_of_its_bytes(corpus: Corpus, optimizer: str) -> None:
     config = SMALL.replace(optimizer=optimizer, state_bits=8, steps=40, lr=2e-3, micro_batch=8, width=128)
     baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
