@@ -27,9 +27,9 @@ INTERPRETED = {  # of these files what has the mark
     "optimizers": [
         "tests/optim/test_numerics.py",
         "tests/optim/test_clip.py",
-        "tests/optim/test_state_bits.py",
+        "tests/optim/state/test_state_bits.py",
     ],
-    "weights": ["tests/optim/test_weights.py"],
+    "weights": ["tests/optim/loop/test_weights.py"],
 }
 
 

@@ -1,6 +1,6 @@
 """A training loop of random steps and edits, beside the same loop of a plain optimizer in fp32.
 
-The machine is hypothesis' (tests/optim/test_loops.py runs it). Every step's gradients are given, so that the two sides
+The machine is hypothesis' (test_loops.py runs it). Every step's gradients are given, so that the two sides
 do not drift apart: what is compared after a step is its update, and with ``master_weights`` the sum of the updates
 since something else has written the weights.
 """

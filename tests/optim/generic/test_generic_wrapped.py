@@ -14,7 +14,7 @@ import torch
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from tests.optim.test_generic import (  # noqa: F401
+from tests.optim.generic.test_generic import (  # noqa: F401
     test_a_closure_runs_once_with_gradients,
     test_a_gradient_comes_later,
     test_a_step_takes_no_memory_after_the_first,
@@ -26,7 +26,7 @@ from tests.optim.test_generic import (  # noqa: F401
     test_nothing_happens_without_gradients,
     test_parameters_of_many_dtypes_step_as_alone,
 )
-from tests.optim.test_generic_state import (  # noqa: F401
+from tests.optim.generic.test_generic_state import (  # noqa: F401
     test_a_state_dict_of_another_dtype,
     test_a_step_that_is_a_number_loads,
     test_can_be_printed,

@@ -17,7 +17,7 @@ from benchmarks.studies import streams
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
-from tests.optim import test_generic, test_generic_state
+from tests.optim.generic import test_generic, test_generic_state
 from tests.optim.test_numerics import STATES, VARIANTS, spoilt, trained
 from tests.support.generic_optimizers import linear, saved
 from tests.support.helpers import (
