@@ -1,9 +1,9 @@
 // GELU of bf16 tensors by a table.
 //
-// A bf16 tensor has few different values. The result is x / 2 below `low`, x from `identity` on, and -0 from
-// -high on; what lies between, about 3,000 values, each thread block has in a table in shared memory, with
-// result and code. 13 instructions per element, instead of 65 by the formula (sm_90), and no more than memory
-// has time for. The results are those of torch's own op, which is called for these values once on a device.
+// bf16 has few values. The result is x / 2 for |x| below kLow, x from kIdentity on, and -0 below -kHigh. Each
+// thread block has results and codes of the about 3,000 values between in a table in shared memory. A lookup
+// takes 13 instructions per element, the formula 65 (sm_90), more than fit into the time of the memory
+// traffic. The results are torch's own: its op is called for these values once on each device.
 #pragma once
 #include <array>
 #include <mutex>
@@ -18,19 +18,20 @@ struct Bf16Range {
   static constexpr uint32_t kLow = 0x3B00;       // 2^-9: from here on the second factor can change a bit
   static constexpr uint32_t kIdentity = 0x4040;  // 3
   static constexpr uint32_t kHigh = 0x40C0;      // 6: there erf and tanh are 1 in fp32
-  static constexpr uint32_t kFirst = kLow - 1;   // stands for all below kLow, as kHigh for all above
+  // kFirst is the entry for all values below kLow, kHigh that for all values above.
+  static constexpr uint32_t kFirst = kLow - 1;
   static constexpr int kEntries = 2 * static_cast<int>(kHigh - kFirst + 1);  // of both signs
 };
 
 constexpr int kTableThreads = MEMKERN_TABLE_THREADS, kTableBlocks = kResidentThreads / kTableThreads;
-// The least elements that are worth filling the tables.
+// Smaller tensors do not repay filling the table.
 constexpr int64_t kTableNumel = 1 << 19;
 
 MEMKERN_DEVICE constexpr uint32_t both(uint32_t half) { return half | half << 16; }
 
 MEMKERN_DEVICE uint32_t table_value(int i) { return Bf16Range::kFirst + i / 2 + (i % 2 << 15); }
 
-// What torch's op gives for the table's values: of GELU, and of its tanh form.
+// torch's results for the table's values: GELU, then its tanh form.
 static __device__ uint16_t torch_results[2][Bf16Range::kEntries];
 
 static __global__ void __launch_bounds__(kThreads) list_values(uint16_t* values) {
@@ -42,9 +43,9 @@ static __global__ void __launch_bounds__(kThreads) keep_results(const uint16_t* 
   for (int i = threadIdx.x; i < Bf16Range::kEntries; i += kThreads) torch_results[tanh_form][i] = results[i];
 }
 
-// The result in the upper half; bit p of the code at 4 p, so that those of four elements, each shifted by one
-// more, add up to nibbles of the planes. Without torch's results, and for the last pair, which stands for all
-// beyond it, by the formula.
+// A table entry: the result in the upper half, and bit p of the code at bit 4 p. The codes of four elements,
+// each shifted by one bit more, add up to nibbles of the planes. Without torch's results, and in the last
+// pair, which is for all values beyond it, the formula gives the result.
 template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool from_torch, const EncodeTable& thresholds) {
   const float x[1] = {float_of(table_value(i) << 16)};
   const Planes planes = encode(x, thresholds);
@@ -54,7 +55,7 @@ template <int Fn> MEMKERN_DEVICE uint32_t table_entry(int i, bool from_torch, co
   return to_bf16x2(0.0f, activate<Fn>(x[0], 0.0f, 0.0f)) | code;
 }
 
-// Looks up a vector: its results, and the planes of its codes.
+// Replaces a vector by its results; returns the planes of its codes.
 MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
   uint32_t nibbles[2] = {0, 0};
 #pragma unroll
@@ -62,13 +63,13 @@ MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
     const uint32_t pair = raw.word[i], magnitude = pair & both(0x7FFF);
     const uint32_t clamped =
         min_bf16x2(max_bf16x2(magnitude, both(Bf16Range::kFirst)), both(Bf16Range::kHigh));  // NaN: kFirst
-    // In bytes, of both.
+    // The offsets of both entries in the table, in bytes.
     const uint32_t place = ((clamped - both(Bf16Range::kFirst)) << 3) | (less_bf16x2(pair, 0) & both(4));
     const char* bytes = reinterpret_cast<const char*>(table);
     const uint32_t low = *reinterpret_cast<const uint32_t*>(bytes + (place & 0xFFFF)),
                    high = *reinterpret_cast<const uint32_t*>(bytes + (place >> 16));
     nibbles[i / 2] += (low + (high << 1)) << 2 * (i % 2);
-    // NaN and -inf become NaN; to others -0 is added.
+    // Makes NaN and -inf NaN, and adds -0 to all others.
     uint32_t y = fma_bf16x2(magnitude, both(0x8000), __byte_perm(low, high, 0x7632));
     const uint32_t half = fma_bf16x2(pair, both(0x3F00), both(0x8000));
     const uint32_t small = less_bf16x2(magnitude, both(Bf16Range::kLow)),
@@ -76,7 +77,7 @@ MEMKERN_DEVICE Planes look_up(Raw& raw, const uint32_t* table) {
     y = (half & small) | (y & ~small);
     raw.word[i] = (y & not_large) | (pair & ~not_large);
   }
-  // Of both words nibbles 0 to 3, to bytes; then the inner nibbles of each half change places.
+  // Gathers nibbles 0 to 3 of both words into bytes, then swaps the inner nibbles of each half.
   const Planes planes = __byte_perm(nibbles[0], nibbles[1], 0x5140);
   const uint32_t change = (planes ^ planes >> 4) & both(0x00F0);
   return planes ^ change ^ change << 4;
@@ -98,9 +99,9 @@ template <int Fn, int Bits> __global__ void __launch_bounds__(kTableThreads, kTa
   });
 }
 
-// Whether the current device, x's, has torch's results. They are made at the first call outside a capture: in
-// one nothing would run that other streams could read. Their memory is not of torch's allocator, which may
-// give a graph's to its tensors.
+// Whether x's device, the current one, has torch's results. The first call outside a CUDA graph capture
+// computes them; a captured call would run nothing yet. They are in the module's memory: torch's allocator
+// could place them in a graph's pool.
 template <int Fn> bool has_torch_results(const Tensor& x, cudaStream_t stream) {
   static std::mutex mutex;
   static std::set<int> devices;

@@ -1,6 +1,7 @@
-// The main path of a step: power codes in blocks of 65 to 128 elements, in rows of a multiple of 8, in arrays
-// that are aligned to 16 bytes (a gradient to its elements). It computes once per tile what the general
-// kernels compute for each element or block. Rare cases are behind warp-uniform branches.
+// The fast path of a step. It takes power codes in blocks of 65 to 128 elements, rows whose length is a
+// multiple of 8, and arrays that are aligned to 16 bytes (gradients: to their elements). It computes once per
+// tile what the general kernels compute for each element or block. Rare cases are behind warp-uniform
+// branches.
 #pragma once
 #include "block_state.cuh"
 #include "fast_path.cuh"
@@ -9,12 +10,12 @@
 
 namespace memkern {
 
-// One moment's scale, by half of a block's lanes (MomentHalves).
+// Computes the scale of one moment. Half of a block's lanes do it for m, the other half for v (MomentHalves).
 struct ScaleFormula {
   float squared_levels, reciprocal, decay;
-  bool is_root;  // of the second moment: the scale is the root of its maximum
+  bool is_root;  // true for v, whose scale is the root of its maximum
 
-  // power_unit(scale, decay, levels)
+  // The same as power_unit(scale, decay, levels).
   MEMKERN_DEVICE float unit(float scale) const {
     const float x = decay * scale;
     float unit = divide(x, squared_levels, reciprocal);
@@ -22,8 +23,8 @@ struct ScaleFormula {
     return unit;
   }
 
-  // power_factor(scale, levels) of the scale that the block's maximum gives; scale: before, the maximum. Of
-  // maxima from 2^-101 to 2^40 the reciprocals and quotients are normal numbers too.
+  // The same as power_factor(scale, levels). `scale` is the block's maximum on entry and its scale on return.
+  // For maxima from 2^-101 to 2^40 reciprocals and quotients are normal numbers, as the fast division needs.
   MEMKERN_DEVICE float factor(float& scale) const {
     const float absmax = scale, root = static_cast<float>(sqrt(Fast(absmax)));
     scale = is_root ? root : absmax;
@@ -41,14 +42,14 @@ struct ScaleFormula {
   }
 };
 
-// A lane's vector of a block, by its distance from the tile's first element. Lanes past the end of a block
-// have its first vector, which changes no maximum, and store nothing.
+// The position of a lane's vector, as its distance from the tile's first element. Lanes past the end of a
+// block load the block's first vector, which does not change the maximum, and store nothing.
 struct WholeVector {
   uint32_t offset;
   bool within;
 };
 
-// A lane's vectors in the blocks of a tile, one after the other; 16 lanes share a block.
+// Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block.
 template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors {
   static constexpr int kLanes = kWholeLanes, kGroups = kThreads / kLanes;
   TensorRecord tensor;  // its arrays start at the tile here
@@ -88,22 +89,23 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
     here = ahead;
   }
 
-  // In its block.
+  // The position of the lane's first element in its block.
   MEMKERN_DEVICE int position() const { return lane * kVector; }
-  // A group without a block left has its last one's values, or the tile's first, and stores nothing.
+  // False for a group of lanes that has no block left: it loads its last block again, or the tile's first,
+  // and stores nothing.
   MEMKERN_DEVICE bool exists() const { return left > 0 && here.within; }
-  // Of each moment one lane.
+  // One lane for each moment.
   MEMKERN_DEVICE bool stores_scale() const { return left > 0 && lane % (kLanes / Moments) == 0; }
   MEMKERN_DEVICE Span span() const { return {here.offset, kVector, true}; }
-  // Of the block; and of the one so many on, or else the tile's last.
   MEMKERN_DEVICE float* scale() const { return scales + (tile.blocks - left); }
+  // The scale of the block `blocks_on` further, or of the tile's last block if the tile ends before it.
   MEMKERN_DEVICE float load_scale(int blocks_on) const {
     const int block = tile.blocks - left + blocks_on;
     return __ldcs(scales + (block < tile.blocks ? block : tile.blocks - 1));
   }
 
-  // Finds the next block's vector, before next(). After a group's last block it is the same again: loads
-  // without a branch around them take fewer instructions, and find it in the cache.
+  // Finds the vector of the next block; call it before next(). After its last block a group keeps its vector:
+  // a load that hits the cache takes fewer instructions than a branch around it.
   MEMKERN_DEVICE void find_next() {
     const bool more = left > kGroups;
     if (!ragged) {
@@ -127,8 +129,8 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
  private:
   const Tile& tile;  // in shared memory: registers are scarce
   const Blocks& blocks;
-  bool ragged;     // some blocks are not of 128 elements
-  int in_segment;  // the place of the block ahead
+  bool ragged;     // some blocks have fewer than 128 elements
+  int in_segment;  // index of the next block in its segment
   uint32_t start;
 
   MEMKERN_DEVICE void find_vector() {
@@ -151,11 +153,11 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
   }
 };
 
-// The dithers of a block's positions, which are the same in all blocks of a tensor. Three instructions
-// compute one, and three more what signed codes need of it; from shared memory each takes a quarter of an
+// The dithers of all positions of a block, in shared memory; all blocks of a tensor share them. Computing one
+// takes three instructions, and what signed codes derive from it three more. A load takes a quarter of an
 // instruction.
 struct DitherTable {
-  // Of elements 0 to 3 of each lane, then of elements 4 to 7: loads of 16 bytes without bank conflicts.
+  // Elements 0 to 3 of all lanes, then elements 4 to 7, so that loads of 16 bytes have no bank conflicts.
   using Row = uint4[2][kWholeLanes];
   Row us, rests, twice_rests;
 
@@ -188,7 +190,7 @@ struct DitherTable {
     }
   }
 
-  // For encode_exactly(), as Rounding has them.
+  // What encode_exactly() needs; Rounding has the same members.
   static constexpr bool nearest = false;
   MEMKERN_DEVICE float u(int j) const { return float_of(word(us, j)); }
   MEMKERN_DEVICE float rest(int j) const { return float_of(word(rests, j)); }
@@ -199,7 +201,7 @@ MEMKERN_DEVICE DitherTable& dither_table() {
   return table;
 }
 
-// A vector of a second moment's codes as it is in memory: in 4 bits just the first word.
+// Loads a vector of the second moment's codes as they are in memory. 4-bit codes fill the first word only.
 template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Span& at) {
   if constexpr (Kind == StateKind::kPower4)
     return {load_pairs(array, packed_span(at.offset / 2, kVector, true)), 0};
@@ -215,8 +217,8 @@ MEMKERN_DEVICE void store_root_codes(void* array, const Span& at, const Codes& c
     store_codes(array, at, codes);
 }
 
-// decode<kPower, false>: unit * (q * q), rounded once. q * q is added to the bits of 2^23, and the fused
-// product takes 2^23 * unit off again, which is exact as no scale of a second moment's root is above 2^64.
+// The same as decode<kPower, false>: unit * (q * q), rounded once. Adding q * q to the bits of 2^23 makes the
+// float 2^23 + q * q; the fma subtracts 2^23 * unit, which is exact because no scale of w exceeds 2^64.
 template <StateKind Kind>
 MEMKERN_DEVICE void decode_root(const Codes& loaded, float unit, float (&w)[kVector]) {
   const Codes codes = Kind == StateKind::kPower4 ? unpack_pairs(loaded.x) : loaded;
@@ -227,7 +229,7 @@ MEMKERN_DEVICE void decode_root(const Codes& loaded, float unit, float (&w)[kVec
   }
 }
 
-// The smallest magnitude; NaN is passed over.
+// The smallest magnitude. NaN is ignored.
 MEMKERN_DEVICE float absmin(const float (&x)[kVector]) {
   float least = fabsf(x[0]);
 #pragma unroll
@@ -235,8 +237,8 @@ MEMKERN_DEVICE float absmin(const float (&x)[kVector]) {
   return least;
 }
 
-// The smallest and the largest of numbers that are not negative. As integers, of which sm_90 compares three
-// in one instruction; a NaN is above infinity then, or below 0.
+// The smallest and the largest of non-negative numbers. Their bits are compared as integers, three in one
+// instruction on sm_90. A NaN then compares above infinity, or below 0.
 MEMKERN_DEVICE void least_and_most(const float (&x)[kVector], float& least, float& most) {
   int low = static_cast<int>(bits_of(x[0])), high = low;
 #pragma unroll
@@ -249,7 +251,7 @@ MEMKERN_DEVICE void least_and_most(const float (&x)[kVector], float& least, floa
   most = float_of(static_cast<uint32_t>(high));
 }
 
-// Codes of the first moment, all of them certain.
+// The codes of the first moment. None of them is in doubt.
 MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, const DitherTable& dithers,
                                    int lane) {
   float rest[kVector], twice_rest[kVector];
@@ -261,12 +263,13 @@ MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, cons
   return pack(code);
 }
 
-// Codes of w > 0 with a factor above 0, as estimate() has them. They are certain if `farthest`, the largest
-// distance from the middle of a code's interval, stays below kCertain; then none is above Levels.
+// Estimates the codes of w > 0 for a factor above 0. `farthest` is the largest distance from the middle of a
+// code's interval. While it is below kCertain, every code is the formula's, and none is above Levels.
 //
-// This sum and the formula's differ most just below Levels + 1. In halves of a unit in the last place there:
-// by up to 4 for the approximate root, 1 for the formula's and 2 for the roundings of the sums. If w is an
-// approximate root too (Approximate), another 2 for it, 1 for the formula's w and 1 for the two products.
+// kCertain bounds the difference between the sum here and that of the formula, which is largest just below
+// Levels + 1. In halves of a unit in the last place there: 4 for the approximate root, 1 for the formula's
+// root and 2 for rounding the sums. If w is an approximate root too (Approximate): 2 for it, 1 for the
+// formula's w and 1 for the two products.
 template <int Levels, bool Approximate> constexpr float kCertain =
     0.5f - (Approximate ? 11 : 7) * (Levels + 1) * 0x1p-25f;
 MEMKERN_DEVICE Codes estimate_positive(const float (&w)[kVector], float factor, const DitherTable& dithers,
@@ -284,7 +287,7 @@ MEMKERN_DEVICE Codes estimate_positive(const float (&w)[kVector], float factor, 
   return pack(code);
 }
 
-// Without the codes of zeros, or any if the factor is 0.
+// Clears the codes of zeros, and all codes if the factor is 0.
 MEMKERN_DEVICE Codes clear_zeros(const float (&w)[kVector], float factor, Codes codes) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i)
