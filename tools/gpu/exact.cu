@@ -10,7 +10,7 @@
 
 using namespace memkern;
 
-constexpr int kBlocks = 1024;
+constexpr int kBlocks = 1024, kThreads = 256;  // of a launch
 
 // Each thread's count of wrong results, and the bits of one of its operands.
 struct Found {
