@@ -240,7 +240,7 @@ class BlockwiseOptimizer(Optimizer):
         if not self._multi_call and len({p.device for p in args.params}) == 1:
             try:
                 self._step_in_one_call(args)
-            except (RuntimeError, ValueError, TypeError) as error:
+            except step_errors.OP_ERRORS as error:
                 # Looked for: a parameter that got another layout since its state was stored. The op refuses it before
                 # it changes anything. Looking at every layout in every step takes longer than a small tensor's step.
                 if torch.compiler.is_compiling():

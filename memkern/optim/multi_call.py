@@ -89,7 +89,7 @@ def step(
             return
         try:
             _ops.step_(own, taken, by_reference)
-        except (RuntimeError, ValueError, TypeError) as error:
+        except step_errors.OP_ERRORS as error:
             raise step_errors.in_words(error, found, groups) from None
 
     for (_, _, by_reference), (own, numbers) in calls.items():

@@ -8,6 +8,9 @@ from typing import Any
 
 from ..schemas import WEIGHT_STATES, StepArgs
 
+OP_ERRORS = (RuntimeError, ValueError, TypeError)
+"""What an op raises for arguments that it refuses, before it changes anything."""
+
 _ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")
 _LISTS = {
     "params": "parameter",
@@ -23,7 +26,7 @@ def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]])
 
     The parameter's number is that of ``state_dict()``. An error that names no entry is returned as it is.
     """
-    if type(error) not in (RuntimeError, ValueError, TypeError):
+    if type(error) not in OP_ERRORS:
         return error
     names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
     numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}

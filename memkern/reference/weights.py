@@ -11,7 +11,7 @@ from .blockwise import from_blocks, to_blocks, weight_random
 
 DROPPED = {C.WEIGHTS[name]: bits for name, bits in C.WEIGHT_DROPPED_BITS.items()}
 """weight_storage -> the bits of fp32's 32 that are not stored, of those that store bits."""
-NEAREST, FP32 = C.WEIGHTS["nearest"], C.WEIGHTS["fp32"]
+FP32 = C.WEIGHTS["fp32"]
 
 
 def bits_of(x: Tensor) -> Tensor:
