@@ -171,15 +171,15 @@ class BlockwiseOptimizer(Optimizer):
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
                 self._convert_misfits()  # while a step is traced: the compiled step itself cannot
+                # TorchDynamo looks at self.state after the first group, and would not see what later ones add.
+                for each in self.param_groups:
+                    self._init_states(each)
+        self._init_states(group)
         for p in group["params"]:
             if (g := p.grad) is not None:
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
-        for p, state in zip(params, states, strict=True):
-            if not state:
-                state.update(self._init_state(p, group))
-                self._stored[p] = self._storage_of(group)
         scaled = f"{next(iter(self.moments))}_scale"
         coded = [state for state in states if scaled in state]
         *lists_by_key, weight_states = lists
@@ -187,6 +187,13 @@ class BlockwiseOptimizer(Optimizer):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
         for key in weights.keys_of(group):
             weight_states += map(itemgetter(key), states)
+
+    def _init_states(self, group: dict[str, Any]) -> None:
+        """Makes the states of the group's parameters that have a gradient and none yet."""
+        for p in group["params"]:
+            if p.grad is not None and not (state := self.state[p]):
+                state.update(self._init_state(p, group))
+                self._stored[p] = self._storage_of(group)
 
     @torch.no_grad()
     @torch.inference_mode(False)

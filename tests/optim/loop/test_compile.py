@@ -148,6 +148,29 @@ def test_a_parameters_layout_changes(build: type, edit: str) -> None:
     assert_same(train(True), train(False))
 
 
+@pytest.mark.parametrize("edit", ["gaps", None])
+@pytest.mark.parametrize(
+    ("build", "options"), [(optim.LARS, {}), (optim.AdamW8bit, {}), (optim.AdamW, {"amsgrad": True})]
+)
+def test_several_groups_begin_in_a_compiled_step(
+    build: type, options: dict[str, Any], edit: str | None
+) -> None:
+    """What needs several calls of ops asks each parameter for its state, also for one that the step itself makes."""
+
+    def train(compiles: bool) -> Any:
+        params = make_params()
+        optimizer = build([{"params": [p]} for p in params], **options)
+        step = compiled(optimizer) if compiles else optimizer.step
+        if edit is not None:
+            STORAGE[edit](params[0])
+        for seed in range(2):
+            give_gradients(params, seed)
+            step()
+        return snapshot(optimizer)
+
+    assert_same(train(True), train(False))
+
+
 def test_a_layout_that_changes_after_compilation_raises() -> None:
     """TorchDynamo does not guard the layouts of an optimizer's parameters. The op refuses, and changes nothing."""
     params = make_params()
