@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import backend, reference
 from .compiling import assume_constant_result
-from .fewbit.levels import Levels, Valley
+from .fewbit.levels import Levels, TwoBranch
 from .quant.codec import CODECS
 from .quant.layout import laid_out_alike
 from .reference.activation import activate, check_function
@@ -174,5 +174,7 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     return _op("few_bit_backward", grad.device)(grad, codes, levels)
 
 
-def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, valley: Valley) -> Tensor:
-    return _op("few_bit_backward_from_output", grad.device)(grad, output, codes, *valley[1:])
+def few_bit_backward_from_output(
+    grad: Tensor, output: Tensor, codes: Tensor, two_branch: TwoBranch
+) -> Tensor:
+    return _op("few_bit_backward_from_output", grad.device)(grad, output, codes, *two_branch[1:])

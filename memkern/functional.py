@@ -28,7 +28,7 @@ from .cross_entropy import linear_cross_entropy
 from .fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
-from .fewbit.tables import LEVELS, VALLEYS
+from .fewbit.tables import LEVELS, TWO_BRANCHES
 from .glu import GELU, GELU_TANH, SILU, glu
 from .quant.codec import ACTIVATIONS
 from .quant.layout import FLOATS
@@ -135,7 +135,7 @@ def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool =
     check_keep(keep, inplace)
     if keep == "output" and needs_gradient(x):
         _check_dtype(x)
-        return apply(Output, x, ACTIVATIONS[name], VALLEYS[name])
+        return apply(Output, x, ACTIVATIONS[name], TWO_BRANCHES[name])
     return _apply(x, name, table, 0.0, 0.0, inplace)
 
 

@@ -40,12 +40,12 @@ inline void check_levels(const Doubles& levels, int64_t bits, float (&table)[1 <
     table[i] = i < levels.size() ? static_cast<float>(levels[i]) : 0.0f;
 }
 
-inline Valley valley_of(double minimum, const Doubles& falling, const Doubles& rising, double falling_reach,
-                        double rising_reach) {
+inline TwoBranch two_branch_of(double minimum, const Doubles& falling, const Doubles& rising,
+                               double falling_reach, double rising_reach) {
   MEMKERN_CHECK(falling.size() == rising.size() && !rising.empty() && rising.size() <= kMaxCoefficients,
                 "falling and rising must have as many coefficients, 1 to ", kMaxCoefficients, ", got ",
                 falling.size(), " and ", rising.size());
-  Valley v{static_cast<int>(rising.size()), static_cast<float>(minimum)};
+  TwoBranch v{static_cast<int>(rising.size()), static_cast<float>(minimum)};
   const double reach[2] = {falling_reach, rising_reach};
   const Doubles* polynomial[2] = {&falling, &rising};
   for (int side = 0; side < 2; ++side) {

@@ -19,13 +19,13 @@ struct Thresholds {
 };
 
 // Polynomials of the derivative on both sides of a minimum: [0] falling, [1] rising.
-struct Valley {
+struct TwoBranch {
   int coefficients;
   float minimum, reach[2], scale[2];  // scale = 2 / reach
   float polynomial[2][kMaxCoefficients];
 };
 
-template <class F, class M> MEMKERN_FN F valley_derivative(F output, M rising, const Valley& v) {
+template <class F, class M> MEMKERN_FN F two_branch_derivative(F output, M rising, const TwoBranch& v) {
   const F t = output - F(v.minimum);
   const F s = sqrt(select(greater(t, F(0.0f)), t, F(0.0f)));
   const F reach = select(rising, F(v.reach[1]), F(v.reach[0]));

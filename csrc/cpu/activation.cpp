@@ -63,13 +63,13 @@ Tensor few_bit_backward_from_output_cpu(Tensor grad, Tensor output, Tensor codes
                                         double rising_reach) {
   const BlockLayout layout = flat_layout(grad, "grad", kGroup);
   check_output(output, grad);
-  const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
+  const TwoBranch two_branch = two_branch_of(minimum, falling, rising, falling_reach, rising_reach);
   Tensor result = empty_like(grad, grad.scalar_type());
   ActivationJob job = backward_job(grad, layout, codes, result);
   MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   job.output = output.data_ptr();
-  job.valley = &valley;
-  job.run = cpu_kernels().valley(float_type(grad), float_type(output));
+  job.two_branch = &two_branch;
+  job.run = cpu_kernels().two_branch(float_type(grad), float_type(output));
   run_jobs(std::vector<ActivationJob>{job});
   return result;
 }

@@ -107,8 +107,8 @@ template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
 }
 
 static __global__ void __launch_bounds__(kThreads)
-    multiply_by_valley(Elementwise t, const void* output, FloatType output_type, bool output_aligned,
-                       const __grid_constant__ Valley valley) {
+    multiply_by_two_branch(Elementwise t, const void* output, FloatType output_type, bool output_aligned,
+                           const __grid_constant__ TwoBranch two_branch) {
   const int64_t vector = vector_of_thread();
   const Span at = span_of_vector(t, vector);
   if (at.n == 0) return;
@@ -120,7 +120,7 @@ static __global__ void __launch_bounds__(kThreads)
   to_floats(raw_output, output_type, y);
 #pragma unroll
   for (int i = 0; i < kVector; ++i)
-    grad[i] = grad[i] * valley_derivative(y[i], (rising >> i & 1u) != 0, valley);
+    grad[i] = grad[i] * two_branch_derivative(y[i], (rising >> i & 1u) != 0, two_branch);
   store_floats(t.result, t.type, at, grad);
 }
 
@@ -265,12 +265,12 @@ Tensor few_bit_backward_from_output_cuda(Tensor grad, Tensor output, Tensor code
   MEMKERN_CHECK(codes.sizes()[0] == 1, "codes must have one row, got ", codes.sizes()[0]);
   MEMKERN_CHECK(same_device(codes, grad) && same_device(output, grad),
                 "output and codes must be on grad's device");
-  const Valley valley = valley_of(minimum, falling, rising, falling_reach, rising_reach);
+  const TwoBranch two_branch = two_branch_of(minimum, falling, rising, falling_reach, rising_reach);
   const DeviceScope scope(grad);
   Tensor result = empty_like(grad, grad.scalar_type());
   const Elementwise t = elementwise(grad, &result, codes, numel);
-  launch_checked("few_bit_backward_from_output", multiply_by_valley, blocks_for(t), scope.stream, t,
-                 output.data_ptr(), float_type(output), on_16_bytes(output.data_ptr()), valley);
+  launch_checked("few_bit_backward_from_output", multiply_by_two_branch, blocks_for(t), scope.stream, t,
+                 output.data_ptr(), float_type(output), on_16_bytes(output.data_ptr()), two_branch);
   return result;
 }
 

@@ -13,7 +13,7 @@ from ..autograd import SavesLess, no_second_derivative
 from ..quant.codec import ACTIVATIONS
 from ..quant.layout import is_dense, same_layout
 from ..reference.activation import activate
-from .levels import Levels, Valley
+from .levels import Levels, TwoBranch
 
 # Autocast runs these in fp32. torch's op is dispatched through autocast, the fused op is not.
 _AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)
@@ -105,22 +105,22 @@ class Output(SavesLess):
     """An activation with one minimum; saves its output, and a bit per element: on which side of the minimum x is."""
 
     @staticmethod
-    def forward(x: Tensor, fn: int, valley: Valley) -> tuple[Tensor, ...]:
-        y, codes = activate_and_encode(x, fn, 0.0, 0.0, Levels(1, (), (valley.at,), (1,)))
+    def forward(x: Tensor, fn: int, two_branch: TwoBranch) -> tuple[Tensor, ...]:
+        y, codes = activate_and_encode(x, fn, 0.0, 0.0, Levels(1, (), (two_branch.at,), (1,)))
         return y, codes, x.new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         y, codes, tag = output
         _save(ctx, codes, tag, y)
-        ctx.stride, ctx.valley = stride_of(y), inputs[2]
+        ctx.stride, ctx.two_branch = stride_of(y), inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> Any:
         if grad is None:
             return None, None, None
         codes, tag, y = ctx.saved_tensors
-        grad = _ops.few_bit_backward_from_output(with_stride(grad, ctx.stride), y, codes, ctx.valley)
+        grad = _ops.few_bit_backward_from_output(with_stride(grad, ctx.stride), y, codes, ctx.two_branch)
         return no_second_derivative(grad, tag), None, None
 
 

@@ -49,7 +49,7 @@ class Levels(NamedTuple):
         return self._replace(thresholds=tuple(t / factor for t in self.thresholds))
 
 
-class Valley(NamedTuple):
+class TwoBranch(NamedTuple):
     """The derivative of an activation with one minimum, from its output y and the bit ``x > at``.
 
     On each side it is a polynomial in ``z = 2 min(s, reach) / reach - 1`` with ``s = sqrt(max(y - minimum, 0))``, in

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..quant.codec import EVEN, MAX_BITS, ODD, PLAIN
 from .fit import Derivative, Fit, fit_levels, mean_squared_error
-from .levels import Valley
+from .levels import TwoBranch
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def fit_table(name: str, bits: int) -> Fit:
 
 
 # f(x), and the x left and right of 0 beyond which its derivative is its limit.
-VALLEY_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+TWO_BRANCH_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "gelu": (lambda x: 0.5 * x * torch.erfc(-x * math.sqrt(0.5)), -9.0, 4.0),
     "gelu_tanh": (lambda x: x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)), -9.0, 4.0),
     "silu": (lambda x: x * torch.sigmoid(x), -40.0, 9.0),
@@ -90,9 +90,9 @@ def _bisect(condition: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) ->
     return high
 
 
-def fit_valley(name: str) -> Valley:
+def fit_two_branch(name: str) -> TwoBranch:
     """Least squares on Chebyshev nodes; numbers rounded to eight decimals."""
-    f, left, right = VALLEY_FUNCTIONS[name]
+    f, left, right = TWO_BRANCH_FUNCTIONS[name]
     d = DERIVATIVES[name]
     number = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
     at = _bisect(lambda x: d(x) > 0, number(-2.0), number(-0.3))
@@ -109,7 +109,7 @@ def fit_valley(name: str) -> Valley:
         fitted = torch.linalg.lstsq(powers, d(x)[:, None]).solution[:, 0]
         coefficients.append(tuple(round(c, 8) for c in fitted.tolist()))
         reaches.append(round(float(reach), 8))
-    return Valley(
+    return TwoBranch(
         round(float(at), 8),
         round(float(minimum), 8),
         coefficients[0],
@@ -124,7 +124,7 @@ def _main() -> None:
         '"""The tables of all activations. Written by ``python -m memkern.fewbit.make_tables``: change that file."""',
         "",
         "from ..quant.codec import EVEN, ODD, PLAIN",
-        "from .levels import Levels, Valley",
+        "from .levels import Levels, TwoBranch",
         "",
         "# fmt: off",
         "LEVELS: dict[tuple[str, int], Levels] = {",
@@ -143,11 +143,13 @@ def _main() -> None:
                 f"        {symmetries[table.symmetry]},",
                 "    ),",
             ]
-    lines += ["}", "VALLEYS: dict[str, Valley] = {"]
-    for name in VALLEY_FUNCTIONS:
-        valley = fit_valley(name)
-        rows = [row for v in valley for row in (_wrapped(v) if isinstance(v, tuple) else [f"        {v},"])]
-        lines += [f'    "{name}": Valley(', *rows, "    ),"]
+    lines += ["}", "TWO_BRANCHES: dict[str, TwoBranch] = {"]
+    for name in TWO_BRANCH_FUNCTIONS:
+        two_branch = fit_two_branch(name)
+        rows = [
+            row for v in two_branch for row in (_wrapped(v) if isinstance(v, tuple) else [f"        {v},"])
+        ]
+        lines += [f'    "{name}": TwoBranch(', *rows, "    ),"]
     Path(__file__).with_name("tables.py").write_text("\n".join([*lines, "}", ""]))
 
 

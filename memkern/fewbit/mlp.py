@@ -13,7 +13,7 @@ from ..autograd import SavesLess, apply, needs_gradient, no_second_derivative
 from ..quant.codec import ACTIVATIONS
 from .autograd import activate_and_encode
 from .levels import Levels, check_bits
-from .tables import LEVELS, VALLEYS
+from .tables import LEVELS, TWO_BRANCHES
 
 KEEPS = ("codes", "output", "input")
 
@@ -38,7 +38,7 @@ class _MLP(SavesLess):
         hidden = F.linear(x, weight1, bias1).contiguous()
         codes = None
         if encodes:
-            table = LEVELS[name, bits] if keep == "codes" else Levels(1, (), (VALLEYS[name].at,), (1,))
+            table = LEVELS[name, bits] if keep == "codes" else Levels(1, (), (TWO_BRANCHES[name].at,), (1,))
             output, codes = activate_and_encode(hidden, ACTIVATIONS[name], 0.0, 0.0, table)
         else:
             output = _gelu(hidden, name)
@@ -82,7 +82,7 @@ class _MLP(SavesLess):
                 approximate = "tanh" if ctx.name == "gelu_tanh" else "none"
                 grad = torch.ops.aten.gelu_backward(grad, hidden, approximate=approximate)
             elif ctx.keep == "output":
-                grad = _ops.few_bit_backward_from_output(grad, output, codes, VALLEYS[ctx.name])
+                grad = _ops.few_bit_backward_from_output(grad, output, codes, TWO_BRANCHES[ctx.name])
             else:
                 grad = _ops.few_bit_backward(grad, codes, LEVELS[ctx.name, ctx.bits].levels)
             if needs_x:

@@ -1,7 +1,7 @@
 """The tables of all activations. Written by ``python -m memkern.fewbit.make_tables``: change that file."""
 
 from ..quant.codec import EVEN, ODD, PLAIN
-from .levels import Levels, Valley
+from .levels import Levels, TwoBranch
 
 # fmt: off
 LEVELS: dict[tuple[str, int], Levels] = {
@@ -353,8 +353,8 @@ LEVELS: dict[tuple[str, int], Levels] = {
         ODD,
     ),
 }
-VALLEYS: dict[str, Valley] = {
-    "gelu": Valley(
+TWO_BRANCHES: dict[str, TwoBranch] = {
+    "gelu": TwoBranch(
         -0.75179152,
         -0.16997121,
         (
@@ -368,7 +368,7 @@ VALLEYS: dict[str, Valley] = {
         0.41227565,
         2.04201972,
     ),
-    "gelu_tanh": Valley(
+    "gelu_tanh": TwoBranch(
         -0.75246142,
         -0.17004075,
         (
@@ -382,7 +382,7 @@ VALLEYS: dict[str, Valley] = {
         0.41235998,
         2.04205056,
     ),
-    "silu": Valley(
+    "silu": TwoBranch(
         -1.27846454,
         -0.27846454,
         (

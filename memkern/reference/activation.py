@@ -181,7 +181,7 @@ def few_bit_backward_from_output(
     falling_reach: float,
     rising_reach: float,
 ) -> Tensor:
-    """grad times the derivative, in fp32, that a Valley (memkern.fewbit.levels) finds from the output and one bit."""
+    """grad times the derivative, in fp32, that a TwoBranch (memkern.fewbit.levels) has for the output and one bit."""
     check_from_output(grad, output, codes, falling, rising)
     t = memory_order(output).float() - to_fp32(minimum)
     s = sqrt(torch.where(t > 0, t, 0))

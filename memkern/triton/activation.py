@@ -296,7 +296,7 @@ def multiply_by_levels(
 
 
 @triton.jit(**_JIT)
-def multiply_by_valley(
+def multiply_by_two_branch(
     grad, output, result, codes, numel, plane,
     MINIMUM: tl.constexpr, FALLING: tl.constexpr, RISING: tl.constexpr, REACH: tl.constexpr, SCALE: tl.constexpr,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
@@ -397,7 +397,7 @@ def few_bit_backward_from_output(
     result = torch.empty_like(grad)
     reach = (falling_reach, rising_reach)
     _launch(
-        multiply_by_valley, codes, grad, output, result,
+        multiply_by_two_branch, codes, grad, output, result,
         MINIMUM=to_fp32(minimum), FALLING=_fp32(falling), RISING=_fp32(rising), REACH=_fp32(reach),
         SCALE=_fp32([2 / each for each in reach]), COUNT=len(rising),
     )  # fmt: skip

@@ -137,7 +137,7 @@ BAD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 PLANES = torch.zeros(3, 128, dtype=torch.uint8)  # of X
-VALLEY = SAMPLES["few_bit_backward_from_output"]["odd, torch.float32"]()[3:]
+TWO_BRANCH = SAMPLES["few_bit_backward_from_output"]["odd, torch.float32"]()[3:]
 BAD_CALLS |= {
     "encode, no bits": ("few_bit_encode", (X, 0, [], [], 0)),
     "encode, 5 bits": ("few_bit_encode", (X, 5, [], [], 0)),
@@ -157,17 +157,17 @@ BAD_CALLS |= {
     "backward, a level fewer": ("few_bit_backward", (X, PLANES, [0.5] * 7)),
     "backward, gaps": ("few_bit_backward", (p(4, 512)[:, ::2], PLANES, [0.5] * 8)),
     "backward, int": ("few_bit_backward", (X.int(), PLANES, [0.5] * 8)),
-    "output, two planes": ("few_bit_backward_from_output", (X, X, PLANES[:2], *VALLEY)),
-    "output, another shape": ("few_bit_backward_from_output", (X, p(256, 4), PLANES[:1], *VALLEY)),
-    "output, other strides": ("few_bit_backward_from_output", (X, p(256, 4).t(), PLANES[:1], *VALLEY)),
-    "output, int": ("few_bit_backward_from_output", (X, X.int(), PLANES[:1], *VALLEY)),
+    "output, two planes": ("few_bit_backward_from_output", (X, X, PLANES[:2], *TWO_BRANCH)),
+    "output, another shape": ("few_bit_backward_from_output", (X, p(256, 4), PLANES[:1], *TWO_BRANCH)),
+    "output, other strides": ("few_bit_backward_from_output", (X, p(256, 4).t(), PLANES[:1], *TWO_BRANCH)),
+    "output, int": ("few_bit_backward_from_output", (X, X.int(), PLANES[:1], *TWO_BRANCH)),
     "output, a coefficient fewer": (
         "few_bit_backward_from_output",
-        (X, X, PLANES[:1], VALLEY[0], VALLEY[1][1:], *VALLEY[2:]),
+        (X, X, PLANES[:1], TWO_BRANCH[0], TWO_BRANCH[1][1:], *TWO_BRANCH[2:]),
     ),
     "output, no coefficients": (
         "few_bit_backward_from_output",
-        (X, X, PLANES[:1], VALLEY[0], [], [], *VALLEY[3:]),
+        (X, X, PLANES[:1], TWO_BRANCH[0], [], [], *TWO_BRANCH[3:]),
     ),
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memkern import _ops
 from memkern.fewbit.levels import Levels
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.layout import layout_of
 from memkern.reference.activation import decode, plane_bytes
 from tests.support.activation_helpers import (
@@ -132,7 +132,7 @@ def test_backward_is_the_same_everywhere(backend: str, layout: str, dtype: torch
 
 @over_fast
 @over_layouts
-@pytest.mark.parametrize("name", VALLEYS)
+@pytest.mark.parametrize("name", TWO_BRANCHES)
 @pytest.mark.parametrize("dtypes", [(0, 0), (1, 1), (2, 2), (1, 0), (0, 2)])
 def test_backward_from_output_is_the_same_everywhere(
     backend: str, layout: str, name: str, dtypes: tuple[int, int]
@@ -145,10 +145,10 @@ def test_backward_from_output_is_the_same_everywhere(
         )
     codes = encode("reference", hard((output.numel(),), 3, scale=1.0), Levels(1, (), (0.0,), (1,)))
     with on("reference"):
-        expected = _ops.few_bit_backward_from_output(grad, output, codes, VALLEYS[name])
+        expected = _ops.few_bit_backward_from_output(grad, output, codes, TWO_BRANCHES[name])
     with on(backend):
         actual = _ops.few_bit_backward_from_output(
-            at(grad, backend), at(output, backend), at(codes, backend), VALLEYS[name]
+            at(grad, backend), at(output, backend), at(codes, backend), TWO_BRANCHES[name]
         )
     assert_same(actual, expected)
 
@@ -302,7 +302,7 @@ def test_in_place_is_seen_by_autograds_checks() -> None:
 # ---- from the output
 
 
-@pytest.mark.parametrize("name", VALLEYS)
+@pytest.mark.parametrize("name", TWO_BRANCHES)
 def test_derivative_from_the_output(name: str) -> None:
     from memkern import functional
 

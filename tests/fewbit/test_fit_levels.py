@@ -10,8 +10,8 @@ from torch import Tensor
 from memkern import functional, nn
 from memkern.fewbit.fit import SIGMAS, fit_levels, mean_squared_error
 from memkern.fewbit.levels import Levels
-from memkern.fewbit.make_tables import DERIVATIVES, VALLEY_FUNCTIONS, fit_table, fit_valley
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.make_tables import DERIVATIVES, TWO_BRANCH_FUNCTIONS, fit_table, fit_two_branch
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import EVEN, ODD, PLAIN
 from tests.support.activation_helpers import gradients, over_bits
 from tests.support.helpers import assert_same, hard
@@ -38,9 +38,9 @@ def test_shipped_tables_are_fitted_ones(name: str, bits: int) -> None:
     assert fitted.thresholds == pytest.approx(shipped.thresholds, abs=2e-5)
 
 
-@pytest.mark.parametrize("name", VALLEY_FUNCTIONS)
-def test_shipped_valleys_are_fitted_ones(name: str) -> None:
-    for fitted, shipped in zip(fit_valley(name), VALLEYS[name], strict=True):
+@pytest.mark.parametrize("name", TWO_BRANCH_FUNCTIONS)
+def test_shipped_branches_are_fitted_ones(name: str) -> None:
+    for fitted, shipped in zip(fit_two_branch(name), TWO_BRANCHES[name], strict=True):
         assert fitted == pytest.approx(shipped, abs=1e-6)
 
 

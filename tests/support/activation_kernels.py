@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memkern import reference
 from memkern.fewbit.levels import Levels
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS, ODD, PLAIN
 from memkern.reference.activation import activate
 from tests.support.activation_helpers import around, values
@@ -32,7 +32,7 @@ def compare_gradients(ops: Any, layout: str, dtype: torch.dtype, bits: int) -> N
             expected = reference.few_bit_backward(grad, codes, table.levels)
             assert_same(ops.few_bit_backward(grad, codes, table.levels), expected, name)
             if bits == 1:
-                args = grad, x, codes, *VALLEYS["gelu"][1:]
+                args = grad, x, codes, *TWO_BRANCHES["gelu"][1:]
                 expected = reference.few_bit_backward_from_output(*args)
                 assert_same(ops.few_bit_backward_from_output(*args), expected, name)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
 from memkern.quant.layout import layout_of
 from memkern.schemas import StepArgs
@@ -196,7 +196,7 @@ SAMPLES |= {
             tensor(*a, seed=1),
             tensor(*a),
             planes(1, a[0]),
-            *(list(v) if isinstance(v, tuple) else v for v in VALLEYS["silu"][1:]),
+            *(list(v) if isinstance(v, tuple) else v for v in TWO_BRANCHES["silu"][1:]),
         )
         for layout in DENSE
         for dtype in FLOATS

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from memkern import backend
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
 from memkern.schemas import STEP_OPS
@@ -150,7 +150,7 @@ def activation_results() -> Iterator[Tensor]:
         if bits == 1:
             for output in DTYPES:
                 yield ops.few_bit_backward_from_output(
-                    grad, values(layout, 7, output), codes, *VALLEYS["gelu"][1:]
+                    grad, values(layout, 7, output), codes, *TWO_BRANCHES["gelu"][1:]
                 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
 from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, lion, sgd, trust_ratio
 from memkern.triton.launch import TILE, rows_of
@@ -161,7 +161,7 @@ KERNELS: dict[str, Variant] = {
         )
     },
 }
-GELU, VALLEY = LEVELS["gelu", 3], VALLEYS["gelu"]
+GELU, TWO_BRANCH = LEVELS["gelu", 3], TWO_BRANCHES["gelu"]
 TABLE = {
     "THRESHOLDS": GELU.thresholds,
     "FLIPS": GELU.flips,
@@ -196,14 +196,14 @@ KERNELS |= {
             ("backward", activation.multiply_by_levels, {"LEVELS": GELU.levels, "BITS": 3}),
             (
                 "backward from output",
-                activation.multiply_by_valley,
+                activation.multiply_by_two_branch,
                 {
-                    "MINIMUM": VALLEY.minimum,
-                    "FALLING": VALLEY.falling,
-                    "RISING": VALLEY.rising,
-                    "REACH": (VALLEY.falling_reach, VALLEY.rising_reach),
-                    "SCALE": (2 / VALLEY.falling_reach, 2 / VALLEY.rising_reach),
-                    "COUNT": len(VALLEY.rising),
+                    "MINIMUM": TWO_BRANCH.minimum,
+                    "FALLING": TWO_BRANCH.falling,
+                    "RISING": TWO_BRANCH.rising,
+                    "REACH": (TWO_BRANCH.falling_reach, TWO_BRANCH.rising_reach),
+                    "SCALE": (2 / TWO_BRANCH.falling_reach, 2 / TWO_BRANCH.rising_reach),
+                    "COUNT": len(TWO_BRANCH.rising),
                 },
             ),
         )

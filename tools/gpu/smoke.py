@@ -21,7 +21,7 @@ from torch import Tensor
 
 import memkern
 from memkern import _ops, functional, optim
-from memkern.fewbit.tables import LEVELS, VALLEYS
+from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 
 from . import smoke_large
 from .supervised import Journal, is_sticky, supervise
@@ -128,8 +128,10 @@ def activations() -> Iterator[Case]:
                     codes = _ops.few_bit_encode(at(x, d), table)
                     found = [codes, _ops.few_bit_backward(at(grad, d), codes, table.levels)]
                     if bits == 1:
-                        valley = VALLEYS["gelu"]
-                        found.append(_ops.few_bit_backward_from_output(at(grad, d), at(x, d), codes, valley))
+                        two_branch = TWO_BRANCHES["gelu"]
+                        found.append(
+                            _ops.few_bit_backward_from_output(at(grad, d), at(x, d), codes, two_branch)
+                        )
                 results.append(found)
             for i, (a, e) in enumerate(zip(*results, strict=True)):
                 same(a, e, ("codes", "gradient", "gradient from the output")[i])

@@ -82,14 +82,14 @@ template <class T, int Bits> void levels_run(const ActivationJob& job, int64_t b
                        MEMKERN_LAMBDA { store_to(result + i, load_from(grad + i) * table.at(bits)); });
 }
 
-template <class T, class Y> void valley_run(const ActivationJob& job, int64_t begin, int64_t end) {
-  const Valley valley = *job.valley;
+template <class T, class Y> void two_branch_run(const ActivationJob& job, int64_t begin, int64_t end) {
+  const TwoBranch two_branch = *job.two_branch;
   const T* grad = static_cast<const T*>(job.input);
   const Y* output = static_cast<const Y*>(job.output);
   T* result = static_cast<T*>(job.result);
   for_planes<1>(job, begin, end,
                 [&](int64_t i, const uint32_t* bits, auto load_from, auto store_to) MEMKERN_LAMBDA {
-                  const F d = valley_derivative(load_from(output + i), mask_of(bits[0]), valley);
+                  const F d = two_branch_derivative(load_from(output + i), mask_of(bits[0]), two_branch);
                   store_to(result + i, load_from(grad + i) * d);
                 });
 }
@@ -120,10 +120,11 @@ decltype(ActivationJob::run) levels_kernel(FloatType grad, int bits) {
   });
 }
 
-decltype(ActivationJob::run) valley_kernel(FloatType grad, FloatType output) {
+decltype(ActivationJob::run) two_branch_kernel(FloatType grad, FloatType output) {
   return with_type(grad, [&](auto t) {
-    return with_type(
-        output, [](auto y) -> decltype(ActivationJob::run) { return valley_run<decltype(t), decltype(y)>; });
+    return with_type(output, [](auto y) -> decltype(ActivationJob::run) {
+      return two_branch_run<decltype(t), decltype(y)>;
+    });
   });
 }
 

@@ -15,7 +15,7 @@ namespace memkern::MEMKERN_ISA {
 // In the order of the struct.
 const Kernels kKernels{
     adam_kernel, lion_kernel,  sgd_kernel,     lamb_kernel,   lamb_norms,    lars_kernel,
-    lars_norms,  codec_kernel, squares_kernel, encode_kernel, levels_kernel, valley_kernel,
+    lars_norms,  codec_kernel, squares_kernel, encode_kernel, levels_kernel, two_branch_kernel,
 };
 
 }  // namespace memkern::MEMKERN_ISA

@@ -66,7 +66,7 @@ struct ActivationJob {
   int64_t plane;  // bytes from one plane to the next
   const PlaneThresholds* thresholds;
   const float* levels;
-  const Valley* valley;
+  const TwoBranch* two_branch;
   BlockLayout layout;
   void (*run)(const ActivationJob&, int64_t begin, int64_t end);
 };
@@ -88,7 +88,7 @@ struct Kernels {
   decltype(SquaresJob::run) (*squares)(FloatType values);
   decltype(ActivationJob::run) (*encode)(FloatType x, int bits);
   decltype(ActivationJob::run) (*levels)(FloatType grad, int bits);
-  decltype(ActivationJob::run) (*valley)(FloatType grad, FloatType output);
+  decltype(ActivationJob::run) (*two_branch)(FloatType grad, FloatType output);
 };
 namespace generic {
 extern const Kernels kKernels;

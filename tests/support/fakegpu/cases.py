@@ -88,7 +88,7 @@ def quantize_and_dequantize(machine: Machine) -> None:
 @case
 def few_bits(machine: Machine) -> None:
     from memkern import reference
-    from memkern.fewbit.tables import LEVELS, VALLEYS
+    from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
     from tests.support.activation_helpers import values
     from tests.support.helpers import FLOATS, assert_same
 
@@ -104,9 +104,9 @@ def few_bits(machine: Machine) -> None:
             machine.to_host(machine.ops.few_bit_backward(grad_there, there, table.levels)), expected, layout
         )
         if bits == 1:
-            valley = VALLEYS["gelu"][1:]
-            expected = reference.few_bit_backward_from_output(grad, x, codes, *valley)
-            actual = machine.ops.few_bit_backward_from_output(grad_there, x_there, there, *valley)
+            two_branch = TWO_BRANCHES["gelu"][1:]
+            expected = reference.few_bit_backward_from_output(grad, x, codes, *two_branch)
+            actual = machine.ops.few_bit_backward_from_output(grad_there, x_there, there, *two_branch)
             assert_same(machine.to_host(actual), expected, layout)
 
 
