@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkern.optim import HostOffload
 from memkern.optim.offload.transfers import Transfers
 
 
@@ -60,3 +61,10 @@ class LateTransfers(Transfers):
             for copy in self.queues[way][self.made[way] : count]:
                 copy()
             self.made[way] = max(self.made[way], count)
+
+
+class LateHostOffload(HostOffload):
+    """HostOffload as on a device: its copies are late."""
+
+    def _new_transfers(self, device: torch.device) -> Transfers:
+        return LateTransfers(device)

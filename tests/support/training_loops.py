@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 
 from memkern import optim
 from tests.support import training_edits
-from tests.support.late_transfers import LateTransfers
+from tests.support.late_transfers import LateHostOffload
 
 SHAPES = ((64, 128), (24, 50), (40,), (8, 6, 3, 3), (1, 1000))
 PLAIN: dict[str, tuple[type, dict[str, Any]]] = {
@@ -136,10 +136,8 @@ class Loop(RuleBasedStateMachine):
         if self.wrapper == "backward":
             return optim.StepInBackward(new, groups, **options)
         if self.wrapper:
-            extra: dict[str, Any] = {"offload_gradients": self.wrapper == "host gradients"}
-            if self.wrapper == "late":
-                extra |= {"transfers": LateTransfers, "offload_gradients": True}
-            return optim.HostOffload(new, groups, **extra, **options)
+            wrapper = LateHostOffload if self.wrapper == "late" else optim.HostOffload
+            return wrapper(new, groups, offload_gradients=self.wrapper != "host", **options)
         return new(groups, **options)
 
     def _directions(self) -> list[Tensor]:

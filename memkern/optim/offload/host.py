@@ -47,8 +47,7 @@ _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may
 
 
 _COPIED = (
-    "inner", "_class", "_options", "_host_dtype", "_hooks_gradients", "_steps_in_backward", "_room", "_make_transfers",
-    "_weights",
+    "inner", "_class", "_options", "_host_dtype", "_hooks_gradients", "_steps_in_backward", "_room", "_weights",
 )  # fmt: skip
 
 
@@ -126,7 +125,6 @@ class HostOffload(Optimizer):
         offload_gradients: bool = False,
         step_in_backward: bool = False,
         device_state_bytes: int | None = 0,
-        transfers: Callable[[torch.device], Transfers] = transfers_of,
         **options: Any,
     ) -> None:
         check_class(optimizer_class)
@@ -137,7 +135,6 @@ class HostOffload(Optimizer):
         self._hooks_gradients = offload_gradients or step_in_backward
         self._steps_in_backward = step_in_backward
         self._room = device_state_bytes
-        self._make_transfers = transfers
         self._weights: dict[Tensor, Weight] = {}
         self._start()
         super().__init__(params, {})
@@ -206,8 +203,11 @@ class HostOffload(Optimizer):
 
     def _transfers_to(self, device: torch.device) -> Transfers:
         if device not in self._transfers:
-            self._transfers[device] = self._make_transfers(device)
+            self._transfers[device] = self._new_transfers(device)
         return self._transfers[device]
+
+    def _new_transfers(self, device: torch.device) -> Transfers:
+        return transfers_of(device)
 
     def _hook_parameters(self) -> None:
         if self._hooks_gradients:

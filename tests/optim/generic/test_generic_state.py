@@ -221,7 +221,7 @@ def test_copies_have_everything(plain: Any, way: Callable[[Any], Any]) -> None:
 
 def test_can_be_printed(plain: Any) -> None:
     optimizer, _ = primed(plain, 0)
-    assert repr(optimizer).startswith(f"{plain.build.__name__} (")
+    assert repr(optimizer).startswith(f"{type(optimizer).__name__} (")
     assert "lr:" in repr(optimizer)
 
 

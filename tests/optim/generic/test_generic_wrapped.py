@@ -41,15 +41,15 @@ from tests.optim.generic.test_generic_state import (  # noqa: F401
     test_step_hooks_fire_in_order,
 )
 from tests.support.generic_optimizers import CASES
-from tests.support.late_transfers import LateTransfers
+from tests.support.late_transfers import LateHostOffload
 
 # HostOffload gives bf16 parameters fp32 copies, which a checkpoint of fp32 parameters has not.
 pytestmark = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 CLASSES: dict[str, tuple[type, dict[str, Any]]] = {
     "StepInBackward": (StepInBackward, {}),
-    "HostOffload": (HostOffload, {"transfers": LateTransfers}),
+    "HostOffload": (LateHostOffload, {}),
     "HostOffload on the CPU": (HostOffload, {}),
-    "HostOffload, gradients too": (HostOffload, {"transfers": LateTransfers, "offload_gradients": True}),
+    "HostOffload, gradients too": (LateHostOffload, {"offload_gradients": True}),
     "HostOffload, in backward": (HostOffload, {"step_in_backward": True}),
 }
 IN_BACKWARD = ("StepInBackward", "HostOffload, in backward")

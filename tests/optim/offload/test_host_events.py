@@ -1,0 +1,219 @@
+"""The order of copies, events and steps of HostOffload, and what stays in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import memory, optim
+from memkern.optim import HostOffload
+from memkern.optim.offload.transfers import StreamTransfers, Transfers, transfers_of
+from tests.support.helpers import assert_same
+from tests.support.late_transfers import LateHostOffload, LateTransfers
+from tests.support.offloaded import (
+    MODES,
+    model_of,
+)
+
+# ---- the order of events
+
+
+def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What one step of three matrices, each a bucket, calls, after a first one."""
+    log: list[Any] = []
+    layers = [nn.Linear(20, 20, bias=False) for _ in range(3)]
+
+    class Logged(HostOffload):
+        def _new_transfers(self, device: torch.device) -> Transfers:
+            return LateTransfers(device, log)
+
+    optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **MODES[mode])
+    step = HostOffload._step_inner
+    monkeypatch.setattr(
+        HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket))
+    )
+    x = torch.randn(2, 20)
+    for _ in range(2):
+        log.clear()
+        nn.Sequential(*layers)(x).sum().backward()
+        log.append("backward is over")
+        optimizer.step()
+        log.append("step is over")
+        optimizer.zero_grad()
+    first = {way: min(e[1] for e in log if e[0] == way) for way in ("down", "up")}
+    number = lambda e: (e[0], e[1] - first[e[0]])  # noqa: E731
+    return [e if isinstance(e, str) else number(e) if e[0] in first else (e[0], *number(e[1])) for e in log]
+
+
+def test_events_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and gradients of the next bucket come while one is stepped, and weights of the last one go."""
+    assert logged("default", monkeypatch) == [
+        "backward is over",
+        *(("down", i) for i in range(4)),
+        ("host waits", "down", 1),
+        "CPU steps",
+        ("up", 0),
+        ("down", 4),
+        ("down", 5),
+        ("host waits", "down", 3),
+        "CPU steps",
+        ("up", 1),
+        ("host waits", "down", 5),
+        "CPU steps",
+        ("up", 2),
+        *(("device waits", "up", i) for i in range(3)),
+        "step is over",
+    ]
+
+
+def test_gradients_come_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged("offload_gradients", monkeypatch)
+    over = log.index("backward is over")
+    assert log[:over] == [("down", i) for i in range(3)]
+    assert log[over + 1 :] == [  # in step() the weights come
+        ("down", 3),
+        ("down", 4),
+        *(("host waits", "down", 3), "CPU steps", ("up", 0)),
+        ("down", 5),
+        *(e for i in (1, 2) for e in (("host waits", "down", 3 + i), "CPU steps", ("up", i))),
+        *(("device waits", "up", i) for i in range(3)),
+        "step is over",
+    ]
+
+
+def test_the_cpu_steps_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged("step_in_backward", monkeypatch)
+    for i in range(3):
+        weight, gradient = ("down", 2 * i), ("down", 2 * i + 1)
+        assert log.index(weight) < log.index(gradient) < log.index("backward is over")
+        assert log.index(gradient) < log.index(("host waits", *gradient)) < log.index(("up", i))
+    assert log[-4:] == [*(("device waits", "up", i) for i in range(3)), "step is over"]
+    assert log.count("CPU steps") == 3
+
+
+def test_the_cpu_steps_before_the_backward_pass_is_over() -> None:
+    """The last layer's step is seen by the first one's backward, which waits for it."""
+    seen: list[bool] = []
+    layers = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False))
+    optimizer = HostOffload(optim.AdamW, layers.parameters(), step_in_backward=True)
+    last = layers[1].weight
+    before = last.detach().clone()
+
+    def look(grad: Tensor) -> None:
+        for future in [*optimizer._pending]:
+            future.result(timeout=60)
+        seen.append(not torch.equal(last, before))
+
+    layers[0].weight.register_hook(look)
+    layers(torch.randn(2, 20)).sum().backward()
+    optimizer.step()
+    assert seen == [True]
+
+
+class FakeStream:
+    """Of a device module: notes what is called on it."""
+
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for {event.at}")
+
+
+class FakeModule:
+    """torch.cuda as far as StreamTransfers uses it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.names = iter(("down", "up"))
+        self.compute = FakeStream("compute", self.log)
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(next(self.names), self.log)
+
+    def Event(self) -> Any:
+        module = self
+
+        class Event:
+            def record(self, stream: FakeStream) -> None:
+                self.at = f"{stream.name} {len(module.log)}"
+                module.log.append(f"event {self.at}")
+
+            def synchronize(self) -> None:
+                module.log.append(f"host waits for {self.at}")
+
+        return Event()
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.compute
+
+    def stream(self, stream: FakeStream) -> Any:
+        import contextlib
+
+        @contextlib.contextmanager
+        def on() -> Any:
+            self.log.append(f"copy on {stream.name}")
+            yield
+
+        return on()
+
+
+def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = FakeModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda x, stream: module.log.append(f"recorded on {stream.name}")
+    )
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: module.log.append("pinned") or x)
+    made = transfers_of(torch.device("cuda", 0))
+    assert isinstance(made, StreamTransfers)
+    assert not made.shares_memory
+    x, y = torch.randn(3), torch.zeros(3)
+    room = made.empty_like(x)
+    down = made.to_host(room, x)
+    made.host_waits(down)
+    up = made.to_device(y, room, down)
+    made.device_waits(up)
+    assert_same(y, x)
+    assert module.log == [
+        "pinned",
+        "event compute 1",
+        "down waits for compute 1",
+        "copy on down",
+        "recorded on down",
+        "event down 5",
+        "host waits for down 5",
+        "up waits for down 5",
+        "copy on up",
+        "event up 9",
+        "compute waits for up 9",
+    ]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("mode", ["offload_gradients", "step_in_backward"])
+def test_offloaded_gradients_are_freed(mode: str) -> None:
+    model = model_of()
+    optimizer = LateHostOffload(optim.AdamW, model.parameters(), **MODES[mode])
+    model(torch.randn(8, 16)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    model = model_of()
+    optimizer = HostOffload(optim.AdamW, model.parameters())
+    for w in optimizer._weights.values():
+        assert w.host_param.data_ptr() == w.p.data_ptr()
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    states = memory.optimizer_bytes(optimizer)
+    assert (
+        memory.peak_bytes(optimizer.step, model, optimizer)
+        <= states + 2 * sum(p.nbytes for p in model.parameters()) + 1024
+    )

@@ -1,0 +1,116 @@
+"""HostOffload after others have changed weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memkern import optim
+from memkern.optim import HostOffload
+from tests.support.helpers import assert_same, name_of, snapshot
+from tests.support.offloaded import (
+    MODES,
+    losses,
+    model_of,
+    over_modes,
+    over_transfers,
+    run,
+)
+
+
+@over_transfers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_weights_that_are_loaded_into_the_model(wrapper: type[HostOffload], dtype: torch.dtype) -> None:
+    _, optimizer, model = run(lambda params: wrapper(optim.AdamW, params), dtype=dtype)
+    kept = [optim.weights.fp32_weight(w.p, optimizer.state[w.p]) for w in optimizer._weights.values()]
+    model.load_state_dict(copy.deepcopy(model.state_dict()))  # the same: fp32 weights keep their bits
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    for _ in range(2):
+        losses(model, 1)[0].backward()
+        optimizer.step()
+        found = [optim.weights.fp32_weight(w.p, optimizer.state[w.p]) for w in optimizer._weights.values()]
+        assert_same(found, kept)
+        model.load_state_dict({key: 2 * x for key, x in model.state_dict().items()})
+        kept = [p.detach().float() for p in model.parameters()]
+
+
+def halve_vector(model: nn.Module) -> None:
+    x = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(0.5 * x, model.parameters())
+
+
+def prune_half(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data[p.data.abs() < p.data.abs().median()] = 0
+
+
+HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "load_state_dict": lambda model: model.load_state_dict(model_of(torch.float32).state_dict()),
+    "vector_to_parameters": halve_vector,
+    ".data": prune_half,
+}
+
+
+@over_modes
+@over_transfers
+@pytest.mark.parametrize("edit", HOST_EDITS)
+@pytest.mark.parametrize("case", ["fp32 weights", "bf16+8", "torch's, fp32", "torch's, bf16"])
+def test_a_step_goes_on_from_edited_weights(
+    mode: str, wrapper: type[HostOffload], edit: str, case: str
+) -> None:
+    """As it does in memory: never back to weights of before."""
+    dtype = torch.float32 if case == "torch's, fp32" else torch.bfloat16
+    build = torch.optim.AdamW if "torch" in case else functools.partial(optim.AdamW8bit, min_8bit_size=0)
+    here = {"fp32 weights": {"master_weights": "fp32"}, "bf16+8": {"master_weights": "bf16+8"}}.get(case, {})
+    offloaded = functools.partial(wrapper, **MODES[mode])
+    there = here if case == "bf16+8" else {}
+    models = [model_of(dtype) for _ in range(2)]
+    optimizers = [
+        build(models[0].parameters(), lr=1e-2, **here),
+        offloaded(build.func if isinstance(build, functools.partial) else build, models[1].parameters(), lr=1e-2,
+                  **(build.keywords if isinstance(build, functools.partial) else {}), **there),
+    ]  # fmt: skip
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            losses(model, 1)[0].backward()
+            if step == 1 and mode != "step_in_backward":
+                HOST_EDITS[edit](model)  # between the backward pass and the step, too
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                HOST_EDITS[edit](model)
+    if case == "torch's, bf16":  # which has no fp32 weights in memory
+        before = [p.detach().clone() for p in models[1].parameters()]
+        HOST_EDITS[edit](models[1])
+        edited = [p.detach().clone() for p in models[1].parameters()]
+        losses(models[1], 1)[0].backward()
+        optimizers[1].step()
+        for p, x, y in zip(models[1].parameters(), edited, before, strict=True):
+            assert ((p - x).abs() <= 0.011 + x.abs() / 128).all()
+            assert not torch.equal(p, y)
+    else:
+        assert_same(
+            [p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()]
+        )
+
+
+def test_a_model_that_changes_its_memory_format() -> None:
+    conv = nn.Conv2d(4, 8, 3)
+    optimizer = HostOffload(optim.AdamW8bit, conv.parameters(), min_8bit_size=0)
+    plain = copy.deepcopy(conv)
+    expected = optim.AdamW8bit(plain.parameters(), min_8bit_size=0)
+    for step in range(3):
+        x = torch.randn(2, 4, 5, 5)
+        for m, o in ((conv, optimizer), (plain, expected)):
+            if step == 1:
+                m.to(memory_format=torch.channels_last)
+            m(x).sum().backward()
+            o.step()
+            o.zero_grad()
+    assert_same(snapshot(optimizer), snapshot(expected))

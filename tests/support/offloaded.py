@@ -1,0 +1,65 @@
+"""Models, loops and modes for the tests of HostOffload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from memkern.optim import HostOffload
+from tests.support.helpers import OPTIMIZERS, snapshot
+from tests.support.late_transfers import LateHostOffload
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "offload_gradients": {"offload_gradients": True},
+    "step_in_backward": {"step_in_backward": True},
+}
+over_modes = pytest.mark.parametrize("mode", MODES)
+over_transfers = pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
+TORCH = [torch.optim.AdamW, torch.optim.SGD]
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 5, bias=False)).to(dtype)
+
+
+def losses(model: nn.Module, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    dtype = next(model.parameters()).dtype
+    return [
+        model(torch.randn(8, 16, generator=generator).to(dtype)).float().square().mean() for _ in range(count)
+    ]
+
+
+def run(
+    make: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 4,
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    clip: float | None = None,
+) -> tuple[dict[str, Any], torch.optim.Optimizer, nn.Module]:
+    """A loop as a user has it."""
+    model = model_of(dtype)
+    optimizer = make(model.parameters())
+    scheduler = OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            x = torch.randn(8, 16, generator=generator).to(dtype)
+            (model(x).float().square().mean() / micro_batches).backward()
+        if clip is not None:
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return snapshot(optimizer), optimizer, model
+
+
+def options_of(build: type) -> dict[str, Any]:
+    return {"lr": 1e-2, "weight_decay": 0.1, **({"min_8bit_size": 0} if build in OPTIMIZERS else {})}
