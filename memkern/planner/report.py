@@ -96,7 +96,7 @@ def text(plan: Plan) -> str:
         f"{plan.model}: {plan.parameters:,} parameters, {_length(plan)}{plan.device}; "
         f"limit {plan.memory / unit:.{digits}f} {name_of_unit}",
         f"peak of a step in {name_of_unit}, one {_sample(plan)}; time against plain training; truth within "
-        f"-{below:.0%} and +{above:.0%} (counted on {plan.counted_on})",
+        f"-{below:.0%} and +{above:.0%} (counted on fake tensors: {plan.counted_on})",
         "",
         f"{'':<32}{'peak':>8}{'time':>7}  " + "".join(f"{head:>9}" for head in HEADS),
     ]

@@ -16,6 +16,7 @@ from tests.support.training_loops import Loop
 
 LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "800"))
 SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
+SEED = int(os.environ.get("MEMKERN_FUZZ_SEED", "1"))  # of the first fifty loops; the next have the next
 
 
 def run(machine: Any, number: int, loops: int) -> None:
@@ -34,7 +35,7 @@ def run(machine: Any, number: int, loops: int) -> None:
 
 
 def run_for(seconds: float, machine: Any) -> None:
-    end, number = time.monotonic() + seconds, 1
+    end, number = time.monotonic() + seconds, SEED
     while time.monotonic() < end:
         run(machine, number, min(LOOPS, 50))
         number += 1
