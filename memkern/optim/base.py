@@ -174,12 +174,13 @@ class BlockwiseOptimizer(Optimizer):
                 # TorchDynamo looks at self.state after the first group, and would not see what later ones add.
                 for each in self.param_groups:
                     self._init_states(each)
-        self._init_states(group)
         for p in group["params"]:
             if (g := p.grad) is not None:
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
+        if not all(states):
+            self._init_states(group)
         scaled = f"{next(iter(self.moments))}_scale"
         coded = [state for state in states if scaled in state]
         *lists_by_key, weight_states = lists
