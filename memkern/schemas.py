@@ -136,6 +136,10 @@ SGD_STEP = StepOp(
     ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     SGD_SCALARS,
 )
+MUON_STEP = StepOp(
+    "muon_step_", {"momentum_buffer": True}, ("momentum", "nesterov", "weight_decay", "maximize"), ()
+)
+"""What Muon's two functions share, which the reference alone has: not one of STEP_OPS."""
 STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, SGD_STEP)}
 
 # ---- every op
