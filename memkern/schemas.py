@@ -48,10 +48,9 @@ class StepArgs(NamedTuple):
     found_inf: Tensor | None = None  # a GradScaler's: the step is skipped whole where it is not 0
     grad_norm: Tensor | None = None  # the norm of all gradients, unscaled
     max_grad_norm: float = 0.0  # what gradients are clipped to, where there is a grad_norm
-    squares: Tensor | None = (
-        None  # (layers of all tensors, 2) float64: what trust ratios are made of, in place of own
-    )
-    squares_only: bool = False  # such sums are written there, and nothing else is changed
+    # (layers of all tensors, 2) float64: sums of squares reduced elsewhere, used instead of the op's own.
+    squares: Tensor | None = None
+    squares_only: bool = False  # the op's own sums are written to squares, and nothing else is changed
 
     def moment(self, k: int) -> Sequence[Tensor]:
         """The k-th moment of all tensors."""
@@ -72,12 +71,12 @@ WEIGHT_STATES = {2: "int8", 3: "int16", 4: "float32"}
 
 
 class StepOp(NamedTuple):
-    """What an optimizer's step has beside what all have. A moment is stored as int8 codes if signed, else uint8."""
+    """What is specific to one optimizer's step. A moment is stored as int8 codes if signed, else uint8."""
 
     name: str
     moments: dict[str, bool]  # name in the state -> whether it has a sign
     hyperparameters: tuple[str, ...]  # beside lr; flags and whole numbers are passed as floats
-    scalars: tuple[str, ...]  # of each tensor, computed from these: csrc/core's struct, Triton's words
+    scalars: tuple[str, ...]  # computed from these for each tensor: a struct in csrc/core, slots in Triton
     has_trust_ratios: bool = False
     has_4bit_codes: bool = False  # of its second moment (memkern.quant.codec.POWER4)
 
@@ -268,7 +267,7 @@ def schemas_header() -> str:
             f"constexpr int kStepArguments = {len(StepArgs._fields)};",
             f"constexpr int kMaxMoments = {max(len(op.moments) for op in STEP_OPS.values())};",
             "",
-            "// What an optimizer's step has beside what all have.",
+            "// What is specific to one optimizer's step.",
             "struct StepOp {",
             "  struct Moment {",
             "    const char* name;",

@@ -114,8 +114,8 @@ OTHERS = {
     "power codes fp32": "quantize_whole<0, 1>",
     "power codes bf16": "quantize_whole<1, 1>",
 }
-# Bytes per element that are written, of those in BYTES. The others are loaded a vector ahead
-# (csrc/cuda/adam_update.cuh, lion_update.cuh), and two of a norm are.
+# Bytes per element that are written, of those in BYTES. The others are loaded one vector ahead
+# (csrc/cuda/adam_update.cuh, lion_update.cuh), two vectors in norms.
 WRITTEN = {
     **{
         path: (4 if "fp32" in path else 2) + 2 + SCALES / 2
@@ -170,7 +170,7 @@ def fp64_instructions(kernel: str, arch: str) -> float:
 
 
 def bytes_in_flight(card: Card, path: str) -> float:
-    """Of a multiprocessor, all its threads' vectors that are loaded ahead."""
+    """Bytes that the threads of a multiprocessor load ahead."""
     registers = record()["registers"][(KERNELS | OTHERS)[path]][card.arch]
     vectors = 2 if "grad norm" in path else 1
     threads = THREADS * resident_blocks(card.arch, registers)
@@ -178,7 +178,7 @@ def bytes_in_flight(card: Card, path: str) -> float:
 
 
 def range_of_share(card: Card, path: str) -> tuple[float, float]:
-    """The share of the copy bandwidth with the longer latency and fewer instructions issued, and with the others."""
+    """The lowest share of the copy bandwidth (longer latency, fewer instructions issued), and the highest."""
     instructions, fp64 = expected_instructions(path, card.arch), fp64_instructions(path, card.arch)
     ends = []
     for latency, issued in zip(LATENCIES, ISSUED_RANGE, strict=True):

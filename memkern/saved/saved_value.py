@@ -85,7 +85,7 @@ class Value:
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
     whether it is log-probabilities whose codes end at a smallest one. depth: functions between it and what is stored.
-    uses: how often it is still asked for, of which only speed depends.
+    uses: how many users are left, a hint that affects speed only.
     """
 
     dtype: torch.dtype
@@ -159,7 +159,7 @@ class Computed(Value):
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]
-        """Of now: what is stored may be coded later, or held exactly again."""
+        """At this moment: stored tensors may be coded later, or held exactly again."""
         return any(value.lossy for value in self.inputs)
 
     @property
@@ -200,7 +200,7 @@ _spared: dict[int, int] = {}
 
 
 def spared() -> int:
-    """Bytes by which all codes that are alive are smaller than what they stand for."""
+    """Bytes that all live codes save, compared with the tensors that they stand for."""
     return sum(list(_spared.values()))
 
 
@@ -216,9 +216,7 @@ class Stored(Value):
         self._watch(x, codec is None)
         self.source: tuple[weakref.ref, int] | None = None  # the storage and where in it
         self.codec: Codec | None = None
-        self.codec_before: Codec | None = (
-            None  # while it is not in codes because somebody else holds the tensor
-        )
+        self.codec_before: Codec | None = None  # to return to, while another owner keeps the tensor alive
         if codec is not None:
             self.encode(x, codec)
         if self.codec is None:
@@ -227,7 +225,7 @@ class Stored(Value):
             )  # outer hooks know parameters by identity
 
     def _watch(self, x: Tensor, held: bool) -> None:
-        """Notes x's version. held: x itself is stored, so that its counter may be seen through another view of it."""
+        """Notes x's version. held: x itself is stored, and a view of it shows the version counter."""
         self.counter = x.detach() if (held and self.outer is None) or not is_plain(x) else version_of(x)
         self.version = x._version
 
@@ -292,7 +290,7 @@ class Stored(Value):
         self.codec_before = None
 
     def encode_again(self) -> None:
-        """Back to codes, as who holds the tensor will let go of it soon."""
+        """Returns to codes: the other owner will free the tensor soon."""
         if self.codec_before is not None and self.fresh():
             codec, self.codec_before = self.codec_before, None
             self.encode(self.data[0], codec)
