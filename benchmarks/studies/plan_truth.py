@@ -1,9 +1,8 @@
-"""What memkern.plan predicts beside what a training step needs, on the CPU.
+"""Compares memkern.plan's predictions with training steps that are measured on the CPU.
 
-Each case in a process of its own, which notes by how much the resident set grows at most over two steps, once all is
-loaded that a small model of the same kind needs, and the peak of torch's CPU allocator (profile_memory) in a third.
-Memory that is freed goes back to the system (mallopt's M_MMAP_THRESHOLD), which glibc else delays for blocks of up to
-32 MiB.
+Each case runs in a process of its own. A small model of the same kind first loads whatever else a step needs. Then two
+steps give the largest growth of the resident set, and a third the peak of torch's CPU allocator (profile_memory).
+glibc keeps freed blocks of up to 32 MiB for a while; mallopt's M_MMAP_THRESHOLD returns them to the system at once.
 """
 
 from __future__ import annotations

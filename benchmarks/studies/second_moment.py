@@ -2,7 +2,7 @@
 
 ``closed-loop``: the relative error of its updates on synthetic gradients. ``training``: a byte-level GPT over 2,000
 steps and three seeds, beside 8 bits for both. ``decades``: an MLP whose inputs span four decades, by the optimizers
-themselves. No hardware is measured; the outcome decided that kernels are worth writing: ``state_bits=(8, 4)``.
+themselves. Nothing is timed. The outcome is why there are kernels for ``state_bits=(8, 4)``.
 
 The 4-bit codes are those of the power codec with N = 15: ``w = s (q / 15)^2``, at least 1 where w > 0, rounded with the
 dither of the step.
@@ -31,7 +31,7 @@ LEVELS = 15
 
 
 def encode_w(w: Tensor, u: Tensor, law: str) -> tuple[Tensor, Tensor]:
-    """4-bit codes of w = sqrt(v), (blocks, block), and the blocks' scales. ``law``: where they are without bias."""
+    """4-bit codes of w = sqrt(v), (blocks, block), and the blocks' scales. ``law``: what is rounded without bias."""
     scale = w.amax(1)
     usable = scale > 0
     t = (w / torch.where(usable, scale, 1.0)[:, None]).sqrt() * LEVELS  # w = s (t / N)^2
