@@ -35,6 +35,7 @@ def a_graphs_pool_while_torch_compile_warms_up(machine: Machine) -> None:
         return {piece.address for piece in machine.pieces() if piece.owner == 2}
 
     for name in STEP_OPS:
+        machine.use_stream(machine.new_stream())  # no earlier case's table is found
         args = machine.to_device(small(name))
         machine.runtime.fakegpu_allocate_to_pool(1)
         getattr(machine.ops, name)(*args)
@@ -65,11 +66,14 @@ def a_table_where_CUDA_has_no_memory_left(machine: Machine) -> None:
     def of_cuda() -> int:
         return sum(piece.owner == 0 for piece in machine.pieces())
 
+    # On streams of their own: a table is found by its stream and an address, and freed addresses come again.
     before = of_cuda()
+    machine.use_stream(machine.new_stream())
     machine.runtime.fakegpu_out_of_memory(1)
     stepped(machine, "adam_step_", small("adam_step_"))
     machine.runtime.fakegpu_out_of_memory(0)
     assert of_cuda() == before
+    machine.use_stream(machine.new_stream())
     stepped(machine, "adam_step_", small("adam_step_"))
     assert of_cuda() == before + 1
 
