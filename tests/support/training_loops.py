@@ -509,6 +509,8 @@ class Loop(RuleBasedStateMachine):
             self.model = Holder(self.time, weights["w0"].dtype)
         else:
             self.model.to(weights["w0"].dtype)
+            for p in self.model.parameters():  # else the state is refused: it is of another memory format
+                p.data = p.data.contiguous()
         self.model.load_state_dict(weights)
         self.options["max_grad_norm"] = norm
         first = dict.fromkeys(options[0])
