@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..quant.layout import layout_of, same_layout
+from ..quant.layout import is_dense, layout_of, same_layout
 from ..schemas import StepOp
 from . import bits, weights
 from .dtensor.shards import is_dtensor, is_flat_shard, local, placed
@@ -132,13 +132,32 @@ def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: G
         else x
         for key, x in state.items()
     }
-    check_state(target.name, op, i, state, p, older)
+    like = _as_saved(op, state, p)
+    check_state(target.name, op, i, state, like, older)
     in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
     first = state[next(iter(op.moments))]
     in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
-    if in_other_bits or in_other_dtype or is_flat_shard(p):
+    if in_other_bits or in_other_dtype or like is not p or is_flat_shard(p):
         state = convert_storage(target.op_of(newer), state, p, newer, older) or state
     return state
+
+
+def _as_saved(op: StepOp, state: dict[str, Any], p: Tensor) -> Tensor:
+    """The parameter, or a meta tensor with the strides of codes that were saved in another memory format.
+
+    Blocks are cut in memory order, so codes of other strides belong to other scales. Strides that are not contiguous
+    are those of the save. Contiguous ones may also be what a file format has made of others: such codes are refused.
+    """
+    codes = state.get(next(iter(op.moments)))
+    if not isinstance(codes, Tensor) or codes.is_floating_point() or is_dtensor(p) or codes.shape != p.shape:
+        return p
+    if (
+        codes.is_contiguous()
+        or not is_dense(codes.shape, codes.stride())
+        or same_layout(codes, dense_like(p))
+    ):
+        return p
+    return torch.empty_strided(codes.shape, codes.stride(), dtype=p.dtype, device="meta")
 
 
 def _is_packed(op: StepOp, key: str, x: Tensor, group: Group) -> bool:
@@ -245,8 +264,6 @@ def _check_moment(name: str, i: Any, key: str, value: Tensor, p: Tensor, coded: 
         )
     like = dense_like(p)
     if coded and not same_layout(value, like):
-        # Another memory format cuts other blocks. The codes' own strides may have been lost on the way here, so that
-        # only one who knows the parameter they are from can convert them.
         does_not_fit(
             name,
             i,

@@ -192,18 +192,39 @@ def test_users_hooks_still_run() -> None:
     assert_same(snapshot(target)["states"], snapshot(source)["states"])
 
 
-def test_codes_do_not_move_between_memory_formats() -> None:
-    # Blocks are cut in memory order, so that codes of other strides belong to other scales.
+@pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
+@pytest.mark.parametrize(("was", "becomes"), [(8, 8), ((8, 4), (8, 4)), (8, 32)])
+def test_codes_of_another_memory_format_are_converted(was: Any, becomes: Any) -> None:
+    """As the next step would, had the state been loaded first and the parameter changed then."""
+    x = hard((8, 16, 8, 8), 0)
+    last = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
+    source = optim.AdamW8bit([last], state_bits=was)
+    train(source)
+    state = saved(source.state_dict())
+    changed, direct = (torch.nn.Parameter(last.detach().clone()) for _ in range(2))
+    loaded_first = optim.AdamW8bit([changed], state_bits=becomes)
+    loaded_first.load_state_dict(state)
+    changed.data = changed.data.contiguous()
+    direct.data = direct.data.contiguous()
+    loaded_then = optim.AdamW8bit([direct], state_bits=becomes)
+    loaded_then.load_state_dict(state)
+    assert loaded_then.state[direct]["exp_avg"].is_contiguous()
+    assert_same(train(loaded_then, 1), train(loaded_first, 1))
+    assert_same(snapshot(loaded_then), snapshot(loaded_first))
+
+
+def test_contiguous_codes_are_refused_by_another_memory_format() -> None:
+    # A file format may have made them contiguous: then their scales are of other blocks.
     x = hard((8, 16, 8, 8), 0)
     flat = torch.nn.Parameter(x.clone())
     last = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
-    source, target = optim.AdamW8bit([last]), optim.AdamW8bit([flat])
+    source, target = optim.AdamW8bit([flat]), optim.AdamW8bit([last])
     train(source)
     before = snapshot(target)
     with pytest.raises(ValueError, match="strides"):
         target.load_state_dict(saved(source.state_dict()))
     assert_same(snapshot(target), before)
-    same = optim.AdamW8bit([torch.nn.Parameter(last.detach().clone())])
+    same = optim.AdamW8bit([torch.nn.Parameter(flat.detach().clone())])
     same.load_state_dict(saved(source.state_dict()))
     assert_same(train(same, 1), train(source, 1, first=0))
 
