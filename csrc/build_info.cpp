@@ -48,6 +48,7 @@ PYBIND11_MODULE(_host, m) {
   if (__builtin_cpu_supports(NAME)) features.push_back(NAME);
         MEMKERN_FEATURE("avx2")
         MEMKERN_FEATURE("f16c")
+        MEMKERN_FEATURE("fma")
         MEMKERN_FEATURE("avx512f")
         MEMKERN_FEATURE("avx512bw")
         MEMKERN_FEATURE("avx512dq")

@@ -57,10 +57,26 @@ def _few_bit_forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any)
     return activate(x, fn, a, b), torch.ops.memkern.few_bit_encode.default(x, *table)
 
 
+def _muon_momentum(updates: Sequence[Tensor], sums: Sequence[Tensor], *args: Any) -> None:
+    found = reference.muon_momentum_(_aligned(StepArgs(*args)), updates)
+    for total, own in zip(sums, found, strict=True):
+        total.copy_(own)
+
+
+def _muon_apply(updates: Sequence[Tensor], ratios: Sequence[float], *args: Any) -> None:
+    reference.muon_apply_(_aligned(StepArgs(*args)), updates, ratios)
+
+
+MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "muon_apply_": _muon_apply}
+"""By the reference, on devices other than the CPU and in every namespace but memkern."""
+
+
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     """What runs an op on a device that has no C++ kernel of its own."""
-    if "triton" in namespace:
+    if "triton" in namespace and name not in MUON_OPS:
         return functools.partial(_triton_step, name) if name in STEP_OPS else functools.partial(_triton, name)
+    if name in MUON_OPS:
+        return MUON_OPS[name]
     function = getattr(reference, name)
     return (lambda *args: function(_aligned(StepArgs(*args)))) if name.endswith("_step_") else function
 
@@ -149,6 +165,27 @@ def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
     if not torch.compiler.is_compiling() and not args.squares_only:
         # A custom op that mutates its arguments does not do this by itself, and autograd's checks rely on it.
         torch.autograd.graph.increment_version(args.params)
+
+
+def muon_momentum_(args: StepArgs, updates: Sequence[Tensor], by_reference: bool = False) -> list[Tensor]:
+    """Updates the momentum and writes what is to be orthogonalized, bfloat16; the sums of squares of its matrices."""
+    device = args.params[0].device
+    sums = [torch.empty(u.shape[:-2], dtype=torch.float64, device=device) for u in updates]
+    _muon_op("muon_momentum_", device, by_reference)(updates, sums, *args)
+    return sums
+
+
+def muon_apply_(
+    args: StepArgs, updates: Sequence[Tensor], ratios: Sequence[float], by_reference: bool = False
+) -> None:
+    """p = p * (1 - lr * weight_decay) - lr * ratio * o, after :func:`muon_momentum_` with the same ``args``."""
+    _muon_op("muon_apply_", args.params[0].device, by_reference)(updates, ratios, *args)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(args.params)
+
+
+def _muon_op(name: str, device: torch.device, by_reference: bool) -> Any:
+    return getattr(torch.ops.memkern_reference, name).default if by_reference else _op(name, device)
 
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:

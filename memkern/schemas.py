@@ -138,7 +138,7 @@ SGD_STEP = StepOp(
 MUON_STEP = StepOp(
     "muon_step_", {"momentum_buffer": True}, ("momentum", "nesterov", "weight_decay", "maximize"), ()
 )
-"""What Muon's two functions share, which the reference alone has: not one of STEP_OPS."""
+"""What Muon's two ops share. Not one of STEP_OPS: between the two, the updates are orthogonalized."""
 STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, SGD_STEP)}
 
 # ---- every op
@@ -151,6 +151,9 @@ SCHEMAS = {
         "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
     ),
     **dict.fromkeys(STEP_OPS, STEP_SCHEMA),
+    # updates: bfloat16 of the parameters' shapes, before and after they are orthogonalized. sums: float64, of squares.
+    "muon_momentum_": "(Tensor(h!)[] updates, Tensor(i!)[] sums, " + STEP_SCHEMA[1:],
+    "muon_apply_": "(Tensor[] updates, float[] ratios, " + STEP_SCHEMA[1:],
     "grad_norm_": "(Tensor(a!) norm, Tensor[] grads, Tensor? grad_scale=None) -> ()",
     "few_bit_encode": "(Tensor x, int bits, float[] thresholds, int[] flips, int symmetry) -> Tensor",
     "few_bit_forward": (
@@ -214,6 +217,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
     **dict.fromkeys(STEP_OPS, _fake_in_place),
+    "muon_momentum_": _fake_in_place,
+    "muon_apply_": _fake_in_place,
     "grad_norm_": _fake_in_place,
     "few_bit_encode": _fake_encode,
     "few_bit_forward": _fake_forward,
@@ -234,7 +239,7 @@ def hyperparameters_header() -> str:
     """The text of ``csrc/core/hyperparameters.h``: a struct per optimizer, laid out as a group's floats are."""
     structs = [
         f"struct {_title(op)}Hyperparameters {{\n  double {', '.join(op.hyperparameters)};\n}};\n"
-        for op in STEP_OPS.values()
+        for op in (*STEP_OPS.values(), MUON_STEP)
     ]
     return "\n".join(
         [_WRITTEN, "#pragma once", "", "namespace memkern {", "", *structs, "}  // namespace memkern\n"]
@@ -278,7 +283,7 @@ def schemas_header() -> str:
             "  Moment moment[kMaxMoments];",
             "  bool has_trust_ratios, has_4bit_codes;",
             "};",
-            *map(entry, STEP_OPS.values()),
+            *map(entry, (*STEP_OPS.values(), MUON_STEP)),
             "",
             "// Calls DO(name, ...) for each of them.",
             "#define MEMKERN_FOR_STEPS(DO, ...) \\",

@@ -40,4 +40,11 @@
   library.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_##DEVICE))
 
 MEMKERN_DECLARE_OPS(cpu)
+
+// Muon's, which CUDA has not yet: there the reference runs (memkern/_ops.py).
+namespace memkern {
+void muon_momentum_cpu(StableIValue* stack, uint64_t arguments, uint64_t results);
+void muon_apply_cpu(StableIValue* stack, uint64_t arguments, uint64_t results);
+}  // namespace memkern
+
 MEMKERN_DECLARE_OPS(cuda)

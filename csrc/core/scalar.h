@@ -16,6 +16,7 @@ namespace memkern {
 
 MEMKERN_FN float abs(float x) { return fabsf(x); }
 MEMKERN_FN float sqrt(float x) { return sqrtf(x); }
+MEMKERN_FN float fma(float x, float y, float z) { return fmaf(x, y, z); }
 MEMKERN_FN float floor(float x) { return floorf(x); }
 MEMKERN_FN float rint(float x) { return rintf(x); }
 MEMKERN_FN float copysign(float magnitude, float sign) { return copysignf(magnitude, sign); }

@@ -10,6 +10,7 @@ from .grad_norm import grad_norm_
 from .lamb import lamb_step_
 from .lars import lars_step_
 from .lion import lion_step_
+from .muon import muon_apply_, muon_momentum_
 from .sgd import sgd_step_
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "lamb_step_",
     "lars_step_",
     "lion_step_",
+    "muon_apply_",
+    "muon_momentum_",
     "quantize_blockwise",
     "sgd_step_",
 ]

@@ -3,8 +3,6 @@
 A step is two element-wise ops with Newton-Schulz iterations between them, which are matrix products by torch:
 :func:`muon_momentum_`, :func:`orthogonalize`, :func:`muon_apply_`. The element-wise ops fuse a multiplication and an
 addition where torch's do, so a step on float32 momentum has torch.optim.Muon's bits on a CPU with AVX2.
-
-Only the reference exists: these are not yet ops of ``torch.ops.memkern``.
 """
 
 from __future__ import annotations

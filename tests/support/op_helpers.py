@@ -141,6 +141,44 @@ for step in ("lamb_step_", "lars_step_"):
     SAMPLES[step]["squares of others"] = lambda s=step: step_args(
         s, ["codes", "fp32"], squares=torch.tensor([[9.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
     )
+
+
+def muon_args(kinds: list[str], scaler: bool = False) -> list[Any]:
+    """Matrices, and a batch of them; the updates that the momentum writes and the parameters take."""
+    shapes = [(37, 53), (3, 1000), (4, 24, 40)]
+    own = [states(hard(shapes[i % 3], i), kind, i) for i, kind in enumerate(kinds)]
+    scales = [t["m_scale"] for t in own if t["m_scale"] is not None]
+    args = StepArgs(
+        params=[t["p"] for t in own],
+        grads=[t["g"] for t in own],
+        moments=[t["m"] for t in own],
+        scales=scales,
+        steps=[t["step"] for t in own],
+        group=[*range(len(own))],
+        lr=[torch.tensor(1e-2, dtype=torch.float64) for _ in own],
+        hyperparameters=[0.95, 1.0, 0.1, 0.0] * len(own),
+        codec=[0] * len(own),
+        block_size=[128] * len(own),
+        grad_scale=torch.tensor(4.0) if scaler else None,
+        found_inf=torch.tensor(0.0) if scaler else None,
+    )
+    return [[hard(t["p"].shape, 9).bfloat16() for t in own], args]
+
+
+SAMPLES["muon_momentum_"] = {
+    name: lambda o=options: (
+        (made := muon_args(**o))[0],
+        [torch.zeros(u.shape[:-2], dtype=torch.float64) for u in made[0]],
+        *made[1],
+    )
+    for name, options in STEPS.items()
+    if "codec" not in options
+}
+SAMPLES["muon_apply_"] = {
+    name: lambda o=options: ((made := muon_args(**o))[0], [0.2 + i for i in range(len(made[0]))], *made[1])
+    for name, options in STEPS.items()
+    if "codec" not in options
+}
 SAMPLES["grad_norm_"] = {
     name: lambda s=scale, d=dtypes: (
         torch.zeros((), dtype=torch.float64),

@@ -7,6 +7,7 @@
 #include "core/lamb.h"
 #include "core/lars.h"
 #include "core/lion.h"
+#include "core/muon.h"
 #include "core/sgd.h"
 
 namespace memkern {
@@ -29,6 +30,10 @@ using LionJob = Job<LionScalars>;
 using SgdJob = Job<SgdScalars>;
 using LambJob = Job<LambScalars>;
 using LarsJob = Job<LarsScalars>;
+
+struct MuonJob : Job<MuonScalars> {
+  void* update;  // bf16, laid out as the parameter
+};
 
 // The sums of squares over the blocks [begin, end), in a fixed order.
 template <class J> using Norms = Squares (*)(const J&, int64_t begin, int64_t end);
@@ -84,6 +89,8 @@ struct Kernels {
   PickNorms<LambScalars> lamb_norms;
   PickKernel<LarsScalars> lars;
   PickNorms<LarsScalars> lars_norms;
+  PickKernel<MuonScalars> muon_momentum;
+  PickKernel<MuonScalars> muon_apply;
   decltype(CodecJob::run) (*codec)(StateKind, FloatType values, bool is_signed, bool quantize);
   decltype(SquaresJob::run) (*squares)(FloatType values);
   decltype(ActivationJob::run) (*encode)(FloatType x, int bits);

@@ -1,4 +1,4 @@
-// 8 floats: AVX2 and F16C. Include inside a region compiled for them.
+// 8 floats: AVX2, F16C and FMA. Include inside a region compiled for them.
 #pragma once
 #include <immintrin.h>
 
@@ -37,6 +37,7 @@ MEMKERN_FN F operator+(F a, F b) { return _mm256_add_ps(a.v, b.v); }
 MEMKERN_FN F operator-(F a, F b) { return _mm256_sub_ps(a.v, b.v); }
 MEMKERN_FN F operator*(F a, F b) { return _mm256_mul_ps(a.v, b.v); }
 MEMKERN_FN F operator/(F a, F b) { return _mm256_div_ps(a.v, b.v); }
+MEMKERN_FN F fma(F x, F y, F z) { return _mm256_fmadd_ps(x.v, y.v, z.v); }
 MEMKERN_FN F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v); }
 MEMKERN_FN F sqrt(F x) { return _mm256_sqrt_ps(x.v); }
 MEMKERN_FN F floor(F x) { return _mm256_floor_ps(x.v); }

@@ -40,6 +40,7 @@ MEMKERN_FN F operator*(F a, F b) { return _mm512_mul_ps(a.v, b.v); }
 // Not a quotient made of multiplications: on Zen 5 Adam's loop would take 14 cycles instead of 9, and 19 with
 // a test for those that are not rounded correctly.
 MEMKERN_FN F operator/(F a, F b) { return _mm512_div_ps(a.v, b.v); }
+MEMKERN_FN F fma(F x, F y, F z) { return _mm512_fmadd_ps(x.v, y.v, z.v); }
 MEMKERN_FN F abs(F x) { return _mm512_abs_ps(x.v); }
 MEMKERN_FN F sqrt(F x) { return _mm512_sqrt_ps(x.v); }
 MEMKERN_FN F floor(F x) { return _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }

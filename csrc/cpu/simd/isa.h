@@ -18,10 +18,9 @@ inline const char* isa_name(Isa isa) {
 inline Isa best_isa() {
 #ifdef MEMKERN_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma")) {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("fma");
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return wide ? Isa::kAvx512 : Isa::kAvx2;
   }
 #endif

@@ -1,0 +1,71 @@
+// Muon's blocks: the momentum, and the parameter. Compiled once per instruction set (simd/compile_*.cpp).
+#pragma once
+#include "cpu/kernels/block.h"
+
+namespace memkern::MEMKERN_ISA {
+namespace {
+
+template <class G, StateKind Kind>
+void muon_momentum_run(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
+  const MuonScalars s = *job.scalars;
+  bf16* const updates = static_cast<bf16*>(static_cast<const MuonJob&>(job).update);
+  alignas(64) float buffer[kBuffer];
+  const auto update = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
+    const G* g = static_cast<const G*>(job.grad) + b.offset;
+    bf16* u = updates + b.offset;
+    Moment<int8_t, Kind> first(job.m, job.m_scale, 1.0f, b.offset, block, buffer + b.place);
+    for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      F m = first.get(i, load_from);
+      store_to(u + i, muon_momentum(load_from(g + i), m, s));
+      first.put(i, m);
+    });
+    b.m_factor = first.set_scale(b.n);
+  };
+  for_batches(job.layout, begin, end, update, [&](const PendingBlock& b) MEMKERN_LAMBDA {
+    encode<Kind>(static_cast<int8_t*>(job.m) + b.offset, buffer + b.place, b.n, b.m_factor, job.dither);
+  });
+}
+
+template <class G> void muon_momentum_run_fp32(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
+  const MuonScalars s = *job.scalars;
+  bf16* const updates = static_cast<bf16*>(static_cast<const MuonJob&>(job).update);
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
+    const G* g = static_cast<const G*>(job.grad) + offset;
+    float* m_array = static_cast<float*>(job.m) + offset;
+    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      F m = load_from(m_array + i);
+      store_to(updates + offset + i, muon_momentum(load_from(g + i), m, s));
+      store_to(m_array + i, m);
+    });
+  });
+}
+
+template <class P> void muon_apply_run(const Job<MuonScalars>& job, int64_t begin, int64_t end) {
+  const MuonScalars s = *job.scalars;
+  const bf16* const updates = static_cast<const bf16*>(static_cast<const MuonJob&>(job).update);
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t) MEMKERN_LAMBDA {
+    const Weights<P> weights(job, offset);
+    for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      const F o = load_from(updates + offset + i);
+      weights.put(i, muon_parameter(weights.get(i, load_from), o, s), store_to);
+    });
+  });
+}
+
+}  // namespace
+
+decltype(Job<MuonScalars>::run) muon_momentum_kernel(const StepTensor& t) {
+  return with_type(t.grad_type, [&](auto g) -> decltype(Job<MuonScalars>::run) {
+    using G = decltype(g);
+    if (t.kind == StateKind::kPower) return muon_momentum_run<G, StateKind::kPower>;
+    if (t.kind == StateKind::kDynamic) return muon_momentum_run<G, StateKind::kDynamic>;
+    return muon_momentum_run_fp32<G>;
+  });
+}
+
+decltype(Job<MuonScalars>::run) muon_apply_kernel(const StepTensor& t) {
+  return with_types(
+      t, [](auto p, auto) -> decltype(Job<MuonScalars>::run) { return muon_apply_run<decltype(p)>; });
+}
+
+}  // namespace memkern::MEMKERN_ISA
