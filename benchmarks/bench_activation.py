@@ -17,7 +17,7 @@ from memkern.memory import saved_bytes
 
 from .harness import Case, Contender, Subject
 
-# Bytes that a forward and a backward pass read and write at least, besides codes: x, y; the gradient, and dx.
+# Tensors of x's size that a forward and a backward pass must read or write besides what is saved: x, y, dy and dx.
 PASSES = 4
 
 

@@ -41,7 +41,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Contender:
-    """name: the package's import name in any case, then what of it. setup() raises where it cannot run."""
+    """name: the package's import name, in any case, and the thing measured. setup() raises where it cannot run."""
 
     name: str
     setup: Callable[[], Subject]
@@ -136,9 +136,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each call: one call each in a round; slow ones every n-th round.
 
-    The order is another one in each round, and the same in every run. In a fixed order a contender always runs after
-    the same other one, with that one's code in the caches and the heap as it left it (2 to 3 % between 148 tensors
-    and one).
+    Each round has another order, the same in every run. In a fixed order a contender would always follow the same
+    other one and find its code in the caches and the heap as it left it, which makes 2 to 3 % for 148 tensors.
     """
     orders = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -4,7 +4,7 @@ Gradients: a model is trained with exact activations, and then its gradient is c
 batches; the error is that of all parameters' gradients together, relative to the exact one.
 
 Losses: the model is trained from scratch, and the trained one is fine-tuned on another text, in each mode with three
-seeds (data order, and the weights where they are new). Noise is the standard deviation of the exact runs.
+seeds (of the data order and, from scratch, of the first weights). Noise is the standard deviation of the exact runs.
 
 No hardware is measured.
 """
@@ -224,7 +224,7 @@ def table(rows: list[dict[str, str]]) -> Table:
 
 
 def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """Each run's loss less the mean of the exact ones, and the gradient errors."""
+    """Each run's loss minus the mean loss of the exact runs, and the gradient errors."""
     import matplotlib
 
     matplotlib.use("Agg")

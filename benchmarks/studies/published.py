@@ -1,8 +1,8 @@
 """How much each phase of a GPT's first training step adds, beside published figures.
 
 12 layers of width 768, batch 8, 512 tokens, fp32, AdamW, counted on fake CUDA tensors (fake CPU ones without a C++
-compiler). Published is what the forward pass adds; of the vocabulary, the attention and the dropout nothing is said, so
-ours is GPT-2 with its own of the first and the last and with two kinds of attention.
+compiler). What is published is what the forward pass adds. Vocabulary, attention and dropout are not stated: here they
+are GPT-2's vocabulary and dropout, and two kinds of attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH, TOKENS = 8, 512
 FORWARD = {"none": "7202", "blocks": "1570"}
 """MB that the forward pass adds, by checkpointing."""
 RATIOS = {"blocks": "0.394", "amp": "0.804"}
-"""Of the peak with a technique to that without: 3.71 to 9.42 GB and 6,691 to 8,325 MB, of models that are not named."""
+"""Peaks with a technique over peaks without: 3.71 by 9.42 GB and 6,691 by 8,325 MB, of models that are not named."""
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
     "blocks": {"checkpointing": "blocks"},
@@ -64,7 +64,7 @@ def phases(attention: str, way: str, device: str, counted_on: str) -> dict[str, 
 
 
 def counted(attention: str, way: str) -> tuple[str, dict[str, float]]:
-    """On what, and the figures."""
+    """The device that was counted on, and the figures."""
     from memkern.planner import fake_cuda
 
     arguments = {"attention": attention, "way": way, "device": "cuda"}

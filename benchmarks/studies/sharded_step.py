@@ -56,7 +56,7 @@ def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Any]) -> C
 
 
 def timed(call: Callable[[], object]) -> float:
-    start = time.process_time()  # on a machine that others use too
+    start = time.process_time()  # the machine is shared
     call()
     return time.process_time() - start
 

@@ -2,7 +2,7 @@
 
 GPT-2's configuration of 124 M parameters with random weights, on the CPU: the same rows of text (bytes of Python's own
 argparse) in the same order, once with ``optim="adamw_torch"`` and once with memkern's pair (AdamW8bit) and callback
-(3-bit GELU). Beside the losses the bytes of the optimizer states, and what a forward pass leaves for backward.
+(3-bit GELU). Also recorded: the bytes of the optimizer states, and of what a forward pass saves for the backward pass.
 """
 
 from __future__ import annotations

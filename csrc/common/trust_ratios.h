@@ -1,20 +1,19 @@
-// Trust ratios (LAMB, LARS): a step's tensors as layers, and the checks of what these steps have beside
-// others.
+// Trust ratios (LAMB, LARS): splits a step's tensors into layers, and checks the arguments that only these
+// steps have.
 #pragma once
 #include "common/step_args.h"
 #include "core/trust_ratio.h"
 
 namespace memkern {
 
-// Appends the layers of a tensor, which has a trust ratio for each.
+// Appends a tensor's layers, each with a trust ratio of its own.
 template <class J> void add_layers(std::vector<J>& layers, J tensor, const Tensor& trust_ratios) {
   const int64_t count = trust_ratios.numel();
   tensor.trust_ratio = static_cast<float*>(trust_ratios.data_ptr());
   for (int64_t k = 0; k < count; ++k) layers.push_back(layer_of(tensor, k, count));
 }
 
-// Checks that there is a trust ratio for each layer of each tensor, and a row of squares where they are
-// given.
+// Checks that every layer has a trust ratio and, if squares are given, a row of them.
 template <class J, class Hyperparameters>
 void check_trust_ratios(const StepArgs& args, const std::vector<J>& tensors,
                         const std::vector<Hyperparameters>& groups) {

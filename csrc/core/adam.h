@@ -40,7 +40,7 @@ template <class F> MEMKERN_FN F adam_gradient(F g, F p, const AdamScalars& s) {
   return s.coupled_decay != 0.0f ? g + F(s.coupled_decay) * p : g;
 }
 
-// m and v come in decayed: times beta1 and beta2.
+// m and v are decayed already: multiplied by beta1 and beta2.
 template <class F> MEMKERN_FN void adam_moments(F& m, F& v, F g, const AdamScalars& s) {
   m = m + F(s.one_minus_beta1) * g;
   v = v + (F(s.one_minus_beta2) * g) * g;

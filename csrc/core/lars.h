@@ -5,7 +5,7 @@
 
 namespace memkern {
 
-struct LarsScalars : SgdScalars {  // rate: lr, not classic: times the trust ratio
+struct LarsScalars : SgdScalars {  // rate: lr; in the LAMB paper's form, times the trust ratio
   float grad_ratio;                // classic: the trust ratio, else 1
   int32_t classic;
 };

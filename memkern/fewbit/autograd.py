@@ -22,7 +22,7 @@ _AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)
 def activate_and_encode(
     x: Tensor, fn: int, a: float, b: float, table: Levels, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The activation of ``x``, and its codes, in the memory order of :func:`stride_of` the activation."""
+    """The activation of ``x``, and its codes, which are in the memory order of the result."""
     dense = x.is_contiguous() or is_dense(x.shape, x.stride())
     if inplace:
         codes = _ops.few_bit_encode(x if dense else torch.empty_like(x).copy_(x), table)
@@ -36,7 +36,7 @@ def activate_and_encode(
 
 
 def stride_of(x: Tensor) -> tuple[int, ...] | None:
-    """The strides of a dense tensor like ``x``; None where that is contiguous."""
+    """The strides of ``torch.empty_like(x)``; None if they are contiguous."""
     return None if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
 
 
@@ -83,7 +83,7 @@ class Codes(SavesLess):
 
 
 class CodesInPlace(SavesLess):
-    """:class:`Codes` in place of x. With one result: torch takes no more of a function that changes a view."""
+    """:class:`Codes` in place of x. It returns one tensor, as torch allows no more where x is a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fn: int, a: float, b: float, table: Levels) -> Tensor:
@@ -92,7 +92,7 @@ class CodesInPlace(SavesLess):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             codes, x.new_empty(0, requires_grad=True)
-        )  # a leaf that stands for a second derivative
+        )  # the tag needs a gradient, so that a second derivative comes here and raises
         ctx.stride, ctx.levels = stride_of(x), table.levels
         return x
 

@@ -18,7 +18,7 @@ Derivative = Callable[[Tensor], Tensor]
 SIGMAS = (0.25, 0.5, 1.0, 2.0, 3.0)
 """Standard deviations of the input's distribution, a mixture of normals of equal weight."""
 
-BINS = 1024  # of the derivative's value; the borders between levels that the search tries are those of bins
+BINS = 1024  # of the derivative's range; the search puts borders between levels only where bins meet
 PER_UNIT = 2000  # grid points in x
 REACH = 8  # standard deviations of the widest normal: 1e-15 lies beyond
 

@@ -52,9 +52,9 @@ class Levels(NamedTuple):
 class TwoBranch(NamedTuple):
     """The derivative of an activation with one minimum, from its output y and the bit ``x > at``.
 
-    On each side it is a polynomial in ``z = 2 min(s, reach) / reach - 1`` with ``s = sqrt(max(y - minimum, 0))``, in
-    which the derivative is smooth at the minimum. ``falling`` is the side of x <= at, ``rising`` that of x > at:
-    coefficients from the highest power down, as many on either side.
+    On each side it is a polynomial in ``z = 2 min(s, reach) / reach - 1`` with ``s = sqrt(max(y - minimum, 0))``: as a
+    function of s the derivative is smooth at the minimum. ``falling`` has the coefficients for x <= at, ``rising``
+    those for x > at, from the highest power down, equally many.
     """
 
     at: float

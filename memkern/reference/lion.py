@@ -20,7 +20,7 @@ from .state import (
 
 
 def sign(x: Tensor) -> Tensor:
-    """-1, 0 or 1; NaN stays NaN (torch.sign makes it 0), and so does the sign of zero."""
+    """-1 or 1; zeros and NaN stay as they are, a zero with its sign. (torch.sign makes NaN 0.)"""
     return torch.where(x.abs() > 0, torch.copysign(torch.ones_like(x), x), x)
 
 

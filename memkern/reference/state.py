@@ -51,7 +51,7 @@ class StepTensor(NamedTuple):
     squares_only: bool
 
     def load_param(self) -> Tensor:
-        """The parameter in blocks, in what it is computed in."""
+        """The parameter in blocks, in the dtype of the arithmetic."""
         return load_weight(self.param, self.weight_state, self.weight_storage, self.layout)
 
     def store_param(self, x: Tensor, step: int) -> None:
@@ -186,7 +186,10 @@ def _check_lists(op: StepOp, args: StepArgs) -> None:
 
 
 def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
-    """Checks tensor i's gradient, moments and scales; ``used``: tensors of codes before it. Whether it has codes."""
+    """Checks tensor i's gradient, moments and scales; returns whether the moments are codes.
+
+    ``used``: how many tensors before it have codes.
+    """
     p, moments = args.params[i], [args.moment(k)[i] for k in range(len(op.moments))]
     layout = _layout(args, i)
     floats = arithmetic(p.dtype)
@@ -251,7 +254,7 @@ def skipped(found_inf: Tensor | None) -> bool:
 def gradient_factor(
     grad_scale: Tensor | None, grad_norm: Tensor | None = None, max_grad_norm: float = 0.0
 ) -> float:
-    """What gradients are multiplied by: unscaled, and clipped to a global norm where one is given.
+    """The factor of all gradients: divides by ``grad_scale``, and clips to a global norm where one is given.
 
     The clip is torch.nn.utils.clip_grad_norm_'s; a norm that is NaN gives NaN.
     """
@@ -311,7 +314,7 @@ def store_moment(
 def encode_moment(
     x: Tensor, layout: BlockLayout, codec: int, signed: bool, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of blocks as a step stores them; of a shard whose blocks are cut, the whole tensor's scales."""
+    """Codes and scales of blocks as a step stores them; for a shard with cut blocks, the whole tensor's scales."""
     u = None if codec == DYNAMIC else dither(layout.block, step, x.device)
     q, s = encode(x, codec, signed, u, keep_positive=True)
     if isinstance(layout, ShardLayout) and layout.cut:

@@ -10,7 +10,7 @@ from ..quant.layout import BlockLayout
 from .blockwise import from_blocks, to_blocks, weight_random
 
 DROPPED = {C.WEIGHTS[name]: bits for name, bits in C.WEIGHT_DROPPED_BITS.items()}
-"""weight_storage -> the bits of fp32's 32 that are not stored, of those that store bits."""
+"""weight_storage -> how many of fp32's 32 bits are dropped, for the storages that round to a number of bits."""
 FP32 = C.WEIGHTS["fp32"]
 
 
@@ -24,7 +24,7 @@ def float_of(u: Tensor) -> Tensor:
 
 
 def join_weight(p: Tensor, error: Tensor, dropped: int) -> Tensor:
-    """The fp32 weights of bf16 ones and their errors, as they are stored: p itself where that would be NaN.
+    """fp32 weights from bf16 weights and their stored errors; p itself where that would be NaN.
 
     No step leaves such an error, but p may be edited and keep it: 0 and a negative error are the bits of NaN.
     """
@@ -34,14 +34,14 @@ def join_weight(p: Tensor, error: Tensor, dropped: int) -> Tensor:
 
 
 def kept_weight(p: Tensor, copy: Tensor) -> Tensor:
-    """The fp32 weights of which ``copy`` was kept beside bf16 ones: p where the copy does not round to it."""
+    """fp32 weights from bf16 weights and a copy in fp32: the copy where it rounds to p, else p."""
     p = p.float()
     kept = torch.where(bits_of(copy.bfloat16().float()) == bits_of(p), copy, p)
     return torch.where(kept.isnan(), p, kept)
 
 
 def split_weight(x: Tensor, r: Tensor | int, dropped: int) -> tuple[Tensor, Tensor]:
-    """The bf16 weights of fp32 ones, still in fp32, and their errors, int32.
+    """Splits fp32 weights into bf16 weights, returned in fp32, and their errors, int32.
 
     ``r``: random bits, or 2^dropped / 2, which rounds to the nearest. What is not finite stays so and has no error.
     """
@@ -52,7 +52,7 @@ def split_weight(x: Tensor, r: Tensor | int, dropped: int) -> tuple[Tensor, Tens
 
 
 def load_weight(p: Tensor, state: Tensor | None, storage: int, layout: BlockLayout) -> Tensor:
-    """A parameter in blocks: fp32, or fp64 where it is."""
+    """A parameter in blocks: in fp64 if the parameter is, else in fp32."""
     if state is None:
         return to_blocks(p, layout)
     if storage == FP32:

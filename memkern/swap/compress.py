@@ -51,8 +51,8 @@ def compress(
         activations: what activation functions save. 1 to 4 bits per element; ``"output"``: GELU and SiLU save their
             output and one bit, see :func:`memkern.functional.gelu`; ``"recompute"``: composites of several operations
             save their input and are run again in the backward pass, which gives the bits of torch; None leaves them
-            alone. Default ``"auto"``: 3 bits, and ``"recompute"`` in modules that ``saved_bits`` covers, where an
-            output computed anew saves more than bits and rounds less. Swapped are torch.nn's GELU, SiLU, Mish,
+            alone. Default ``"auto"``: 3 bits, and ``"recompute"`` in modules that ``saved_bits`` covers, where
+            recomputing the output saves more than bits do and rounds less. Swapped are torch.nn's GELU, SiLU, Mish,
             Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if they compute what the name says,
             transformers' (gelu_new and the other composites, GELUActivation, QuickGELUActivation, SiLUActivation,
             MishActivation, BloomGelu), minGPT's NewGELU, CLIP's QuickGELU and timm's. With bits or ``"output"`` a

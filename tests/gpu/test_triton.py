@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 missing = backend.available()["triton"]
 pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 
-INTERPRETED = {  # of these files what has the mark
+INTERPRETED = {  # files; what runs of each has the mark `interpreted` (tests/support/interpreted.py)
     "activations": ["tests/gpu/triton_activation.py", "tests/fewbit/test_activation.py"],
     "steps": ["tests/gpu/triton_steps.py", "tests/gpu/triton_squares.py"],
     "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
@@ -33,7 +33,7 @@ INTERPRETED = {  # of these files what has the mark
 }
 
 
-# Weights take 3 minutes; of those kernels' PTX test_gpu_ptx.py has some cases.
+# The weights take 3 minutes; test_gpu_ptx.py runs the PTX of some of those kernels.
 @pytest.mark.parametrize(
     "what",
     [pytest.param(w, marks=pytest.mark.long if w == "weights" else pytest.mark.full) for w in INTERPRETED],

@@ -1,4 +1,4 @@
-"""A pytest plugin: with TRITON_INTERPRET=1, only those tests are run that name what of them Triton's interpreter takes.
+"""A pytest plugin: with TRITON_INTERPRET=1, it runs the tests that are marked, with the values that the mark names.
 
 ``@interpreted(layout=("odd",))`` on a test: it runs there too, on Triton, with these values of its parameters and all
 values of the others. The interpreter takes a millisecond for what a GPU does in a microsecond.

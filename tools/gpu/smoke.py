@@ -1,4 +1,4 @@
-"""Every op and dtype beside the reference, in half a minute: ``python -m tools.gpu.smoke cuda|triton|cpu [--plan]``.
+"""Compares every op and dtype with the reference in half a minute: ``python -m tools.gpu.smoke cuda|triton|cpu``.
 
 Needs torch alone. The reference runs on the CPU over copies of the same tensors; codes, states, parameters and
 gradients are equal in every bit. A line of JSON for each group of cases.
@@ -56,7 +56,7 @@ STEPS = 3
 
 Case = tuple[
     str, str, Callable[[str, str], str]
-]  # group, name, and what compares: backend, device -> "equal", "near"
+]  # group, name, and a function of (backend, device) that compares and returns "equal" or "near"
 
 
 class Differs(Exception):
@@ -218,7 +218,7 @@ def stepped(
 
 
 def alike(run: list[tuple[str, Tensor]], other: list[tuple[str, Tensor]]) -> bool:
-    """Codes at most one apart, numbers within 1e-5: what a norm's last bit can do in a few steps."""
+    """Whether codes differ by one at most and numbers by 1e-5, as the last bit of a norm can cause in a few steps."""
     for (_, a), (_, e) in zip(run, other, strict=True):
         codes = a.dtype in (torch.int8, torch.uint8)
         actual, expected = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in (a, e))
@@ -246,7 +246,7 @@ def norms() -> Iterator[Case]:
 
 
 def on_the_device() -> Iterator[Case]:
-    """What the CPU has no like of."""
+    """Cases that only a GPU has."""
 
     def graph(backend: str, device: str) -> str:
         """A captured step, replayed, gives what eager steps give."""
@@ -332,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--share", type=int, nargs=2, default=(0, 1), help="which groups, and of how many processes"
     )
-    parser.add_argument("--journal", help="of processes before this one (supervised.py)")
+    parser.add_argument("--journal", help="file of earlier processes' finished cases (supervised.py)")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"
     todo = [case for case in cases(device) if args.only in case[0]]
@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.plan:
         print(f"would compare {len(todo)} cases with the reference: {', '.join(groups)}")
         return 0
-    # The reference's time is the CPU's, and Triton's compiler's too.
+    # The reference and Triton's compiler run on the CPU and take most of the time.
     if args.processes > 1 or (device == "cuda" and args.journal is None):
         return in_processes(args.processes, sys.argv[1:] if argv is None else argv)
     torch.set_num_threads(1)

@@ -1,10 +1,10 @@
 """`make gpu PART=tune`: other sizes of tiles and thread blocks than those in csrc/cuda/tile.cuh, built and timed.
 
 CUDA: each setting is a list of macros, built into a library of its own in build/gpu/tune with nothing but the ops that
-it is about, all settings in parallel; then each is timed in a process of its own. Adam's and LAMB's kernels load one
-vector ahead, in registers, and the others none, so that there are no stages to vary: more bytes under way are more
-thread blocks on a multiprocessor, with fewer registers a thread. Triton: the same for TILE, TILES and the options of
-launches, stages among them, without a build.
+it is about, all settings in parallel; then each is timed in a process of its own. There are no pipeline stages to
+vary: Adam's and LAMB's kernels load one vector ahead, in registers, and the others none. More bytes in flight take
+more thread blocks on a multiprocessor, which leaves a thread fewer registers. Triton: the same for TILE, TILES and the
+options of launches, stages among them, without a build.
 
 A line of JSON for each build and each time (as in headline.py, "copy_share" is the share of the copy rate of the same
 minute), then one for each case with the best setting. The defaults are timed first and last: what differs between these
@@ -33,8 +33,8 @@ from .runner import ROOT
 
 FOLDER = ROOT / "build" / "gpu" / "tune"
 SECONDS = 500.0  # for everything
-BUILDS = 0.5  # of these at most, for builds
-LEAST = 15.0  # for a setting's times, and for the table at the end
+BUILDS = 0.5  # the share of SECONDS that builds may take
+LEAST = 15.0  # kept for the times of one setting, and for the table at the end
 
 DEFAULT = "default"
 
@@ -142,7 +142,7 @@ def command(setting: Setting, arch: str, folder: Path) -> list[str]:
 
 
 def build(setting: Setting, arch: str, seconds: float) -> dict[str, Any]:
-    """The library, in the setting's folder; returns what there is to say of it."""
+    """Builds the library in the setting's folder; returns its time, registers and spills, or what failed."""
     folder, start = folder_of(setting), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "unit.cu").write_text(unit_of(setting))
@@ -374,7 +374,7 @@ def sweep(settings: list[Setting], arch: str, seconds: float, more: list[str]) -
     cuda_kernels.write_headers(FOLDER)
 
     def prepare(setting: Setting) -> None:
-        if setting.kind == "triton":  # its compilations, into its cache
+        if setting.kind == "triton":  # compiles into Triton's cache
             timed(setting, BUILDS * seconds, "--warm", *more)
             return
         row = build(setting, arch, BUILDS * seconds)
@@ -401,7 +401,7 @@ def sweep(settings: list[Setting], arch: str, seconds: float, more: list[str]) -
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", action="store_true", help="says what it would do")
-    parser.add_argument("--arch", default="9.0", help="of the GPU")
+    parser.add_argument("--arch", default="9.0", help="the GPU's compute capability")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
     parser.add_argument("--kind", action="append", choices=["steps", "gelu", "triton"], help="these alone")
     parser.add_argument(
