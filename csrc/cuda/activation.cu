@@ -26,8 +26,8 @@ template <int Fn> __global__ void __launch_bounds__(kThreads)
 
 // ---- fp32 and fp16 forward by comparisons in a fixed order
 
-// In a Gray code of so many bits, the highest of them the sign's: how often |x| flips a plane on its way up
-// from 0. One time more than where the derivative is monotone, as GELU's goes over 1 and comes back.
+// How often a plane of a Gray code of so many bits flips while |x| grows from 0; the highest bit is the
+// sign's. Once more than for a monotone derivative, because GELU's rises above 1 and comes back.
 MEMKERN_FN constexpr int flips_of_plane(int bits, int plane) {
   return plane < bits - 1 ? (1 << (bits - 2 - plane)) + (plane < bits - 2) : 0;
 }
@@ -37,9 +37,9 @@ struct PlaneThresholds {
   float of_plane[kMaxBits - 1][flips_of_plane(kMaxBits, 0)];
 };
 
-// The same codes as encode(). A bit is the XOR of its plane's comparisons, which takes no instruction of its
-// own, so that only the bits are brought together and not the comparisons: 38 instructions per element, of
-// which GELU is 25, instead of 53 (sm_90, fp32).
+// The same codes as encode(). A bit is the XOR of its plane's comparisons, which takes no instructions beside
+// theirs; then only the bits have to be combined. 38 instructions per element, of which GELU takes 25,
+// instead of 53 (sm_90, fp32).
 template <int Bits>
 MEMKERN_DEVICE Planes encode_by_planes(const float (&x)[kVector], const PlaneThresholds& thresholds) {
   Planes planes = 0;
@@ -96,8 +96,8 @@ template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
     to_floats(raw, type, grad);
 #pragma unroll
     for (int i = 0; i < kVector; i += 2) {
-      // The bits at 0, 8, 16 and 24, and those beside them, come together from 24 on; no two others of the
-      // product meet.
+      // The product has bits 0, 8, 16 and 24 and their upper neighbours side by side from bit 24 on. No other
+      // bits of it overlap.
       const float2 level = levels[(planes >> i & 3 * kElementBits) * 0x01041040u >> 24];
       grad[i] = grad[i] * level.x;
       grad[i + 1] = grad[i + 1] * level.y;
@@ -182,8 +182,8 @@ int64_t resident_blocks_for(const Elementwise& t, int threads = kThreads) {
 
 template <int Fn> constexpr bool kHasFastForward = Fn == kGelu || Fn == kGeluTanh;
 
-// The forward pass by a kernel of its own; false: there is none for such a tensor and table, or it is not
-// asked for.
+// The forward pass by a kernel of its own. Returns false if there is none for the tensor and the table, or if
+// fast paths are off.
 template <int Fn> bool fast_forward(const Tensor& x, const Elementwise& t, float a, float b,
                                     const Thresholds& thresholds, cudaStream_t stream) {
   if (!fast_paths()) return false;

@@ -10,7 +10,7 @@
 namespace memkern {
 
 // Activations of one element in fp32, by the formulas of torch's CUDA kernels, so that a result rounded to 16
-// bits is theirs but for rare ties, and no less exact.
+// bits is torch's except for rare ties, and no less exact.
 
 MEMKERN_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 

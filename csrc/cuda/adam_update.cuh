@@ -16,7 +16,7 @@ struct AdamVector {
   float p[kVector], g[kVector], m[kVector], v[kVector];
 };
 
-// Whether moments see the gradients as they are.
+// Whether gradients enter the moments unchanged.
 MEMKERN_DEVICE bool plain_gradients(const AdamScalars& s) {
   return s.grad_factor == 1.0f && s.coupled_decay == 0.0f;
 }
@@ -33,7 +33,7 @@ MEMKERN_DEVICE void adam_update_moments(AdamVector& x, const AdamScalars& s, boo
   for (int i = 0; i < kVector; ++i) adam_moments(x.m[i], x.v[i], x.g[i], s);
 }
 
-// Loads a vector and updates its moments. v_at: where the second moment's codes are, of kPower4
+// Loads a vector and updates its moments. v_at: the span of the second moment's codes, for kPower4 a
 // packed_span(). m_unit, v_unit: decode_unit of its block, with the moments' decay.
 template <StateKind Kind, class Tensor, class P, class G>
 MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, G grad_type, const Span& at,
@@ -228,9 +228,9 @@ template <class Scalars, class P, class G, StateKind Kind = StateKind::kPower> s
         s(work.scalars.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
-  // Calls work(vector) for each vector, with its moments updated. All loads of the next one are under way
-  // meanwhile: four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than
-  // five that do not, which is all that registers allow.
+  // Calls work(vector) for each vector, with its moments updated. The loads of the next vector are issued
+  // before: four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than the
+  // five that there are registers for without.
   template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
     AdamLoaded<P> next = load(0);
     for (int round = 0; round < this->rounds; ++round, this->next()) {
@@ -242,7 +242,7 @@ template <class Scalars, class P, class G, StateKind Kind = StateKind::kPower> s
   }
 
  private:
-  // The vector ahead, in the block so many on.
+  // Loads the vector ahead, and the scale of the block that is blocks_on further.
   MEMKERN_DEVICE AdamLoaded<P> load(int blocks_on) const {
     const Span at{this->ahead.offset, kVector, true};
     return {this->load_scale(blocks_on), load_weights(this->tensor, this->param_type, at),

@@ -1,8 +1,8 @@
 // GELU of bf16 tensors by a table.
 //
 // bf16 has few values. The result is x / 2 for |x| below kLow, x from kIdentity on, and -0 below -kHigh. Each
-// thread block has results and codes of the about 3,000 values between in a table in shared memory. A lookup
-// takes 13 instructions per element, the formula 65 (sm_90), more than fit into the time of the memory
+// thread block has results and codes of the about 3,000 values in between in a table in shared memory. A
+// lookup takes 13 instructions per element, the formula 65 (sm_90), more than fit into the time of the memory
 // traffic. The results are torch's own: its op is called for these values once on each device.
 #pragma once
 #include <array>

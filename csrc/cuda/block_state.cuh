@@ -96,7 +96,7 @@ MEMKERN_FN constexpr int levels_of(bool is_signed) {
   return is_signed ? kPowerLevelsSigned : kPowerLevelsUnsigned;
 }
 
-// Of one moment of a tensor's.
+// The largest code of a moment.
 template <StateKind Kind, bool Signed> constexpr int kLevels =
     Kind == StateKind::kPower4 && !Signed ? kPower4Levels : levels_of(Signed);
 
@@ -161,8 +161,8 @@ struct Encoded {
 constexpr float kDown = 8388608.0f;    // 2^23. Added with rounding down it leaves the floor in the low bits.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: to nearest even, of either sign
 
-// power_encode_signed(x, factor, rest) of a finite x, in the low byte, from an approximate square root: the
-// comparison makes up for its error.
+// power_encode_signed(x, factor, rest) of a finite x, in the low byte, from an approximate square root, whose
+// error the comparison corrects.
 MEMKERN_DEVICE uint32_t signed_code(float x, float factor, float rest, float twice_rest) {
   const float a = fabsf(x) * factor;
   const float q = __fadd_rd(approximate_sqrt(a), kDown) - kDown;

@@ -69,8 +69,8 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
   const int64_t vectors = t.blocks.blocks * kWholeLanes;
   const int lane = threadIdx.x % kWholeLanes;
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  // All threads come as often, as they shuffle; those without a vector take the last block's, and store
-  // nothing.
+  // All threads make equally many rounds, because they shuffle. Those without a vector load one of the last
+  // block and store nothing.
   const auto span = [&](int64_t vector) {
     return Span{(vector < vectors ? vector : vectors - kWholeLanes + lane) * kVector, kVector, true};
   };

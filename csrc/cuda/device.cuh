@@ -52,7 +52,7 @@ MEMKERN_DEVICE float fp16_to_float(uint32_t bits) {
   return x;
 }
 
-// Two bf16 numbers in a word. The lesser and the greater; of a number and NaN the number.
+// Minimum and maximum of the bf16 numbers in two words; of a number and a NaN, the number.
 MEMKERN_DEVICE uint32_t min_bf16x2(uint32_t a, uint32_t b) {
   uint32_t least;
   asm("min.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));

@@ -6,10 +6,10 @@
 namespace memkern {
 
 // Number types for the formulas in core/. nvcc's correctly rounded division and root of floats are a few
-// instructions for operands in a middle range, and a branch to a slow path for others. These types have the
-// former without the latter: the caller checks the range once for a vector of 8 elements (kMinRadicand and
-// the others). On sm_90 a division takes 6 instructions instead of 10, and a root 5 instead of 10; 6 with
-// AllowZero, where the root may be of +0.
+// instructions for operands in a middle range, and a branch to a slow path for others. These types do without
+// that branch: the caller checks the range once for a vector of 8 elements (kMinRadicand and the others). On
+// sm_90 a division takes 6 instructions instead of 10, and a root 5 instead of 10; a root that allows +0 as
+// well (AllowZero) takes 6.
 template <bool AllowZero> struct FastFloat {
   float x;
   MEMKERN_DEVICE explicit FastFloat(float value) : x(value) {}
@@ -39,8 +39,8 @@ using Fast = FastFloat<false>;
 using FastOrZero = FastFloat<true>;
 
 // As good as fp32 allows in few instructions: an approximate root and an approximate reciprocal, each off by
-// up to 2^-23 of itself (PTX ISA: sqrt.approx, rcp.approx), and a product that is rounded with the sum or
-// difference that it becomes a part of.
+// up to 2^-23 of itself (PTX ISA: sqrt.approx, rcp.approx), and products fused with the subtraction that
+// follows.
 struct Approximate {
   struct Product {
     float a, b;
@@ -61,8 +61,8 @@ struct Approximate {
   friend MEMKERN_DEVICE Approximate sqrt(Approximate a) { return Approximate(approximate_sqrt(a.x)); }
 };
 
-// x / divisor, correctly rounded, from the divisor's rounded reciprocal: for the squares of power_levels, and
-// x of kMinDividend or more (tests/gpu/test_division.py tries every mantissa).
+// x / divisor, correctly rounded, from the divisor's rounded reciprocal. Right for divisors that are squares
+// of power_levels and x from kMinDividend on (tests/gpu/test_division.py tries every mantissa).
 constexpr float kMinDividend = 0x1p-100f;
 MEMKERN_DEVICE float divide(float x, float divisor, float reciprocal) {
   const float quotient = x * reciprocal;
@@ -71,7 +71,7 @@ MEMKERN_DEVICE float divide(float x, float divisor, float reciprocal) {
 
 // The range: with radicands from kMinRadicand to kMaxRadicand, numerators from kMinNumerator to kMaxNumerator
 // and denominators from kMinDenominator to kMaxDenominator, all quotients, remainders and reciprocals on the
-// way are normal numbers. Numerators of +0 and -0 are right too, and radicands of +0 but for Fast.
+// way are normal numbers. Numerators of +0 and -0 are right too; so are radicands of +0, except in Fast.
 constexpr float kMinRadicand = 0x1p-101f, kMaxRadicand = 0x1p40f;
 constexpr float kMinNumerator = 0x1p-64f, kMaxNumerator = 0x1p60f;
 constexpr float kMinDenominator = 0x1p-51f, kMaxDenominator = 0x1p21f;

@@ -31,7 +31,7 @@ static __global__ void __launch_bounds__(kThreads) norm_tiles(NormTable table) {
   constexpr int kStep = kThreads * kVector;
   const Alignment of_whole = alignment_of(t.values);
   double sum = 0.0;
-  // Two vectors' loads are in flight: 16 bytes of bf16 from each thread would leave the memory waiting.
+  // The loads of two vectors are in flight: with 16 bytes of bf16 for each thread the memory would idle.
   for (int j = static_cast<int>(threadIdx.x) * kVector; j < n; j += 2 * kStep) {
     const Span at = span_of(first + j, n - j, true), second = span_of(first + j + kStep, n - j - kStep, true);
     const Alignment alignment = at.whole ? of_whole : Alignment::kVector,

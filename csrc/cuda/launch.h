@@ -11,7 +11,7 @@
 namespace memkern {
 
 // Whether kernels take their fast paths. With MEMKERN_CUDA_FAST=0 in the environment, read once, the general
-// kernels run: the same bits, for looking for a fault or for what a fast path gains.
+// kernels run. They give the same bits: to find a fault, or to measure what a fast path gains.
 inline bool fast_paths() {
   static const bool fast = [] {
     const char* const given = std::getenv("MEMKERN_CUDA_FAST");
@@ -33,8 +33,8 @@ inline bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// In its scope this thread may call what waits or allocates while another thread's stream is captured, which
-// CUDA's default mode forbids.
+// In its scope this thread may wait and allocate although another thread captures a stream, which CUDA's
+// default mode forbids.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -18,8 +18,8 @@ inline StepEntries layer_entries(const std::vector<StepTensor>& jobs, const Step
   return all;
 }
 
-// A step in two passes, with the layers' trust ratios between them: at most six launches, and the table's. If
-// StepArgs has squares, it is one of the two passes alone.
+// A step in two passes, with the layers' trust ratios between them: at most six launches, and the table's.
+// With squares in StepArgs only one of the passes runs.
 template <int Blocks, class Hyperparameters, class Scalars>
 void step_in_two_passes(const StepOp& op, const StepArgs& args,
                         PrologueKernel<StepGroup<Hyperparameters>, Scalars> prologue,

@@ -133,7 +133,7 @@ template <class P, class G> struct LionWhole : WholeVectors<StateKind::kPower, P
   template <class Work> MEMKERN_DEVICE LionWhole(const Work& work, P param_type, G grad_type)
       : WholeVectors<StateKind::kPower, P, G, 1>(work, param_type, grad_type, 1.0f, 1.0f) {}
 
-  // The vector ahead, in the block so many on.
+  // Loads the vector ahead, and the scale of the block that is blocks_on further.
   MEMKERN_DEVICE LionLoaded<P> load(int blocks_on) const {
     const Span at{this->ahead.offset, kVector, true};
     return {this->load_scale(blocks_on), load_weights(this->tensor, this->param_type, at),

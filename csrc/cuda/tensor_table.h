@@ -29,15 +29,15 @@ class TableImage {
 // A table's copy on the device.
 struct DeviceTable {
   char* data;
-  std::optional<Tensor> memory;       // that holds it, where it is torch's
+  std::optional<Tensor> memory;       // keeps it alive, where it is torch's
   std::unique_lock<std::mutex> lock;  // held until the step is launched: no other thread changes a table
 
   template <class T> T* at(size_t offset) const { return reinterpret_cast<T*>(data + offset); }
 };
 
 // Brings the device's copy of an image up to date; after it there are `scratch` bytes for the kernels' use.
-// op, first (a tensor of the step), count and stream find the cached table that is likely to be that of the
-// step before.
+// The cached table is found by op, first (a tensor of the step), count and stream: most likely the table of
+// the step before.
 DeviceTable upload_table(const TableImage& image, size_t scratch, const char* op, const Tensor& first,
                          size_t count, cudaStream_t stream);
 

@@ -70,9 +70,9 @@ MEMKERN_FN bool have_whole_vectors(const Blocks& b) {
          b.block > kWholeBlock / 2;
 }
 
-// Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: as many
-// tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would keep
-// 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364
+// Elements of a tile, for `numel` of all tensors on a device that runs `slots` thread blocks at once: equally
+// many tiles for each slot, so that all are busy to the end. In tiles of kTileElements 2^22 elements would
+// keep 256 of an H200's 660 slots busy, and the last 364 tiles of 2^24 would keep 364
 // (benchmarks/studies/gpu_model.py tells what that costs). kTileElements makes the start of a thread block
 // small beside its work.
 inline int tile_elements(int64_t numel, int64_t slots) {
@@ -140,11 +140,14 @@ struct SixteenLanes {
 struct Tile {
   int64_t first_block;    // index in the tensor
   int64_t segment_start;  // offset of the segment that this block is in
-  int64_t segment_step;   // what is added to both of these for the next block of a group, which is
-  int32_t block_in_segment, block_step;  // as many blocks ahead as the thread block has groups
-  int32_t blocks;                        // in the tile
-  int32_t step;  // in elements, where the next block is in the segment that these counts lead to
-  int32_t gap;   // by so many elements a segment is shorter than its blocks; not above 0
+  // A group's next block is as many blocks ahead as the thread block has groups: segment_step is added to the
+  // offset of its segment and block_step to its index there, or step elements to its own offset. Where that
+  // passes the end of a segment, the offset changes by gap, which is 0 or less: by so many elements a segment
+  // is shorter than its blocks would be.
+  int64_t segment_step;
+  int32_t block_in_segment, block_step;
+  int32_t blocks;  // in the tile
+  int32_t step, gap;
 
   // By one thread: so the divisions are done once per tile.
   MEMKERN_DEVICE void start(const Blocks& b, int64_t tile, const LaneGroup& group) {

@@ -137,8 +137,8 @@ MEMKERN_DEVICE void store_floats(void* array, Type type, const Span& at, const f
   store_raw(array, type, at, to_raw(x, type));
 }
 
-// Where a gradient starts. All other arrays are on 16 bytes, or a tensor has no vectors; gradients may be
-// views of DDP's buckets (gradient_as_bucket_view=True), which start at any element.
+// Where a gradient starts. All other arrays are aligned to 16 bytes, or are read one element at a time.
+// Gradients may be views of DDP's buckets (gradient_as_bucket_view=True), which start at any element.
 enum class Alignment { kVector, kWord, kHalfWord };
 
 MEMKERN_DEVICE Alignment alignment_of(const void* gradient) {
@@ -191,7 +191,7 @@ MEMKERN_DEVICE void load_gradient_floats(const void* array, Type type, const Spa
   gradient_to_floats(load_gradient(array, type, at, alignment), type, alignment, x);
 }
 
-// Of two bf16 numbers in a word: all bits of the halves where a < b.
+// A mask of two bf16 numbers in a word: all bits of the halves where a < b.
 MEMKERN_DEVICE uint32_t less_bf16x2(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 900
   uint32_t mask;
@@ -239,7 +239,7 @@ MEMKERN_DEVICE Codes unpack_pairs(uint32_t pairs) {
   return {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
 }
 
-// Stores codes of 8 bits as those of 4.
+// Stores codes given in 8 bits as codes of 4.
 MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes) {
   uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
   const uint32_t pairs = __byte_perm(codes.x, codes.y, 0x6420) | __byte_perm(codes.x, codes.y, 0x7531) << 4;
@@ -247,7 +247,7 @@ MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes
     __stcs(reinterpret_cast<uint32_t*>(p), pairs);
   } else {
 #pragma unroll
-    for (int i = 0; i < kVector; i += 2)  // the second half of the last byte may be no element's
+    for (int i = 0; i < kVector; i += 2)  // the last byte may hold one element only
       if (i < at.n) p[i / 2] = static_cast<uint8_t>(pairs >> 4 * i & (i + 1 < at.n ? 0xFFu : 0x0Fu));
   }
 }

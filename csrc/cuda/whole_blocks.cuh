@@ -52,7 +52,7 @@ struct WholeVector {
 // Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block.
 template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors {
   static constexpr int kLanes = kWholeLanes, kGroups = kThreads / kLanes;
-  TensorRecord tensor;  // its arrays start at the tile here
+  TensorRecord tensor;  // with its pointers moved to the start of the tile
   const void* grad;
   float* scales;
   P param_type;
