@@ -8,16 +8,22 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "common/check.h"
 #include "common/step_tensor.h"
 #include "core/tables.h"
 
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK  // its name before torch 2.12
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif
+
+// Throws std::runtime_error, a RuntimeError in Python, unless the condition holds. Like STD_TORCH_CHECK
+// without the C++ file and line, which say nothing to users.
+#define MEMKERN_CHECK(condition, ...) \
+  if (!(condition)) throw std::runtime_error(::memkern::message_of(__VA_ARGS__))
 
 namespace memkern {
 
@@ -26,6 +32,12 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 using Ints = std::vector<int64_t>;
 using Doubles = std::vector<double>;
+
+template <class... Args> std::string message_of(const Args&... args) {
+  std::ostringstream text;
+  ((text << args), ...);
+  return text.str();
+}
 
 inline bool is_float_type(ScalarType t) {
   return t == ScalarType::Float || t == ScalarType::BFloat16 || t == ScalarType::Half;

@@ -50,7 +50,7 @@ class _Sum:
     def __init__(self, storage: str) -> None:
         self.storage, self.count, self.used = storage, 0, False
         self.total: Tensor | None = None  # held while autograd stores a micro-batch's gradient
-        self.error: Tensor | None = None  # of the sum, relative to it whoever has written it
+        self.error: Tensor | None = None  # of the total; it stays valid if others write the total
 
     def hold(self, p: Tensor) -> None:
         self.used = True
@@ -94,7 +94,7 @@ class Accumulation:
     def __init__(self, model: nn.Module, params: list[Tensor], storage: str) -> None:
         self._model, self._params = model, params
         self._handles: list[Any] = []
-        self._nodes: list[Any] = []  # a parameter holds its own but weakly
+        self._nodes: list[Any] = []  # kept alive here: a parameter holds its node weakly
         self._sums = [_Sum(storage) for _ in params]
         self.restart(_counts.get(model, 0))
         for p, one in zip(params, self._sums, strict=True):

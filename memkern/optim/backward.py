@@ -34,8 +34,8 @@ class StepInBackward(Optimizer):
     gradient and state, as all of memkern's and torch.optim's elementwise ones do. A parameter that is used several
     times (tied weights) is stepped once, after its last use.
 
-    Bytes: of the gradients the largest two or so are there at a time, in place of all. Time: a call of the op per
-    parameter in place of one for all.
+    Bytes: about two of the largest gradients exist at a time, and not all. Time: one call of the op for each parameter,
+    and not one for all.
 
     ``step()`` takes a closure, which is called once. A gradient that did not come from ``backward()``, because it was
     set by hand or its parameter needed none when it was added, is stepped and freed by ``step()``.
@@ -98,7 +98,7 @@ class StepInBackward(Optimizer):
 
     @contextlib.contextmanager
     def _alone(self, p: Tensor) -> Iterator[bool]:
-        """In its scope the optimizer has one group, of one parameter; gives whether the parameter is in any.
+        """In its scope the optimizer has one group, of one parameter; yields whether a group has the parameter.
 
         So a step takes constant time, and other gradients, which were set by hand, wait for step().
         """
@@ -125,12 +125,12 @@ class StepInBackward(Optimizer):
         return None
 
     def _follow_groups(self) -> None:
-        """Of memkern's optimizers: done for all groups at the first gradient of a backward pass."""
+        """For memkern's optimizers: follows all groups at the first gradient of a backward pass."""
         if self._whole is None:
             super()._follow_groups()  # type: ignore[misc]
 
     def _look_at_groups(self) -> None:
-        """Of memkern's optimizers: at all groups, whose parameters' kinds decide how steps are taken."""
+        """For memkern's optimizers: looks at all groups, as the kinds of all parameters decide how steps are taken."""
         now, whole = self.param_groups, self._whole
         if whole is None:
             super()._look_at_groups()  # type: ignore[misc]

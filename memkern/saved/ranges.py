@@ -1,9 +1,8 @@
-"""Data that plain codes would not serve, told by the statistics that norms and attention save anyway.
+"""Finds data for which plain codes are too coarse, by the statistics that norms and attention save anyway.
 
-Inputs of norms whose mean is large beside their deviation, and attention's values of which the same is true over all
-tokens: what is coded there is the difference from the mean.
-Attention whose scores are so large that an error in them, of a share of their size, is one of its own size in the
-probabilities: queries, keys, values and output stay exact.
+The mean of a norm's input, or of attention's keys, values or output over all tokens, may be large beside the deviation:
+then the difference from the mean is coded. Attention's scores may be so large that a small relative error of them is a
+large one of the probabilities: then queries, keys, values and output stay exact.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _read(node: Any, name: str) -> tuple[Tensor, Tensor] | None:
 LARGEST_MEAN = 4.0
 """Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation."""
 _ATTENTION = ("_saved_key", "_saved_value", "_saved_output")
-"""Of these the gradient takes differences, in which what all tokens share cancels."""
+"""The gradient takes differences of these between tokens, in which their mean cancels."""
 
 
 def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
@@ -78,9 +77,10 @@ def normal_before_views(node: Any, data: Tensor) -> Affine | None:
 def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
     """What is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
 
-    waiting: what the node has saved of x. Of attention's keys, values and output the mean over tokens, and no inverse.
-    Of a norm's input its own statistics, where a mean is large or a block of codes would hold values of large and of
-    small deviation. On a CPU None where neither is so; elsewhere asking would wait for the device.
+    For attention's keys, values and output: the mean over tokens, if it is large, and no inverse. For a norm's input:
+    the norm's statistics, if a mean is large or a block of codes would hold values of large and of small deviation.
+    Only on a CPU is this asked, as elsewhere the answer would wait for the device: there a norm's input always has
+    its statistics. waiting: what the node has saved of x.
     """
     name = node.name()
     if name in _LOG_SUMS:
@@ -148,8 +148,8 @@ _BOUNDED_RESULTS = {
 def bears_coarse(node: Any) -> bool:
     """Whether codes that lose small values beside a large one serve a node.
 
-    They serve sums over many values, and functions of results between -1 and 1, of which no absolute error is large.
-    An elementwise function of the others would be of 0 in their place.
+    They serve sums over many values, and functions of results between -1 and 1, whose absolute errors are small. Any
+    other elementwise function would find 0 in place of the small values.
     """
     name = operation(node)
     return user(node, name).kind != "smooth" or name in _BOUNDED_RESULTS

@@ -24,7 +24,7 @@ EXACT, CODED, ANY = "exact", "coded", "any"
 """How an operation uses a value: exactly, from codes, or its shape alone."""
 
 _STATE = "memkern state"
-_FEW, _MOST = 16, 1024  # tensors that wait: operations whose result nothing uses would let them grow
+_FEW, _MOST = 16, 1024  # limits of the waiting tensors, which operations with unused results would let grow
 _NEVER = 1 << 62  # sequence numbers of AccumulateGrad are larger
 _order = itertools.count()
 

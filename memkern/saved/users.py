@@ -24,7 +24,7 @@ AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may 
 class User(NamedTuple):
     """An operation that saves tensors.
 
-    kind: "product" (products, norms, attention, losses: an error in what it saved stays relative to the whole, however
+    kind: "product" (products, norms, attention, losses: a relative error in what it saved is one in its result, however
     large the gradient), "smooth" (elementwise with bounded derivatives: codes only where the gradient that comes is
     BOUNDED), "linear" (passes gradients on, and saves nothing or exactly), "singular" (divides or takes a logarithm).
     coded: the tensors that may be coded. shape: those of which only the shape is used, so that any codes serve.
@@ -86,7 +86,7 @@ _PRODUCTS = {
         "ScaledDotProductEfficientAttentionBackward0",
         "ScaledDotProductCudnnAttentionBackward0",
     ),
-    # Where the mean of a row is large beside its deviation, what is coded is x - mean (resolve.centre).
+    # Where the mean of a row is large beside its deviation, what is coded is x - mean (ranges.normal).
     **_rows(
         "product",
         ("input",),
@@ -214,7 +214,7 @@ def operation(node: Any) -> str:
 
 
 def user(node: Any, name: str) -> User:
-    """The row of a node, where its numbers count too."""
+    """The row of a node; of a power it depends on the exponent, of a division on the divisor."""
     row = USERS.get(name, UNKNOWN_USER)
     if name == "PowBackward0":
         exponent = node._saved_exponent
@@ -236,7 +236,7 @@ def is_square(node: Any, name: str) -> bool:
 
 
 def passed_on(row: User, node: Any, name: str, state: int) -> int:
-    """What comes to a node's inputs, from what comes to its output."""
+    """How large the gradient may be at a node's inputs, given that at its output (UNKNOWN to AMPLIFIED)."""
     if row.kind == "product":
         return BOUNDED
     if row.kind == "singular":

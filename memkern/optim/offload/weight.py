@@ -73,8 +73,8 @@ class Weight:
     def take(self, transfers: Transfers) -> Callable[[], None] | None:
         """Begins the copy of p's gradient, or takes the gradient where it is.
 
-        Where it is added to one that came before, what adds it: to be called where the host works, before anything else
-        goes through the transfers' room.
+        If a gradient is there already, returns the function that adds this one to it. It is to be called in the thread
+        that steps, before anything else goes through the transfers' room.
         """
         grad = self.p.grad
         assert grad is not None
@@ -98,7 +98,7 @@ class Weight:
         return add
 
     def copy_back(self, transfers: Transfers) -> Any:
-        """Begins the copy of host_param to p. The copy's event."""
+        """Begins the copy of host_param to p; returns its event."""
         source, done = self.host_param.detach(), None
         if self.resident or transfers.shares_memory:
             self.p.copy_(source)
