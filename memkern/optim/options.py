@@ -42,7 +42,7 @@ def check_lr(lr: Any) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Two numbers, or two tensors of one element as torch.optim takes them."""
+    """Checks for two numbers, or two tensors of one element as torch.optim takes them."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two floats from 0 to below 1, got {betas!r}")
     tensors = [b for b in betas if isinstance(b, Tensor)]
@@ -59,7 +59,7 @@ def check_betas(betas: Any) -> None:
 
 
 def check_momentum(group: dict[str, Any]) -> None:
-    """The options of SGD's momentum."""
+    """Checks SGD's options of momentum."""
     momentum, dampening = group["momentum"], group["dampening"]
     if not (isinstance(momentum, Real) and 0 <= float(momentum) < 1):
         raise ValueError(f"momentum must be from 0 to below 1, got {momentum!r}")
@@ -72,7 +72,7 @@ def check_momentum(group: dict[str, Any]) -> None:
 
 
 def check_group(group: dict[str, Any], op: StepOp) -> None:
-    """The options that every optimizer has."""
+    """Checks the options that every optimizer has."""
     check_lr(group["lr"])
     if "betas" in group:
         check_betas(group["betas"])

@@ -1,4 +1,4 @@
-"""Errors of the ops in the words of who calls an optimizer: parameters by number, name and shape."""
+"""Rewrites an op's errors for the caller of an optimizer: parameters by number, name and shape."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def use(frame: FrameType) -> str | None:
     if code in _PRODUCTS:
         return CODED
     if frame.f_globals.get("__name__") == _CHECKPOINT:
-        return CODED  # the input of a block of a model, which is saved for no node
+        return CODED  # a checkpoint's input, which no node saves
     if code is F.cross_entropy.__code__:
         return None if frame.f_locals["target"].is_floating_point() else ANY
     return None

@@ -49,12 +49,12 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         return
     sessions = open_sessions()
     if sessions and sessions[-1].module is module:
-        # The caller's variables still hold the arguments, and will let go of them soon.
+        # The arguments are still held by variables of the caller, which will soon drop them.
         sessions.pop().exit(_tensors_of((args, kwargs)), _tensors_of((output,)))
 
 
 class SavingStep:
-    """A method of a module with hooks, called by itself: opens the context that a call of the module would open."""
+    """Calls a method of a module with hooks, in the context that a call of the module would open."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         self.module, self.__wrapped__ = module, method

@@ -1,7 +1,7 @@
 """Versions of parameters and other leaves, and when they were read.
 
-An operation such as x + p saves neither x nor p. Its result can be recomputed only if p still has the value of then. A
-version that is read after the operation may already be that of another value.
+An operation such as x + p saves neither x nor p. Its result can be recomputed only if p still has the value that the
+operation used. A version that is read after the operation may already belong to another value.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Advice:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers, random numbers and swaps are afterwards as before."""
+    """Restores buffers, random numbers and swaps afterwards."""
     before, own = swapped_state(model), hooks.installed(model)
     try:
         with same_state(model):

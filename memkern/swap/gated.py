@@ -83,7 +83,9 @@ def _computes_the_same(cls: type[nn.Module], module: Any, stand_in: Any) -> bool
         with torch.no_grad():
             theirs, ours = cls.forward(module, x), GatedMLP.forward(stand_in, x)
             return torch.allclose(theirs, ours, rtol=1e-2, atol=1e-5)
-    except Exception:  # whatever a stranger's forward raises: it is not the unit that its children suggest
+    except (
+        Exception
+    ):  # a forward of unknown code may raise anything: then it is not the unit that its children suggest
         return False
 
 

@@ -92,7 +92,9 @@ def _computes_the_same(cls: type[nn.Module], module: nn.Module, new: nn.Module) 
     try:
         with torch.no_grad():
             return torch.allclose(cls.forward(module, x), new(x), rtol=1e-4, atol=1e-5)
-    except Exception:  # whatever a stranger's forward raises: it is not the function that its name says
+    except (
+        Exception
+    ):  # a forward of unknown code may raise anything: then it is not the function that its name says
         return False
 
 

@@ -39,7 +39,7 @@ def call_of(model: nn.Module, example: Any) -> tuple[Call, list[Tensor]]:
 
 @contextlib.contextmanager
 def same_state(model: nn.Module) -> Iterator[None]:
-    """Buffers and random numbers are afterwards as before."""
+    """Restores buffers and random numbers afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -105,7 +105,7 @@ def total(model: nn.Module, example: Any) -> int:
 
 
 def measure(model: nn.Module, example: Any) -> Measured:
-    """Runs the model forward twice on the example; buffers and random numbers are afterwards as before."""
+    """Runs the model forward twice on the example, and restores buffers and random numbers."""
     call, held = call_of(model, example)
     with same_state(model), torch.enable_grad():
         modules = _by_module(model, call, held)

@@ -209,7 +209,7 @@ class Trainer:
         return found.loss
 
     def _rng_states(self) -> list[Tensor]:
-        """Of the CPU, and of the CUDA device where that trains."""
+        """The generators' states: the CPU's, and the CUDA device's if it trains there."""
         states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))

@@ -15,7 +15,7 @@ from .model import GPT
 
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
-    """Their sum, nats."""
+    """The sum of the targets' cross-entropies, in nats."""
     return F.cross_entropy(
         logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -44,7 +44,7 @@ class Objective(nn.Module):
 
 
 class ByteModel(Objective):
-    """Of the byte-level GPT."""
+    """The objective of the byte-level GPT."""
 
     model: GPT
 
@@ -55,7 +55,7 @@ class ByteModel(Objective):
 
 
 class LanguageModel(Objective):
-    """Of a causal language model of transformers.
+    """The objective of a causal language model of transformers.
 
     Raises OptionError where the loss is asked for in chunks and the model's logits are not its head of its last
     hidden states (some models scale or cap them).
@@ -93,7 +93,7 @@ class LanguageModel(Objective):
 
 
 class Classifier(Objective):
-    """Of a sequence classifier of transformers. correct: of the last batch, how many targets have the largest logit."""
+    """The objective of a sequence classifier. correct: of the last batch, how many targets have the largest logit."""
 
     correct: Tensor
 

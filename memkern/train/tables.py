@@ -42,7 +42,7 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """With a line of names. The separator is a tab in .tsv files, else the comma."""
+    """Rows of a file whose first line has the names. The separator is a tab in .tsv files, else the comma."""
     csv.field_size_limit(2**31 - 1)  # the default of 128 kB is shorter than many texts
     reader = csv.DictReader(
         io.StringIO(decoded(path), newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ","

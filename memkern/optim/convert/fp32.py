@@ -42,9 +42,10 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     Args:
         model: whose parameters the optimizer steps; not changed.
         optimizer: with ``master_weights`` "fp32" or "bf16+16" the result is exact, with "bf16+8" it has 24 bits. A
-            parameter without (another group, no step yet) is its bf16 value, and so is an element that is 0, or whose
-            fp32 copy does not round to it, as something else has written it since; errors count whoever has written
-            the weight. Of HostOffload the host's weights, those of an fp16 model too.
+            parameter that keeps neither copy nor error (another group, no step yet) has its bf16 value. So has an
+            element that is 0, and one whose fp32 copy does not round to it because something else has written it
+            since; an error is added whoever has written the weight. For HostOffload: the host's weights, also of an
+            fp16 model.
 
     Returns:
         A state dict of the model's: new float32 tensors for bf16 parameters; the others and buffers as they are.

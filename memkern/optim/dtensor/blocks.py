@@ -47,7 +47,7 @@ def _index(p: Any) -> Tensor:
 
 
 def reduce_magnitudes(shards: Sequence[Shard], ranks: Sequence[Ranks | None]) -> None:
-    """Makes what the shards have noted the numbers of all ranks."""
+    """Replaces the magnitudes that the shards have noted by the largest of all ranks."""
     values = [(x, of) for shard, of in zip(shards, ranks, strict=True) for x in shard.noted]
     all_reduce("max", [x for x, _ in values], [of for _, of in values])
     for shard in shards:
@@ -91,7 +91,7 @@ def quantize_packed(w: Tensor, block_size: int, step: int) -> tuple[Tensor, Tens
 
 
 def dequantize_packed(codes: Tensor, scale: Tensor, like: Tensor, block_size: int) -> Tensor:
-    """Its inverse."""
+    """The inverse of :func:`quantize_packed`."""
     w = torch.empty_like(like, dtype=torch.float32)
     if local(w).numel():
         local(w).copy_(blockwise.dequantize_packed(local(codes), local(scale), local(like), block_size))

@@ -35,7 +35,7 @@ def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None
             if kind == "sum" and mesh.get_local_rank(k) != 0:
                 for x, of_one in zip(flat.split(sizes), dims, strict=True):
                     if k not in of_one:
-                        x.zero_()  # every rank along k has it: the first one's counts
+                        x.zero_()  # all ranks along k hold this tensor: only the first one's sum is added
             op = dist.ReduceOp.SUM if kind == "sum" else dist.ReduceOp.MAX
             dist.all_reduce(flat, op, group=mesh.get_group(k))
         for i, x in zip(own, flat.split(sizes), strict=True):

@@ -68,7 +68,7 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _ended(x: Any) -> Tensor:
-    """The result of a collective, after it."""
+    """Waits for a collective; returns its result."""
     return x.wait() if hasattr(x, "wait") else x
 
 
@@ -171,7 +171,7 @@ def _of_blocks(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) 
 
 
 def _shape_of_scales(p: Tensor, block_size: int) -> tuple[int, ...]:
-    """Of the scales that this rank has."""
+    """The shape of the scales that this rank has."""
     shape, own = layout_of(p, block_size).scale_shape, local(p).shape
     if cuts_blocks(p, block_size) or not ranks_of(p):
         return shape

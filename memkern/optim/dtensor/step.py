@@ -101,13 +101,13 @@ def _new_squares(args: StepArgs) -> Tensor:
 
 
 def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | None]]) -> None:
-    """Makes ``squares`` of the parts, whose tensors are on these ranks, those of all ranks."""
+    """Replaces each part's ``squares`` by the sums over the ranks that hold its tensors."""
     values: list[tuple[Tensor, list[int], Tensor]] = []
     of_values: list[Ranks] = []
     for args, of_tensors in zip(parts, ranks, strict=True):
         squares = args.squares
         assert squares is not None
-        if len({*map(id, of_tensors)}) == 1:  # mostly
+        if len({*map(id, of_tensors)}) == 1:  # the usual case
             rows = {of_tensors[0]: [*range(len(squares))]}
         else:
             rows, first = {}, 0
