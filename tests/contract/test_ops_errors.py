@@ -71,7 +71,7 @@ BAD_STEPS: dict[str, dict[str, Any]] = {
         "weight_states": [p(*ODD[::-1], dtype=torch.int16).t()],
     },
 }
-# Of ops that have such an argument.
+# A case is for the ops that have its argument.
 BAD_STEPS |= {
     "a step fewer": {"steps": [torch.tensor(0.0)]},
     "an eps fewer": {"eps": [1e-8]},
@@ -136,7 +136,7 @@ BAD_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dequantize, fp64": ("dequantize_blockwise", (CODES, p(4, 2), 0, 128, torch.float64)),
 }
 
-PLANES = torch.zeros(3, 128, dtype=torch.uint8)  # of X
+PLANES = torch.zeros(3, 128, dtype=torch.uint8)  # codes for X, 3 bits each
 TWO_BRANCH = SAMPLES["few_bit_backward_from_output"]["odd, torch.float32"]()[3:]
 BAD_CALLS |= {
     "encode, no bits": ("few_bit_encode", (X, 0, [], [], 0)),

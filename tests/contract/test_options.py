@@ -31,7 +31,7 @@ def parser_of(command: Any) -> argparse.ArgumentParser:
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, tuple[Any, ...]]:
-    """Of each flag what it takes and what --help says, but for the default."""
+    """For each flag: what it takes, and what --help says without the default."""
     return {
         action.dest: (
             action.option_strings,
