@@ -10,7 +10,8 @@
 ``register`` adds, for each optimizer, the name ``memkernNAME`` (``memkernadamw8bit``, ``memkernlamb``), as timm writes
 ``bnbadamw8bit``. The factory cuts a name at its last underscore (``lookahead_adamw``): ``memkern_adamw8bit`` is found
 as ``adamw8bit``, so the 8-bit ones are registered under that too. ``memkern_adamw`` would be torch's: write
-``memkernadamw``. Parameter groups, decay and layer decay are timm's; ``opt_args`` reach the optimizer.
+``memkernadamw``. Parameter groups, decay and layer decay are timm's; ``opt_args`` reach the optimizer. Muon is missing:
+timm's groups do not tell matrices from the rest, as :func:`memkern.optim.muon_groups` does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import inspect
 from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 
+from ..optim import Muon
 from . import names
 
 PREFIX = "memkern"
@@ -45,6 +47,8 @@ def register() -> list[str]:
     """
     wanted: dict[str, type] = {}
     for name, cls in names.optimizers().items():
+        if issubclass(cls, Muon):
+            continue
         wanted[f"{PREFIX}{name}"] = cls
         if name.endswith("8bit"):
             wanted[f"{PREFIX}_{name}"] = wanted[name] = cls

@@ -44,11 +44,12 @@ def optimizer_cls_and_kwargs(
         optimizer: the name, see :func:`memkern.integrations.names.optimizers`. Default ``"adamw8bit"``.
         model: with it, the groups are those of :func:`memkern.optim.param_groups`, in which parameters of modules
             that ask for it (embeddings after ``compress(model, embeddings=True)``) have 32-bit states. For one
-            training only, as they name the model's parameters. Default None.
+            training only, as they name the model's parameters. Default None. Muon needs it: its groups are those of
+            :func:`memkern.optim.muon_groups`, and ``adamw_lr`` is an option.
         options: further options, which win.
 
     Raises:
-        ValueError: there is no optimizer of that name.
+        ValueError: there is no optimizer of that name; Muon without a model.
         TypeError: an option that it does not have.
     """
     cls = names.optimizer(optimizer)
@@ -60,14 +61,22 @@ def optimizer_cls_and_kwargs(
         given = any(getattr(args, name) != defaults[name] for name in ("adam_beta1", "adam_beta2"))
         if given or own["betas"].default == (defaults["adam_beta1"], defaults["adam_beta2"]):
             kwargs["betas"] = (args.adam_beta1, args.adam_beta2)
-        if "eps" in own and args.adam_epsilon != defaults["adam_epsilon"]:
+        if "eps" in own and "ns_steps" not in own and args.adam_epsilon != defaults["adam_epsilon"]:
             kwargs["eps"] = args.adam_epsilon
+    from ..optim import Muon, muon_groups, param_groups
+
+    rates = {"adamw_lr": options.pop("adamw_lr")} if issubclass(cls, Muon) and "adamw_lr" in options else {}
     kwargs |= options
     # Checks the options here rather than inside of the Trainer. Every option takes a bf16 parameter.
-    cls([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device="cpu"))], **kwargs)
-    if model is not None:
-        from ..optim import param_groups
-
+    cls([torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu"))], **kwargs)
+    if issubclass(cls, Muon):
+        if model is None:
+            raise ValueError(
+                f"model must be given with optimizer={optimizer!r}, got None: Muon's groups say which parameters are "
+                "matrices (memkern.optim.muon_groups), and the Trainer's do not"
+            )
+        kwargs["params"] = muon_groups(model, lr=kwargs["lr"], weight_decay=args.weight_decay, **rates)
+    elif model is not None:
         kwargs["params"] = param_groups(model, weight_decay=args.weight_decay)
     return cls, kwargs
 

@@ -12,10 +12,11 @@ from .convert import (
     to_torch_state_dict,
 )
 from .foreign import GlobalOptimManager as GlobalOptimManager  # not in __all__: every use of it raises
-from .groups import param_groups
+from .groups import muon_groups, param_groups
 from .lamb import LAMB, LAMB8bit
 from .lars import LARS, LARS8bit
 from .lion import Lion, Lion8bit
+from .muon import Muon, Muon8bit
 from .offload.host import HostOffload
 from .sgd import SGD, SGD8bit
 
@@ -32,12 +33,15 @@ __all__ = [
     "LARS8bit",
     "Lion",
     "Lion8bit",
+    "Muon",
+    "Muon8bit",
     "SGD8bit",
     "StepInBackward",
     "accumulate",
     "from_bitsandbytes_state_dict",
     "from_torch_state_dict",
     "load_fp32_state_dict",
+    "muon_groups",
     "param_groups",
     "to_bitsandbytes_state_dict",
     "to_fp32_state_dict",

@@ -105,7 +105,7 @@ class BlockwiseOptimizer(Optimizer):
         return None if max_grad_norm is None else "max_grad_norm"
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_group(group, self.op)
+        check_group(group, self._op_of(group))
 
     # ---- state
 
@@ -167,6 +167,18 @@ class BlockwiseOptimizer(Optimizer):
 
         Name and arguments are torch.optim's, because TorchDynamo runs this method eagerly instead of tracing it.
         """
+        self._begin_group(group, params, grads)
+        states = [self.state[p] for p in params]
+        scaled = f"{next(iter(self.moments))}_scale"
+        coded = [state for state in states if scaled in state]
+        *lists_by_key, weight_states = lists
+        for key, tensors in zip(storage.state_keys(self.op), lists_by_key, strict=True):
+            tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
+        for key in weights.keys_of(group):
+            weight_states += map(itemgetter(key), states)
+
+    def _begin_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Appends the group's parameters that have a gradient, and the gradients; makes the states that are missing."""
         if group is self.param_groups[0]:
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
@@ -178,16 +190,8 @@ class BlockwiseOptimizer(Optimizer):
             if (g := p.grad) is not None:
                 params.append(p)
                 grads.append(g)
-        states = [self.state[p] for p in params]
-        if not all(states):
+        if not all(self.state[p] for p in params):
             self._init_states(group)
-        scaled = f"{next(iter(self.moments))}_scale"
-        coded = [state for state in states if scaled in state]
-        *lists_by_key, weight_states = lists
-        for key, tensors in zip(storage.state_keys(self.op), lists_by_key, strict=True):
-            tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
-        for key in weights.keys_of(group):
-            weight_states += map(itemgetter(key), states)
 
     def _init_states(self, group: dict[str, Any]) -> None:
         """Makes the states of the group's parameters that have a gradient and none yet."""
@@ -216,6 +220,12 @@ class BlockwiseOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """For GradScaler, which leaves ``grad_scale`` and ``found_inf`` to step()."""
         return not foreign.lightning_asks()
+
+    def _hyperparameters(self, op: StepOp) -> list[float]:
+        """Those of an op, one group after the other."""
+        return [
+            float(self._hyperparameter(g, name)) for g in self.param_groups for name in op.hyperparameters
+        ]
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         """A group's value of one of the op's hyperparameters: by default the option of that name."""
@@ -283,7 +293,7 @@ class BlockwiseOptimizer(Optimizer):
             for p, group in zip(args.params, groups, strict=True)
         ]
         norm = self.defaults["max_grad_norm"]
-        multi_call.step(self.op, args, entries, self.param_groups, norm, self._strided_buffers)
+        multi_call.step(args, entries, self.param_groups, norm, self._strided_buffers, self._hyperparameters)
 
     def _convert_misfits(self) -> bool:
         """Converts states that do not fit their parameters any more, as after ``model.to(channels_last)``.
@@ -324,9 +334,7 @@ class BlockwiseOptimizer(Optimizer):
             grads,
             group=numbers,
             lr=learning_rates(groups, self._lr_buffers),
-            hyperparameters=[
-                float(self._hyperparameter(g, name)) for g in groups for name in self.op.hyperparameters
-            ],
+            hyperparameters=self._hyperparameters(self.op),
             codec=[bits.codec_number(g) for g in groups],
             block_size=[g["block_size"] for g in groups],
             weight_states=weight_states,

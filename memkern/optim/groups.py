@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,3 +62,97 @@ def param_groups(
             groups[decays, bits] = group
         groups[decays, bits]["params"].append(parameter)
     return list(groups.values())
+
+
+class MuonGroups(list[dict[str, Any]]):
+    """The groups of :func:`muon_groups`; ``print`` shows which parameter went where, and why.
+
+    reasons: by the parameter's name, its group's algorithm and the reason.
+    """
+
+    reasons: dict[str, tuple[str, str]]
+
+    def __str__(self) -> str:
+        lines: dict[tuple[str, str], list[str]] = {}
+        for name, found in self.reasons.items():
+            lines.setdefault(found, []).append(name)
+        return "\n".join(
+            f"{algorithm}, {reason}: {', '.join(names)}" for (algorithm, reason), names in lines.items()
+        )
+
+
+_HEADS = ("lm_head", "head", "classifier", "score")
+
+
+def _reasons_for_adamw(model: nn.Module) -> dict[Tensor, str]:
+    """Matrices that Muon is not for, and why."""
+    found: dict[Tensor, str] = {}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            reason = "an embedding"
+        elif module is head or name.rpartition(".")[2] in _HEADS:
+            reason = "an output head"
+        elif isinstance(module, (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)):
+            reason = "a convolution"
+        else:
+            continue
+        for p in own:
+            found.setdefault(p, reason)
+    return found
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    adamw_lr: float = 3e-4,
+    weight_decay: float = 0.1,
+    adamw: Callable[[str, Tensor], bool] | None = None,
+    **options: Any,
+) -> MuonGroups:
+    """The groups of a model for :class:`memkern.optim.Muon`: matrices for Muon, everything else for AdamW.
+
+    AdamW gets embeddings (and heads that are tied to them), output heads (what ``get_output_embeddings()`` returns, and
+    modules whose last name is lm_head, head, classifier or score), convolutions, vectors, and tensors of three
+    dimensions or more whose first has size 1, such as a ViT's positions. Other tensors of three dimensions, such as the
+    stacked experts of a mixture, are batches of matrices for Muon. Weights of query, key and value in one matrix are
+    orthogonalized as one.
+
+    Args:
+        model: its parameters that require a gradient, each once, under its first name.
+        lr, adamw_lr: of Muon's group and of AdamW's. With ``adjust_lr_fn="match_rms_adamw"`` both may be the same.
+        weight_decay: of tensors of two dimensions or more; others get 0.
+        adamw: ``adamw(name, parameter)`` is true for further parameters that AdamW is to have.
+        options: options that all groups get.
+
+    Returns groups that are not empty, at most four; AdamW's parameters of modules that ask for it have 32-bit states,
+    as by :func:`param_groups`. ``print`` shows what went where, and why.
+
+    Raises:
+        ValueError: a wrapper has joined a marked module's parameters with others.
+        TypeError: options name params or algorithm.
+    """
+    bits_of, reasons = _marked(model), _reasons_for_adamw(model)
+    found, groups = MuonGroups(), {}
+    found.reasons = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        reason = "" if p.dim() >= 2 else "a vector"
+        reason = reason or reasons.get(p, "") or ("asked for" if adamw is not None and adamw(name, p) else "")
+        if not reason and p.dim() > 2 and p.shape[0] == 1:
+            reason = "one matrix of three dimensions"
+        algorithm = "adamw" if reason else "muon"
+        found.reasons[name] = algorithm, reason or ("a matrix" if p.dim() == 2 else "a batch of matrices")
+        bits = bits_of.get(p) if reason else None
+        decay = weight_decay if p.dim() >= 2 else 0.0
+        if (key := (algorithm, decay, bits)) not in groups:
+            rate = adamw_lr if reason else lr
+            groups[key] = dict(params=[], algorithm=algorithm, lr=rate, weight_decay=decay, **options)
+            if bits is not None:
+                groups[key]["state_bits"] = bits
+        groups[key]["params"].append(p)
+    found += groups.values()
+    return found

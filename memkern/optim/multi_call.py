@@ -6,18 +6,20 @@ call, the caller has checked everything before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _ops
+from ..quant.codec import CODECS, POWER4
 from ..quant.layout import is_dense
-from ..schemas import StepArgs, StepOp
+from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
 from . import step_errors, weights
 from .dtensor import collectives, shards
 from .dtensor import step as dtensor_step
+from .muon_step import muon_step
 from .step_args import scaler_on, state_args
 from .storage import state_keys, takes_8bit_state
 
@@ -35,30 +37,34 @@ class Entry(NamedTuple):
 
 def is_needed(group: Group) -> bool:
     """Whether a group has parameters that one call of the optimizer's op does not take."""
-    return bool(group.get("amsgrad")) or any(
-        p.dtype == torch.float64
-        or not is_dense(p.shape, p.stride())
-        or shards.needs_reference(p, group, takes_8bit_state(p, group))
-        for p in group["params"]
+    return (
+        bool(group.get("amsgrad"))
+        or "algorithm" in group
+        or any(
+            p.dtype == torch.float64
+            or not is_dense(p.shape, p.stride())
+            or shards.needs_reference(p, group, takes_8bit_state(p, group))
+            for p in group["params"]
+        )
     )
 
 
 def step(
-    op: StepOp,
     args: StepArgs,
     entries: Sequence[Entry],
     groups: Sequence[Group],
     max_grad_norm: float | None,
     buffers: dict[Any, Tensor],
+    hyperparameters: Callable[[StepOp], list[float]],
 ) -> None:
     """One step of all parameters in ``args``, whose states, in its order, are those of ``entries``.
 
     Args:
-        op: the optimizer's own.
-        args: parameters, gradients, groups' numbers and hyperparameters; its states are not used.
+        args: parameters, gradients and groups' numbers; its states and hyperparameters are not used.
         groups: the optimizer's, for messages.
         max_grad_norm: the optimizer's option.
         buffers: memory for parameters with gaps, kept from one step to the next.
+        hyperparameters: those of an op, for all groups.
     """
     sharded = any(shards.is_dtensor(entry.param) for entry in entries)
     norms = _grad_norms(args, max_grad_norm, sharded)
@@ -66,7 +72,7 @@ def step(
     reductions: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone
     strided = []
     for i, (p, group, state, own) in enumerate(entries):
-        by_reference = own is not op or p.dtype == torch.float64
+        by_reference = own is AMSGRAD_STEP or p.dtype == torch.float64
         coded = any(key.endswith("_scale") for key in state)
         alone = shards.needs_reference(p, group, coded)
         if alone or (own.has_trust_ratios and shards.ranks_of(p) is not None):
@@ -79,16 +85,17 @@ def step(
 
     def part(own: StepOp, numbers: list[int]) -> StepArgs:
         found = _part(args, entries, own, numbers)
-        return found._replace(grad_norm=norms.get(found.params[0].device))
+        device = found.params[0].device
+        return found._replace(grad_norm=norms.get(device), hyperparameters=hyperparameters(own))
 
     def run(own: StepOp, found: StepArgs, by_reference: bool, params: Sequence[Tensor] | None = None) -> None:
         taken = dtensor_step.local_args(found) if sharded else found
         taken = taken if params is None else taken._replace(params=params)
         if torch.compiler.is_compiling():
-            _ops.step_(own, taken, by_reference)
+            _call(own, taken, groups, by_reference)
             return
         try:
-            _ops.step_(own, taken, by_reference)
+            _call(own, taken, groups, by_reference)
         except step_errors.OP_ERRORS as error:
             raise step_errors.in_words(error, found, groups) from None
 
@@ -103,6 +110,13 @@ def step(
         p.copy_(dense)
 
 
+def _call(op: StepOp, args: StepArgs, groups: Sequence[Group], by_reference: bool) -> None:
+    if op is MUON_STEP:
+        muon_step(args, [groups[k] for k in args.group], by_reference)
+    else:
+        _ops.step_(op, args, by_reference)
+
+
 def _part(args: StepArgs, entries: Sequence[Entry], op: StepOp, own: list[int]) -> StepArgs:
     """The step of the parameters of these numbers, on one device, with their states."""
     params = [entries[i].param for i in own]
@@ -113,6 +127,7 @@ def _part(args: StepArgs, entries: Sequence[Entry], op: StepOp, own: list[int]) 
         grads=[args.grads[i] for i in own],
         group=[args.group[i] for i in own],
         weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
+        codec=[c if op.has_4bit_codes or c != POWER4 else CODECS["power"] for c in args.codec],
         **state_args(lists, op),
     )
     return scaler_on(found, params[0].device)

@@ -74,6 +74,23 @@ def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> No
     assert losses(by_pair) == losses(by_hand)
 
 
+@pytest.mark.feature("transformers", "Trainer with Muon for matrices and AdamW for the rest")
+def test_muon_takes_the_groups_of_the_model(tmp_path: Path) -> None:
+    args, model = arguments(tmp_path), gpt2()
+    with pytest.raises(ValueError, match="model must be given with optimizer='muon8bit'"):
+        optimizer_cls_and_kwargs(args, "muon8bit")
+    by_pair = trainer(args, model, optimizer_cls_and_kwargs(args, "muon8bit", model=model, adamw_lr=3e-4))
+    by_pair.train()
+    groups = by_pair.optimizer.param_groups
+    assert [group["algorithm"] for group in groups if group["initial_lr"] == 1e-3] == ["muon"]
+    assert {group["algorithm"] for group in groups if group["initial_lr"] == 3e-4} == {"adamw"}
+    other = gpt2()
+    by_hand = memkern.optim.Muon8bit(memkern.optim.muon_groups(other, lr=1e-3, adamw_lr=3e-4))
+    expected = trainer(args, other, optimizers=(by_hand, None))
+    expected.train()
+    assert_same(parameters_of(by_pair.model), parameters_of(expected.model))
+
+
 def test_arguments_become_options(tmp_path: Path) -> None:
     args = arguments(tmp_path, adam_beta2=0.95, adam_epsilon=1e-6)
     cls, options = optimizer_cls_and_kwargs(args, "adamw8bit", block_size=64)

@@ -1,0 +1,173 @@
+"""Muon for matrices and AdamW for everything else, in one optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..reference.muon import ADJUST_LR_FNS, NS_COEFFICIENTS, check_newton_schulz
+from ..schemas import ADAM_STEP, MUON_STEP, StepOp
+from .base import BlockwiseOptimizer
+from .dtensor.shards import is_dtensor
+from .shared_options import DEFAULTS_8BIT, SharedOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ALGORITHMS = ("muon", "adamw")
+_EPS = {"muon": 1e-7, "adamw": 1e-8}
+
+
+class Muon(BlockwiseOptimizer):
+    r"""Muon, whose momentum has 32 bits or block-wise 8 bits; AdamW for the groups that ask for it.
+
+    A group with ``algorithm="muon"`` has matrices, or tensors of three dimensions and more, which are batches of
+    matrices. With gradient ``g`` of a matrix of A rows and B columns, and ``lerp(a, b, w) = a + w * (b - a)``::
+
+        m = lerp(m, g, 1 - momentum)
+        u = lerp(g, m, momentum)                        (nesterov; else u = m), in bf16
+        x = u / max(|u|, eps)                           (transposed if A > B)
+        repeat ns_steps times: x = a x + (b S + c S^2) x, S = x x^T, (a, b, c) = ns_coefficients
+        p = p * (1 - lr * weight_decay) - lr * ratio * x
+        ratio = sqrt(max(1, A / B))                     (adjust_lr_fn None or "original")
+        ratio = 0.2 * sqrt(max(A, B))                   (adjust_lr_fn "match_rms_adamw")
+
+    A group with ``algorithm="adamw"`` is stepped as by :class:`memkern.optim.AdamW`. :func:`muon_groups` makes the
+    groups of a model.
+
+    Args:
+        params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
+        lr: learning rate, a float or a 0-dim tensor. Default 1e-3.
+        weight_decay: decoupled. Default 0.1.
+        momentum: from 0 to below 1. Default 0.95.
+        nesterov: default True.
+        ns_coefficients: of the Newton-Schulz iterations. Default (3.4445, -4.775, 2.0315).
+        eps: of the norm that a matrix is divided by, default 1e-7; in AdamW's groups AdamW's, default 1e-8.
+        ns_steps: iterations, 1 to 99. Default 5.
+        adjust_lr_fn: None, "original" or "match_rms_adamw", see the formula. Default None.
+        algorithm: "muon" or "adamw": what a group is stepped by where it does not say so itself. Default "muon".
+        betas: of AdamW's groups. Default (0.9, 0.999).
+        maximize: ascend instead of descend. Default False.
+        state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
+            :class:`memkern.optim.Adam`. max_grad_norm is the norm of all groups' gradients together.
+
+    The state of a matrix is ``momentum_buffer`` (m), in 8 bits with ``momentum_buffer_scale``: 1 + 4 / block_size bytes
+    per parameter; and ``step``. Between the two passes over the parameters u takes 2 bytes for each.
+
+    With state_bits=32 a step on the CPU has torch.optim.Muon's bits. On other devices matrices of one shape go through
+    the products together, whose bits are those of the device's batched products.
+
+    Raises:
+        ValueError: an option out of range or not supported; a parameter without two dimensions in a group of Muon's;
+            a DTensor in one, whose shards by themselves have no orthogonalization.
+        TypeError: a parameter of another dtype.
+
+    Sources: Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM Training" (arXiv
+    2502.16982); torch.optim.Muon; 8-bit momentum: "Effective Quantization of Muon Optimizer States" (arXiv 2509.23106).
+    """
+
+    op = ADAM_STEP
+    storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
+        eps: float | None = None,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        algorithm: str = "muon",
+        betas: tuple[float, float] = (0.9, 0.999),
+        maximize: bool = False,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "algorithm": algorithm,
+            "betas": betas,
+            "maximize": maximize,
+            "capturable": False,
+        }
+        super().__init__(params, defaults, options)
+
+    # ---- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; ``eps`` is by default that of the group's algorithm."""
+        if isinstance(param_group, dict) and param_group.get("eps", self.defaults["eps"]) is None:
+            algorithm = param_group.get("algorithm", self.defaults["algorithm"])
+            param_group = {**param_group, "eps": _EPS.get(algorithm, 0.0)}
+        super().add_param_group(param_group)
+
+    def _op_of(self, group: dict[str, Any]) -> StepOp:
+        return MUON_STEP if group["algorithm"] == "muon" else ADAM_STEP
+
+    def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
+        return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if group["algorithm"] not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {group['algorithm']!r}")
+        super()._check_group(group)
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum must be from 0 to below 1, got {group['momentum']!r}")
+        if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
+            raise ValueError(f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}")
+        if group["capturable"]:
+            raise ValueError("capturable must be False: no kernel takes Muon's step on a GPU yet")
+        if group["algorithm"] == "muon":
+            check_newton_schulz(group["ns_coefficients"], group["ns_steps"], group["eps"])
+            for item in group.get("params", ()):
+                p = item[1] if isinstance(item, tuple) else item
+                if isinstance(p, Tensor):
+                    _check_matrix(p)
+
+    # ---- step
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
+    ) -> None:
+        """Appends parameters and gradients alone: the states of the two algorithms have different entries."""
+        self._begin_group(group, params, grads)
+
+
+def _check_matrix(p: Tensor) -> None:
+    if p.dim() < 2:
+        raise ValueError(
+            f"params of a group with algorithm='muon' must have two dimensions or more, got shape {tuple(p.shape)}; "
+            "others belong into a group with algorithm='adamw': memkern.optim.muon_groups(model) makes both"
+        )
+    if is_dtensor(p):
+        raise ValueError(
+            f"params of a group with algorithm='muon' must be whole matrices, got a DTensor of shape {tuple(p.shape)}: "
+            "shards are not orthogonalized by themselves; use algorithm='adamw' for them"
+        )
+
+
+class Muon8bit(Muon):
+    """Muon with a block-wise 8-bit momentum: :class:`Muon`, where state_bits is 8 unless it is given.
+
+    Args:
+        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, algorithm, betas,
+            maximize: as for :class:`Muon`.
+        state_bits: default 8, of AdamW's groups too; 32 for moments in fp32.
+        block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: see :class:`Adam`.
+
+    Takes 1 + 4 / block_size bytes per parameter of a matrix, and AdamW8bit's for others; formula, state, errors and
+    sources: :class:`Muon`.
+    """
+
+    option_defaults = DEFAULTS_8BIT

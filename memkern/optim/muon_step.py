@@ -1,0 +1,46 @@
+"""Muon's step of many matrices: its two ops, and the matrix products between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from ..reference.muon import adjusted, orthogonalize
+from ..schemas import StepArgs
+
+BATCH_BYTES = 64 * 2**20
+"""Matrices of one shape are orthogonalized together, up to so many bytes in bf16, or one at a time if it is larger."""
+
+
+def muon_step(args: StepArgs, groups: Sequence[dict[str, Any]], by_reference: bool) -> None:
+    """The step of matrices on one device; ``groups``: the group of each."""
+    updates = [torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in args.params]
+    sums = _ops.muon_momentum_(args, updates, by_reference)
+    batches: dict[Any, list[int]] = {}
+    for i, (u, group) in enumerate(zip(updates, groups, strict=True)):
+        options = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+        batches.setdefault((u.shape, options), []).append(i)
+    for (shape, options), numbers in batches.items():
+        together = 1 if args.params[0].is_cpu else max(1, BATCH_BYTES // max(2 * shape.numel(), 1))
+        for first in range(0, len(numbers), together):
+            _orthogonalize_together(updates, sums, numbers[first : first + together], options)
+    ratios = [adjusted(g["adjust_lr_fn"], p.shape) for p, g in zip(args.params, groups, strict=True)]
+    _ops.muon_apply_(args, updates, ratios, by_reference)
+
+
+def _orthogonalize_together(
+    updates: list[Tensor], sums: list[Tensor], numbers: list[int], options: tuple[Any, ...]
+) -> None:
+    if len(numbers) == 1:
+        (i,) = numbers
+        updates[i].copy_(orthogonalize(updates[i], sums[i], *options))
+        return
+    found = orthogonalize(
+        torch.stack([updates[i] for i in numbers]), torch.stack([sums[i] for i in numbers]), *options
+    )
+    for i, x in zip(numbers, found.unbind(), strict=True):
+        updates[i].copy_(x)

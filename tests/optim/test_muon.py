@@ -1,0 +1,316 @@
+"""memkern.optim.Muon: against torch.optim.Muon bit for bit, with AdamW's groups, saved, scaled, clipped, counted."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern import optim
+from memkern.memory import optimizer_bytes
+from memkern.optim import Muon, Muon8bit, muon_groups, weights
+from tests.support.helpers import assert_same
+
+SHAPES = ((48, 48), (96, 40), (40, 96), (1, 130))
+needs_fma = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch's CPU kernels without AVX2 are not fused",
+)
+
+
+def parameters(shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def copies(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def train(optimizer: Any, params: list[nn.Parameter], steps: int, first: int = 0) -> list[Tensor]:
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+@needs_fma
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_torchs_bits(adjust_lr_fn: str | None, nesterov: bool) -> None:
+    ours, theirs = parameters(), parameters()
+    options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    # Norms are summed in another order than torch's, in fp64: with the gradients of step 49 one would be within 1e-7 of
+    # the middle between two bf16 numbers, and rounded otherwise.
+    found = train(Muon(ours, **options), ours, 200, first=1000)
+    assert_same(found, train(torch.optim.Muon(theirs, **options), theirs, 200, first=1000))
+
+
+def test_8_bits_are_near() -> None:
+    shapes = ((64, 128), (96, 64))
+    ours, exact = parameters(shapes), parameters(shapes)
+    start = [p.detach().clone() for p in ours]
+    found = train(Muon8bit(ours, lr=0.02, min_8bit_size=0), ours, 50)
+    expected = train(Muon(exact, lr=0.02), exact, 50)
+    for x, y, before in zip(found, expected, start, strict=True):
+        assert 0 < (x - y).norm() < 0.03 * (y - before).norm()
+
+
+def mixed(cls: Any = Muon, **options: Any) -> tuple[Any, list[nn.Parameter], list[nn.Parameter]]:
+    matrices, others = parameters(), parameters(((60, 90), (700,)), seed=1)
+    groups = [
+        {"params": matrices},
+        {"params": others, "algorithm": "adamw", "lr": 1e-3, "weight_decay": 0.01},
+    ]
+    return cls(groups, **{"lr": 0.02, "min_8bit_size": 0, **options}), matrices, others
+
+
+@pytest.mark.parametrize("state_bits", [32, 8, (8, 4)])
+def test_groups_of_adamw_are_adamws(state_bits: Any) -> None:
+    optimizer, _, others = mixed(state_bits=32)
+    optimizer.param_groups[1]["state_bits"] = state_bits
+    expected = parameters(((60, 90), (700,)), seed=1)
+    both = [*optimizer.param_groups[0]["params"], *others]
+    alone = optim.AdamW(expected, lr=1e-3, weight_decay=0.01, state_bits=state_bits, min_8bit_size=0)
+    for step in range(5):
+        train(optimizer, both, 1, step)
+        for p, q in zip(expected, others, strict=True):
+            p.grad = q.grad
+        alone.step()
+    assert_same([*others], expected)
+    assert_same([*map(dict, map(optimizer.state.get, others))], [*map(dict, map(alone.state.get, expected))])
+
+
+@pytest.mark.parametrize("cls", [Muon, Muon8bit])
+def test_resumes_with_the_same_bits(cls: Any) -> None:
+    optimizer, matrices, others = mixed(cls)
+    train(optimizer, [*matrices, *others], 3)
+    blob = io.BytesIO()
+    torch.save(optimizer.state_dict(), blob)
+    again, new_matrices, new_others = mixed(cls)
+    for p, q in zip([*new_matrices, *new_others], [*matrices, *others], strict=True):
+        p.data.copy_(q.data)
+    again.load_state_dict(torch.load(io.BytesIO(blob.getvalue()), weights_only=True))
+    assert_same(
+        train(again, [*new_matrices, *new_others], 3, 3), train(optimizer, [*matrices, *others], 3, 3)
+    )
+    copied = copy.deepcopy(optimizer)
+    own = [p for group in copied.param_groups for p in group["params"]]
+    assert_same(train(copied, own, 1, 6), train(optimizer, [*matrices, *others], 1, 6))
+
+
+def test_max_grad_norm_is_of_all_groups() -> None:
+    optimizer, matrices, others = mixed(max_grad_norm=1.0)
+    plain, *lists = mixed()
+    expected = [p for part in lists for p in part]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip([*matrices, *others], expected, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        torch.nn.utils.clip_grad_norm_(expected, 1.0)
+        optimizer.step(), plain.step()
+    for p, q in zip([*matrices, *others], expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-2, atol=1e-3)  # bf16 products of gradients an ulp apart
+
+
+def test_a_scaler_skips_all_of_a_step() -> None:
+    optimizer, matrices, others = mixed(Muon8bit)
+    params = [*matrices, *others]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain, *lists = mixed(Muon8bit)
+    expected = [p for part in lists for p in part]
+    for step in range(3):
+        train(plain, expected, 1, step)
+        scaler.scale(torch.ones(()))
+        for p, q in zip(params, expected, strict=True):
+            p.grad = q.grad * 8.0
+        scaler.step(optimizer)
+        scaler.update(8.0)
+    assert_same([*map(Tensor.detach, params)], [*map(Tensor.detach, expected)])
+    before = copy.deepcopy(optimizer.state_dict())
+    params[1].grad[0, 0] = torch.inf  # type: ignore[index]
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert_same([*map(Tensor.detach, params)], [*map(Tensor.detach, expected)])
+    assert_same(optimizer.state_dict()["state"], before["state"])
+
+
+@pytest.mark.parametrize("master_weights", ["fp32", "bf16+16", "bf16+8"])
+def test_bf16_weights_keep_what_they_round(master_weights: str) -> None:
+    params = [nn.Parameter(p.detach().bfloat16()) for p in parameters()]
+    exact = [nn.Parameter(p.detach().float()) for p in params]
+    start = copies(exact)
+    optimizer = Muon8bit(params, lr=1e-3, weight_decay=0.0, master_weights=master_weights, min_8bit_size=0)
+    reference = Muon8bit(exact, lr=1e-3, weight_decay=0.0, min_8bit_size=0)
+    for step in range(20):
+        for i, (p, q) in enumerate(zip(params, exact, strict=True)):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + i)).bfloat16()
+            q.grad = p.grad.float()
+        optimizer.step(), reference.step()
+    for p, q, x in zip(params, exact, start, strict=True):
+        kept = weights.fp32_weight(p.detach(), optimizer.state[p])
+        # With 8 bits weights have 24 bits, stochastically rounded.
+        assert (kept - q).norm() < (0.1 if master_weights == "bf16+8" else 0.01) * (q - x).norm()
+
+
+def test_batches_of_matrices_are_their_matrices() -> None:
+    (stacked,) = parameters(((3, 40, 24),))
+    single = [nn.Parameter(x.clone()) for x in stacked.detach()]
+    ours, alone = Muon([stacked], lr=0.02), Muon(single, lr=0.02)
+    for step in range(3):
+        stacked.grad = torch.randn(stacked.shape, generator=torch.Generator().manual_seed(step))
+        for p, g in zip(single, stacked.grad, strict=True):
+            p.grad = g.clone()
+        ours.step(), alone.step()
+    # Batched products in bf16 may round otherwise.
+    torch.testing.assert_close(stacked.detach(), torch.stack([*single]).detach(), rtol=1e-2, atol=2e-3)
+
+
+def test_inside_of_the_backward_pass_and_offloaded() -> None:
+    for wrap in (optim.StepInBackward, optim.HostOffload):
+        nets = [nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 8, bias=False)) for _ in range(2)]
+        nets[1].load_state_dict(nets[0].state_dict())
+        optimizers: list[Any] = [Muon8bit(nets[0].parameters(), min_8bit_size=0)]
+        optimizers.append(wrap(Muon8bit, nets[1].parameters(), min_8bit_size=0))
+        for step in range(3):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                net(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same([*nets[1].parameters()], [*nets[0].parameters()])
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        ("vector", {}, "must have two dimensions or more, got shape"),
+        ("matrix", {"algorithm": "sgd"}, "algorithm must be one of"),
+        ("matrix", {"ns_steps": 0}, "ns_steps must be a whole number from 1 to 99, got 0"),
+        ("matrix", {"ns_steps": 100}, "ns_steps must be a whole number from 1 to 99, got 100"),
+        ("matrix", {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three finite numbers"),
+        ("matrix", {"momentum": 1.0}, "momentum must be from 0 to below 1, got 1.0"),
+        ("matrix", {"adjust_lr_fn": "other"}, "adjust_lr_fn must be one of"),
+        ("matrix", {"lr": -1.0}, "lr must be 0 or more"),
+        ("matrix", {"weight_decay": -1.0}, "weight_decay must be 0 or more"),
+        ("matrix", {"eps": 0.0}, "eps must be a finite number above 0"),
+        ("matrix", {"state_bits": (8, 4)}, "which is for Adam and AdamW"),
+        ("complex", {}, "got torch.complex64"),
+    ],
+)
+def test_bad_input(build: str, options: dict[str, Any], message: str) -> None:
+    made = {
+        "vector": torch.zeros(5),
+        "matrix": torch.zeros(4, 5),
+        "complex": torch.zeros(4, 5, dtype=torch.complex64),
+    }
+    with pytest.raises((ValueError, TypeError), match=message):
+        Muon([nn.Parameter(made[build])], **options)
+
+
+def test_bad_gradients_change_nothing() -> None:
+    optimizer, matrices, others = mixed(Muon8bit)
+    train(optimizer, [*matrices, *others], 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    before = [p.detach().clone() for p in [*matrices, *others]]
+    for p in [*matrices, *others]:
+        p.grad = torch.ones_like(p)
+    matrices[2].grad = torch.ones_like(matrices[2]).to_sparse()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        optimizer.step()
+    assert_same([p.detach() for p in [*matrices, *others]], before)
+    assert_same(optimizer.state_dict()["state"], state["state"])
+
+
+def test_zeros_and_nan() -> None:
+    params = parameters(((8, 12), (8, 12)))
+    start = [p.detach().clone() for p in params]
+    optimizer = Muon8bit(params, weight_decay=0.0, min_8bit_size=0)
+    params[0].grad, params[1].grad = torch.zeros(8, 12), torch.full((8, 12), torch.nan)
+    optimizer.step()
+    assert torch.equal(params[0], start[0])
+    assert params[1].isnan().all()
+
+
+# ---- groups
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.positions = nn.Parameter(torch.zeros(1, 7, 16))
+        self.experts = nn.Parameter(torch.zeros(4, 16, 32))
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.up, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
+        self.lm_head = nn.Linear(16, 50, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_groups_of_a_model() -> None:
+    net = Net()
+    groups = muon_groups(net, lr=0.02, adamw_lr=1e-3, block_size=64)
+    assert {name: where for name, (where, _) in groups.reasons.items()} == {
+        "positions": "adamw",
+        "experts": "muon",
+        "embed.weight": "adamw",
+        "conv.weight": "adamw",
+        "conv.bias": "adamw",
+        "up.weight": "muon",
+        "up.bias": "adamw",
+        "norm.weight": "adamw",
+        "norm.bias": "adamw",
+    }
+    assert "adamw, an embedding: embed.weight" in str(groups)
+    assert {(g["algorithm"], g["lr"], g["weight_decay"]) for g in groups} == {
+        ("muon", 0.02, 0.1),
+        ("adamw", 1e-3, 0.1),
+        ("adamw", 1e-3, 0.0),
+    }
+    assert sum(len(g["params"]) for g in groups) == len([*net.parameters()])
+    optimizer = Muon8bit(groups)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in net.parameters())
+    assert muon_groups(net, adamw=lambda name, p: name == "up.weight").reasons["up.weight"] == (
+        "adamw",
+        "asked for",
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "gib"),
+    [
+        (
+            {"layers": 32, "width": 4096, "ff": 14336, "kv": 1024, "q": 4096, "vocab": 128256, "tied": False},
+            8.7,
+        ),
+        (
+            {"layers": 36, "width": 2560, "ff": 9728, "kv": 1024, "q": 4096, "vocab": 151936, "tied": True},
+            4.2,
+        ),
+    ],
+    ids=["Llama-3.1-8B", "Qwen3-4B"],
+)
+def test_bytes_of_states(shapes: dict[str, Any], gib: float) -> None:
+    w, ff, kv, q = (shapes[key] for key in ("width", "ff", "kv", "q"))
+    layer = [(q, w), (kv, w), (kv, w), (w, q), (ff, w), (ff, w), (w, ff)]
+    meta = [nn.Parameter(torch.empty(s, device="meta")) for s in layer * shapes["layers"]]
+    tables = [
+        nn.Parameter(torch.empty(shapes["vocab"], w, device="meta"))
+        for _ in range(1 if shapes["tied"] else 2)
+    ]
+    norms = [nn.Parameter(torch.empty(w, device="meta")) for _ in range(2 * shapes["layers"] + 1)]
+    optimizer = Muon8bit([{"params": meta}, {"params": [*tables, *norms], "algorithm": "adamw"}])
+    for p in (*meta, *tables, *norms):
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    assert optimizer_bytes(optimizer) / 2**30 == pytest.approx(gib, rel=0.01)
