@@ -19,7 +19,7 @@ from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
 from . import step_errors, weights
 from .dtensor import collectives, shards
 from .dtensor import step as dtensor_step
-from .muon_step import muon_step
+from .muon_step import buckets, muon_step
 from .step_args import scaler_on, state_args
 from .storage import state_keys, takes_8bit_state
 
@@ -100,7 +100,10 @@ def step(
             raise step_errors.in_words(error, found, groups) from None
 
     for (_, _, by_reference), (own, numbers) in calls.items():
-        run(own, part(own, numbers), by_reference)
+        # Muon's updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
+        parts = buckets(numbers, [entry.param for entry in entries]) if own is MUON_STEP else [numbers]
+        for some in parts:
+            run(own, part(own, some), by_reference)
     for own, together, each in reductions.values():
         first = part(own, together) if together else None
         dtensor_step.step_with_reduction(own, first, [part(own, [i]) for i in each])

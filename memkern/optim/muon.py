@@ -53,7 +53,8 @@ class Muon(BlockwiseOptimizer):
             :class:`memkern.optim.Adam`. max_grad_norm is the norm of all groups' gradients together.
 
     The state of a matrix is ``momentum_buffer`` (m), in 8 bits with ``momentum_buffer_scale``: 1 + 4 / block_size bytes
-    per parameter; and ``step``. Between the two passes over the parameters u takes 2 bytes for each.
+    per parameter; and ``step``. While a step runs u takes 2 bytes for each of some parameters, 64 MiB in all or one
+    matrix, and the products a few times as much.
 
     With state_bits=32 a step on the CPU has torch.optim.Muon's bits. On other devices matrices of one shape go through
     the products together, whose bits are those of the device's batched products.

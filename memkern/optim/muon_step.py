@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,23 @@ from .. import _ops
 from ..reference.muon import adjusted, orthogonalize
 from ..schemas import StepArgs
 
-BATCH_BYTES = 64 * 2**20
-"""Matrices of one shape are orthogonalized together, up to so many bytes in bf16, or one at a time if it is larger."""
+BUCKET_BYTES = 64 * 2**20
+"""Matrices are stepped together up to so many bytes of updates, which are in bf16, or one by one where it has more."""
+
+
+def buckets(numbers: Sequence[int], params: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The numbers of parameters whose step is taken together, in order."""
+    bucket: list[int] = []
+    size = 0
+    for i in numbers:
+        more = 2 * params[i].numel()
+        if bucket and size + more > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(i)
+        size += more
+    if bucket:
+        yield bucket
 
 
 def muon_step(args: StepArgs, groups: Sequence[dict[str, Any]], by_reference: bool) -> None:
@@ -24,10 +39,10 @@ def muon_step(args: StepArgs, groups: Sequence[dict[str, Any]], by_reference: bo
     for i, (u, group) in enumerate(zip(updates, groups, strict=True)):
         options = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
         batches.setdefault((u.shape, options), []).append(i)
-    for (shape, options), numbers in batches.items():
-        together = 1 if args.params[0].is_cpu else max(1, BATCH_BYTES // max(2 * shape.numel(), 1))
-        for first in range(0, len(numbers), together):
-            _orthogonalize_together(updates, sums, numbers[first : first + together], options)
+    for (_, options), numbers in batches.items():
+        together = [[i] for i in numbers] if args.params[0].is_cpu else [numbers]
+        for some in together:
+            _orthogonalize_together(updates, sums, some, options)
     ratios = [adjusted(g["adjust_lr_fn"], p.shape) for p, g in zip(args.params, groups, strict=True)]
     _ops.muon_apply_(args, updates, ratios, by_reference)
 

@@ -173,6 +173,20 @@ def test_batches_of_matrices_are_their_matrices() -> None:
     torch.testing.assert_close(stacked.detach(), torch.stack([*single]).detach(), rtol=1e-2, atol=2e-3)
 
 
+def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memkern.optim import muon_step
+
+    assert [*muon_step.buckets([0, 2, 3, 5], [torch.zeros(2, 3)] * 6)] == [[0, 2, 3, 5]]
+    whole, matrices, others = mixed(Muon8bit)
+    expected = train(whole, [*matrices, *others], 3)
+    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 48 * 48 + 2 * 96 * 40)
+    assert [*muon_step.buckets([0, 1, 2, 3], matrices)] == [[0, 1], [2, 3]]
+    bucketed, matrices, others = mixed(Muon8bit)
+    assert_same(train(bucketed, [*matrices, *others], 3), expected)
+    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 0)
+    assert [*muon_step.buckets([0, 1], matrices)] == [[0], [1]]
+
+
 def test_inside_of_the_backward_pass_and_offloaded() -> None:
     for wrap in (optim.StepInBackward, optim.HostOffload):
         nets = [nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 8, bias=False)) for _ in range(2)]
