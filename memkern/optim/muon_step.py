@@ -52,10 +52,24 @@ def _orthogonalize_together(
 ) -> None:
     if len(numbers) == 1:
         (i,) = numbers
-        updates[i].copy_(orthogonalize(updates[i], sums[i], *options))
+        _orthogonalize_(updates[i], sums[i], options)
         return
     found = orthogonalize(
         torch.stack([updates[i] for i in numbers]), torch.stack([sums[i] for i in numbers]), *options
     )
     for i, x in zip(numbers, found.unbind(), strict=True):
         updates[i].copy_(x)
+
+
+def _orthogonalize_(u: Tensor, sums: Tensor, options: tuple[Any, ...]) -> None:
+    """In place; of a batch of matrices (stacked experts) as many at a time as BUCKET_BYTES has room for."""
+    if 2 * u.numel() <= BUCKET_BYTES or u.ndim == 2 or not u.numel():
+        u.copy_(orthogonalize(u, sums, *options))
+        return
+    if u.ndim > 3:
+        for part, own in zip(u, sums, strict=True):
+            _orthogonalize_(part, own, options)
+        return
+    together = max(1, BUCKET_BYTES // (2 * u[0].numel()))
+    for part, own in zip(u.split(together), sums.split(together), strict=True):
+        part.copy_(orthogonalize(part, own, *options))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkern import optim
 from memkern.memory import optimizer_bytes
-from memkern.optim import Muon, Muon8bit, muon_groups, weights
+from memkern.optim import Muon, Muon8bit, muon_groups, muon_step, weights
 from tests.support.helpers import assert_same
 
 SHAPES = ((48, 48), (96, 40), (40, 96), (1, 130))
@@ -173,9 +173,22 @@ def test_batches_of_matrices_are_their_matrices() -> None:
     torch.testing.assert_close(stacked.detach(), torch.stack([*single]).detach(), rtol=1e-2, atol=2e-3)
 
 
-def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memkern.optim import muon_step
+@pytest.mark.parametrize("shape", [(5, 16, 24), (2, 5, 16, 24)])
+def test_a_batch_takes_no_more_matrices_than_it_has_room_for(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, parts = Muon(parameters([shape]), lr=0.02), Muon(parameters([shape]), lr=0.02)
+    (expected,) = train(together, together.param_groups[0]["params"], 2)
+    seen, own = [], muon_step.orthogonalize
+    monkeypatch.setattr(muon_step, "BUCKET_BYTES", 2 * 16 * 24 * 2)
+    monkeypatch.setattr(muon_step, "orthogonalize", lambda u, *args: seen.append(len(u)) or own(u, *args))
+    (found,) = train(parts, parts.param_groups[0]["params"], 2)
+    assert seen == [2, 2, 1] * (len(shape) - 2) * 2
+    # Batched products in bf16 may round otherwise.
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=2e-3)
 
+
+def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*muon_step.buckets([0, 2, 3, 5], [torch.zeros(2, 3)] * 6)] == [[0, 2, 3, 5]]
     whole, matrices, others = mixed(Muon8bit)
     expected = train(whole, [*matrices, *others], 3)
