@@ -2,9 +2,9 @@
 
 No hardware is measured: the figures depend on the arithmetic and the seeds only. The short streams run on three seeds,
 and their error is the mean over all steps. The long ones run on one seed, and their error is the last step's, because
-a state that drifts slowly is wrong only then. The total error is that of the sum of all updates. "expected" are the
-figures of the prototype that the codecs were chosen by: other seeds, and in the dynamic map's short runs blocks of 256,
-where these are of 128.
+a state that drifts slowly is wrong only then. The total error is that of the sum of all updates. The column "expected"
+has the figures of the prototype that the codecs were chosen by. It had other seeds and, in the short runs of the
+dynamic map, blocks of 256 elements where these have 128.
 
 A second table is of elements that fall quiet beside live ones of their block (quiet.py): what becomes of
 them with fp32 states, and with those of 8 bits.

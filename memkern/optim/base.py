@@ -165,20 +165,9 @@ class BlockwiseOptimizer(Optimizer):
     ) -> None:
         """Appends the group's parameters that have a gradient, their gradients and their states to the lists.
 
-        Name and arguments are torch.optim's, because TorchDynamo runs this method eagerly instead of tracing it.
+        The states are left out where the step takes several calls, which look for those of their own op. Name and
+        arguments are torch.optim's, because TorchDynamo runs this method eagerly instead of tracing it.
         """
-        self._begin_group(group, params, grads)
-        states = [self.state[p] for p in params]
-        scaled = f"{next(iter(self.moments))}_scale"
-        coded = [state for state in states if scaled in state]
-        *lists_by_key, weight_states = lists
-        for key, tensors in zip(storage.state_keys(self.op), lists_by_key, strict=True):
-            tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
-        for key in weights.keys_of(group):
-            weight_states += map(itemgetter(key), states)
-
-    def _begin_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        """Appends the group's parameters that have a gradient, and the gradients; makes the states that are missing."""
         if group is self.param_groups[0]:
             self._follow_groups()
             if torch._guards.TracingContext.try_get() is not None:
@@ -192,6 +181,16 @@ class BlockwiseOptimizer(Optimizer):
                 grads.append(g)
         if not all(self.state[p] for p in params):
             self._init_states(group)
+        if self._multi_call:
+            return
+        states = [self.state[p] for p in params]
+        scaled = f"{next(iter(self.op.moments))}_scale"
+        coded = [state for state in states if scaled in state]
+        *lists_by_key, weight_states = lists
+        for key, tensors in zip(storage.state_keys(self.op), lists_by_key, strict=True):
+            tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
+        for key in weights.keys_of(group):
+            weight_states += map(itemgetter(key), states)
 
     def _init_states(self, group: dict[str, Any]) -> None:
         """Makes the states of the group's parameters that have a gradient and none yet."""

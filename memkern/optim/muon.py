@@ -136,14 +136,6 @@ class Muon(BlockwiseOptimizer):
                 if isinstance(p, Tensor):
                     _check_matrix(p)
 
-    # ---- step
-
-    def _init_group(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], *lists: list[Tensor]
-    ) -> None:
-        """Appends parameters and gradients alone: the states of the two algorithms have different entries."""
-        self._begin_group(group, params, grads)
-
 
 def _check_matrix(p: Tensor) -> None:
     if p.dim() < 2:

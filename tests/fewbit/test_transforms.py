@@ -49,7 +49,8 @@ def gradient(loss: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def compare(name: str, found: Tensor, expected: Tensor) -> None:
-    """The same bits, but for matrix products and outputs of other strides, and GLUs, here by composite derivatives."""
+    """Asserts the same bits; closeness alone for matrix products, results of other strides, and GLUs, whose
+    derivatives are composed of several operations here."""
     if any(word in name for word in ("glu", "mlp", "output")):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     else:

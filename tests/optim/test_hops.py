@@ -29,6 +29,8 @@ def calls_of(function: Callable[[], Any]) -> tuple[list[list[str]], set[str]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event != "call":
             return
+        if frame.f_code.co_name.startswith("<"):
+            return  # a comprehension, which is a function until Python 3.11 alone
         if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             ran.add(frame.f_code.co_name)
         elif frame.f_code.co_name == "__call__" and "memkern" in str(
@@ -60,7 +62,7 @@ def test_three_functions_of_python_stand_before_the_op(name: str) -> None:
     optimizer.step()
     stacks, ran = calls_of(optimizer.step)
     assert stacks == [HOPS]
-    assert len(ran) <= 27, ran  # those that follow groups, gather arguments and choose the backend included
+    assert len(ran) <= 24, ran  # those that follow groups, gather arguments and choose the backend included
 
 
 def test_functions_on_the_way_are_short() -> None:

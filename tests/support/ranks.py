@@ -115,7 +115,7 @@ class Ranks:
 
 
 def of_session() -> Iterator[Ranks]:
-    """For a fixture of a session."""
+    """The ranks that a fixture of scope "session" yields; it closes them at the end."""
     ranks = Ranks()
     yield ranks
     ranks.close()
