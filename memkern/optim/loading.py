@@ -74,6 +74,11 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
     older, newer = [], []
     for k, (own, given) in enumerate(zip(groups, saved, strict=True)):
         _check_options(target, k, given)
+        if (algorithm := given.get("algorithm")) != own.get("algorithm"):
+            raise ValueError(
+                f"the state_dict's group {k} has algorithm {algorithm!r}, and this optimizer's has "
+                f"{own.get('algorithm')!r}, whose states are others: give the optimizer the groups that were saved"
+            )
         older.append({**given, "state_bits": bits.of(given)})
         target.check_group({**older[k], "params": own["params"]})
         fixed = {key: own[key] for key in OWN_OPTIONS} | target.fixed_options

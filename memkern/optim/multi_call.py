@@ -15,9 +15,11 @@ from torch import Tensor
 from .. import _ops
 from ..quant.codec import CODECS, POWER4
 from ..quant.layout import is_dense
+from ..reference.state import check_step
 from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
 from . import step_errors, weights
 from .dtensor import collectives, shards
+from .dtensor import muon as dtensor_muon
 from .dtensor import step as dtensor_step
 from .muon_step import buckets, muon_step
 from .step_args import scaler_on, state_args
@@ -33,6 +35,15 @@ class Entry(NamedTuple):
     group: Group
     state: dict[str, Tensor]
     op: StepOp  # which the group's options ask for
+
+
+class Call(NamedTuple):
+    """A call of an op."""
+
+    op: StepOp
+    args: StepArgs  # with DTensors where the parameters are
+    by_reference: bool
+    cut: bool  # other ranks have elements of its blocks
 
 
 def is_needed(group: Group) -> bool:
@@ -68,56 +79,93 @@ def step(
     """
     sharded = any(shards.is_dtensor(entry.param) for entry in entries)
     norms = _grad_norms(args, max_grad_norm, sharded)
-    calls: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether the reference runs it
+    together: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether the reference runs it
     reductions: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone
     strided = []
     for i, (p, group, state, own) in enumerate(entries):
         by_reference = own is AMSGRAD_STEP or p.dtype == torch.float64
         coded = any(key.endswith("_scale") for key in state)
         alone = shards.needs_reference(p, group, coded)
-        if alone or (own.has_trust_ratios and shards.ranks_of(p) is not None):
-            _, together, each = reductions.setdefault(own.name, (own, [], []))
-            (each if alone or by_reference else together).append(i)
-        elif is_dense(p.shape, p.stride()):
-            calls.setdefault((p.device, own.name, by_reference), (own, []))[1].append(i)
-        else:
+        if not is_dense(p.shape, p.stride()):
             strided.append((i, p, own, by_reference))
+        elif own is not MUON_STEP and (alone or (own.has_trust_ratios and shards.ranks_of(p) is not None)):
+            _, some, each = reductions.setdefault(own.name, (own, [], []))
+            (each if alone or by_reference else some).append(i)
+        else:
+            together.setdefault((p.device, own.name, by_reference, alone), (own, []))[1].append(i)
 
-    def part(own: StepOp, numbers: list[int]) -> StepArgs:
+    def call(own: StepOp, numbers: list[int], by_reference: bool, cut: bool = False) -> Call:
         found = _part(args, entries, own, numbers)
-        device = found.params[0].device
-        return found._replace(grad_norm=norms.get(device), hyperparameters=hyperparameters(own))
+        norm = norms.get(found.params[0].device)
+        found = found._replace(grad_norm=norm, hyperparameters=hyperparameters(own))
+        return Call(own, found, by_reference, cut)
 
-    def run(own: StepOp, found: StepArgs, by_reference: bool, params: Sequence[Tensor] | None = None) -> None:
-        taken = dtensor_step.local_args(found) if sharded else found
-        taken = taken if params is None else taken._replace(params=params)
-        if torch.compiler.is_compiling():
-            _call(own, taken, groups, by_reference)
-            return
-        try:
-            _call(own, taken, groups, by_reference)
-        except step_errors.OP_ERRORS as error:
-            raise step_errors.in_words(error, found, groups) from None
-
-    for (_, _, by_reference), (own, numbers) in calls.items():
+    params = [entry.param for entry in entries]
+    calls = [
+        call(own, some, by_reference, cut)
+        for (_, _, by_reference, cut), (own, numbers) in together.items()
         # Muon's updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
-        parts = buckets(numbers, [entry.param for entry in entries]) if own is MUON_STEP else [numbers]
-        for some in parts:
-            run(own, part(own, some), by_reference)
-    for own, together, each in reductions.values():
-        first = part(own, together) if together else None
-        dtensor_step.step_with_reduction(own, first, [part(own, [i]) for i in each])
-    for i, p, own, by_reference in strided:
+        for some in (
+            buckets(numbers, params, dtensor_muon.bytes_of_update) if own is MUON_STEP else [numbers]
+        )
+    ]
+    with_gaps = [(call(own, [i], by_reference), p) for i, p, own, by_reference in strided]
+    reduced = [
+        (call(own, some, False) if some else None, [call(own, [i], True) for i in each])
+        for own, some, each in reductions.values()
+    ]
+    if len(calls) + len(with_gaps) > 1 and not torch.compiler.is_compiling():
+        # An op checks its arguments before it changes anything. By then another one may have stepped.
+        for one in calls:
+            _check(one, groups, sharded)
+        for one, p in with_gaps:
+            _check(one, groups, sharded, [_buffer(buffers, p)])
+
+    matrices = []
+    for one in calls:
+        if sharded and one.op is MUON_STEP:
+            matrices.append(one)
+        else:
+            _run(one, groups, sharded)
+    dtensor_muon.steps([(c.args, c.by_reference) for c in matrices], groups)
+    for first, rest in reduced:
+        own = (first or rest[0]).op
+        dtensor_step.step_with_reduction(own, first and first.args, [c.args for c in rest])
+    for one, p in with_gaps:
         dense = _buffer(buffers, p).copy_(p)
-        run(own, part(own, [i]), by_reference, params=[dense])
+        _run(one, groups, sharded, [dense])
         p.copy_(dense)
 
 
-def _call(op: StepOp, args: StepArgs, groups: Sequence[Group], by_reference: bool) -> None:
-    if op is MUON_STEP:
-        muon_step(args, [groups[k] for k in args.group], by_reference)
-    else:
-        _ops.step_(op, args, by_reference)
+def _local(call: Call, sharded: bool, params: list[Tensor] | None) -> StepArgs:
+    """The arguments as an op takes them. ``params``: those in place of ones with gaps."""
+    taken = dtensor_step.local_args(call.args) if sharded else call.args
+    return taken if params is None else taken._replace(params=params)
+
+
+def _check(call: Call, groups: Sequence[Group], sharded: bool, params: list[Tensor] | None = None) -> None:
+    """Raises where the op would refuse its arguments."""
+    if call.cut:
+        return
+    taken = _local(call, sharded, params)
+    try:
+        # Gradients are checked already, and may have other strides than their parameters.
+        check_step(call.op, taken._replace(grads=taken.params))
+    except step_errors.OP_ERRORS as error:
+        raise step_errors.in_words(error, call.args, groups) from None
+
+
+def _run(call: Call, groups: Sequence[Group], sharded: bool, params: list[Tensor] | None = None) -> None:
+    taken = _local(call, sharded, params)
+    try:
+        if call.op is MUON_STEP:
+            muon_step(taken, call.by_reference, groups)
+        else:
+            _ops.step_(call.op, taken, call.by_reference)
+    except step_errors.OP_ERRORS as error:
+        if torch.compiler.is_compiling():
+            raise
+        raise step_errors.in_words(error, call.args, groups) from None
 
 
 def _part(args: StepArgs, entries: Sequence[Entry], op: StepOp, own: list[int]) -> StepArgs:

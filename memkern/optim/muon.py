@@ -9,14 +9,14 @@ from torch import Tensor
 from ..reference.muon import ADJUST_LR_FNS, NS_COEFFICIENTS, check_newton_schulz
 from ..schemas import ADAM_STEP, MUON_STEP, StepOp
 from .base import BlockwiseOptimizer
-from .dtensor.shards import is_dtensor
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 ALGORITHMS = ("muon", "adamw")
-_EPS = {"muon": 1e-7, "adamw": 1e-8}
+_EPS = 1e-7
+_EPS_OF_ADAMW = 1e-8
 
 
 class Muon(BlockwiseOptimizer):
@@ -43,10 +43,12 @@ class Muon(BlockwiseOptimizer):
         momentum: from 0 to below 1. Default 0.95.
         nesterov: default True.
         ns_coefficients: of the Newton-Schulz iterations. Default (3.4445, -4.775, 2.0315).
-        eps: of the norm that a matrix is divided by, default 1e-7; in AdamW's groups AdamW's, default 1e-8.
+        eps: of the norm that a matrix is divided by, default 1e-7. In AdamW's groups AdamW's, 1e-8 where neither the
+            group nor this argument says otherwise.
         ns_steps: iterations, 1 to 99. Default 5.
         adjust_lr_fn: None, "original" or "match_rms_adamw", see the formula. Default None.
-        algorithm: "muon" or "adamw": what a group is stepped by where it does not say so itself. Default "muon".
+        algorithm: "muon" or "adamw": what a group is stepped by where it does not say so itself. Default "muon". The
+            groups of the other algorithm need an lr of their own, except with "match_rms_adamw", whose lr is AdamW's.
         betas: of AdamW's groups. Default (0.9, 0.999).
         maximize: ascend instead of descend. Default False.
         state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
@@ -60,8 +62,8 @@ class Muon(BlockwiseOptimizer):
     the products together, whose bits are those of the device's batched products.
 
     Raises:
-        ValueError: an option out of range or not supported; a parameter without two dimensions in a group of Muon's;
-            a DTensor in one, whose shards by themselves have no orthogonalization.
+        ValueError: an option out of range or not supported; a group of the other algorithm without an lr; a parameter
+            without two dimensions in a group of Muon's.
         TypeError: a parameter of another dtype.
 
     Sources: Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM Training" (arXiv
@@ -79,7 +81,7 @@ class Muon(BlockwiseOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
-        eps: float | None = None,
+        eps: float = _EPS,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
@@ -107,10 +109,23 @@ class Muon(BlockwiseOptimizer):
     # ---- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's; ``eps`` is by default that of the group's algorithm."""
-        if isinstance(param_group, dict) and param_group.get("eps", self.defaults["eps"]) is None:
-            algorithm = param_group.get("algorithm", self.defaults["algorithm"])
-            param_group = {**param_group, "eps": _EPS.get(algorithm, 0.0)}
+        """As torch.optim's; a group of AdamW's has AdamW's ``eps`` by default, and of the other algorithm its own lr.
+
+        Raises:
+            ValueError: a group of the other algorithm without an lr.
+        """
+        if isinstance(param_group, dict):
+            group = {**self.defaults, **param_group}
+            if group["algorithm"] == "adamw" and group["eps"] == _EPS and "eps" not in param_group:
+                param_group = {**param_group, "eps": _EPS_OF_ADAMW}
+            other = group["algorithm"] != self.defaults["algorithm"]
+            if other and "lr" not in param_group and group["adjust_lr_fn"] != "match_rms_adamw":
+                raise ValueError(
+                    f"lr must be given for a group with algorithm={group['algorithm']!r}, got a group without one: "
+                    f"{group['lr']}, the optimizer's, is for {self.defaults['algorithm']!r}, and one rate serves both "
+                    "only with adjust_lr_fn='match_rms_adamw'; memkern.optim.muon_groups(model, lr=..., adamw_lr=...) "
+                    "makes the groups"
+                )
         super().add_param_group(param_group)
 
     def _op_of(self, group: dict[str, Any]) -> StepOp:
@@ -118,6 +133,18 @@ class Muon(BlockwiseOptimizer):
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)
+
+    def _follow_groups(self) -> None:
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                before = self._stored.get(p, {}).get("algorithm", group["algorithm"])
+                if before != group["algorithm"]:
+                    raise ValueError(
+                        f"algorithm of group {number} was {before!r} and is now {group['algorithm']!r}, whose states "
+                        "are others: make a new optimizer, or take its parameters' states out of optimizer.state and "
+                        "add them in a group of their own"
+                    )
+        super()._follow_groups()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if group["algorithm"] not in ALGORITHMS:
@@ -142,11 +169,6 @@ def _check_matrix(p: Tensor) -> None:
         raise ValueError(
             f"params of a group with algorithm='muon' must have two dimensions or more, got shape {tuple(p.shape)}; "
             "others belong into a group with algorithm='adamw': memkern.optim.muon_groups(model) makes both"
-        )
-    if is_dtensor(p):
-        raise ValueError(
-            f"params of a group with algorithm='muon' must be whole matrices, got a DTensor of shape {tuple(p.shape)}: "
-            "shards are not orthogonalized by themselves; use algorithm='adamw' for them"
         )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from memkern import optim
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import Odd, alone, everything, gpt, in_shards, steps
+from tests.support.sharded import Odd, alone, everything, gpt, in_shards, new_muon, steps
 
 OPTIONS = {"min_8bit_size": 0, "weight_decay": 0.1}
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -69,7 +69,8 @@ def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int
 )
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("build", "new"), [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit)]
+    ("build", "new"),
+    [(gpt, optim.AdamW8bit), (Odd, optim.AdamW8bit), (Odd, optim.Lion8bit), (Odd, new_muon)],
 )
 def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, new: Any) -> None:
     """2 -> 3 -> 1 -> 4 ranks, in fully_shard and (one) without."""

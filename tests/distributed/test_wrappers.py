@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from memkern import optim
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
-from tests.support.sharded import alone, everything, gpt, in_shards, steps
+from tests.support.sharded import alone, everything, gpt, in_shards, muon_groups, steps
 
 
 def trained(new: Any, inside: bool) -> Any:
     """Three steps: everything, and whether the gradients were freed in the backward pass."""
     model = in_shards(gpt())
-    params = model.parameters()
+    params: Any = muon_groups(model.parameters()) if new is optim.Muon8bit else model.parameters()
     optimizer = optim.StepInBackward(new, params, lr=1e-3) if inside else new(params, lr=1e-3)
     freed = []
     for step in range(3):
@@ -33,7 +33,7 @@ def trained(new: Any, inside: bool) -> Any:
     "torch", "`StepInBackward` under `fully_shard`: bits of the step after the backward pass"
 )
 @pytest.mark.full
-@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit])
+@pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit, optim.Muon8bit])
 def test_step_in_backward(ranks: Ranks, new: Any) -> None:
     after, inside = ranks(2, trained, new, False), ranks(2, trained, new, True)
     for (expected, kept), (found, freed) in zip(after, inside, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from memkern import optim
 from memkern.train.model import GPT
 
 
@@ -58,6 +59,21 @@ def in_shards(model: nn.Module, **options: Any) -> nn.Module:
     for block in getattr(model, "blocks", []):
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def muon_groups(params: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Tensors of two dimensions and more for Muon, the others for AdamW."""
+    params = [*params]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2]},
+        {"params": [p for p in params if p.dim() < 2], "algorithm": "adamw", "lr": 1e-3},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def new_muon(params: Iterable[Tensor], **options: Any) -> optim.Muon:
+    """An optimizer with the groups of :func:`muon_groups`."""
+    return optim.Muon8bit(muon_groups(params), **{"lr": 0.02, **options})
 
 
 def steps(

@@ -81,7 +81,7 @@ def step_with_reduction(op: StepOp, together: StepArgs | None, alone: Sequence[S
     with_layouts = calls[len(calls) - len(layouts) :]
     for layout, (args, run, _) in zip(layouts, with_layouts, strict=True):
         if layout.cut:
-            run(_copies(args))
+            run(copies(args))
     reduce_magnitudes([layout.shard for layout in layouts], [ranks[0] for _, _, ranks in with_layouts])
     for args, run, _ in calls:
         run(args)
@@ -124,7 +124,7 @@ def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | 
             squares[own] = x
 
 
-def _copies(args: StepArgs) -> StepArgs:
+def copies(args: StepArgs) -> StepArgs:
     changed = ("params", "moments", "scales", "steps", "trust_ratios", "weight_states")
     copies: dict[str, Any] = {name: [x.clone() for x in getattr(args, name)] for name in changed}
     return args._replace(**copies)

@@ -1,0 +1,123 @@
+"""Muon on sharded matrices: whole ones are orthogonalized, with the bits of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parameter import Parameter
+
+from memkern.optim import muon_step
+from memkern.optim.dtensor import muon as dtensor_muon
+from tests.support import sharded
+from tests.support.helpers import assert_same
+from tests.support.ranks import Ranks
+from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, new_muon, steps
+
+
+def run(sizes: tuple[int, ...], build: Any, options: dict[str, Any], last: int, bucket: int) -> Any:
+    model = in_shards(build(), mesh=mesh(*sizes))
+    optimizer = new_muon(model.parameters(), **options)
+    with patch.object(muon_step, "BUCKET_BYTES", bucket):
+        steps(model, optimizer, 0, last)
+    return everything(model, optimizer)
+
+
+@pytest.mark.feature("torch", "Muon8bit with `fully_shard` on 2 processes: bits of one process")
+@pytest.mark.parametrize("bucket", [2**26, 0])
+def test_bits_of_one_process(ranks: Ranks, bucket: int) -> None:
+    options = {"min_8bit_size": 0}
+    expected = alone(Odd, new_muon, options, 4)
+    for rank in ranks(2, run, (2,), Odd, options, 4, bucket):
+        assert_same(rank, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("state_bits", [8, 32])
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize(("build", "last"), [(gpt, 10), (Odd, 100)])
+def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: int) -> None:
+    """A third rank has no elements of a matrix; two numbers are HSDP's replicas and shards."""
+    options = {"min_8bit_size": 0, "state_bits": state_bits}
+    expected = alone(build, new_muon, options, last)
+    for rank in ranks(torch.Size(sizes).numel(), run, sizes, build, options, last, 2**14):
+        assert_same(rank, expected)
+
+
+def run_placed(
+    sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, dtype: torch.dtype, options: Any
+) -> Any:
+    matrices = []
+    for number in (7, 8, 9):
+        start = sharded.gradient(torch.zeros(shape, dtype=dtype), number, 0)
+        matrices.append(Parameter(distribute_tensor(start, mesh(*sizes), placements)))
+    holder = nn.ParameterDict({f"p{i}": p for i, p in enumerate(matrices)})
+    optimizer = new_muon(holder.parameters(), **options)
+    steps(holder, optimizer, 0, 4)
+    return everything(holder, optimizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("master_weights", [None, "bf16+8"])
+@pytest.mark.parametrize(
+    ("sizes", "shape", "placements"),
+    [
+        ((2,), (40, 512), [Shard(1)]),  # tensor parallelism by columns
+        ((3,), (40, 500), [Shard(1)]),  # whose shards end inside blocks
+        ((2,), (64, 40), [Replicate()]),
+        ((2,), (1, 40), [Shard(0)]),
+        ((2,), (6, 10, 70), [Shard(0)]),
+        ((2,), (6, 10, 70), [Shard(1)]),
+        ((3,), (6, 10, 70), [Shard(2)]),
+        ((2, 2), (40, 512), [Shard(0), Shard(1)]),  # fully_shard with tensor parallelism
+        ((2, 2), (41, 500), [Shard(1), Shard(0)]),
+        ((2, 2), (41, 30), [Shard(0), Shard(0)]),
+        ((1, 2), (41, 500), [Shard(1), Shard(0)]),
+    ],
+)
+def test_placements(ranks: Ranks, sizes: Any, shape: Any, placements: Any, master_weights: Any) -> None:
+    last = (
+        torch.bfloat16 if master_weights else torch.float32,
+        {"min_8bit_size": 0, "master_weights": master_weights},
+    )
+    expected = ranks(1, run_placed, (1,), shape, [Replicate()], *last)[0]
+    for state in ranks(torch.Size(sizes).numel(), run_placed, sizes, shape, placements, *last):
+        assert_same(state, expected)
+
+
+def count_exchanges() -> Any:
+    """Of a step, and the largest number of matrices that are whole on this rank at a time."""
+    model = in_shards(gpt())
+    optimizer = new_muon(model.parameters(), min_8bit_size=0)
+    counts, whole, reduce, own = 0, [], dist.all_to_all_single, dtensor_muon.orthogonalize_
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal counts
+        counts += 1
+        return reduce(*args, **options)
+
+    def noted(updates: Any, *args: Any) -> None:
+        whole.append([tuple(u.shape) for u in updates])
+        own(updates, *args)
+
+    with (
+        patch.object(dist, "all_to_all_single", counted),
+        patch.object(dtensor_muon, "orthogonalize_", noted),
+    ):
+        steps(model, optimizer, 0, 1)
+    return counts, whole
+
+
+def test_each_matrix_has_one_owner(ranks: Ranks) -> None:
+    results = ranks(2, count_exchanges)
+    assert [counts for counts, _ in results] == [2, 2]  # there and back
+    shapes = sorted(shape for _, ((*own,),) in results for shape in own)
+    assert shapes == sorted(tuple(p.shape) for p in gpt().parameters() if p.dim() >= 2)
+    loads = [sum(min(s) ** 2 * (2 * max(s) + min(s)) for s in own) for _, ((*own,),) in results]
+    largest = max(min(s) ** 2 * (2 * max(s) + min(s)) for s in shapes)
+    assert abs(loads[0] - loads[1]) <= largest
