@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,7 +81,9 @@ class MuonGroups(list[dict[str, Any]]):
         )
 
 
-_HEADS = ("lm_head", "head", "classifier", "score")
+_HEADS = ("lm_head", "embed_out", "head", "classifier", "score")
+_LAST = ("output", "fc", "proj_out")  # heads where they are not in a list of layers
+_TABLES = ("embed", "pos", "token")  # in the name of a parameter that no module of torch's looks up
 
 
 def _reasons_for_adamw(model: nn.Module) -> dict[Tensor, str]:
@@ -89,10 +91,15 @@ def _reasons_for_adamw(model: nn.Module) -> dict[Tensor, str]:
     found: dict[Tensor, str] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        in_list = any(part.isdigit() for part in name.split("."))
+        for own_name, p in module.named_parameters(recurse=False):
+            if own_name != "weight" and any(part in own_name for part in _TABLES):
+                found.setdefault(p, "an embedding, by its name")
         own = module.parameters(recurse=False)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             reason = "an embedding"
-        elif module is head or name.rpartition(".")[2] in _HEADS:
+        elif module is head or last in _HEADS or (last in _LAST and not in_list):
             reason = "an output head"
         elif isinstance(module, (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)):
             reason = "a convolution"
@@ -110,25 +117,29 @@ def muon_groups(
     adamw_lr: float = 3e-4,
     weight_decay: float = 0.1,
     adamw: Callable[[str, Tensor], bool] | None = None,
+    split: Callable[[str, Tensor], Sequence[int] | None] | None = None,
     **options: Any,
 ) -> MuonGroups:
     """The groups of a model for :class:`memkern.optim.Muon`: matrices for Muon, everything else for AdamW.
 
-    AdamW gets embeddings (and heads that are tied to them), output heads (what ``get_output_embeddings()`` returns, and
-    modules whose last name is lm_head, head, classifier or score), convolutions, vectors, and tensors of three
-    dimensions or more whose first has size 1, such as a ViT's positions. Other tensors of three dimensions, such as the
-    stacked experts of a mixture, are batches of matrices for Muon. Weights of query, key and value in one matrix are
-    orthogonalized as one.
+    AdamW gets embeddings (and heads that are tied to them; parameters with embed, pos or token in their own name too),
+    output heads (what ``get_output_embeddings()`` returns, modules whose last name is lm_head, embed_out, head,
+    classifier or score, and those named output, fc or proj_out outside of lists of layers), convolutions, vectors, and
+    tensors of three dimensions or more whose first has size 1, such as a ViT's positions. Other tensors of three
+    dimensions, such as the stacked experts of a mixture, are batches of matrices for Muon. Matrices that hold several,
+    such as those of query, key and value, are orthogonalized as one unless ``split`` gives their sizes; Jordan et al.
+    found it better to take query, key and value each by itself.
 
     Args:
         model: its parameters that require a gradient, each once, under its first name.
         lr, adamw_lr: of Muon's group and of AdamW's. With ``adjust_lr_fn="match_rms_adamw"`` both may be the same.
         weight_decay: of tensors of two dimensions or more; others get 0.
         adamw: ``adamw(name, parameter)`` is true for further parameters that AdamW is to have.
+        split: ``split(name, parameter)`` is the group's ``split`` for a matrix of Muon's, or None, see :class:`Muon`.
         options: options that all groups get.
 
-    Returns groups that are not empty, at most four; AdamW's parameters of modules that ask for it have 32-bit states,
-    as by :func:`param_groups`. ``print`` shows what went where, and why.
+    Returns groups that are not empty; AdamW's parameters of modules that ask for it have 32-bit states, as by
+    :func:`param_groups`. ``print`` shows what went where, and why.
 
     Raises:
         ValueError: a wrapper has joined a marked module's parameters with others.
@@ -148,11 +159,14 @@ def muon_groups(
         found.reasons[name] = algorithm, reason or ("a matrix" if p.dim() == 2 else "a batch of matrices")
         bits = bits_of.get(p) if reason else None
         decay = weight_decay if p.dim() >= 2 else 0.0
-        if (key := (algorithm, decay, bits)) not in groups:
+        parts = None if reason or split is None else split(name, p)
+        if (key := (algorithm, decay, bits, parts and tuple(parts))) not in groups:
             rate = adamw_lr if reason else lr
             groups[key] = dict(params=[], algorithm=algorithm, lr=rate, weight_decay=decay, **options)
             if bits is not None:
                 groups[key]["state_bits"] = bits
+            if parts:
+                groups[key]["split"] = tuple(parts)
         groups[key]["params"].append(p)
     found += groups.values()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ..reference.muon import ADJUST_LR_FNS, NS_COEFFICIENTS, check_newton_schulz
 from ..schemas import ADAM_STEP, MUON_STEP, StepOp
 from .base import BlockwiseOptimizer
+from .muon_step import check_split
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ class Muon(BlockwiseOptimizer):
             group nor this argument says otherwise.
         ns_steps: iterations, 1 to 99. Default 5.
         adjust_lr_fn: None, "original" or "match_rms_adamw", see the formula. Default None.
+        split: None, or the sizes of parts of each matrix that are orthogonalized by themselves, such as
+            ``(768, 768, 768)`` for query, key and value. Along the rows, or along the columns where the sizes add up to
+            those alone. All parts of a matrix must have the same ratio. Default None.
         algorithm: "muon" or "adamw": what a group is stepped by where it does not say so itself. Default "muon". The
             groups of the other algorithm need an lr of their own, except with "match_rms_adamw", whose lr is AdamW's.
         betas: of AdamW's groups. Default (0.9, 0.999).
@@ -85,6 +90,7 @@ class Muon(BlockwiseOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        split: Sequence[int] | None = None,
         algorithm: str = "muon",
         betas: tuple[float, float] = (0.9, 0.999),
         maximize: bool = False,
@@ -99,6 +105,7 @@ class Muon(BlockwiseOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "split": split,
             "algorithm": algorithm,
             "betas": betas,
             "maximize": maximize,
@@ -162,6 +169,7 @@ class Muon(BlockwiseOptimizer):
                 p = item[1] if isinstance(item, tuple) else item
                 if isinstance(p, Tensor):
                     _check_matrix(p)
+                    check_split(group, p.shape)
 
 
 def _check_matrix(p: Tensor) -> None:
@@ -176,8 +184,8 @@ class Muon8bit(Muon):
     """Muon with a block-wise 8-bit momentum: :class:`Muon`, where state_bits is 8 unless it is given.
 
     Args:
-        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, algorithm, betas,
-            maximize: as for :class:`Muon`.
+        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, split, algorithm,
+            betas, maximize: as for :class:`Muon`.
         state_bits: default 8, of AdamW's groups too; 32 for moments in fp32.
         block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: see :class:`Adam`.
 

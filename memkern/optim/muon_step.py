@@ -45,7 +45,54 @@ def muon_step(args: StepArgs, by_reference: bool, groups: Sequence[Group]) -> No
 
 def ratios_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
     """What each matrix's learning rate is multiplied by."""
-    return [adjusted(g["adjust_lr_fn"], p.shape) for p, g in zip(params, groups, strict=True)]
+    return [
+        adjusted(g["adjust_lr_fn"], shapes_of_parts(g, p.shape)[0])
+        for p, g in zip(params, groups, strict=True)
+    ]
+
+
+# ---- parts of a matrix
+
+
+def _split_dim(group: Group, shape: Sequence[int]) -> int:
+    return 0 if sum(group["split"]) == shape[0] else 1
+
+
+def shapes_of_parts(group: Group, shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shapes of what is orthogonalized by itself: the tensor's, or the parts' of the group's ``split``."""
+    if group["split"] is None:
+        return [tuple(shape)]
+    rows, columns = shape
+    if _split_dim(group, shape) == 0:
+        return [(size, columns) for size in group["split"]]
+    return [(rows, size) for size in group["split"]]
+
+
+def check_split(group: Group, shape: Sequence[int]) -> None:
+    """Raises ValueError unless a tensor of the shape has the parts that the group's ``split`` says."""
+    sizes = group["split"]
+    if sizes is None:
+        return
+    if (
+        not isinstance(sizes, (list, tuple))
+        or not sizes
+        or not all(isinstance(n, int) and n > 0 for n in sizes)
+    ):
+        raise ValueError(f"split must be None or sizes above 0, got {sizes!r}")
+    if len(shape) != 2 or sum(sizes) not in shape:
+        raise ValueError(
+            f"split must have sizes that add up to the rows or the columns of each matrix of its group, got {sizes!r} "
+            f"for shape {tuple(shape)}"
+        )
+    ratios = {adjusted(group["adjust_lr_fn"], part) for part in shapes_of_parts(group, shape)}
+    if len(ratios) > 1:
+        raise ValueError(
+            f"split must have parts with the same adjusted learning rate, got {sizes!r} for shape {tuple(shape)} with "
+            f"ratios {', '.join(f'{ratio:.4g}' for ratio in sorted(ratios))}"
+        )
+
+
+# ---- orthogonalization
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -55,6 +102,8 @@ def on_cpu(x: Tensor) -> bool:
 
 def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Sequence[Group]) -> None:
     """Each matrix in place. Those of one shape together, but on the CPU, where a matrix's bits are always the same."""
+    if any(group["split"] is not None for group in groups):
+        updates, sums, groups = _in_parts(updates, sums, groups)
     batches: dict[Any, list[int]] = {}
     for i, (u, group) in enumerate(zip(updates, groups, strict=True)):
         options = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
@@ -69,6 +118,28 @@ def orthogonalize_(updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Se
         )
         for i, x in zip(numbers, found.unbind(), strict=True):
             updates[i].copy_(x)
+
+
+def _in_parts(
+    updates: Sequence[Tensor], sums: Sequence[Tensor], groups: Sequence[Group]
+) -> tuple[list[Tensor], list[Tensor], list[Group]]:
+    """The same for the parts that groups' ``split`` says, which are views."""
+    found: tuple[list[Tensor], list[Tensor], list[Group]] = ([], [], [])
+    for u, squares, group in zip(updates, sums, groups, strict=True):
+        parts = [u] if group["split"] is None else [*u.split(group["split"], _split_dim(group, u.shape))]
+        found[0].extend(parts)
+        found[1].extend([squares] if group["split"] is None else map(squares_of, parts))
+        found[2].extend([group] * len(parts))
+    return found
+
+
+def squares_of(u: Tensor) -> Tensor:
+    """The sums of squares of matrices in bf16, of shape ``u.shape[:-2]``: the bits of muon_momentum_'s."""
+    norms = torch.zeros(u.shape[:-2], dtype=torch.float64, device=u.device)
+    matrices = u.flatten(0, -3) if u.dim() > 2 else u[None]
+    for norm, matrix in zip(norms.view(-1), matrices, strict=True):
+        _ops.grad_norm_(norm, [matrix.contiguous()], None)
+    return norms.square()  # the square root of the square of a float64 is the number itself
 
 
 def _orthogonalize_one(u: Tensor, sums: Tensor, options: tuple[Any, ...]) -> None:

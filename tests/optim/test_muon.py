@@ -200,6 +200,25 @@ def buckets(numbers: Any, params: Any) -> list[list[int]]:
     return [*muon_step.buckets(numbers, params, dtensor_muon.bytes_of_update)]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dim", "adjust_lr_fn"),
+    [((40, 16, 16), 0, "match_rms_adamw"), ((48, 48, 60), 1, None)],
+    ids=["rows of a Linear", "columns of transformers' Conv1D"],
+)
+def test_parts_of_a_matrix_are_matrices(sizes: tuple[int, ...], dim: int, adjust_lr_fn: Any) -> None:
+    """As query, key and value in one."""
+    single = parameters([(n, 40) if dim == 0 else (40, n) for n in sizes])
+    whole = nn.Parameter(torch.cat([p.detach() for p in single], dim))
+    ours = Muon([whole], lr=0.02, adjust_lr_fn=adjust_lr_fn, split=sizes)
+    alone = Muon(single, lr=0.02, adjust_lr_fn=adjust_lr_fn)
+    for step in range(3):
+        whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step))
+        for p, g in zip(single, whole.grad.split(sizes, dim), strict=True):
+            p.grad = g.clone()
+        ours.step(), alone.step()
+    assert_same(whole.detach(), torch.cat([p.detach() for p in single], dim))
+
+
 def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buckets([0, 2, 3, 5], [torch.zeros(2, 3)] * 6) == [[0, 2, 3, 5]]
     whole, matrices, others = mixed(Muon8bit)
@@ -242,12 +261,21 @@ def test_inside_of_the_backward_pass_and_offloaded() -> None:
         ("matrix", {"eps": 0.0}, "eps must be a finite number above 0"),
         ("matrix", {"state_bits": (8, 4)}, "which is for Adam and AdamW"),
         ("complex", {}, "got torch.complex64"),
+        (
+            "matrix",
+            {"split": (3, 3)},
+            r"split must have sizes that add up .* got \(3, 3\) for shape \(4, 5\)",
+        ),
+        ("matrix", {"split": 2}, "split must be None or sizes above 0, got 2"),
+        ("matrix", {"split": (4, 0)}, "split must be None or sizes above 0"),
+        ("tall", {"split": (20, 4)}, r"same adjusted learning rate, .* with ratios 1, 2$"),
     ],
 )
 def test_bad_input(build: str, options: dict[str, Any], message: str) -> None:
     made = {
         "vector": torch.zeros(5),
         "matrix": torch.zeros(4, 5),
+        "tall": torch.zeros(24, 5),
         "complex": torch.zeros(4, 5, dtype=torch.complex64),
     }
     with pytest.raises((ValueError, TypeError), match=message):
@@ -333,6 +361,9 @@ class Net(nn.Module):
         self.positions = nn.Parameter(torch.zeros(1, 7, 16))
         self.experts = nn.Parameter(torch.zeros(4, 16, 32))
         self.conv = nn.Conv2d(3, 8, 3)
+        self.pos_table = nn.Parameter(torch.zeros(9, 16))
+        self.layers = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(16, 16, bias=False)})])
+        self.output = nn.Linear(16, 9, bias=False)
         self.up, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
         self.lm_head = nn.Linear(16, 50, bias=False)
         self.lm_head.weight = self.embed.weight
@@ -344,6 +375,9 @@ def test_groups_of_a_model() -> None:
     assert {name: where for name, (where, _) in groups.reasons.items()} == {
         "positions": "adamw",
         "experts": "muon",
+        "pos_table": "adamw",
+        "layers.0.output.weight": "muon",
+        "output.weight": "adamw",
         "embed.weight": "adamw",
         "conv.weight": "adamw",
         "conv.bias": "adamw",
@@ -364,6 +398,9 @@ def test_groups_of_a_model() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert all(p.isfinite().all() for p in net.parameters())
+    split = muon_groups(net, split=lambda name, p: (16, 16) if name == "up.weight" else None)
+    assert [g["split"] for g in split if any(p is net.up.weight for p in g["params"])] == [(16, 16)]
+    assert [g for g in split if "split" in g and g["algorithm"] == "adamw"] == []
     assert muon_groups(net, adamw=lambda name, p: name == "up.weight").reasons["up.weight"] == (
         "adamw",
         "asked for",

@@ -8,5 +8,6 @@ process alone would. Ranks exchange only what no rank knows alone, in one collec
 - the scales of blocks that lie on several ranks. A shard ends inside a block where rows are shorter than a block (1-D
   tensors, small convolutions) and the rows of a rank are not whole blocks, or where columns are sharded and those of a
   rank are not whole blocks. The scales of such a tensor are replicated, and its step runs on the reference. LAMB and
-  LARS run on the reference for shards of several layers.
+  LARS run on the reference for shards of several layers;
+- Muon's matrices, each of which goes to one rank and back (muon.py).
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import _ops, reference
 from ...reference.shard import ShardArgs, ShardLayout
 from ...schemas import StepArgs
-from ..muon_step import orthogonalize_, ratios_of
+from ..muon_step import orthogonalize_, ratios_of, squares_of
 from .blocks import layout_of_shard, reduce_magnitudes
 from .shards import cuts_blocks, local, ranks_of
 from .step import copies, local_args
@@ -138,15 +138,6 @@ def _momentum(
 
 
 # ---- whole matrices
-
-
-def squares_of(u: Tensor) -> Tensor:
-    """The sums of squares of matrices in bf16, of shape ``u.shape[:-2]``: the bits of muon_momentum_'s."""
-    norms = torch.zeros(u.shape[:-2], dtype=torch.float64, device=u.device)
-    matrices = u.flatten(0, -3) if u.dim() > 2 else u[None]
-    for norm, matrix in zip(norms.view(-1), matrices, strict=True):
-        _ops.grad_norm_(norm, [matrix], None)
-    return norms.square()  # the square root of the square of a float64 is the number itself
 
 
 def _gathered(u: Tensor, p: Any) -> Tensor:
