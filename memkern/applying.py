@@ -56,11 +56,20 @@ def _check(techniques: Any) -> None:
         raise TypeError(f"techniques must be memkern.Techniques, got {type(techniques).__name__}")
 
 
+def optimizer_groups(
+    model: nn.Module, techniques: Techniques, *, lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """The parameter groups of a model for the optimizer of the techniques; no decay for biases and norms."""
+    if techniques.optimizer_class == "Muon":
+        return optim.muon_groups(model, lr=lr, adamw_lr=lr, weight_decay=weight_decay)
+    return optim.param_groups(model, weight_decay=weight_decay)
+
+
 def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any) -> torch.optim.Optimizer:
     """The optimizer of the techniques, wrapped in ``StepInBackward`` or ``HostOffload`` if they ask for it.
 
     Args:
-        params: parameters or groups, as for torch.optim.
+        params: parameters or groups, as for torch.optim; for Muon those of :func:`memkern.optim.muon_groups`.
         options: the optimizer's own options beside those of the techniques: lr, weight_decay, ...
 
     Raises:

@@ -13,7 +13,15 @@ from typing import Any
 
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 # The classes of memkern.optim; after "torch-" those of torch.optim.
-CLASSES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "sgd": "SGD", "lamb": "LAMB", "lars": "LARS"}
+CLASSES = {
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "lion": "Lion",
+    "sgd": "SGD",
+    "lamb": "LAMB",
+    "lars": "LARS",
+    "muon": "Muon",
+}
 OPTIMIZERS = (*CLASSES, "torch-adamw", "torch-adam", "torch-sgd")
 STATE_BITS = (32, 8, (8, 4))
 MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
@@ -113,7 +121,8 @@ class Techniques:
 
     precision: "fp32"; "bf16-mixed" and "fp16-mixed", autocast over fp32 weights (fp16 needs a GradScaler); "bf16",
         weights, activations and gradients in bf16.
-    optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb" or "lars"; torch's "torch-adamw",
+    optimizer: memkern's "adamw", "adam", "lion", "sgd" (momentum 0.9), "lamb", "lars" or "muon" (at AdamW's learning
+        rate, by ``adjust_lr_fn="match_rms_adamw"``; AdamW for all that is no matrix); torch's "torch-adamw",
         "torch-adam" or "torch-sgd". state_bits: 32, 8 or, of Adam and AdamW, (8, 4); torch's have 32.
     master_weights: with bf16 weights; a copy in fp32 (4 bytes per parameter), the rounding error of the weight in 16
         bits (2) or in 8 (1), or None (0).
@@ -226,7 +235,11 @@ class Techniques:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """The optimizer's options beside lr and those of its states."""
-        return {"momentum": 0.9} if self.algorithm == "sgd" else {}
+        own: dict[str, dict[str, Any]] = {
+            "sgd": {"momentum": 0.9},
+            "muon": {"adjust_lr_fn": "match_rms_adamw"},
+        }
+        return own.get(self.algorithm, {})
 
     @property
     def host_copies(self) -> bool:

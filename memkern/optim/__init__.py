@@ -5,10 +5,12 @@ from .adam import Adam, Adam8bit, AdamW, AdamW8bit
 from .backward import StepInBackward
 from .convert import (
     from_bitsandbytes_state_dict,
+    from_torch_muon_state_dict,
     from_torch_state_dict,
     load_fp32_state_dict,
     to_bitsandbytes_state_dict,
     to_fp32_state_dict,
+    to_torch_muon_state_dict,
     to_torch_state_dict,
 )
 from .foreign import GlobalOptimManager as GlobalOptimManager  # not in __all__: every use of it raises
@@ -39,11 +41,13 @@ __all__ = [
     "StepInBackward",
     "accumulate",
     "from_bitsandbytes_state_dict",
+    "from_torch_muon_state_dict",
     "from_torch_state_dict",
     "load_fp32_state_dict",
     "muon_groups",
     "param_groups",
     "to_bitsandbytes_state_dict",
     "to_fp32_state_dict",
+    "to_torch_muon_state_dict",
     "to_torch_state_dict",
 ]

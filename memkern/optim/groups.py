@@ -89,7 +89,8 @@ _TABLES = ("embed", "pos", "token")  # in the name of a parameter that no module
 def _reasons_for_adamw(model: nn.Module) -> dict[Tensor, str]:
     """Matrices that Muon is not for, and why."""
     found: dict[Tensor, str] = {}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    models: list[Any] = [*model.modules()]
+    heads = [m.get_output_embeddings() for m in models if hasattr(m, "get_output_embeddings")]
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         in_list = any(part.isdigit() for part in name.split("."))
@@ -99,7 +100,7 @@ def _reasons_for_adamw(model: nn.Module) -> dict[Tensor, str]:
         own = module.parameters(recurse=False)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             reason = "an embedding"
-        elif module is head or last in _HEADS or (last in _LAST and not in_list):
+        elif any(module is head for head in heads) or last in _HEADS or (last in _LAST and not in_list):
             reason = "an output head"
         elif isinstance(module, (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)):
             reason = "a convolution"

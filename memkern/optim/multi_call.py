@@ -149,8 +149,12 @@ def _check(call: Call, groups: Sequence[Group], sharded: bool, params: list[Tens
         return
     taken = _local(call, sharded, params)
     try:
-        # Gradients are checked already, and may have other strides than their parameters.
-        check_step(call.op, taken._replace(grads=taken.params))
+        # Gradients are checked already, and may have other strides than their parameters. Counters of steps that are on
+        # a device, or fake, are not read.
+        steps = [
+            t if t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta") for t in taken.steps
+        ]
+        check_step(call.op, taken._replace(grads=taken.params, steps=steps))
     except step_errors.OP_ERRORS as error:
         raise step_errors.in_words(error, call.args, groups) from None
 

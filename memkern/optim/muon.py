@@ -76,6 +76,7 @@ class Muon(BlockwiseOptimizer):
     """
 
     op = ADAM_STEP
+    converters = ("from_torch_muon_state_dict",)
     storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
 
     def __init__(

@@ -57,18 +57,21 @@ def _model_lines(t: Techniques) -> Iterator[str]:
 
 
 def _optimizer_line(t: Techniques) -> str:
-    options = ", ".join(["lr=lr", *(f"{name}={value!r}" for name, value in t.optimizer_options.items())])
+    params, own = "model.parameters()", ["lr=lr"]
+    if t.optimizer_class == "Muon":
+        params, own = "memkern.optim.muon_groups(model, lr=lr, adamw_lr=lr)", []
+    options = ", ".join([*own, *(f"{name}={value!r}" for name, value in t.optimizer_options.items())])
     name = f"{'torch' if t.is_torch else 'memkern'}.optim.{t.optimizer_class}"
     if not t.is_torch:
         options += f", state_bits={t.state_bits}"
         options += f', master_weights="{t.master_weights}"' if t.master_weights and not t.host_copies else ""
     if t.step_in_backward:
-        return f"optimizer = memkern.optim.StepInBackward({name}, model.parameters(), {options})"
+        return f"optimizer = memkern.optim.StepInBackward({name}, {params}, {options})"
     if t.offload:
         if not t.is_torch:
             options += ", offload_gradients=True" + ("" if t.host_copies else ", host_dtype=None")
-        return f"optimizer = memkern.optim.HostOffload({name}, model.parameters(), {options})"
-    return f"optimizer = {name}(model.parameters(), {options})"
+        return f"optimizer = memkern.optim.HostOffload({name}, {params}, {options})"
+    return f"optimizer = {name}({params}, {options})"
 
 
 def _loss_lines(t: Techniques, loss: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ..applying import apply, autocast, make_optimizer, weight_dtype
+from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
 from .models import Configured, Source
@@ -109,7 +109,9 @@ def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
-        errors, state, temporaries = _optimizer_bytes(trained, techniques)
+        muon = techniques.optimizer_class == "Muon"
+        groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
+        errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
         gradients = [p.numel() * p.element_size() for p in trained]
         return Fixed(
             count=sum(p.numel() for p in model.parameters()),
@@ -133,10 +135,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _optimizer_bytes(params: list[nn.Parameter], techniques: Techniques) -> tuple[int, int, int]:
+def _optimizer_bytes(
+    params: list[nn.Parameter], groups: Sequence[Any], techniques: Techniques
+) -> tuple[int, int, int]:
     """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
     options = {"foreach": False} if techniques.is_torch else {}
-    optimizer = make_optimizer(params, techniques.replace(step_in_backward=False, offload=False), **options)
+    optimizer = make_optimizer(groups, techniques.replace(step_in_backward=False, offload=False), **options)
     for p in params:
         p.grad = torch.empty_like(p)
     optimizer.step()

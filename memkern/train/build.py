@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from ..applying import apply, make_optimizer, weight_dtype
-from ..optim import param_groups
+from ..applying import apply, make_optimizer, optimizer_groups, weight_dtype
 from ..options import OptionError
 from .config import TrainConfig
 from .data import Corpus, load_corpus
@@ -83,7 +82,7 @@ def build_objective(config: TrainConfig, source: Source, device: torch.device) -
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the techniques, with weight decay for matrices; torch's own are its fused ones."""
-    groups = param_groups(model, weight_decay=config.decay)
+    groups = optimizer_groups(model, config.techniques, lr=config.peak_lr, weight_decay=config.decay)
     options: dict[str, Any] = {"fused": True} if config.techniques.is_torch else {}
     if config.clips_in_step:
         options["max_grad_norm"] = config.max_norm

@@ -32,7 +32,8 @@ MODELS = {
 
 # Default learning rate and weight decay. Adam adds the decay to its gradient, where 0.1 would stall it. Lion updates
 # every element by the learning rate: a tenth of AdamW's, and ten times the decay, so that their product is the same.
-# With LAMB and LARS the rate is the length of an update over the norm of its matrix.
+# With LAMB and LARS the rate is the length of an update over the norm of its matrix. Muon's updates are made as long as
+# AdamW's.
 RATES = {
     "adamw": (1e-3, 0.1),
     "adam": (1e-3, 0.0),
@@ -40,6 +41,7 @@ RATES = {
     "sgd": (3e-2, 1e-4),
     "lamb": (1e-2, 0.1),
     "lars": (3e-2, 1e-4),
+    "muon": (1e-3, 0.1),
 }
 
 # RATES are those of small models from random weights: factors for transformers' models.

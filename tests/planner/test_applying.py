@@ -45,6 +45,7 @@ def test_plain_techniques_change_nothing() -> None:
         ({"optimizer": "torch-sgd"}, None, torch.optim.SGD, {"momentum": 0.9, "lr": 0.5}),
         ({"optimizer": "torch-adam", "step_in_backward": True}, optim.StepInBackward, torch.optim.Adam, {}),
         ({"optimizer": "lion", "offload": True}, optim.HostOffload, optim.Lion, {}),
+        ({"optimizer": "muon", "state_bits": 8}, None, optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
         ({"precision": "bf16", "master_weights": "bf16+8"}, None, optim.AdamW, {"master_weights": "bf16+8"}),
     ],
     ids=str,

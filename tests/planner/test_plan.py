@@ -216,6 +216,21 @@ def test_bytes_of_a_second_moment_in_4_bits() -> None:
     assert "state_bits=(8, 4)" in str(plan)
 
 
+def test_bytes_of_muons_momentum() -> None:
+    predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
+    fixed = predictor.fixed(Techniques(optimizer="muon", state_bits=8))
+    matrices, vectors = DEPTH * 8 * WIDTH * WIDTH, DEPTH * 5 * WIDTH
+    assert fixed.count == matrices + vectors
+    steps = 4 * 4 * DEPTH
+    assert fixed.optimizer == matrices + matrices // 128 * 4 + 8 * vectors + steps
+    # The updates in bf16, and what the products of a matrix take.
+    assert 2 * matrices < fixed.step_temporaries < 2 * matrices + 10 * 2 * 4 * WIDTH * WIDTH
+    plan = memkern.plan(
+        Stack(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", techniques={"optimizer": "muon"}
+    )
+    assert "memkern.optim.muon_groups(model, lr=lr, adamw_lr=lr), adjust_lr_fn='match_rms_adamw'" in str(plan)
+
+
 @pytest.mark.parametrize(("master", "size"), [(None, 0), ("fp32", 4), ("bf16+16", 2), ("bf16+8", 1)])
 def test_errors_of_bf16_weights(master: str | None, size: int) -> None:
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
@@ -380,6 +395,7 @@ def test_a_model_is_left_as_it_is() -> None:
         {"offload": True, "precision": "bf16", "master_weights": "bf16+8", "state_bits": 8},
         {"offload": True, "precision": "bf16", "master_weights": "fp32", "optimizer": "lion"},
         {"precision": "fp16-mixed", "accumulation": 2, "optimizer": "torch-adamw"},
+        {"optimizer": "muon", "state_bits": 8, "step_in_backward": True},
         {"offload": True, "optimizer": "torch-adamw"},
     ],
     ids=str,

@@ -21,8 +21,8 @@ from tests.support.train_helpers import ADAMW8, SMALL, TORCH_ADAMW, assert_same_
 )
 def test_every_optimizer_learns(corpus: Corpus, optimizer: str, bits: int) -> None:
     layerwise = optimizer in ("lamb", "lars")
-    # A share of each matrix's norm; SGD has no second moment to divide by.
-    lr = 5e-2 if layerwise else 0.3 if "sgd" in optimizer else 2e-3
+    # A share of each matrix's norm; SGD has no second moment to divide by; Muon is slow on matrices of 32 columns.
+    lr = 5e-2 if layerwise else 0.3 if "sgd" in optimizer else 1e-2 if optimizer == "muon" else 2e-3
     options = {"optimizer": optimizer, "state_bits": bits, "lr": lr, "micro_batch": 8}
     trainer = trained(corpus, **options, steps=40, warmup=4, eval_every=40)
     assert trainer.history.train_loss[0] == pytest.approx(math.log(256), abs=0.1)

@@ -8,12 +8,15 @@ both optimizers are built over the same ones in the same order. No function here
 from .bitsandbytes import from_bitsandbytes_state_dict, to_bitsandbytes_state_dict
 from .fp32 import load_fp32_state_dict, to_fp32_state_dict
 from .torch import from_torch_state_dict, to_torch_state_dict
+from .torch_muon import from_torch_muon_state_dict, to_torch_muon_state_dict
 
 __all__ = [
     "from_bitsandbytes_state_dict",
+    "from_torch_muon_state_dict",
     "from_torch_state_dict",
     "load_fp32_state_dict",
     "to_bitsandbytes_state_dict",
     "to_fp32_state_dict",
+    "to_torch_muon_state_dict",
     "to_torch_state_dict",
 ]

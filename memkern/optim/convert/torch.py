@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import bits, weights
 from ..adam import Adam
@@ -60,16 +62,22 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     state = {}
     for i, p, group, values in entries:
         where = f'state_dict["state"][{i!r}]'
-        moments = optimizer._op_of(of_parameter[i]).moments
-        check_keys(where, values, [*moments, "step"])
-        step = step_number(where, values["step"])
-        state[i] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
-        for name in moments:
-            x = values[name]
-            check_moment(f"{where}[{name!r}]", x, p)
-            state[i] |= store_moment(name, x, p, group, int(step))
-        state[i] |= weights.initial_state(p, group)
+        state[i] = adam_state(where, values, p, group, optimizer._op_of(of_parameter[i]).moments)
     return {"state": state, "param_groups": groups}
+
+
+def adam_state(
+    where: str, values: dict[str, Any], p: Tensor, group: dict[str, Any], moments: Iterable[str]
+) -> dict[str, Tensor]:
+    """The state of a parameter of torch's Adam or AdamW, as a group of memkern's stores it."""
+    check_keys(where, values, [*moments, "step"])
+    step = step_number(where, values["step"])
+    state = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
+    for name in moments:
+        x = values[name]
+        check_moment(f"{where}[{name!r}]", x, p)
+        state |= store_moment(name, x, p, group, int(step))
+    return state | weights.initial_state(p, group)
 
 
 @torch.no_grad()

@@ -1,0 +1,133 @@
+"""State dicts of torch.optim.Muon, and of the AdamW beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import weights
+from ..muon import Muon
+from ..storage import load_moment, store_moment
+from .states import OPTIONS, TORCH_ONLY, check_keys, check_moment, check_optimizer
+from .torch import adam_state
+
+TORCHS = (
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+)
+"""The options of torch.optim.Muon's groups."""
+_OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "maximize")
+
+
+@torch.no_grad()
+def from_torch_muon_state_dict(
+    optimizer: Muon, state_dict: dict[str, Any], adamw: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The states of a torch.optim.Muon and a torch.optim.AdamW as one that ``optimizer.load_state_dict`` takes.
+
+    Args:
+        optimizer: memkern's Muon or Muon8bit; not changed. Its groups say how states are stored.
+        state_dict: of torch.optim.Muon, over the parameters of the optimizer's groups with algorithm="muon", in the
+            same groups and order.
+        adamw: of torch.optim.AdamW, likewise of the groups with algorithm="adamw". None: these begin without a state.
+
+    Returns:
+        A state dict of new tensors. ``momentum_buffer`` becomes codes and scales where the group stores 8 bits, and is
+        float32 elsewhere. torch's Muon counts no steps: ``step``, which codes are dithered by, begins at 0. Options
+        come from the given groups.
+
+    Raises:
+        TypeError: ``optimizer`` is not memkern's Muon, or an entry is not what torch.optim makes.
+        ValueError: groups or states do not fit the parameters.
+    """
+    check_optimizer(optimizer, Muon)
+    given = {"muon": state_dict, "adamw": adamw}
+    groups, state = [], {}
+    seen, first = {"muon": 0, "adamw": 0}, 0
+    for group in optimizer.param_groups:
+        algorithm = group["algorithm"]
+        name = "state_dict" if algorithm == "muon" else "adamw"
+        numbers = list(range(first, first + len(group["params"])))
+        first += len(numbers)
+        source, k = given[algorithm], seen[algorithm]
+        seen[algorithm] += 1
+        if source is None:
+            groups.append({**group, "params": numbers})
+            continue
+        saved = _group_of(name, source, k, len(numbers))
+        wanted = TORCHS if algorithm == "muon" else _OF_ADAMW
+        check_keys(f'{name}["param_groups"][{k}]', saved, list(wanted))
+        kept = {key: value for key, value in saved.items() if key not in (*OPTIONS, *TORCH_ONLY, "amsgrad")}
+        groups.append({**group, **kept, "params": numbers})
+        for i, p, number in zip(numbers, group["params"], saved["params"], strict=True):
+            if not (values := source["state"].get(number)):
+                continue
+            where = f'{name}["state"][{number!r}]'
+            if algorithm == "adamw":
+                state[i] = adam_state(where, values, p, group, ("exp_avg", "exp_avg_sq"))
+                continue
+            check_keys(where, values, ["momentum_buffer"])
+            x = values["momentum_buffer"]
+            check_moment(f"{where}['momentum_buffer']", x, p)
+            state[i] = {
+                **store_moment("momentum_buffer", x, p, group, 0),
+                "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+                **weights.initial_state(p, group),
+            }
+    for algorithm, name in (("muon", "state_dict"), ("adamw", "adamw")):
+        source = given[algorithm]
+        if source is not None and len(source["param_groups"]) != seen[algorithm]:
+            raise ValueError(
+                f"{name} must have {seen[algorithm]} groups, as optimizer with algorithm={algorithm!r}, "
+                f"got {len(source['param_groups'])}"
+            )
+    return {"state": state, "param_groups": groups}
+
+
+def _group_of(name: str, source: Any, k: int, count: int) -> dict[str, Any]:
+    """Group k of a given state dict, which must have ``count`` parameters."""
+    if not isinstance(source, dict) or not {"state", "param_groups"} <= {*source}:
+        got = list(source) if isinstance(source, dict) else type(source).__name__
+        raise TypeError(f"{name} must be an optimizer's, with state and param_groups, got {got}")
+    sizes = [len(group["params"]) for group in source["param_groups"]]
+    if k >= len(sizes) or sizes[k] != count:
+        raise ValueError(
+            f"{name} must have {count} parameters in group {k}, as optimizer, got groups of {sizes}"
+        )
+    return source["param_groups"][k]
+
+
+@torch.no_grad()
+def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's state as one for torch.optim.Muon and one for torch.optim.AdamW.
+
+    Each is over the parameters of the groups of its algorithm, in their order. 32-bit states are exact, 8-bit ones the
+    values of their codes.
+
+    Raises:
+        TypeError: ``optimizer`` is not memkern's Muon.
+        ValueError: a group of Muon's has ``maximize`` or ``split``, which torch.optim.Muon has not.
+    """
+    check_optimizer(optimizer, Muon)
+    found: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in ("muon", "adamw")}
+    for k, group in enumerate(optimizer.param_groups):
+        own = found[group["algorithm"]]
+        is_muon = group["algorithm"] == "muon"
+        for option in ("maximize", "split"):
+            if is_muon and group[option]:
+                raise ValueError(
+                    f"{option} of group {k} must be {False if option == 'maximize' else None}, got {group[option]!r}: "
+                    "torch.optim.Muon has no such option"
+                )
+        first = sum(len(each["params"]) for each in own["param_groups"])
+        options = {key: group[key] for key in (TORCHS if is_muon else _OF_ADAMW)}
+        if not is_muon:
+            options |= {**TORCH_ONLY, "amsgrad": False, "decoupled_weight_decay": True}
+        own["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
+        for i, p in enumerate(group["params"], first):
+            if values := optimizer.state.get(p):
+                names = optimizer._op_of(group).moments
+                moments = {name: load_moment(name, values, group) for name in names}
+                step = {} if is_muon else {"step": values["step"].detach().to("cpu", copy=True)}
+                own["state"][i] = {**step, **moments}
+    return found["muon"], found["adamw"]
