@@ -8,8 +8,6 @@ STABLE_TORCH_LIBRARY(memkern, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
   MEMKERN_REGISTER_OPS(m, cpu);
-  m.impl("muon_momentum_", memkern::muon_momentum_cpu);
-  m.impl("muon_apply_", memkern::muon_apply_cpu);
 }
 
 #ifdef USE_CUDA

@@ -68,7 +68,7 @@ def _muon_apply(updates: Sequence[Tensor], ratios: Sequence[float], *args: Any) 
 
 
 MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "muon_apply_": _muon_apply}
-"""By the reference, on devices other than the CPU and in every namespace but memkern."""
+"""By the reference, where there is no kernel in C++: in every namespace but memkern, and there on other devices."""
 
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:

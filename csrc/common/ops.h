@@ -19,6 +19,8 @@
                                        ScalarType dtype);                                                   \
   MEMKERN_FOR_STEPS(MEMKERN_DECLARE_STEP, DEVICE)                                                           \
   void grad_norm_##DEVICE(Tensor norm, const Tensors& grads, const std::optional<Tensor>& grad_scale);      \
+  void muon_momentum_##DEVICE(StableIValue* stack, uint64_t arguments, uint64_t results);                   \
+  void muon_apply_##DEVICE(StableIValue* stack, uint64_t arguments, uint64_t results);                      \
   Tensor few_bit_encode_##DEVICE(Tensor x, int64_t bits, Doubles thresholds, Ints flips, int64_t symmetry); \
   std::tuple<Tensor, Tensor> few_bit_forward_##DEVICE(Tensor x, int64_t fn, double a, double b,             \
                                                       int64_t bits, Doubles thresholds, Ints flips,         \
@@ -35,16 +37,12 @@
   library.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_##DEVICE)); \
   MEMKERN_FOR_STEPS(MEMKERN_REGISTER_STEP, library, DEVICE)                                 \
   library.impl("grad_norm_", TORCH_BOX(&memkern::grad_norm_##DEVICE));                      \
+  library.impl("muon_momentum_", memkern::muon_momentum_##DEVICE);                          \
+  library.impl("muon_apply_", memkern::muon_apply_##DEVICE);                                \
   library.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_##DEVICE));             \
   library.impl("few_bit_backward", TORCH_BOX(&memkern::few_bit_backward_##DEVICE));         \
   library.impl("few_bit_backward_from_output", TORCH_BOX(&memkern::few_bit_backward_from_output_##DEVICE))
 
 MEMKERN_DECLARE_OPS(cpu)
-
-// Muon's, which CUDA has not yet: there the reference runs (memkern/_ops.py).
-namespace memkern {
-void muon_momentum_cpu(StableIValue* stack, uint64_t arguments, uint64_t results);
-void muon_apply_cpu(StableIValue* stack, uint64_t arguments, uint64_t results);
-}  // namespace memkern
 
 MEMKERN_DECLARE_OPS(cuda)

@@ -1,35 +1,11 @@
 // Muon's two ops on the CPU: memkern::muon_momentum_ and memkern::muon_apply_. Between them the updates are
 // orthogonalized by torch's matrix products (memkern/reference/muon.py).
+#include "common/muon_args.h"
 #include "common/ops.h"
 #include "cpu/step.h"
 
 namespace memkern {
 namespace {
-
-// The tensors of a step with their updates; checks everything.
-std::vector<MuonJob> muon_jobs(const StepArgs& args, const Tensors& updates) {
-  auto jobs = step_tensors<MuonJob>(args, kMuonStep);
-  check_count("updates", updates.size(), 1, jobs.size());
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    MEMKERN_CHECK(args.params[i].dim() >= 2, name_of("params", i),
-                  " must have two dimensions, or more where it is a batch of matrices");
-    MEMKERN_CHECK(updates[i].scalar_type() == ScalarType::BFloat16 &&
-                      same_layout(updates[i], args.params[i]) && updates[i].is_cpu(),
-                  name_of("updates", i), " must be bfloat16 with its parameter's shape and strides");
-    jobs[i].update = updates[i].data_ptr();
-  }
-  return jobs;
-}
-
-// The matrices of a tensor: how many, and the elements of each.
-struct Matrices {
-  int64_t count = 1, each;
-  explicit Matrices(const Tensor& x) {
-    const Shape shape(x);
-    for (int64_t d = 0; d + 2 < shape.dims; ++d) count *= shape.sizes[d];
-    each = count ? x.numel() / count : 0;
-  }
-};
 
 // Elements that are summed together: as in grad_norm.cpp, the number of threads changes nothing.
 constexpr int64_t kChunk = 1 << 14;
@@ -42,7 +18,7 @@ void sum_squares(const Tensors& updates, const Tensors& sums) {
   int64_t chunks = 0;
   for (const Tensor& u : updates) {
     const Matrices matrices(u);
-    values.push_back(matrices.count == 1 ? dense(u) : torch::stable::contiguous(u));
+    values.push_back(with_whole_matrices(u));
     auto* first = static_cast<const uint16_t*>(values.back().data_ptr());
     BlockLayout layout{};
     layout.numel = layout.segment = matrices.each;
@@ -74,18 +50,10 @@ void sum_squares(const Tensors& updates, const Tensors& sums) {
   }
 }
 
-void check_sums(const Tensors& updates, const Tensors& sums) {
-  check_count("sums", sums.size(), 1, updates.size());
-  for (size_t i = 0; i < sums.size(); ++i)
-    MEMKERN_CHECK(sums[i].scalar_type() == ScalarType::Double && sums[i].is_contiguous() &&
-                      sums[i].is_cpu() && sums[i].numel() == Matrices(updates[i]).count,
-                  name_of("sums", i), " must be contiguous float64 with one element per matrix");
-}
-
 void muon_momentum(const Tensors& updates, const Tensors& sums, const StepArgs& args) {
   const auto groups = args.groups<MuonHyperparameters>();
-  auto jobs = muon_jobs(args, updates);
-  check_sums(updates, sums);
+  auto jobs = muon_tensors<MuonJob>(args, updates);
+  check_sums(args, updates, sums);
   const double grad_factor = gradient_factor(args);
   const std::vector<double> lr = read_rates(args);
   if (skipped(args)) {
@@ -109,7 +77,7 @@ void muon_momentum(const Tensors& updates, const Tensors& sums, const StepArgs& 
 
 void muon_apply(const Tensors& updates, const Doubles& ratios, const StepArgs& args) {
   const auto groups = args.groups<MuonHyperparameters>();
-  auto jobs = muon_jobs(args, updates);
+  auto jobs = muon_tensors<MuonJob>(args, updates);
   check_count("ratios", ratios.size(), 1, jobs.size());
   const std::vector<double> lr = read_rates(args);
   if (skipped(args)) return;
@@ -128,18 +96,6 @@ void muon_apply(const Tensors& updates, const Doubles& ratios, const StepArgs& a
 }
 
 }  // namespace
-
-// Torch calls them; they take the place of TORCH_BOX. The two arguments before a step's: see the schemas.
-template <class Second, void (*Run)(const Tensors&, const Second&, const StepArgs&)>
-void muon_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
-  MEMKERN_CHECK(arguments == kStepArguments + 2 && results == 0, "Muon's ops take ", kStepArguments + 2,
-                " arguments, got ", arguments);
-  const auto updates = torch::stable::detail::to<Tensors>(stack[0]);
-  const auto second = torch::stable::detail::to<Second>(stack[1]);
-  StepArgs args(stack + 2);
-  align_gradients(args);
-  Run(updates, second, args);
-}
 
 void muon_momentum_cpu(StableIValue* stack, uint64_t arguments, uint64_t results) {
   muon_op<Tensors, muon_momentum>(stack, arguments, results);

@@ -6,6 +6,9 @@
 
 namespace memkern {
 
+// The type of a bf16 result that is written in a parameter's place, and not read.
+struct Written : ConstantType<FloatType::kBf16> {};
+
 // A vector of a parameter as it is in memory.
 template <class Type> struct RawWeights : Raw {};
 // With its weight state: 8 copies in fp32, or 8 errors in the first 4 or 2 words.
@@ -15,6 +18,7 @@ template <> struct RawWeights<MasterWeights> : Raw {
 
 template <class Type>
 MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, const Span& at) {
+  if constexpr (std::is_same_v<Type, Written>) return {};
   RawWeights<Type> raw{load_raw(t.param, type, at)};
   if constexpr (std::is_same_v<Type, MasterWeights>) {
     if (t.weight_storage == WeightStorage::kFp32) {
@@ -33,6 +37,7 @@ MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, c
 // The weights in fp32.
 template <class Type> MEMKERN_DEVICE void join_weights(const TensorRecord& t, Type type,
                                                        const RawWeights<Type>& raw, float (&p)[kVector]) {
+  if constexpr (std::is_same_v<Type, Written>) return;
   to_floats(raw, type, p);
   if constexpr (std::is_same_v<Type, MasterWeights>) {
     const WeightStorage storage = t.weight_storage;

@@ -39,6 +39,8 @@ BUDGET = {
     **{"AdamW fp32, v in 4 bits": 121, "AdamW bf16, v in 4 bits": 75},  # 15.63 and 9.63 bytes
     **{"LAMB norms fp32": 78, "LAMB norms bf16": 47, "LAMB bf16": 79},  # 10.06, 6.06 and 10.13 bytes
     **{"LARS fp32": 109, "LARS bf16": 63, "grad norm fp32": 31, "grad norm bf16": 16},
+    **{"Muon momentum fp32": 62, "Muon momentum bf16": 47},  # 8.06 and 6.06 bytes
+    **{"Muon apply fp32": 77, "Muon apply bf16": 46},  # 10 and 6 bytes
     **{"power codes fp32": 39, "power codes bf16": 23, "power values fp32": 39, "power values bf16": 23},
     **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34},
     **{"GELU 3-bit forward fp32": 65, "GELU 3-bit backward fp32": 65},

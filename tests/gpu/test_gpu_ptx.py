@@ -22,7 +22,7 @@ import torch
 from memkern import reference
 from memkern.quant.codec import CODECS as NUMBERS
 from memkern.schemas import StepArgs
-from tests.support import cache, triton_ptx
+from tests.support import cache, muon_helpers, triton_ptx
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import (
     compare_bf16_gelu,
@@ -30,6 +30,7 @@ from tests.support.activation_kernels import (
     compare_gradients,
 )
 from tests.support.helpers import CODECS, FLOATS, LAYOUTS, assert_same, tensor
+from tests.support.muon_helpers import compare_muon
 from tests.support.ptx_emulator import Module, contracted
 from tests.support.simt import build, drive, ptx
 
@@ -206,6 +207,23 @@ def test_norm_with_slow_fp64(compiled: Compiled, monkeypatch: pytest.MonkeyPatch
         compiled.ops.grad_norm_(norm, grads)
         truth = torch.cat([g.double().flatten() for g in grads]).norm()
         torch.testing.assert_close(norm, truth, rtol=1.5 * 2**-24, atol=0)  # as in triton_squares.py
+
+
+@pytest.mark.parametrize("compiled", ["cuda"], indirect=True)
+@pytest.mark.skipif(MISSING["cuda"] is not None, reason=str(MISSING["cuda"]))
+@pytest.mark.parametrize(
+    ("codec", "param", "grad", "weights"),
+    [
+        ("power", *DTYPES[0], 0),
+        ("power", *DTYPES[1], 2),
+        (None, *DTYPES[2], 0),
+        ("dynamic", torch.bfloat16, torch.float32, 3),
+    ],
+)
+def test_muon(
+    compiled: Compiled, codec: str | None, param: torch.dtype, grad: torch.dtype, weights: int
+) -> None:
+    compare_muon(compiled.ops, muon_helpers.step_args(codec, param, grad, weights, 128), steps=2)
 
 
 @over_compiled

@@ -72,6 +72,12 @@ PATHS |= {
     "grad norm bf16": ("norm_tiles", {"LDG.128": 2}),
 }
 PATHS |= {
+    "Muon momentum fp32": ("muon_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "LDG": 4, "STG": 3}),
+    "Muon momentum bf16": ("muon_tiles<1>", LION | {"LDG.128": 1, "STG.128": 1, "LDG": 3, "STG": 3}),
+    "Muon apply fp32": ("muon_apply_tiles<0>", {"LDG.128": 3, "STG.128": 2}),
+    "Muon apply bf16": ("muon_apply_tiles<0>", {"LDG.128": 2, "STG.128": 1}),
+}
+PATHS |= {
     "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
     "GELU 3-bit forward fp32": ("forward_by_planes<0, 0, 3>", {"LDG.128": 2, "STG.128": 2, "STG": 5}),
     "GELU 3-bit backward bf16": (
