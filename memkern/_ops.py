@@ -57,6 +57,10 @@ def _few_bit_forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any)
     return activate(x, fn, a, b), torch.ops.memkern.few_bit_encode.default(x, *table)
 
 
+def _triton_muon(name: str, updates: Sequence[Tensor], second: Sequence[Any], *args: Any) -> None:
+    _triton(name, updates, second, _aligned(StepArgs(*args)))
+
+
 def _muon_momentum(updates: Sequence[Tensor], sums: Sequence[Tensor], *args: Any) -> None:
     found = reference.muon_momentum_(_aligned(StepArgs(*args)), updates)
     for total, own in zip(sums, found, strict=True):
@@ -68,13 +72,14 @@ def _muon_apply(updates: Sequence[Tensor], ratios: Sequence[float], *args: Any) 
 
 
 MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "muon_apply_": _muon_apply}
-"""By the reference, where there is no kernel in C++: in every namespace but memkern, and there on other devices."""
+"""By the reference, which takes no arguments to write sums into."""
 
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     """What runs an op on a device that has no C++ kernel of its own."""
-    if "triton" in namespace and name not in MUON_OPS:
-        return functools.partial(_triton_step, name) if name in STEP_OPS else functools.partial(_triton, name)
+    if "triton" in namespace:
+        run = _triton_step if name in STEP_OPS else _triton_muon if name in MUON_OPS else _triton
+        return functools.partial(run, name)
     if name in MUON_OPS:
         return MUON_OPS[name]
     function = getattr(reference, name)

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from ctypes import CDLL
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import memkern
 from memkern import reference
 from memkern.quant.codec import CODECS as NUMBERS
 from memkern.schemas import StepArgs
@@ -209,8 +211,7 @@ def test_norm_with_slow_fp64(compiled: Compiled, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(norm, truth, rtol=1.5 * 2**-24, atol=0)  # as in triton_squares.py
 
 
-@pytest.mark.parametrize("compiled", ["cuda"], indirect=True)
-@pytest.mark.skipif(MISSING["cuda"] is not None, reason=str(MISSING["cuda"]))
+@over_compiled
 @pytest.mark.parametrize(
     ("codec", "param", "grad", "weights"),
     [
@@ -223,7 +224,12 @@ def test_norm_with_slow_fp64(compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 def test_muon(
     compiled: Compiled, codec: str | None, param: torch.dtype, grad: torch.dtype, weights: int
 ) -> None:
-    compare_muon(compiled.ops, muon_helpers.step_args(codec, param, grad, weights, 128), steps=2)
+    of_module = SimpleNamespace(
+        muon_momentum_=lambda *a: memkern.triton.muon_momentum_(*a[:2], StepArgs(*a[2:])),
+        muon_apply_=lambda *a: memkern.triton.muon_apply_(*a[:2], StepArgs(*a[2:])),
+    )
+    ops = compiled.ops if compiled.ops is torch.ops.memkern_simt else of_module
+    compare_muon(ops, muon_helpers.step_args(codec, param, grad, weights, 128), steps=2)
 
 
 @over_compiled

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.skipif(missing is not None, reason=str(missing))]
 INTERPRETED = {  # files; what runs of each has the mark `interpreted` (tests/support/interpreted.py)
     "activations": ["tests/gpu/triton_activation.py", "tests/fewbit/test_activation.py"],
     "steps": ["tests/gpu/triton_steps.py", "tests/gpu/triton_squares.py"],
+    "muon": ["tests/gpu/triton_muon.py"],
     "ops": ["tests/contract/test_ops.py", "tests/contract/test_ops_errors.py"],
     "quantizers": [
         "tests/quant/test_blockwise.py",

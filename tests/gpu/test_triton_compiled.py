@@ -43,6 +43,8 @@ BYTES = {
         "lars: power, fp32": 14.06,
         "lars: power, bf16": 8.06,
     },
+    **{"muon: power, bf16": 6.06, "muon: power, bf16 and fp32": 8.06},
+    **{"muon apply: fp32": 10, "muon apply: bf16": 6, "muon apply: bf16+8": 8},
     **{"lamb norms: power, fp32": 10.06, "lamb norms: power, bf16": 6.06, "norm: squares, fp32": 4},
     **{"quantize: power, signed, fp32": 5.03, "quantize: power, unsigned, bf16": 3.03},
     **{"dequantize: power, signed, fp32": 5.03, "dequantize: power, unsigned, bf16": 3.03},

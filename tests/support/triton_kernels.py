@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
-from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, lion, sgd, trust_ratio
+from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, lion, muon, sgd, trust_ratio
 from memkern.triton.launch import TILE, rows_of
 from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
 
@@ -88,6 +88,7 @@ EVERYWHERE = (
     "lamb norms: power, fp32",
     "lars norms: power, bf16",
     "lion: power, bf16",
+    "muon: power, bf16 and fp32",
 )
 
 
@@ -128,6 +129,13 @@ def _norm(g: Any, vector: int) -> Variant:
     return Variant(grad_norm.norm_tiles, constants, {}, 1024, vector > 1)
 
 
+MUON_APPLY = {  # updates are in the gradients' place
+    "fp32": tile(PLAIN, FP32, BF16),
+    "bf16": tile(PLAIN, BF16, BF16, vector=8),
+    "bf16+8": tile(PLAIN, ERROR8.value, BF16, vector=8),
+    "bf16 and a copy": tile(PLAIN, FP32_COPY.value, BF16),
+}
+
 KERNELS: dict[str, Variant] = {
     **_steps("adam", adam.adam_tiles, (*STEP_TILES, *FOUR_BITS)),
     "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
@@ -135,6 +143,19 @@ KERNELS: dict[str, Variant] = {
     "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
     **_steps("sgd", sgd.sgd_tiles, COMMON),
     "sgd: prologue": Variant(sgd.sgd_prologue, {}, {}, 0, False),
+    # Of the parameter's place, which the update has: bf16.
+    **_steps(
+        "muon",
+        muon.muon_tiles,
+        ("power, bf16", "power, bf16 and fp32", "power, bf16, unaligned", "fp32 states, bf16"),
+    ),
+    "muon: prologue": Variant(muon.muon_prologue, {}, {}, 0, True),
+    "muon: sums": Variant(muon.norm_of_each, {}, {}, 0, True),
+    **{
+        f"muon apply: {text}": Variant(muon.muon_apply_tiles, constants, {}, 1024, text == "bf16")
+        for text, constants in MUON_APPLY.items()
+    },
+    "muon apply: prologue": Variant(muon.muon_apply_prologue, {}, {}, 0, True),
     **_steps("lamb", lamb.lamb_tiles, COMMON),
     **_steps("lamb norms", lamb.lamb_norm_tiles, COMMON),
     "lamb: prologue": Variant(lamb.lamb_prologue, {}, {}, 0, True),
