@@ -21,9 +21,11 @@ STATES = {
 }
 
 
-def params(dtype: torch.dtype) -> list[Tensor]:
+def params(dtype: torch.dtype, contiguous: bool = False) -> list[Tensor]:
     """Of all shapes, and two that are not contiguous."""
     found = [hard(shape, i).to(dtype) for i, shape in enumerate(SHAPES)]
+    if contiguous:
+        return found
     transposed = hard((40, 24), 20).to(dtype).t()
     batch_last = hard((24, 40, 3), 21).to(dtype).permute(2, 0, 1)
     return [*found, transposed, batch_last]
@@ -37,7 +39,7 @@ def step_args(
     block_size: int = 64,
     **h: Any,
 ) -> StepArgs:
-    own = params(dtype)
+    own = params(dtype, h.get("contiguous", False))
     coded = torch.int8 if codec else torch.float32
     kept = STATES.get(storage)
     return StepArgs(

@@ -22,6 +22,7 @@ from torch import Tensor
 import memkern
 from memkern import _ops, functional, optim
 from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
+from memkern.schemas import MUON_STEP
 
 from . import smoke_large
 from .supervised import Journal, is_sticky, supervise
@@ -228,6 +229,78 @@ def alike(run: list[tuple[str, Tensor]], other: list[tuple[str, Tensor]]) -> boo
     return True
 
 
+MATRICES = {"tall": (130, 37), "wide": (24, 640), "row": (1, 1500), "batch": (3, 16, 136), "empty": (0, 5)}
+
+
+def muon() -> Iterator[Case]:
+    """Muon's two ops, and a step between which torch's products orthogonalize."""
+    for dtype, options in itertools.product(FLOATS, ({}, {"codec": "dynamic"}, {"state_bits": 32})):
+
+        def compare(backend: str, device: str, dtype=dtype, options=options) -> str:
+            runs = [
+                muon_stepped(dtype, options, *where) for where in ((backend, device), ("reference", "cpu"))
+            ]
+            for (what, a), (_, e) in zip(*runs, strict=True):
+                if what.startswith("sum"):
+                    if not torch.allclose(a.cpu(), e, rtol=1e-7, atol=0):
+                        raise Differs(f"{what}: {a.tolist()}, not {e.tolist()}")
+                    continue
+                same(a, e, what)
+            return "equal"
+
+        yield f"Muon {dtype}", str(options or "defaults"), compare
+
+    def step(backend: str, device: str) -> str:
+        """A whole step: products round otherwise on another device, by a few of bf16's places."""
+        weights = []
+        for b, d in ((backend, device), ("reference", "cpu")):
+            params = [torch.nn.Parameter(at(0.1 * values(s), d)) for s in MATRICES.values()]
+            optimizer = optim.Muon8bit(params, lr=0.1, min_8bit_size=0)
+            with memkern.use_backend(b):
+                for k in range(STEPS):
+                    for i, p in enumerate(params):
+                        p.grad = at(values(tuple(p.shape), 100 * k + i), d)
+                    optimizer.step()
+            weights.append(params)
+        for a, e in zip(*weights, strict=True):
+            moved = 0.1 * STEPS * max(1.0, a.numel() ** 0.5)
+            if float((a.detach().cpu() - e.detach()).norm()) > 0.05 * moved:
+                raise Differs(f"shape {tuple(a.shape)}: other parameters after {STEPS} steps")
+        return "near"
+
+    yield "Muon steps", "Muon8bit", step
+
+
+def muon_stepped(
+    dtype: torch.dtype, options: dict[str, Any], backend: str, device: str
+) -> list[tuple[str, Tensor]]:
+    """What both ops leave; the updates are halved in place of being orthogonalized."""
+    params = [torch.nn.Parameter(at(0.1 * values(shape).to(dtype), device)) for shape in MATRICES.values()]
+    optimizer = optim.Muon8bit(params, lr=0.1, min_8bit_size=0, **options)
+    seen: list[tuple[str, Tensor]] = []
+    with memkern.use_backend(backend), torch.no_grad():
+        for step in range(STEPS):
+            for i, p in enumerate(params):
+                p.grad = at(values(tuple(p.shape), 100 * step + i).to(dtype), device)
+            args = optimizer._step_args()
+            states = [optimizer.state[p] for p in params]
+            args = args._replace(
+                moments=[s["momentum_buffer"] for s in states],
+                scales=[s["momentum_buffer_scale"] for s in states if "momentum_buffer_scale" in s],
+                steps=[s["step"] for s in states],
+                hyperparameters=optimizer._hyperparameters(MUON_STEP),
+            )
+            updates = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]
+            sums = _ops.muon_momentum_(args, updates)
+            seen += [(f"update {i} of step {step}", u.clone()) for i, u in enumerate(updates)]
+            seen += [(f"sum {i} of step {step}", x) for i, x in enumerate(sums)]
+            for u in updates:
+                u.mul_(0.5)
+            _ops.muon_apply_(args, updates, [0.2 + i for i in range(len(updates))])
+    states = [(f"{i}.{key}", x) for i, p in enumerate(params) for key, x in optimizer.state[p].items()]
+    return [*seen, *((str(i), p.detach()) for i, p in enumerate(params)), *states]
+
+
 def norms() -> Iterator[Case]:
     for dtype in FLOATS:
 
@@ -286,6 +359,7 @@ def cases(device: str) -> list[Case]:
         quantizers,
         activations,
         optimizers,
+        muon,
         norms,
         large,
         *([on_the_device] if device == "cuda" else []),

@@ -67,6 +67,52 @@ for _name in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_"):
     CASES[f"{_name} bf16, weights with errors of 8 and 16 bits"] = steps_of(_name, 1, (0, 0), weights=(2, 3))
 
 
+def muon_of(codec: str | None, dtypes: int, storage: int) -> Callable[[Machine], None]:
+    def run(machine: Machine) -> None:
+        from types import SimpleNamespace
+
+        from memkern.schemas import StepArgs
+        from tests.support.helpers import FLOATS
+        from tests.support.muon_helpers import compare_muon, step_args
+
+        launches = []
+
+        def there_and_back(name: str, first: Any, second: Any, args: Any) -> None:
+            """The op on a device, and what it leaves in the host's tensors."""
+            given = [first, second, StepArgs(*args)]
+            there = machine.to_device(given)
+            machine.kernels()
+            getattr(machine.ops, name)(there[0], there[1], *there[2])
+            launches.append(machine.kernels())
+            for x, y in zip(_tensors(given), _tensors(machine.to_host(there)), strict=True):
+                x.copy_(y)
+
+        ops = SimpleNamespace(
+            muon_momentum_=lambda updates, sums, *args: there_and_back("muon_momentum_", updates, sums, args),
+            muon_apply_=lambda updates, ratios, *args: there_and_back("muon_apply_", updates, ratios, args),
+        )
+        # The made-up devices have no kernel of torch's to make a batch contiguous.
+        args = step_args(codec, FLOATS[dtypes], FLOATS[dtypes], storage, 128, contiguous=True)
+        compare_muon(ops, args)
+        # Of all tensors together: prologue, momentum, squares of tiles, their sums; prologue, parameters.
+        assert [len(kernels) for kernels in launches] == [4, 2] * 2, launches
+
+    return run
+
+
+def _tensors(x: Any) -> list[Any]:
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [y for each in x for y in _tensors(each)] if isinstance(x, (list, tuple)) else []
+
+
+CASES["muon: power, fp32"] = muon_of("power", 0, 0)
+CASES["muon: dynamic, bf16, errors of 8 bits"] = muon_of("dynamic", 1, 2)
+CASES["muon: fp32 states, bf16"] = muon_of(None, 1, 0)
+
+
 @case
 def quantize_and_dequantize(machine: Machine) -> None:
     from memkern import reference
