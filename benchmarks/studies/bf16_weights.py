@@ -222,18 +222,23 @@ def run_part(
     parts: Mapping[str, Callable[[], Iterator[tuple[Any, ...]]]],
     columns: tuple[str, ...],
     argv: list[str] | None,
-) -> None:
-    """The command of a module of parts: prints the figures of one, and appends them to the results of its name."""
+) -> Path:
+    """The command of a module of parts: prints the figures of one, and appends them to the results of its name.
+
+    Returns the path of the results.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.studies.{module}", description=description)
     parser.add_argument("part", choices=parts)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     args = parser.parse_args(argv)
     provenance, console = machine.provenance("cpu"), Console()
+    path = args.out / f"{module.replace('_', '-')}.csv"
     for figure in parts[args.part]():
         text = [f"{x:.5g}" if isinstance(x, float) else str(x) for x in figure]
         row = provenance | dict(zip(columns[-7:], [args.part, *text], strict=True))
-        report.append(args.out / f"{module.replace('_', '-')}.csv", [row], columns)
+        report.append(path, [row], columns)
         console.print(args.part, *text, sep=" | ", highlight=False)
+    return path
 
 
 def main(argv: list[str] | None = None) -> None:

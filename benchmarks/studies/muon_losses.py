@@ -2,14 +2,16 @@
 
 torch's and memkern's Muon and AdamW, with momentum in 32 and in 8 bits, and in 8 bits to the nearest code. Each trains
 1,000 steps at four learning rates with one seed, and at the best of them with two more. ``small`` and ``large`` are the
-sizes of the model. No hardware is measured.
+sizes of the model. The picture beside the results has all runs in it. No hardware is measured.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import report
+from ..plot import FAINT, FLOOR, GRID, OTHERS, OURS
 from . import bf16_weights
 
 COLUMNS = (*report.PROVENANCE, "part", "optimizer", "lr", "seed", "steps", "figure", "value")
@@ -89,6 +92,14 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module, float], Any]]] = {
     "AdamW8bit": ("adamw", lambda model, lr: _adamw(model, lr, "AdamW8bit")),
 }
 
+STYLES = {  # color and marker
+    "torch.optim.Muon": (OTHERS, "o"),
+    "Muon8bit": (OURS, "x"),
+    "Muon, 8 bits to the nearest": (FLOOR, "+"),
+    "torch.optim.AdamW": (FAINT, "s"),
+    "AdamW8bit": (OURS, "d"),
+}
+
 Figure = tuple[str, float, int, int, str, float]
 
 
@@ -155,8 +166,42 @@ PARTS: dict[str, Callable[[], Iterator[Figure]]] = {
 }
 
 
+def draw(path: Path) -> None:
+    """All runs of a results file, into a PNG beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if float(row["value"]) < math.inf]
+    sizes = [size for size in SIZES if any(row["part"] == size for row in rows)]
+    figure, axes = plt.subplots(
+        1, len(sizes), figsize=(5 * len(sizes) + 1, 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, size in zip(axes.flat, sizes, strict=True):
+        for name, (color, marker) in STYLES.items():
+            points = [
+                (float(r["lr"]), float(r["value"]))
+                for r in rows
+                if (r["part"], r["optimizer"]) == (size, name)
+            ]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker, label=name, color=color, fillstyle="none")
+        layers, _, width = SIZES[size]
+        axis.set_title(f"{layers} layers of width {width}", fontsize=10, loc="left")
+        axis.set_xlabel("learning rate", color=FAINT)
+        axis.set_xscale("log")
+        axis.spines[:].set_visible(False)
+        axis.grid(color=GRID)
+    axes.flat[0].set_ylabel("validation loss, nats per byte", color=FAINT)
+    axes.flat[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path.with_suffix(".png"), dpi=140)
+    plt.close(figure)
+
+
 def main(argv: list[str] | None = None) -> None:
-    bf16_weights.run_part("muon_losses", __doc__, PARTS, COLUMNS, argv)
+    draw(bf16_weights.run_part("muon_losses", __doc__, PARTS, COLUMNS, argv))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.studies import bf16_weights, freezing, second_moment
+from benchmarks.studies import bf16_weights, freezing, muon_losses, second_moment
 
 pytestmark = pytest.mark.full
 
@@ -52,6 +52,17 @@ def test_second_moment(
     found = rows_of(tmp_path / "second-moment.csv")
     assert len(found) == rows
     assert all(tuple(row) == second_moment.COLUMNS for row in found)
+
+
+def test_muon_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = functools.partial(muon_losses.losses, "small", steps=1, seeds=(0, 1))
+    monkeypatch.setitem(muon_losses.PARTS, "small", losses)
+    monkeypatch.setattr(muon_losses, "RATES", {"muon": (0.01,), "adamw": (1e-3,)})
+    muon_losses.main(["small", "--out", str(tmp_path)])
+    found = rows_of(tmp_path / "muon-losses.csv")
+    assert [row["optimizer"] for row in found] == [name for name in muon_losses.OPTIMIZERS for _ in (0, 1)]
+    assert all(tuple(row) == muon_losses.COLUMNS and 3 < float(row["value"]) < 6 for row in found)
+    assert (tmp_path / "muon-losses.png").stat().st_size > 10_000
 
 
 def test_freezing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
