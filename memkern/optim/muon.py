@@ -65,7 +65,7 @@ class Muon(BlockwiseOptimizer):
 
     With state_bits=32 a step on the CPU has torch.optim.Muon's bits. On other devices matrices of one shape go through
     the products together, whose bits are those of the device's batched products. A NaN reaches its whole matrix and no
-    other, unless a GradScaler skips the step. DTensors are orthogonalized whole, see docs/several-processes.md.
+    other, unless a GradScaler skips the step. A DTensor is orthogonalized whole, by one of its ranks.
 
     Raises:
         ValueError: an option out of range or not supported; a group of the other algorithm without an lr; a parameter
@@ -165,8 +165,8 @@ class Muon(BlockwiseOptimizer):
             raise ValueError(f"adjust_lr_fn must be one of {ADJUST_LR_FNS}, got {group['adjust_lr_fn']!r}")
         if group["capturable"]:
             raise ValueError(
-                "capturable must be False: no step of Muon has been captured into a CUDA graph yet; capture the forward "
-                "and backward passes alone"
+                "capturable must be False: no step of Muon has been captured into a CUDA graph yet; capture the "
+                "forward and backward passes alone"
             )
         if group["algorithm"] == "muon":
             check_newton_schulz(group["ns_coefficients"], group["ns_steps"], group["eps"])
