@@ -60,6 +60,22 @@ class StepArgs(NamedTuple):
         """The group's weight_storage."""
         return self.weight_storage[group] if self.weight_storage else 0
 
+    def with_groups_of_one(self, more: Sequence[float]) -> StepArgs:
+        """The same with a group for each tensor; ``more``: a further hyperparameter of each, the last of its group."""
+        width = len(self.hyperparameters) // max(1, len(self.lr))
+        return self._replace(
+            group=[*range(len(self.group))],
+            lr=[self.lr[k] for k in self.group],
+            hyperparameters=[
+                x
+                for k, last in zip(self.group, more, strict=True)
+                for x in (*self.hyperparameters[k * width : (k + 1) * width], last)
+            ],
+            codec=[self.codec[k] for k in self.group],
+            block_size=[self.block_size[k] for k in self.group],
+            weight_storage=[self.storage_of(k) for k in self.group] if self.weight_storage else [],
+        )
+
     def scales_of(self, k: int, moments: int) -> Sequence[Tensor]:
         """The scales of the k-th of ``moments`` moments, for those tensors whose moments are codes."""
         coded = len(self.scales) // moments

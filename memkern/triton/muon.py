@@ -205,23 +205,8 @@ def muon_apply_(updates: Sequence[Tensor], ratios: Sequence[float], args: StepAr
     if not args.params:
         return
     device = args.params[0].device
-    width = len(MUON_STEP.hyperparameters)
-    # A group for each tensor, as ratios are the tensors' own.
-    applied = args._replace(
-        grads=updates,
-        moments=[],
-        scales=[],
-        group=[*range(len(args.group))],
-        lr=[args.lr[k] for k in args.group],
-        hyperparameters=[
-            x
-            for k, ratio in zip(args.group, ratios, strict=True)
-            for x in (*args.hyperparameters[k * width : (k + 1) * width], ratio)
-        ],
-        codec=[args.codec[k] for k in args.group],
-        block_size=[args.block_size[k] for k in args.group],
-        weight_storage=[args.storage_of(k) for k in args.group] if args.weight_storage else [],
-    )
+    # Ratios are the tensors' own, and the orthogonalized updates take the gradients' place.
+    applied = args.with_groups_of_one(ratios)._replace(grads=updates, moments=[], scales=[])
     with guard(device):
         plan = plan_for("muon_apply_", applied, device, lambda: check_step(MUON_STEP, args, device), TILES)
         table, scalars = plan.memory.table, plan.memory.scalars
