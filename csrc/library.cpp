@@ -6,9 +6,7 @@ STABLE_TORCH_LIBRARY(memkern, m) {
   for (const char* schema : memkern::kSchemas) m.def(schema);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) {
-  MEMKERN_REGISTER_OPS(m, cpu);
-}
+STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) { MEMKERN_REGISTER_OPS(m, cpu); }
 
 #ifdef USE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
