@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 ALGORITHMS = ("muon", "adamw")
-_EPS = 1e-7
-_EPS_OF_ADAMW = 1e-8
+_EPS = {"muon": 1e-7, "adamw": 1e-8}
 
 
 class Muon(BlockwiseOptimizer):
@@ -45,8 +44,7 @@ class Muon(BlockwiseOptimizer):
         momentum: from 0 to below 1. Default 0.95.
         nesterov: default True.
         ns_coefficients: of the Newton-Schulz iterations. Default (3.4445, -4.775, 2.0315).
-        eps: of the norm that a matrix is divided by, default 1e-7. In AdamW's groups AdamW's, 1e-8 where neither the
-            group nor this argument says otherwise.
+        eps: of the norm that a matrix is divided by, and in AdamW's groups AdamW's. Default None: 1e-7, and 1e-8 there.
         ns_steps: iterations, 1 to 99. Default 5.
         adjust_lr_fn: None, "original" or "match_rms_adamw", see the formula. Default None.
         split: None, or the sizes of parts of each matrix that are orthogonalized by themselves, such as
@@ -88,7 +86,7 @@ class Muon(BlockwiseOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
-        eps: float = _EPS,
+        eps: float | None = None,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
@@ -125,8 +123,8 @@ class Muon(BlockwiseOptimizer):
         """
         if isinstance(param_group, dict):
             group = {**self.defaults, **param_group}
-            if group["algorithm"] == "adamw" and group["eps"] == _EPS and "eps" not in param_group:
-                param_group = {**param_group, "eps": _EPS_OF_ADAMW}
+            if group["eps"] is None:  # in a wrapper's group too, which has all defaults
+                param_group = {**param_group, "eps": _EPS.get(group["algorithm"], 0.0)}
             other = group["algorithm"] != self.defaults["algorithm"]
             if other and "lr" not in param_group and group["adjust_lr_fn"] != "match_rms_adamw":
                 raise ValueError(

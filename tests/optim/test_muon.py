@@ -14,7 +14,9 @@ from memkern import optim
 from memkern.memory import optimizer_bytes
 from memkern.optim import Muon, Muon8bit, muon_groups, muon_step, weights
 from memkern.optim.dtensor import muon as dtensor_muon
-from tests.support.helpers import assert_same
+from tests.support import sharded
+from tests.support.helpers import assert_same, name_of
+from tests.support.offloaded import run
 
 SHAPES = ((48, 48), (96, 40), (40, 96), (1, 130))
 needs_fma = pytest.mark.skipif(
@@ -231,6 +233,19 @@ def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buckets([0, 1], matrices) == [[0], [1]]
 
 
+@pytest.mark.parametrize("wrap", [optim.HostOffload, optim.StepInBackward], ids=name_of)
+@pytest.mark.parametrize("cls", [Muon, Muon8bit], ids=name_of)
+def test_wrapped_groups_are_the_groups(wrap: Any, cls: Any) -> None:
+    """With a schedule that sets rates and betas, and each algorithm's own eps."""
+    options = {"lr": 0.01, "min_8bit_size": 0}
+    expected, plain, _ = run(lambda params: cls(sharded.muon_groups(params), **options))
+    found, wrapped, _ = run(lambda params: wrap(cls, sharded.muon_groups(params), **options))
+    assert_same(found, expected)
+    assert [g["eps"] for g in plain.param_groups] == [1e-7, 1e-8]
+    inner = getattr(wrapped, "inner", wrapped)
+    assert [g["eps"] for g in inner.param_groups] == [1e-7, 1e-8]
+
+
 def test_inside_of_the_backward_pass_and_offloaded() -> None:
     for wrap in (optim.StepInBackward, optim.HostOffload):
         nets = [nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 8, bias=False)) for _ in range(2)]
@@ -292,7 +307,6 @@ def test_a_group_of_the_other_algorithm_needs_its_own_lr() -> None:
     groups[1]["lr"] = 1e-3
     optimizer = Muon(copy.deepcopy(groups), lr=0.02, eps=1e-6)
     assert [(g["lr"], g["eps"]) for g in optimizer.param_groups] == [(0.02, 1e-6), (1e-3, 1e-6)]
-    assert torch.optim.Muon([matrix]).defaults["eps"] == Muon([matrix]).defaults["eps"]
 
 
 @pytest.mark.parametrize("entry", ["momentum_buffer_scale", "momentum_buffer", "step"])
