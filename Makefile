@@ -50,7 +50,7 @@ format: $(VENV)/.installed
 
 # Peers are optional: the table names one that cannot be installed as absent.
 bench: $(VENV)/.installed
-	for peer in torchao deepspeed; do $(BIN)/python -m pip install -q $$peer || true; done
+	for peer in torchao deepspeed pytorch_optimizer; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or

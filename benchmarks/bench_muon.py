@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import torch
@@ -51,6 +52,12 @@ def ops_alone(shapes: Shapes, device: str) -> Contender:
     return Contender("memkern Muon8bit, without products", setup)
 
 
+def pytorch_optimizers(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    cls = importlib.import_module("pytorch_optimizer").Muon
+    made: torch.optim.Optimizer = cls([{"params": params, "use_muon": True}])
+    return made
+
+
 def cases(size: int, device: str) -> list[Case]:
     own = gpt2_shapes(GPT2 if size >= 2**24 else size)
     matrices = [shape for shape in own if len(shape) == 2][2:]  # without the two embeddings
@@ -64,6 +71,7 @@ def cases(size: int, device: str) -> list[Case]:
                 stepper("memkern Muon", of("memkern.optim", "Muon"), matrices, device),
                 ops_alone(matrices, device),
                 stepper("torch Muon", of("torch.optim", "Muon"), matrices, device),
+                stepper("pytorch_optimizer Muon", pytorch_optimizers, matrices, device),
             ],
         )
     ]

@@ -287,12 +287,12 @@ class BlockwiseOptimizer(Optimizer):
             check_gradient(p, g)
         for p, group in zip(args.params, groups, strict=True):
             self._convert_storage(p, group)
-        entries = [
-            multi_call.Entry(p, group, self.state[p], self._op_of(group))
-            for p, group in zip(args.params, groups, strict=True)
-        ]
+        entries = [self._entry(p, group) for p, group in zip(args.params, groups, strict=True)]
         norm = self.defaults["max_grad_norm"]
         multi_call.step(args, entries, self.param_groups, norm, self._strided_buffers, self._hyperparameters)
+
+    def _entry(self, p: Tensor, group: dict[str, Any]) -> multi_call.Entry:
+        return multi_call.Entry(p, group, self.state[p], self._op_of(group))
 
     def _convert_misfits(self) -> bool:
         """Converts states that do not fit their parameters any more, as after ``model.to(channels_last)``.

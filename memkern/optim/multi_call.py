@@ -35,6 +35,7 @@ class Entry(NamedTuple):
     group: Group
     state: dict[str, Tensor]
     op: StepOp  # which the group's options ask for
+    product_device: torch.device | None = None  # of Muon's matrix products, where not the parameter's
 
 
 class Call(NamedTuple):
@@ -44,6 +45,7 @@ class Call(NamedTuple):
     args: StepArgs  # with DTensors where the parameters are
     by_reference: bool
     cut: bool  # other ranks have elements of its blocks
+    product_devices: list[torch.device | None]
 
 
 def is_needed(group: Group) -> bool:
@@ -79,10 +81,11 @@ def step(
     """
     sharded = any(shards.is_dtensor(entry.param) for entry in entries)
     norms = _grad_norms(args, max_grad_norm, sharded)
+    args = _skipped_if_not_finite(args, entries, norms, sharded)
     together: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether the reference runs it
     reductions: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone
     strided = []
-    for i, (p, group, state, own) in enumerate(entries):
+    for i, (p, group, state, own, _) in enumerate(entries):
         by_reference = own is AMSGRAD_STEP or p.dtype == torch.float64
         coded = any(key.endswith("_scale") for key in state)
         alone = shards.needs_reference(p, group, coded)
@@ -98,7 +101,7 @@ def step(
         found = _part(args, entries, own, numbers)
         norm = norms.get(found.params[0].device)
         found = found._replace(grad_norm=norm, hyperparameters=hyperparameters(own))
-        return Call(own, found, by_reference, cut)
+        return Call(own, found, by_reference, cut, [entries[i].product_device for i in numbers])
 
     params = [entry.param for entry in entries]
     calls = [
@@ -163,7 +166,7 @@ def _run(call: Call, groups: Sequence[Group], sharded: bool, params: list[Tensor
     taken = _local(call, sharded, params)
     try:
         if call.op is MUON_STEP:
-            muon_step(taken, call.by_reference, groups)
+            muon_step(taken, call.by_reference, groups, call.product_devices)
         else:
             _ops.step_(call.op, taken, call.by_reference)
     except step_errors.OP_ERRORS as error:
@@ -215,3 +218,31 @@ def _grad_norms(args: StepArgs, max_grad_norm: float | None, sharded: bool) -> d
         if args.grad_scale is not None:
             total = total / args.grad_scale.to(first).double().reshape(())
     return {device: total.to(device) for device in {g.device for g in grads}}
+
+
+def _skipped_if_not_finite(
+    args: StepArgs, entries: Sequence[Entry], norms: dict[torch.device, Tensor], sharded: bool
+) -> StepArgs:
+    """The step with a ``found_inf`` of its own where a gradient that reaches one of Muon's matrices is not finite.
+
+    Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. Nothing waits for
+    the device. The gradients are read once more, 0.3 % of a step of GPT-2's matrices on a CPU.
+
+    Args:
+        norms: with max_grad_norm, those of all gradients, of which a NaN reaches every matrix.
+    """
+    numbers = [i for i, entry in enumerate(entries) if entry.op is MUON_STEP]
+    if not numbers:
+        return args
+    device = args.grads[0].device
+    if norms:
+        norm = norms[device]
+    else:
+        grads = dtensor_step.local_args(args).grads if sharded else args.grads
+        ranks = [shards.ranks_of(args.params[i]) if sharded else None for i in numbers]
+        own = args._replace(grads=[grads[i] for i in numbers], grad_scale=None)
+        norm = collectives.grad_norm(own, ranks).to(device)
+    found = norm.isfinite().logical_not().float()
+    if args.found_inf is not None:
+        found = torch.maximum(found, args.found_inf.to(found).reshape(()))
+    return args._replace(found_inf=found)

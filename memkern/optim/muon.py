@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,7 +15,10 @@ from .muon_step import check_split
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Unpack
+
+    from .multi_call import Entry
 
 ALGORITHMS = ("muon", "adamw")
 _EPS = {"muon": 1e-7, "adamw": 1e-8}
@@ -62,8 +66,9 @@ class Muon(BlockwiseOptimizer):
     matrix, and the products a few times as much.
 
     With state_bits=32 a step on the CPU has torch.optim.Muon's bits. On other devices matrices of one shape go through
-    the products together, whose bits are those of the device's batched products. A NaN reaches its whole matrix and no
-    other, unless a GradScaler skips the step. A DTensor is orthogonalized whole, by one of its ranks.
+    the products together, whose bits are those of the device's batched products. A step with a NaN or infinity in a
+    gradient of a matrix, or with max_grad_norm in any gradient, is skipped whole, as a GradScaler would. A DTensor is
+    orthogonalized whole, by one of its ranks.
 
     Raises:
         ValueError: an option out of range or not supported; a group of the other algorithm without an lr; a parameter
@@ -77,6 +82,8 @@ class Muon(BlockwiseOptimizer):
     op = ADAM_STEP
     converters = ("from_torch_muon_state_dict",)
     storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
+    product_devices: Mapping[Tensor, torch.device] = MappingProxyType({})
+    """Where the matrix products of a parameter are computed, if not on its own device. HostOffload sets it."""
 
     def __init__(
         self,
@@ -137,6 +144,9 @@ class Muon(BlockwiseOptimizer):
 
     def _op_of(self, group: dict[str, Any]) -> StepOp:
         return MUON_STEP if group["algorithm"] == "muon" else ADAM_STEP
+
+    def _entry(self, p: Tensor, group: dict[str, Any]) -> Entry:
+        return super()._entry(p, group)._replace(product_device=self.product_devices.get(p))
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)

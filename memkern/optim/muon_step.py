@@ -34,12 +34,23 @@ def buckets(
         yield bucket
 
 
-def muon_step(args: StepArgs, by_reference: bool, groups: Sequence[Group]) -> None:
-    """The step of matrices on one device. ``groups``: the optimizer's."""
+def muon_step(
+    args: StepArgs, by_reference: bool, groups: Sequence[Group], devices: Sequence[torch.device | None]
+) -> None:
+    """The step of matrices on one device.
+
+    Args:
+        groups: the optimizer's.
+        devices: of each matrix's products; None for the matrix's own.
+    """
     own_groups = [groups[k] for k in args.group]
     updates = [torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in args.params]
     sums = _ops.muon_momentum_(args, updates, by_reference)
-    orthogonalize_(updates, sums, own_groups)
+    there = [u.to(device or u.device) for u, device in zip(updates, devices, strict=True)]
+    orthogonalize_(there, [s.to(u.device) for s, u in zip(sums, there, strict=True)], own_groups)
+    for u, x in zip(updates, there, strict=True):
+        if x is not u:
+            u.copy_(x)
     _ops.muon_apply_(args, updates, ratios_of(args.params, own_groups), by_reference)
 
 

@@ -37,6 +37,26 @@ def test_bits_of_one_process(ranks: Ranks, bucket: int) -> None:
         assert_same(rank, expected)
 
 
+def run_with_nan(sizes: tuple[int, ...]) -> Any:
+    model = in_shards(Odd(), mesh=mesh(*sizes))
+    optimizer = new_muon(model.parameters(), min_8bit_size=0)
+    steps(model, optimizer, 0, 2)
+    with torch.no_grad():
+        grad = model.whole.grad.to_local()  # of a matrix
+        if grad.numel() and dist.get_rank() == dist.get_world_size() - 1:
+            grad[-1, -1] = torch.nan
+    optimizer.step()
+    assert not hasattr(optimizer, "found_inf")
+    steps(model, optimizer, 2, 4)
+    return everything(model, optimizer)
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
+    expected = alone(Odd, new_muon, {"min_8bit_size": 0}, 4)
+    for rank in ranks(2, run_with_nan, (2,)):
+        assert_same(rank, expected)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("state_bits", [8, 32])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)])

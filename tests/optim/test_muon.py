@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import memkern
 from memkern import optim
 from memkern.memory import optimizer_bytes
 from memkern.optim import Muon, Muon8bit, muon_groups, muon_step, weights
@@ -355,14 +357,90 @@ def test_bad_gradients_change_nothing() -> None:
     assert_same(optimizer.state_dict()["state"], state["state"])
 
 
-def test_zeros_and_nan() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_zeros_and_nan(backend: str) -> None:
     params = parameters(((8, 12), (8, 12)))
     start = [p.detach().clone() for p in params]
     optimizer = Muon8bit(params, weight_decay=0.0, min_8bit_size=0)
-    params[0].grad, params[1].grad = torch.zeros(8, 12), torch.full((8, 12), torch.nan)
-    optimizer.step()
+    params[0].grad, params[1].grad = torch.zeros(8, 12), torch.ones(8, 12)
+    with memkern.use_backend(backend):
+        optimizer.step()
     assert torch.equal(params[0], start[0])
-    assert params[1].isnan().all()
+    assert not torch.equal(params[1], start[1])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
+@pytest.mark.parametrize(
+    ("number", "max_grad_norm", "skips"),
+    [(1, None, True), (5, None, False), (1, 1.0, True), (5, 1.0, True)],
+    ids=["matrix", "AdamW's", "matrix, clipped", "AdamW's, clipped"],
+)
+def test_a_step_that_would_spoil_a_matrix_is_skipped(
+    number: int, max_grad_norm: float | None, skips: bool, scaled: bool, value: float
+) -> None:
+    """The whole step, as a GradScaler would; the next one is as if it had not been."""
+    optimizer, matrices, others = mixed(Muon8bit, max_grad_norm=max_grad_norm)
+    plain, *lists = mixed(Muon8bit, max_grad_norm=max_grad_norm)
+    params, expected = [*matrices, *others], [p for part in lists for p in part]
+    train(optimizer, params, 1), train(plain, expected, 1)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaled)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[number].grad.view(-1)[3] = value  # type: ignore[union-attr]
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    if not (skips or scaled):
+        assert all(p.isfinite().all() for p in matrices)
+        assert not torch.equal(params[0], expected[0])
+        return
+    assert_same([*map(Tensor.detach, params)], [*map(Tensor.detach, expected)])
+    assert_same(optimizer.state_dict()["state"], before)
+    scaler.update(1.0) if scaled else None
+    assert_same(train(optimizer, params, 1, 1), train(plain, expected, 1, 1))
+
+
+def test_products_of_weights_on_the_host_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors, with meta as the device: updates and their sums go there, and the step is on the host."""
+    found: list[list[str]] = []
+
+    def noted(updates: list[Tensor], sums: list[Tensor], groups: Any) -> None:
+        found.extend([u.device.type, x.device.type] for u, x in zip(updates, sums, strict=True))
+
+    monkeypatch.setattr(muon_step, "orthogonalize_", noted)
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.empty(48, 32)) for _ in range(3)]
+        optimizer = Muon8bit(params, min_8bit_size=0)
+        optimizer.product_devices = dict.fromkeys(params[:2], torch.device("meta"))
+        for p in params:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+        assert {x.device.type for p in params for x in optimizer.state[p].values()} == {"cpu"}
+    assert found == [["meta"] * 2, ["meta"] * 2, ["cpu"] * 2]
+
+
+def test_offload_names_the_devices_of_products() -> None:
+    (p,) = params = parameters(((8, 12),))
+    optimizer: Any = optim.HostOffload(Muon8bit, params)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [*optimizer.inner.product_devices.values()] == [p.device]
+
+
+def test_offloaded_groups_have_the_options_that_they_were_given() -> None:
+    groups: list[dict[str, Any]] = [
+        {"params": parameters(((8, 12),))},
+        {"params": parameters(((12,),)), "algorithm": "adamw"},
+    ]
+    with pytest.raises(ValueError, match="lr must be given for a group with algorithm='adamw'"):
+        optim.HostOffload(Muon8bit, groups, lr=0.02)
+    groups[1]["lr"] = 1e-3
+    optimizer = optim.HostOffload(Muon8bit, groups, lr=0.02)
+    assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8]
+    with pytest.raises(ValueError, match="lr must be given for a group with algorithm='adamw'"):
+        optimizer.add_param_group({"params": parameters(((6,),)), "algorithm": "adamw"})
+    assert len(optimizer.param_groups) == 2
 
 
 # ---- groups

@@ -24,6 +24,7 @@ from ..backward import (
 )
 from ..base import BlockwiseOptimizer
 from ..foreign import lightning_asks
+from ..muon import Muon
 from ..options import check_gradient
 from .transfers import Transfers, transfers_of
 from .weight import (
@@ -155,10 +156,12 @@ class HostOffload(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's, and the inner optimizer's checks."""
+        given = set(param_group)  # before torch.optim adds the defaults
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if self._state_has_weights(group):
             group["master_weights"] = "fp32"  # in the step's own kernel, which rounds, too
+            given.add("master_weights")
         made: list[Weight] = []
         try:
             check_no_shards(group["params"])
@@ -166,7 +169,8 @@ class HostOffload(Optimizer):
             host_params: list[Any] = [w.host_param for w in made]
             if "param_names" in group:
                 host_params = [*zip(group["param_names"], host_params, strict=True)]
-            options = {k: x for k, x in group.items() if k not in ("params", "param_names")}
+            # What the group was not given, the inner optimizer's class decides or asks for.
+            options = {k: x for k, x in group.items() if k in given - {"params", "param_names"}}
             if len(self.param_groups) == 1:
                 self.inner = self._class([{"params": host_params, **options}], **self._options)
             else:
@@ -377,6 +381,8 @@ class HostOffload(Optimizer):
             if g.dtype != w.host_param.dtype and takes_any:
                 w.host_param.grad_dtype = g.dtype
             w.host_param.grad = g if g.dtype == w.host_param.dtype or takes_any else g.to(w.host_param.dtype)
+        if isinstance(self.inner, Muon):
+            self.inner.product_devices = {w.host_param: w.p.device for w in bucket}
         try:
             without_hooks(self.inner.step)()
         finally:
