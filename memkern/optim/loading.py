@@ -52,7 +52,9 @@ class HiddenTensor:
         """A copy on the parameter's device, with its strides where it has its shape."""
         tensor = self.tensor.detach()
         if is_dtensor(tensor):
-            return tensor.clone()
+            return (
+                tensor.clone() if tensor.device == p.device else tensor.to(p.device)
+            )  # HostOffload's is on the host
         like = p if tensor.shape == p.shape else tensor
         fresh = torch.empty_like(like, dtype=tensor.dtype, device=p.device)
         return fresh.requires_grad_(False).copy_(tensor)

@@ -130,7 +130,7 @@ def step(
             matrices.append(one)
         else:
             _run(one, groups, sharded)
-    dtensor_muon.steps([(c.args, c.by_reference) for c in matrices], groups)
+    dtensor_muon.steps([(c.args, c.by_reference, c.product_devices) for c in matrices], groups)
     for first, rest in reduced:
         own = (first or rest[0]).op
         dtensor_step.step_with_reduction(own, first and first.args, [c.args for c in rest])

@@ -1,4 +1,4 @@
-"""StepInBackward and HostOffload of shards."""
+"""StepInBackward of shards, and shards made after the optimizer."""
 
 from __future__ import annotations
 
@@ -39,24 +39,6 @@ def test_step_in_backward(ranks: Ranks, new: Any) -> None:
     for (expected, kept), (found, freed) in zip(after, inside, strict=True):
         assert_same(found, expected)
         assert (kept, freed) == ([False] * 3, [True] * 3)
-
-
-def offloaded() -> None:
-    model = in_shards(gpt())
-    before = [p.to_local().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"params must be plain tensors, got a DTensor .*CPUOffloadPolicy"):
-        optim.HostOffload(optim.AdamW8bit, model.parameters())
-    plain = torch.nn.Parameter(torch.ones(4))
-    optimizer = optim.HostOffload(optim.AdamW, [plain])
-    with pytest.raises(ValueError, match="CPUOffloadPolicy"):
-        optimizer.add_param_group({"params": [*model.parameters()]})
-    assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
-    assert_same([p.to_local() for p in model.parameters()], before)
-
-
-@pytest.mark.full
-def test_host_offload_is_refused(ranks: Ranks) -> None:
-    ranks(2, offloaded)
 
 
 def sharded_after_two_steps(new: Any, options: dict[str, Any]) -> Any:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None]) -> None:
     """Reduces each value, in place, over the ranks that hold other elements of the value's tensor.
 
-    One collective for each dimension of a mesh along which a tensor is sharded, for all values together.
+    One collective for each dimension of a mesh along which a tensor is sharded, for all values together. It runs on the
+    mesh's device, whose process group need not know of the host, where offloaded shards are.
     """
     of_mesh: dict[DeviceMesh, list[int]] = {}
     for i, found in enumerate(ranks):
@@ -29,7 +30,7 @@ def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None
     for mesh, own in of_mesh.items():
         parts = [values[i].reshape(-1).double() for i in own]
         sizes = [x.numel() for x in parts]
-        flat = torch.cat(parts)
+        flat = torch.cat(parts).to(mesh.device_type)
         dims = [ranks[i][1] for i in own]  # type: ignore[index]
         for k in sorted({k for of_one in dims for k in of_one}):
             if kind == "sum" and mesh.get_local_rank(k) != 0:

@@ -53,13 +53,19 @@ def bytes_of_update(p: Tensor) -> int:
     return 2 * p.numel() // count
 
 
-def steps(buckets: Sequence[tuple[StepArgs, bool]], groups: Sequence[Group]) -> None:
+def steps(
+    buckets: Sequence[tuple[StepArgs, bool, Sequence[torch.device | None]]], groups: Sequence[Group]
+) -> None:
     """The steps of buckets of matrices. Every rank has the same buckets in the same order.
 
-    ``buckets``: arguments, and whether the reference is to run them. ``groups``: the optimizer's.
+    ``buckets``: arguments, whether the reference is to run them, and the device of each matrix's products, None for
+    its own. ``groups``: the optimizer's.
     """
     loads: Loads = {}
-    waiting = [_phases(args, [groups[k] for k in args.group], alone, loads) for args, alone in buckets]
+    waiting = [
+        _phases(args, [groups[k] for k in args.group], alone, devices, loads)
+        for args, alone, devices in buckets
+    ]
     running: list[Iterator[None]] = []
     while waiting or running:
         # The newest first: what it sends is under way while an older one is orthogonalized.
@@ -68,7 +74,21 @@ def steps(buckets: Sequence[tuple[StepArgs, bool]], groups: Sequence[Group]) -> 
         running = [phases for phases in running if next(phases, phases) is None]
 
 
-def _phases(args: StepArgs, groups: Sequence[Group], by_reference: bool, loads: Loads) -> Iterator[None]:
+def _device_of(p: Any, device: torch.device | None) -> torch.device | str:
+    """Where a matrix is exchanged and orthogonalized: shards that are on the host go to their mesh's device."""
+    if device is not None:
+        return device
+    away = ranks_of(p) is not None and p.device_mesh.device_type != p.device.type
+    return p.device_mesh.device_type if away else p.device
+
+
+def _phases(
+    args: StepArgs,
+    groups: Sequence[Group],
+    by_reference: bool,
+    devices: Sequence[torch.device | None],
+    loads: Loads,
+) -> Iterator[None]:
     """The step of one bucket, in three parts: up to what is sent to owners, up to what is sent back, and the rest."""
     params = args.params
     own, layouts = local_args(args), _cut(args)
@@ -77,16 +97,17 @@ def _phases(args: StepArgs, groups: Sequence[Group], by_reference: bool, loads: 
         own = ShardArgs.of(own._replace(scales=[s.view(x.scale_shape) for s, x in shaped]), layouts)
     updates = [torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in own.params]
     sums = _momentum(own, updates, by_reference, params)
-    exchanges = _exchanges(params, updates, loads)
+    there = [u.to(_device_of(p, device)) for u, p, device in zip(updates, params, devices, strict=True)]
+    exchanges = _exchanges(params, there, loads)
     for exchange in exchanges:
         exchange.send()
     yield
 
     whole: list[tuple[Tensor, Tensor, Group]] = []
     gathered: list[tuple[int, Tensor]] = []
-    for i, (p, u) in enumerate(zip(params, updates, strict=True)):
+    for i, (p, u) in enumerate(zip(params, there, strict=True)):
         if has_whole_matrices(p):
-            whole.append((u, sums[i], groups[i]))
+            whole.append((u, sums[i].to(u.device), groups[i]))
         elif not _along_one_dimension(p):
             gathered.append((i, _gathered(u, p)))
             whole.append((gathered[-1][1], squares_of(gathered[-1][1]), groups[i]))
@@ -99,9 +120,12 @@ def _phases(args: StepArgs, groups: Sequence[Group], by_reference: bool, loads: 
     yield
 
     for i, x in gathered:
-        updates[i].copy_(_shard_of(x, params[i]))
+        there[i].copy_(_shard_of(x, params[i]))
     for exchange in exchanges:
         exchange.receive_back()
+    for u, x in zip(updates, there, strict=True):
+        if x is not u:
+            u.copy_(x)
     ratios = ratios_of(params, groups)
     if layouts:
         reference.muon_apply_(own, updates, ratios)

@@ -122,6 +122,17 @@ def check_placements(p: Tensor) -> None:
         )
 
 
+def largest_shard(p: Tensor) -> tuple[int, ...]:
+    """The shape of the largest shard of p that a rank has. The same on every rank."""
+    shape = [*p.shape]
+    if (ranks := ranks_of(p)) is not None:
+        mesh, dims = ranks
+        placements: Any = p.placements  # type: ignore[attr-defined]
+        for k in dims:
+            shape[placements[k].dim] = -(-shape[placements[k].dim] // mesh.size(k))
+    return tuple(shape)
+
+
 def is_flat_shard(p: Tensor) -> bool:
     """Whether FSDP1 made p: a flat parameter, or what use_orig_params=True leaves of one on this rank."""
     return getattr(p, "_fsdp_flattened", False)

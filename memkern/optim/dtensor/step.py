@@ -17,7 +17,7 @@ from .collectives import all_reduce, grad_norm
 from .shards import Ranks, is_dtensor, local, locals_of, ranks_of
 
 
-def _matching(g: Tensor, p: Tensor) -> Tensor:
+def matching(g: Tensor, p: Tensor) -> Tensor:
     """A gradient with its parameter's placements."""
     if getattr(g, "_spec", None) is getattr(p, "_spec", g):
         return g  # fully_shard's gradients; comparing placements takes four times as long
@@ -33,7 +33,7 @@ def _matching(g: Tensor, p: Tensor) -> Tensor:
 
 def local_args(args: StepArgs) -> StepArgs:
     """The arguments with this rank's local tensors."""
-    grads = [_matching(g, p) for g, p in zip(args.grads, args.params, strict=True)]
+    grads = [matching(g, p) for g, p in zip(args.grads, args.params, strict=True)]
     return args._replace(
         params=locals_of(args.params),
         grads=locals_of(grads),

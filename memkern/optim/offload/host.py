@@ -23,6 +23,7 @@ from ..backward import (
     without_hooks,
 )
 from ..base import BlockwiseOptimizer
+from ..dtensor.shards import local, placed
 from ..foreign import lightning_asks
 from ..muon import Muon
 from ..options import check_gradient
@@ -31,9 +32,10 @@ from .weight import (
     Options,
     Weight,
     bytes_on_device,
-    check_no_shards,
+    check_no_reductions,
     check_options,
     copy_options,
+    elements_of,
     has_gradient,
     host_weight_of,
 )
@@ -44,6 +46,8 @@ BUCKET_ELEMENTS = 2**22
 A call costs 0.2 ms beside its kernel: with 2^20 an AdamW step on the CPU takes 13 % longer than without buckets, with
 2^22 5 %.
 """
+HOST_WEIGHT = "host_weight"
+"""The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
 
 
@@ -95,11 +99,16 @@ class HostOffload(Optimizer):
     for them. ``offload_gradients`` and ``step_in_backward`` consume a gradient in ``step()``.
 
     It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
-    load it. Weights of another dtype than the model's are in the state as ``master_weight``, or as ``host_weights``
-    beside it where the optimizer is not memkern's or the model is fp16. A step goes on from the model's weights,
+    load it. Weights of another dtype than the model's are in a parameter's state as ``master_weight``, or as
+    ``host_weight`` where the optimizer is not memkern's or the model is fp16. A step goes on from the model's weights,
     whoever has written them (a state_dict that it loads, an edit under no_grad or of ``p.data``). The host's weight,
     which has more bits, is used where it rounds to the model's. On the CPU nothing is copied that the CPU can read
     where it is.
+
+    Of DTensors (fully_shard, HSDP, tensor parallelism) each rank has its shards on its host: states and host weights
+    are DTensors of the same mesh and placements, which torch.distributed.checkpoint saves and reshards. Norms
+    (max_grad_norm, LAMB, LARS) and Muon's matrices are reduced and exchanged on the mesh's device, whose process group
+    is enough. The result has every bit of the optimizer without HostOffload. ``device_state_bytes`` is each rank's.
 
     Bytes on the device: the model, and with a gradient offloaded its largest few gradients. On the host, per
     parameter of 2 bytes: 4 (weight), 2 to 6 (buffers of the transfers) and the states. Over the link per step: a
@@ -107,8 +116,9 @@ class HostOffload(Optimizer):
     pinned; states are never transferred and are not.
 
     Raises:
-        ValueError, TypeError: from ``optimizer_class``; an option of another type; max_grad_norm with step_in_backward;
-            DTensors, for which fully_shard has its CPUOffloadPolicy.
+        ValueError, TypeError: from ``optimizer_class``; an option of another type; with step_in_backward max_grad_norm,
+            and DTensors whose step needs other ranks: its thread's collectives and those of the backward pass would
+            come in another order on each rank.
         RuntimeError: in ``backward()``, ``step()`` or ``zero_grad()``: what the table says raises.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv 2101.06840).
@@ -164,7 +174,8 @@ class HostOffload(Optimizer):
             given.add("master_weights")
         made: list[Weight] = []
         try:
-            check_no_shards(group["params"])
+            if self._steps_in_backward:
+                check_no_reductions(self._class, group["params"], {**self._options, **group})
             made += (self._weight_of(p, group) for p in group["params"])
             host_params: list[Any] = [w.host_param for w in made]
             if "param_names" in group:
@@ -225,12 +236,13 @@ class HostOffload(Optimizer):
         elements = 0
         for w in self._weights.values():
             last = self._buckets[-1]
-            full = elements >= BUCKET_ELEMENTS or w.p.numel() >= BUCKET_ELEMENTS
+            own = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
+            full = elements >= BUCKET_ELEMENTS or own >= BUCKET_ELEMENTS
             if last and not at_once and (full or last[-1].resident != w.resident):
                 self._buckets.append([])
                 elements = 0
             self._buckets[-1].append(w)
-            elements += w.p.numel()
+            elements += own
         self._bucket_of = {w.p: i for i, bucket in enumerate(self._buckets) for w in bucket}
 
     # ---- gradients
@@ -261,6 +273,8 @@ class HostOffload(Optimizer):
             if self._steps_in_backward:
                 check_first_gradient(p, self._stepped)
                 if not self._stepped:
+                    for group in self.param_groups:
+                        check_no_reductions(self._class, group["params"], group)
                     copy_options(self, self.inner)
                 self._stepped.add(p)
                 w.fetch(self._transfers_to(p.device))
@@ -433,20 +447,18 @@ class HostOffload(Optimizer):
                 self.state[w.p] = self.inner.state[w.host_param]
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and ``host_weights`` by parameter's number where their dtype is not the model's."""
+        """The inner optimizer's, with a ``host_weight`` in the state of a parameter of another dtype."""
         copy_options(self, self.inner)
         self.inner.state_dict()  # converts states whose group's options have changed
         self._share_state()
         found = super().state_dict()
-        weights = {
-            i: w.host_param.detach()
-            for i, w in enumerate(self._weights.values())
-            if w.host_param.dtype != w.p.dtype
-        }
-        return {**found, "host_weights": weights} if weights else found
+        for i, w in enumerate(self._weights.values()):
+            if w.host_param.dtype != w.p.dtype and i in found["state"]:
+                found["state"][i] = {**found["state"][i], HOST_WEIGHT: w.host_param.detach()}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the inner optimizer's. Without ``host_weights`` the host's are the model's.
+        """As the inner optimizer's. A weight whose state has no ``host_weight`` is the model's.
 
         Raises:
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
@@ -455,18 +467,24 @@ class HostOffload(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
         weights = [*self._weights.values()]
-        loaded = given.get("host_weights", {})
-        for i, x in loaded.items():
-            if not isinstance(i, int) or not 0 <= i < len(weights) or x.shape != weights[i].p.shape:
-                shape = tuple(weights[i].p.shape) if isinstance(i, int) and 0 <= i < len(weights) else None
-                raise ValueError(
-                    f"host_weights of the state_dict do not fit: {i!r} of shape {tuple(x.shape)}, expected {shape}"
-                )
-        self.inner.load_state_dict({key: given[key] for key in ("state", "param_groups")})
+        numbers = [i for group in given["param_groups"] for i in group["params"]]
+        loaded, state = {}, {**given["state"]}
+        for i, w in zip(
+            numbers, weights, strict=False
+        ):  # the inner optimizer has an error for other numbers of them
+            if isinstance(of_one := state.get(i), dict) and HOST_WEIGHT in of_one:
+                loaded[w] = x = of_one[HOST_WEIGHT]
+                state[i] = {key: value for key, value in of_one.items() if key != HOST_WEIGHT}
+                if x.shape != w.p.shape:
+                    raise ValueError(
+                        f"{HOST_WEIGHT} of the state_dict does not fit parameter {i}: its shape is {tuple(x.shape)}, "
+                        f"expected {tuple(w.p.shape)}"
+                    )
+        self.inner.load_state_dict({"state": state, "param_groups": given["param_groups"]})
         with torch.no_grad():
-            for i, w in enumerate(weights):
+            for w in weights:
                 if w.own:
-                    w.host_param.copy_(loaded.get(i, w.p))
+                    local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
         copy_options(self.inner, self)
         self.state.clear()
         host_params = {w.host_param for w in weights}

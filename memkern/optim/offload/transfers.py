@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtensor.shards import is_dtensor
+
 
 class Transfers:
     """Copies where the device is the CPU: each is complete when the call returns, and an event is nothing.
@@ -18,7 +20,7 @@ class Transfers:
     """Whether the host can compute with the device's tensors, so that nothing need be copied."""
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Host memory for a tensor's values."""
+        """Host memory for a tensor's values; for those of this rank where it is a DTensor, and then one of its mesh."""
         return torch.empty_like(x, dtype=dtype, device="cpu", requires_grad=False)
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
@@ -55,7 +57,11 @@ class StreamTransfers(Transfers):
         self.down, self.up = self.module.Stream(device), self.module.Stream(device)
 
     def empty_like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty_like(x, dtype=dtype, device="cpu", requires_grad=False).pin_memory()
+        made = super().empty_like(x, dtype)
+        if is_dtensor(made):
+            made._local_tensor = made._local_tensor.pin_memory()
+            return made
+        return made.pin_memory()
 
     def to_host(self, host: Tensor, x: Tensor) -> Any:
         self.down.wait_event(self._event(self.module.current_stream(self.device)))

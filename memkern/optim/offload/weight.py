@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...memory import optimizer_bytes
-from ..dtensor.shards import is_dtensor
+from ..base import BlockwiseOptimizer
+from ..dtensor import shards
+from ..dtensor.shards import is_dtensor, local
+from ..dtensor.step import matching
+from ..muon import Muon
+from ..storage import takes_8bit_state
 from .transfers import Transfers
 
 Options = dict[str, Any]
@@ -19,7 +25,11 @@ Options = dict[str, Any]
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter of the model, and what the host has of it."""
+    """A parameter of the model, and what the host has of it.
+
+    Of a DTensor the host has this rank's shard: host_param and gradient are DTensors of the parameter's mesh and
+    placements, whose local tensors are on the host.
+    """
 
     p: Tensor
     host_param: nn.Parameter
@@ -42,17 +52,19 @@ class Weight:
 
     def fetch(self, transfers: Transfers) -> None:
         """Begins the copy of p's values to where host_param is: a step goes on from them, whoever has written them."""
-        p, host_param = self.p.detach(), self.host_param
+        p, host_param = local(self.p).detach(), local(self.host_param)
         if not self.own:
             if (
                 host_param.data_ptr() != p.data_ptr()
                 or host_param.stride() != p.stride()
                 or host_param.shape != p.shape
             ):
-                host_param.data = p
+                _set_data(self.host_param, p)
             return
         if host_param.shape != p.shape:
-            host_param.data = torch.empty_like(p, dtype=host_param.dtype, device=host_param.device).copy_(p)
+            new = torch.empty_like(p, dtype=host_param.dtype, device=host_param.device).copy_(p)
+            _set_data(self.host_param, new)
+            host_param = local(self.host_param)
         if self.resident or transfers.shares_memory:
             self.current = p
         elif host_param.dtype == p.dtype:
@@ -65,7 +77,7 @@ class Weight:
     def renew(self) -> None:
         """Where host_param does not round to p's values, takes those. Their copy has arrived."""
         if self.own and self.current is not None:
-            host_param, p = self.host_param.data, self.current
+            host_param, p = local(self.host_param).data, self.current
             rounded = host_param.to(p.dtype)
             if p.device.type != "cpu" or not torch.equal(rounded, p):  # on a device a look at it would wait
                 torch.where(rounded == p, host_param, p.to(host_param.dtype), out=host_param)
@@ -78,6 +90,7 @@ class Weight:
         """
         grad = self.p.grad
         assert grad is not None
+        grad = matching(grad, self.p)
         if self.resident or transfers.shares_memory:
             self.gradient = grad if self.gradient is None else self.gradient.add_(grad)
             return None
@@ -85,11 +98,12 @@ class Weight:
             raise RuntimeError(f"gradients must be dense to be copied to the host, got {grad.layout}")
         if self.buffer is None or self.buffer.shape != grad.shape:
             self.buffer = transfers.empty_like(self.p.detach(), grad.dtype)
+        own = local(grad)
         if self.gradient is None:
-            self.arrived, self.gradient = transfers.to_host(self.buffer, grad), self.buffer
+            self.arrived, self.gradient = transfers.to_host(local(self.buffer), own), self.buffer
             return None
-        room, total = transfers.room_for(grad), self.gradient
-        event = transfers.to_host(room, grad)
+        room, total = transfers.room_for(own), local(self.gradient)
+        event = transfers.to_host(room, own)
 
         def add() -> None:
             transfers.host_waits(event)
@@ -99,14 +113,16 @@ class Weight:
 
     def copy_back(self, transfers: Transfers) -> Any:
         """Begins the copy of host_param to p; returns its event."""
-        source, done = self.host_param.detach(), None
+        p, source, done = local(self.p).detach(), local(self.host_param).detach(), None
         if self.resident or transfers.shares_memory:
-            self.p.copy_(source)
+            p.copy_(source)
         else:
-            if source.dtype != self.p.dtype:
+            if source.dtype != p.dtype:
                 assert self.buffer is not None
-                source = self.buffer.copy_(source)  # the gradient was used
-            done = transfers.to_device(self.p.detach(), source, self.arrived)
+                source = local(self.buffer).copy_(source)  # the gradient was used
+            done = transfers.to_device(p, source, self.arrived)
+        if is_dtensor(self.p):
+            torch.autograd.graph.increment_version([self.p])
         self.arrived = None
         return done
 
@@ -116,7 +132,8 @@ class Weight:
         self.resident, self.own = False, not transfers.shares_memory or old.dtype != self.p.dtype
         if transfers.shares_memory:
             return
-        values = transfers.empty_like(old.detach()).copy_(old.detach())
+        values = transfers.empty_like(old.detach())
+        local(values).copy_(local(old).detach())
         self.host_param = nn.Parameter(values, requires_grad=old.requires_grad)
         for group in inner.param_groups:
             group["params"] = [self.host_param if p is old else p for p in group["params"]]
@@ -126,7 +143,7 @@ class Weight:
             }
         if self.gradient is not None:
             self.buffer = transfers.empty_like(self.p.detach(), self.gradient.dtype)
-            self.arrived = transfers.to_host(self.buffer, self.gradient)
+            self.arrived = transfers.to_host(local(self.buffer), local(self.gradient))
             transfers.host_waits(self.arrived)
             self.gradient = self.buffer
 
@@ -138,23 +155,41 @@ def host_weight_of(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Tra
     values = (
         torch.empty_like(p.detach(), dtype=dtype) if resident else transfers.empty_like(p.detach(), dtype)
     )
-    host_param = nn.Parameter(values.copy_(p.detach()), requires_grad=p.requires_grad)
-    return Weight(p, host_param, resident, own=True)
+    local(values).copy_(local(p).detach())
+    return Weight(p, nn.Parameter(values, requires_grad=p.requires_grad), resident, own=True)
+
+
+def _set_data(p: Tensor, own: Tensor) -> None:
+    """``p.data = own``; of a DTensor its local tensor."""
+    if is_dtensor(p):
+        p._local_tensor = own  # as fully_shard does
+    else:
+        p.data = own
 
 
 def bytes_on_device(
     optimizer_class: type[Optimizer], p: Tensor, dtype: torch.dtype, group: Options, options: Options
 ) -> int:
-    """Bytes that a resident weight takes: its state, and itself where it is not the model's parameter."""
+    """Bytes that a resident weight takes: its state, and itself where it is not the model's parameter.
+
+    Of a DTensor those of its largest shard, as every rank decides alike.
+    """
     leave = ("params", "param_names", "max_grad_norm")
-    meta = nn.Parameter(torch.empty_like(p, dtype=dtype, device="meta"))
+    like = torch.empty(p.shape, device="meta") if is_dtensor(p) else p
+    meta = nn.Parameter(torch.empty_like(like, dtype=dtype, device="meta"))
     given = {key: x for key, x in group.items() if key not in leave}
     probe = optimizer_class(
         [{**given, "params": [meta]}], **{key: x for key, x in options.items() if key not in leave}
     )
     meta.grad = torch.empty_like(meta)
     probe.step()
-    return optimizer_bytes(probe) + (0 if dtype == p.dtype else meta.nbytes)
+    found = optimizer_bytes(probe) + (0 if dtype == p.dtype else meta.nbytes)
+    return -(-found * elements_of(p) // max(1, p.numel()))
+
+
+def elements_of(p: Tensor) -> int:
+    """Of a parameter, or of the largest shard of a DTensor."""
+    return math.prod(shards.largest_shard(p))
 
 
 def has_gradient(w: Weight) -> bool:
@@ -167,14 +202,33 @@ def copy_options(source: Optimizer, to: Optimizer) -> None:
         group.update((key, x) for key, x in given.items() if key != "params")
 
 
-def check_no_shards(params: Sequence[Tensor]) -> None:
-    """Raises ValueError for DTensors, whose wrappers have no memory that could be copied."""
-    for p in params:
-        if is_dtensor(p):
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def check_no_reductions(optimizer_class: type[Optimizer], params: Sequence[Any], group: Options) -> None:
+    """Raises ValueError for shards whose step needs other ranks, as it cannot be taken in the backward pass.
+
+    The step's collectives, in a thread of their own, and the backward pass's would come in another order on each rank.
+    ``params``: tensors, or pairs of names and tensors. ``group``: their options.
+    """
+    for p in (item[1] if isinstance(item, tuple) else item for item in params):
+        if shards.ranks_of(p) is None:
+            continue
+        if not issubclass(optimizer_class, BlockwiseOptimizer):
+            reason = None if optimizer_class in _ELEMENTWISE else "is not known to need no other ranks"
+        elif optimizer_class.op.has_trust_ratios:
+            reason = "needs norms of whole layers"
+        elif issubclass(optimizer_class, Muon) and group.get("algorithm", "muon") == "muon":
+            reason = "needs whole matrices"
+        else:
+            given = {**optimizer_class.option_defaults, **group}
+            cut = takes_8bit_state(p, given) and shards.cuts_blocks(p, given["block_size"])
+            reason = "needs the largest values of blocks that other ranks have elements of" if cut else None
+        if reason is not None:
             raise ValueError(
-                f"params must be plain tensors, got a DTensor of shape {tuple(p.shape)}; with fully_shard's "
-                "offload_policy=CPUOffloadPolicy() parameters, gradients and states are on the host, and the "
-                "optimizer without HostOffload steps there"
+                f"step_in_backward must be False, got True for a DTensor of shape {tuple(p.shape)}: a step of "
+                f"{optimizer_class.__name__} {reason}, and would wait for other ranks beside the backward pass's "
+                "own collectives; offload_gradients=True frees gradients as early, and steps after the backward pass"
             )
 
 

@@ -309,7 +309,7 @@ def test_a_run_goes_on_from_its_state_dict(mode: str, dtype: torch.dtype) -> Non
     make = lambda params: HostOffload(optim.AdamW8bit, params, min_8bit_size=0, **MODES[mode])  # noqa: E731
     _, optimizer, model = run(make, dtype=dtype)
     state = saved(optimizer.state_dict())
-    assert ("host_weights" in state) == (dtype == torch.float16)
+    assert ("host_weight" in state["state"][0]) == (dtype == torch.float16)
     assert ("master_weight" in state["state"][0]) == (dtype == torch.bfloat16)
     again = copy.deepcopy(model)
     other = make(again.parameters())
@@ -339,9 +339,9 @@ def test_a_state_dict_that_does_not_fit() -> None:
     _, optimizer, _ = run(lambda params: HostOffload(optim.AdamW, params), dtype=torch.float16)
     before = snapshot(optimizer)
     state = optimizer.state_dict()
-    wrong = {**state, "host_weights": {0: torch.zeros(3)}}
+    wrong = {**state, "state": {**state["state"], 0: {**state["state"][0], "host_weight": torch.zeros(3)}}}
     with pytest.raises(
-        ValueError, match=r"host_weights .* do not fit: 0 of shape \(3,\), expected \(16, 16\)"
+        ValueError, match=r"host_weight .* does not fit parameter 0: its shape is \(3,\), expected \(16, 16\)"
     ):
         optimizer.load_state_dict(wrong)
     with pytest.raises(ValueError, match="not one of memkern's AdamW"):

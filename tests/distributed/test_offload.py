@@ -1,0 +1,285 @@
+"""HostOffload of shards: every bit of one process without offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from memkern import optim
+from memkern.optim import HostOffload
+from memkern.optim.offload import host
+from tests.support.helpers import assert_same
+from tests.support.late_transfers import LateHostOffload
+from tests.support.ranks import Ranks
+from tests.support.sharded import Odd, gradient, in_shards, mesh, muon_groups, whole
+
+MICRO_BATCHES = 2
+
+
+class Given(Odd):
+    """Its backward pass computes given gradients, on the first rank alone, so that sums over ranks are exact."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(130, 64))
+        self.to(dtype)
+
+    def forward(self, step: int) -> Tensor:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        products = [(p * gradient(p, i, step) * first).sum() for i, p in enumerate(self.parameters())]
+        return torch.stack(products).sum()
+
+
+def sharded(model: nn.Module, *sizes: int) -> nn.Module:
+    in_shards(model, mesh=mesh(*sizes))
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        for micro in range(MICRO_BATCHES):
+            model(MICRO_BATCHES * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def made(
+    build: Any, model: nn.Module, options: dict[str, Any], wrapper: Any = None, **own: Any
+) -> torch.optim.Optimizer:
+    params: Any = model.parameters()
+    if build is optim.Muon8bit:
+        params = muon_groups(params)
+    return build(params, **options) if wrapper is None else wrapper(build, params, **own, **options)
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """All parameters and states as whole tensors, by the parameters' names."""
+    return {
+        name: {
+            "param": whole(p.detach()).clone(),
+            **{key: whole(x).clone() for key, x in sorted(optimizer.state[p].items())},
+        }
+        for name, p in model.named_parameters()
+    }
+
+
+def alone(
+    build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    model = Given(dtype)
+    optimizer = made(build, model, options)
+    steps(model, optimizer, 0, last)
+    return everything(model, optimizer)
+
+
+def offloaded(
+    build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, ways: Any
+) -> list[dict[str, Any]]:
+    """What each way of offloading comes to."""
+    host.BUCKET_ELEMENTS = 2000
+    found = []
+    for wrapper, own in ways:
+        model = sharded(Given(dtype), *sizes)
+        optimizer = made(build, model, options, wrapper, **own)
+        assert len(optimizer._buckets) > 1 or "max_grad_norm" in options
+        steps(model, optimizer, 0, last)
+        found.append(everything(model, optimizer))
+    return found
+
+
+WAYS = [
+    (wrapper, {"offload_gradients": offload_gradients})
+    for wrapper in (HostOffload, LateHostOffload)
+    for offload_gradients in (False, True)
+]
+EIGHT = {"min_8bit_size": 0, "lr": 1e-2}
+
+
+def test_a_few_steps(ranks: Ranks) -> None:
+    expected = alone(optim.AdamW8bit, EIGHT, 2)
+    for rank in ranks(2, offloaded, optim.AdamW8bit, EIGHT, 2, (), torch.float32, WAYS[-1:]):
+        assert_same(rank, [expected])
+
+
+@pytest.mark.feature("torch", "`HostOffload` under `fully_shard` on 2 and 3 processes: bits of one process")
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (optim.AdamW8bit, {"max_grad_norm": 1e-2, "weight_decay": 0.1}),
+        (optim.Lion8bit, {"block_size": 64}),
+        (optim.LAMB8bit, {"max_grad_norm": 1e-2, "weight_decay": 0.1}),
+        (optim.LARS8bit, {"max_grad_norm": 1e-2, "trust_coeff": 1e-2}),
+        (optim.Muon8bit, {}),
+        (torch.optim.AdamW, None),
+    ],
+)
+def test_has_the_bits_of_one_process(ranks: Ranks, build: Any, options: Any, sizes: Any) -> None:
+    """Clipped, and accumulated over two backward passes: where the norms' sums are in another order, too."""
+    options = {"lr": 1e-2} if options is None else {**EIGHT, **options}
+    expected = alone(build, options, 3)
+    if "max_grad_norm" in options:
+        unclipped = alone(build, {**options, "max_grad_norm": None}, 3)
+        assert not torch.equal(expected["table"]["exp_avg_scale"], unclipped["table"]["exp_avg_scale"])
+    world = torch.Size(sizes).numel()
+    for rank in ranks(world, offloaded, build, options, 3, sizes, torch.float32, WAYS):
+        for found in rank:
+            assert_same(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models(ranks: Ranks, build: Any, dtype: torch.dtype) -> None:
+    """fp32 weights are on the host: those of HostOffload in one process."""
+    options = {"lr": 1e-2} if build is torch.optim.AdamW else EIGHT
+    model = Given(dtype)
+    optimizer = HostOffload(build, model.parameters(), **options)
+    steps(model, optimizer, 0, 3)
+    expected = everything(model, optimizer)
+    for rank in ranks(2, offloaded, build, options, 3, (), dtype, WAYS):
+        for found in rank:
+            assert_same(found, expected)
+
+
+def residents(wrapper: Any, room: int) -> Any:
+    host.BUCKET_ELEMENTS = 2000
+    model = sharded(Given())
+    optimizer = wrapper(optim.AdamW8bit, model.parameters(), device_state_bytes=room, **EIGHT)
+    steps(model, optimizer, 0, 2)
+    found = [w.resident for w in optimizer._weights.values()]
+    return found, everything(model, optimizer)
+
+
+@pytest.mark.full
+def test_states_that_stay_on_the_device(ranks: Ranks) -> None:
+    """Every rank keeps those of the same parameters, though shards have other sizes."""
+    expected = alone(optim.AdamW8bit, EIGHT, 2)
+    long = -(-1001 // 3) * 2.1
+    results = ranks(3, residents, LateHostOffload, int(long) + 4)
+    for found, state in results:
+        assert found == [True, *[False] * (len(found) - 1)]
+        assert_same(state, expected)
+
+
+# ---- saved and loaded
+
+
+def resumed(
+    build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, first: int, last: int, to: str
+) -> Any:
+    host.BUCKET_ELEMENTS = 2000
+    model = sharded(Given(dtype))
+    optimizer = LateHostOffload(build, model.parameters(), **options)
+    if path:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))
+        state = [get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)]
+        dcp.load({"model": state[0], "optim": state[1]}, checkpoint_id=path)
+        set_model_state_dict(model, state[0])
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[1])
+    steps(model, optimizer, first, last)
+    if to:
+        state = [get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)]
+        dcp.save({"model": state[0], "optim": state[1]}, checkpoint_id=to)
+    return everything(model, optimizer)
+
+
+@pytest.mark.feature(
+    "torch", "`HostOffload` under `fully_shard`: saved by 2, loaded by 3, then by 1, bit for bit"
+)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("build", "options", "dtype"),
+    [
+        (optim.AdamW8bit, {"max_grad_norm": 1e-2, **EIGHT}, torch.float32),
+        (optim.AdamW8bit, EIGHT, torch.bfloat16),
+        (torch.optim.AdamW, {"lr": 1e-2}, torch.bfloat16),  # whose state has no weights
+    ],
+)
+def test_resharding(ranks: Ranks, tmp_path: Path, build: Any, options: Any, dtype: torch.dtype) -> None:
+    model = Given(dtype)
+    optimizer = HostOffload(build, model.parameters(), **options)
+    steps(model, optimizer, 0, 6)
+    a, b = (str(tmp_path / name) for name in "ab")
+    ranks(2, resumed, build, options, dtype, "", 0, 2, a)
+    ranks(3, resumed, build, options, dtype, a, 2, 4, b)
+    (found,) = ranks(1, resumed, build, options, dtype, b, 4, 6, "")
+    assert_same(found, everything(model, optimizer))
+    if dtype == torch.float32:
+        assert_same(found, alone(build, options, 6))
+
+
+# ---- in the backward pass
+
+
+class Rows(Given):
+    """Shards of whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.long, self.short, self.tiny, self.whole
+        self.table = nn.Parameter(torch.randn(131, 192))
+
+
+def stepped_in_backward(wrapper: Any) -> Any:
+    model = sharded(Rows())
+    optimizer = wrapper(optim.AdamW8bit, model.parameters(), step_in_backward=True, **EIGHT)
+    for step in range(3):
+        model(step).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+    return everything(model, optimizer)
+
+
+@pytest.mark.full
+def test_step_in_backward(ranks: Ranks) -> None:
+    model = Rows()
+    optimizer = optim.AdamW8bit(model.parameters(), **EIGHT)
+    for step in range(3):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for wrapper in (HostOffload, LateHostOffload):
+        for found in ranks(2, stepped_in_backward, wrapper):
+            assert_same(found, everything(model, optimizer))
+
+
+def refused() -> None:
+    model = sharded(Given())
+    before = [p.to_local().clone() for p in model.parameters()]
+    options = {"step_in_backward": True}
+    for build, own, reason in (
+        (optim.LAMB8bit, {}, "needs norms of whole layers"),
+        (optim.Muon8bit, {}, "needs whole matrices"),
+        (optim.AdamW8bit, {"min_8bit_size": 0}, "blocks that other ranks have elements of"),
+        (torch.optim.Adafactor, {}, "is not known to need no other ranks"),
+    ):
+        with pytest.raises(ValueError, match=f"step_in_backward must be False, got True .*{reason}"):
+            made(build, model, own, HostOffload, **options)
+    optimizer = HostOffload(optim.AdamW8bit, model.parameters(), min_8bit_size=2**20, **options)
+    optimizer.param_groups[0]["min_8bit_size"] = 0
+    with pytest.raises(ValueError, match="blocks that other ranks have elements of"):
+        model(0).backward()
+    assert_same([p.to_local() for p in model.parameters()], before)
+
+
+@pytest.mark.full
+def test_a_step_in_backward_that_needs_other_ranks(ranks: Ranks) -> None:
+    ranks(2, refused)
