@@ -17,7 +17,7 @@ VOCABULARY = 1000
 WIDTH, HEAD, LAYERS = 512, 64, 4
 _PATCH = 16
 # Sides of the image whose patches are about so many.
-_SIDES = {512: 22 * _PATCH, 2048: 45 * _PATCH}
+_SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 2048: 45 * _PATCH}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -118,15 +118,18 @@ OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # nets, and without gradient_checkpoi
 _CACHES = ("GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper")
 
 
-def build(name: str, tokens: int) -> nn.Module:
-    """The model in training mode, its dropout at 0, the same weights every time."""
+def build(name: str, tokens: int, **changes: Any) -> nn.Module:
+    """The model in training mode, its dropout at 0, the same weights every time.
+
+    changes: to its config's arguments; not for timm's nets.
+    """
     import transformers
 
     torch.manual_seed(0)
     if name in timm_nets.NETS:
         return timm_nets.build(name).train()
     config, model, arguments = MODELS[name]
-    return getattr(transformers, model)(getattr(transformers, config)(**arguments(tokens))).train()
+    return getattr(transformers, model)(getattr(transformers, config)(**arguments(tokens) | changes)).train()
 
 
 def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

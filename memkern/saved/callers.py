@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .leaves import leaves
 from .saved_value import Computed, Edge, Leaf, Value, is_plain
 from .undecided import ANY, CODED
-from .users import operation
+from .users import is_leaf, operation
 
 _PRODUCTS: set[CodeType] = {
     nn.Linear.forward.__code__,
@@ -82,5 +82,5 @@ def note_cast(edge: Edge, seq: int) -> None:
         if name not in _CASTS:
             return
         last, node = node, inner[0][0]
-    if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+    if node is not None and is_leaf(node):
         leaves.note(node.variable, last._sequence_nr())

@@ -68,7 +68,7 @@ def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
 
 def normal_before_views(node: Any, data: Tensor) -> Affine | None:
     """As :func:`normal`, of the tensor of which attention's keys or values are a view: by its last dimension."""
-    if node.name() not in _LOG_SUMS or data.dim() < 2:
+    if operation(node) not in _LOG_SUMS or data.dim() < 2:
         return None
     mean = _token_mean(data, tuple(range(data.dim() - 1)))
     return None if mean is None else (mean, None)
@@ -82,7 +82,7 @@ def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
     Only on a CPU is this asked, as elsewhere the answer would wait for the device: there a norm's input always has
     its statistics. waiting: what the node has saved of x.
     """
-    name = node.name()
+    name = operation(node)
     if name in _LOG_SUMS:
         shown = any(waiting in (saved_by(node, attribute) or ()) for attribute in _ATTENTION)
         mean = _token_mean(x, (-2,)) if shown else None
@@ -122,7 +122,7 @@ _SATURATED = "memkern saturated"
 
 def saturated(node: Any) -> bool:
     """Whether attention's scores exceed LARGEST_SCORE. On a CPU only: elsewhere asking would wait for the device."""
-    attribute = _LOG_SUMS.get(node.name())
+    attribute = _LOG_SUMS.get(operation(node))
     if attribute is None or node._input_metadata[0].device.type != "cpu":
         return False
     known = node.metadata.get(_SATURATED)
@@ -157,7 +157,7 @@ def bears_coarse(node: Any) -> bool:
 
 def limits(node: Any) -> tuple[float, float] | None:
     """The limits of a node that only asks whether a value is between them."""
-    name = node.name()
+    name = operation(node)
     if name == "HardtanhBackward0":
         return float(node._saved_min_val), float(node._saved_max_val)
     return (-3.0, 3.0) if name == "HardsigmoidBackward0" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import Tensor
 from .leaves import leaves
 from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
 from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
-from .users import operation
+from .users import is_leaf, operation
 
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
 _LONGEST = 40  # rules that are tried one after another, views and copies among them
 
 
+@functools.cache
 def finer(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether every value of dtype ``b`` is one of ``a``."""
     return torch.promote_types(a, b) == a
@@ -43,7 +44,7 @@ class Resolver:
     ) -> None:
         self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
         self.copies_only, self.beside_codes, self.coarse = copies_only, beside_codes, coarse
-        self.failed: set[tuple[Any, int, torch.dtype]] = set()
+        self.failed: dict[tuple[Any, int, torch.dtype], int] = {}  # and how many functions were left
 
     def good(self, value: Value, need: torch.dtype) -> bool:
         return (
@@ -55,8 +56,13 @@ class Resolver:
             and (value.lossy or finer(value.precision, need))
         )
 
-    def resolve(self, edge: Edge, need: torch.dtype, left: int = _LONGEST) -> Value | None:
-        """The value of an edge, precise to dtype ``need``; None if no stored value gives it."""
+    def resolve(
+        self, edge: Edge, need: torch.dtype, left: int = _LONGEST, functions: int = MOST_FUNCTIONS
+    ) -> Value | None:
+        """The value of an edge, precise to dtype ``need``; None if no stored value gives it.
+
+        left: rules that may be tried one after another; functions: those among them that compute something.
+        """
         value = registered(edge)
         if (
             value is not None
@@ -67,19 +73,28 @@ class Resolver:
                 value.stay_exact()
             return value
         rule = RULES.get(operation(edge.node))
-        key = (edge.node, edge.nr, need)
-        if rule is None or left == 0 or (self.views_only and rule.kind != "view") or key in self.failed:
+        if (
+            rule is None
+            or left == 0
+            or functions < rule.cost
+            or (self.views_only and rule.kind != "view")
+            or functions <= self.failed.get(key := (edge.node, edge.nr, need), -1)
+        ):
             return None
         if self.copies_only and rule.kind == "function":
             return None
         if (rule.uncoded and self.beside_codes) or (rule.exactness == "rounding" and not self.rounded):
             return None
-        value = self._apply(rule, edge, need, left)
+        value = self._apply(rule, edge, need, left, functions - rule.cost)
         if value is None:
-            self.failed.add(key)
+            self.failed[key] = functions
         return value
 
-    def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int) -> Value | None:
+    def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int, functions: int) -> Value | None:
+        sources = edge.inputs()
+        # Before the way up of the others is tried: of a sum of many layers that would be the whole model.
+        if len(sources) > 1 and any(map(_is_lost, sources)):
+            return None
         try:
             function = rule.make(edge)
         except RuntimeError:  # the node is freed: a backward pass has run through it
@@ -87,15 +102,15 @@ class Resolver:
         if function is None:
             return None
         values: list[Value] = []
-        for i, source in enumerate(edge.inputs()):
+        for i, source in enumerate(sources):
             if source is None:
                 found = self._without_edge(rule, edge.node, i)
-            elif source.node.name() == _ACCUMULATE:
+            elif is_leaf(source.node):
                 found = self._leaf(rule, edge.node, source.node.variable, i)
             elif source.device != edge.device:
                 found = None
             else:
-                value = self.resolve(source, _needed(rule, source, need), left - 1)
+                value = self.resolve(source, _needed(rule, source, need), left - 1, functions)
                 found = None if value is None else [value]
             if found is None:
                 return None
@@ -127,6 +142,18 @@ class Resolver:
         attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
         found = saved_by(node, attribute.removeprefix("*")) if attribute else None
         return found if found or attribute.startswith("*") else None
+
+
+def _is_lost(source: Edge | None) -> bool:
+    """Whether nothing stored can give an input: neither it nor what it is a view of is stored or has a rule."""
+    while source is not None and not is_leaf(source.node) and registered(source) is None:
+        rule = RULES.get(operation(source.node))
+        if rule is None:
+            return True
+        if rule.kind != "view":
+            return False
+        source = source.inputs()[0]
+    return False
 
 
 def _needed(rule: Rule, source: Edge, need: torch.dtype) -> torch.dtype:
@@ -193,7 +220,7 @@ def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
         if views_only and RULES[name].kind != "view":
             break
         source = edge.inputs()[0]
-        if source is None or source.node.name() == _ACCUMULATE:
+        if source is None or is_leaf(source.node):
             break
         try:
             y = back(edge, source, x)

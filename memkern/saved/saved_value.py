@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,23 +28,33 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack hooks, as torch.autograd.graph.saved_tensors_hooks takes them."""
 
 
-class Edge(NamedTuple):
-    """A value's place in the autograd graph."""
+class Edge:
+    """A value's place in the autograd graph: output ``nr`` of ``node``."""
 
-    node: Any
-    nr: int
+    __slots__ = ("_metadata", "node", "nr")
+
+    def __init__(self, node: Any, nr: int) -> None:
+        self.node, self.nr = node, nr
+        self._metadata: Any = None
+
+    @property
+    def metadata(self) -> Any:
+        """Shape, dtype and device as torch shows them, of which it makes a new list at every look."""
+        if self._metadata is None:
+            self._metadata = self.node._input_metadata[self.nr]
+        return self._metadata
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.node._input_metadata[self.nr].shape)
+        return torch.Size(self.metadata.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.node._input_metadata[self.nr].dtype
+        return self.metadata.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.node._input_metadata[self.nr].device
+        return self.metadata.device
 
     def inputs(self) -> list[Edge | None]:
         return [None if node is None else Edge(node, nr) for node, nr in self.node.next_functions]
@@ -154,17 +164,19 @@ class Computed(Value):
         self.function, self.inputs, self.dtype, self.precision = function, tuple(inputs), dtype, precision
         self.depth = cost + max((value.depth for value in inputs), default=0)
         self.stays_exact = False
+        self.bases: list[Value] = []  # what it is made of in the end, which is no function of others
         for value in inputs:
             value.uses += 1
+            self.bases += value.bases if isinstance(value, Computed) else (value,)
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]
         """At this moment: stored tensors may be coded later, or held exactly again."""
-        return any(value.lossy for value in self.inputs)
+        return any(value.lossy for value in self.bases)
 
     @property
     def coarse(self) -> bool:  # type: ignore[override]
-        return any(value.coarse for value in self.inputs)
+        return any(value.coarse for value in self.bases)
 
     def stay_exact(self) -> None:
         if not self.stays_exact:
@@ -173,7 +185,7 @@ class Computed(Value):
                 value.stay_exact()
 
     def fresh(self) -> bool:
-        return all(value.fresh() for value in self.inputs)
+        return all(value.fresh() for value in self.bases)
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
         return self.function(*map(of, self.inputs))
@@ -220,9 +232,8 @@ class Stored(Value):
         if codec is not None:
             self.encode(x, codec)
         if self.codec is None:
-            self.hold(
-                x.detach() if outer is None or x.requires_grad else x
-            )  # outer hooks know parameters by identity
+            # Outer hooks know parameters by identity.
+            self.hold(x.detach() if outer is None or x.requires_grad else x)
 
     def _watch(self, x: Tensor, held: bool) -> None:
         """Notes x's version. held: x itself is stored, and a view of it shows the version counter."""

@@ -69,10 +69,10 @@ class _Packed:
 
     __slots__ = ("__weakref__", "dtype", "stride", "value")
 
-    def __init__(self, value: Value, x: Tensor) -> None:
+    def __init__(self, value: Value, x: Tensor, plain: bool = True) -> None:
         value.uses += 1
         self.value, self.dtype = value, x.dtype
-        self.stride = x.stride() if is_plain(x) and is_dense(x.shape, x.stride()) else None
+        self.stride = x.stride() if plain and (x.is_contiguous() or is_dense(x.shape, x.stride())) else None
 
     def tensor(self) -> Tensor:
         x = evaluate(self.value)
@@ -80,7 +80,8 @@ class _Packed:
             self.value = (
                 _USED  # frees codes before the operation allocates gradients; torch frees when it is done
             )
-        x = x.to(self.dtype)
+        if x.dtype != self.dtype:
+            x = x.to(self.dtype)
         if self.stride is None or x.stride() == self.stride:
             return x
         return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
@@ -209,16 +210,17 @@ class Session:
             or x.is_conj()
             or x.is_neg()
         ):
-            return _Packed(Stored(x, x.dtype, None, self.outer), x)
+            return _Packed(Stored(x, x.dtype, None, self.outer), x, is_plain(x))
         seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
-        if x.grad_fn is None:  # also where torch does not show it to the hooks: then nothing is coded
+        node = x.grad_fn
+        if node is None:  # also where torch does not show it to the hooks: then nothing is coded
             if not x.requires_grad:
                 frame = sys._getframe(1)
                 callers.note_weight(frame, seq)
                 return _Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
             leaves.note(x, seq)
             return _Packed(Leaf(x), x)
-        edge = Edge(x.grad_fn, x.output_nr)
+        edge = Edge(node, x.output_nr)
         use = callers.use(sys._getframe(1))
         if use == CODED:
             callers.note_cast(edge, seq)
@@ -233,6 +235,8 @@ class Session:
     def unpack(self, packed: _Packed) -> Tensor:
         if saved_value.peeked(packed.value):
             return torch.empty(0)
+        if not torch.is_grad_enabled():  # as in any backward pass without create_graph
+            return packed.tensor()
         with torch.no_grad():
             return packed.tensor()
 
@@ -279,8 +283,8 @@ class Session:
         exact = self.exact or use == EXACTLY
 
         def find(exact: bool) -> Value | None:
-            options = {"rounded": use != EXACTLY, "shape": use == ANY, "beside_codes": not self.exact}
-            return Resolver(exact, views_only, **options, coarse=coarse).resolve(edge, x.dtype)
+            resolver = Resolver(exact, views_only, use != EXACTLY, use == ANY, False, not self.exact, coarse)
+            return resolver.resolve(edge, x.dtype)
 
         value = find(exact or normal is not None)
         if value is not None:
@@ -288,13 +292,13 @@ class Session:
         root, data = resolve.root(edge, x, views_only)
         codec = self._codec(root, data, use)
         if normal is not None and codec is not None:
-            if root != edge:
+            if root is not edge:
                 normal = ranges.normal_before_views(node, data)
             codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
         stored = self._store(root, data, codec)
         if stored.coarse and not coarse:
             stored.upgrade(data)
-        if root == edge:
+        if root is edge:
             return stored
         value = find(exact)
         return stored_itself(edge, x, self.outer) if value is None else value
@@ -331,7 +335,8 @@ class Session:
             or use == EXACTLY
             or data.numel() < MIN_NUMEL
             or data.shape[-1] == 1
-            or not {data.dtype, root.dtype} <= {*FLOATS}
+            or data.dtype not in FLOATS
+            or root.dtype not in FLOATS
         ):
             return None
         codec = codecs.CODECS.get(resolve.codec_of(root) or "")

@@ -197,6 +197,7 @@ def _own_functions() -> dict[Any, str]:
     return own
 
 
+_ACCUMULATE_GRAD = torch._C._functions.AccumulateGrad
 _NAMES: dict[type, str] = {}  # of the types of nodes that torch has for one operation alone
 
 
@@ -211,6 +212,11 @@ def operation(node: Any) -> str:
         if kind.__name__ == name:
             _NAMES[kind] = name
     return name
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a node gathers the gradient of a leaf."""
+    return type(node) is _ACCUMULATE_GRAD
 
 
 def user(node: Any, name: str) -> User:

@@ -1,0 +1,124 @@
+"""Processor time of models so small that nearly all of it is Python's and the dispatcher's.
+
+On a GPU this is the time for which it may have to wait for the processor. Layers of width 64 at 32 tokens (ViT: 36
+patches), one thread, forward and backward pass, all modes in one process and interleaved; the ratio is the median over
+rounds of a mode's time over torch's in the same round. GELU: one call on 64 elements, torch's and the compressed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import memkern
+
+from .. import RESULTS, machine, report
+from . import zoo
+from .saved_models import MODES
+from .saved_time import step
+
+TOKENS, LAYERS = 32, 8
+_DECODER = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 176,
+}
+_ENCODER = {name: size for name, size in _DECODER.items() if name != "num_key_value_heads"}
+MODELS = {
+    "Llama": _DECODER,
+    "GPT-2": {"n_embd": 64, "n_head": 4, "n_layer": LAYERS},
+    "Mixtral": _DECODER,
+    "ViT": _ENCODER | {"intermediate_size": 256},
+}
+CALLS = 200
+"""Of GELU in a round."""
+COLUMNS = (*report.PROVENANCE, "transformers", "model", "mode", "rounds", "us", "ratio")
+
+
+def _timed(function: Callable[[], object], calls: int) -> float:
+    start = time.process_time()
+    for _ in range(calls):
+        function()
+    return (time.process_time() - start) / calls
+
+
+def models(name: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds per layer of every round by mode, after two that are not counted."""
+    batch = zoo.batch(name, TOKENS)
+    built = {mode: zoo.build(name, TOKENS, **MODELS[name]) for mode in MODES}
+    for mode, model in built.items():
+        MODES[mode](model)
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for i in range(rounds + 2):
+        for mode, model in built.items():
+            seconds = step(model, batch, "fp32") / LAYERS
+            if i > 1:
+                found[mode].append(seconds)
+    return found
+
+
+def _backward(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
+    layer(x).backward(grad)
+
+
+def _without_gradient(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return layer(x)
+
+
+def calls(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """What is called, and seconds per call of every round by mode."""
+    x, grad = torch.randn(64, requires_grad=True), torch.ones(64)
+    layers = {"torch": nn.GELU(), "compress": memkern.nn.GELU()}
+    kinds: dict[str, Callable[[nn.Module], object]] = {
+        "no gradient": lambda layer: _without_gradient(layer, x),
+        "forward": lambda layer: layer(x),
+        "forward and backward": lambda layer: _backward(layer, x, grad),
+    }
+    for kind, function in kinds.items():
+        found: dict[str, list[float]] = {mode: [] for mode in layers}
+        for _ in range(rounds):
+            for mode, layer in layers.items():
+                found[mode].append(_timed(lambda layer=layer: function(layer), CALLS))
+        yield f"GELU, {kind}", found
+
+
+def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    measured = [(name, models(name, rounds)) for name in names]
+    for name, found in (*measured, *calls(rounds)):
+        for mode, seconds in found.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))
+            values = (name, mode, str(rounds), f"{1e6 * statistics.median(seconds):.0f}", f"{ratio:.2f}")
+            yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.host_time", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    path = args.out / "host-time.csv"
+    for row in rows(args.models, args.rounds):
+        report.append(path, [row], COLUMNS)
+        print(*(row[name] for name in COLUMNS[-5:]), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
