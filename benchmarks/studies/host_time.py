@@ -43,11 +43,11 @@ CALLS = 200
 COLUMNS = (*report.PROVENANCE, "transformers", "model", "mode", "rounds", "us", "ratio")
 
 
-def _timed(function: Callable[[], object], calls: int) -> float:
+def _timed(function: Callable[[nn.Module], object], layer: nn.Module) -> float:
     start = time.process_time()
-    for _ in range(calls):
-        function()
-    return (time.process_time() - start) / calls
+    for _ in range(CALLS):
+        function(layer)
+    return (time.process_time() - start) / CALLS
 
 
 def models(name: str, rounds: int) -> dict[str, list[float]]:
@@ -87,7 +87,7 @@ def calls(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
         found: dict[str, list[float]] = {mode: [] for mode in layers}
         for _ in range(rounds):
             for mode, layer in layers.items():
-                found[mode].append(_timed(lambda layer=layer: function(layer), CALLS))
+                found[mode].append(_timed(function, layer))
         yield f"GELU, {kind}", found
 
 

@@ -197,7 +197,7 @@ def _own_functions() -> dict[Any, str]:
     return own
 
 
-_ACCUMULATE_GRAD = torch._C._functions.AccumulateGrad
+_ACCUMULATE_GRAD = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _NAMES: dict[type, str] = {}  # of the types of nodes that torch has for one operation alone
 
 
