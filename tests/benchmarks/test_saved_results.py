@@ -66,3 +66,11 @@ def test_times_of_a_step() -> None:
         if case[-1] in ("exact", "8"):
             # 1.08 was wanted; 8 bits under autocast took 1.092 beside other jobs.
             assert float(row["ratio"]) <= 1.10, case
+
+
+def test_the_table_of_host_time() -> None:
+    rows = last("host-time.csv", "model", "mode")
+    page = (RESULTS.parents[1] / "docs/saved-tensors.md").read_text()
+    for model in ("Llama", "GPT-2", "Mixtral", "ViT"):
+        times = [int(rows[model, mode]["us"]) for mode in ("torch", "checkpointing", "exact", "8")]
+        assert f"| {model} | " + " | ".join(f"{each:,}" for each in times) + " |" in page
