@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import optim
 from .options import CHECKPOINTING, Techniques, not_allowed
+from .swap.blocks import block_lists
 from .swap.compress import compress
 
 
@@ -91,18 +92,6 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
         host_dtype = torch.float32 if techniques.host_copies else None
         return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
     return cls(params, **options)
-
-
-def block_lists(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yields the lists of like blocks, such as a transformer's layers; of nested lists the outermost."""
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
-            continue
-        blocks = list(module)
-        if len(blocks) > 1 and len({*map(type, blocks)}) == 1 and any(True for _ in blocks[0].parameters()):
-            inside |= {inner for block in blocks for inner in block.modules()}
-            yield blocks
 
 
 def _group(blocks: list[nn.Module]) -> None:

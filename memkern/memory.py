@@ -1,4 +1,7 @@
-"""Counts tensor bytes: an optimizer's state, what a forward pass saves for backward, the peak of one call."""
+"""Counts tensor bytes: an optimizer's state, what a forward pass saves for backward, the peak of one call.
+
+And the host memory of what has left the device (``offload=True``), which is kept from step to step.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .saved.offload import HostBytes, empty_pools, host_bytes
 
 Held = Tensor | nn.Module | torch.optim.Optimizer
 
@@ -207,3 +212,19 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
     saved.clear()  # a graph that lives on holds the hooks, and the hooks hold this list
     del result  # last: it keeps the graph and its saved tensors alive
     return sum(sizes.values())
+
+
+def offload_bytes() -> HostBytes:
+    """Host memory for saved tensors that leave the device: (total, used), bytes that are allocated and in use now.
+
+    After a backward pass nothing is in use. What was allocated is used again by the next step.
+    """
+    return host_bytes()
+
+
+def empty_offload_pool() -> int:
+    """Frees host memory for saved tensors that is not in use; returns how many bytes.
+
+    Pinned memory goes back to torch's allocator, which keeps it for its own later use.
+    """
+    return empty_pools()

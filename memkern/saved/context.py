@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .leaves import leaves
+from .offload import options_of
 from .session import Session, check_bits, close_interrupted
 
 
@@ -34,6 +35,17 @@ class quantize_saved:
     Args:
         bits: ``8``, or ``"exact"``: the rules without codes. Gradients then differ from torch's by rounding of the
             rows of norms at most, and in most models by nothing.
+        offload: what is stored (codes, scales, exact values, inputs of checkpoints) is copied to pinned host memory on
+            a stream of its own, freed on the device, and copied back before the backward pass needs it. The gradients
+            have the same bits. Default False.
+        offload_ahead: the newest so many bytes stay on the device, and as many are back on it before they are needed;
+            as many again may be on their way to the host. Default: a 24th of what a forward pass stores, as a block of
+            24 would store; :func:`memkern.compress` counts the model's blocks.
+
+    What the last layers store is needed first and never leaves. Tensors under 256 KiB stay, and so does what somebody
+    else holds, such as frozen weights and buffers. The host waits for nothing: a copy's event frees the device's
+    memory. Pinned memory is used again by the next step; :func:`memkern.memory.offload_bytes` reports it, and
+    :func:`memkern.memory.empty_offload_pool` frees it. On a CPU the copies are made, and save nothing.
 
     Bytes per element of what is left: 1.03 (codes and a scale for 128) in place of 4 or 2. Of four layers of width 512
     at 512 tokens that is .09 to .19 of torch's in fp32 and .12 to .19 under autocast; ``"exact"`` .36 to .70 and .29 to
@@ -50,21 +62,24 @@ class quantize_saved:
 
     What the caller still holds when the block ends (cached keys and values, hidden states) is not held in codes beside
     it. Hooks that are open around the block get what is stored, so that under ``torch.autograd.graph.save_on_cpu()``
-    codes travel. Inside of activation checkpoints nothing happens; their inputs are coded. Around a function of
+    codes travel; offload does nothing there. Inside of activation checkpoints nothing happens; their inputs are coded. Around a function of
     torch.compile nothing is stored in codes, as the compiler decides what is saved; inside of one, ``fullgraph=True``
     refuses it. torch.func's transforms refuse saved-tensor hooks.
 
     Raises:
-        ValueError: bits is neither 8 nor "exact".
+        ValueError: bits is neither 8 nor "exact"; an option of offload out of range.
     """
 
-    def __init__(self, bits: int | str = 8) -> None:
+    def __init__(
+        self, bits: int | str = 8, *, offload: bool = False, offload_ahead: int | None = None
+    ) -> None:
         check_bits(bits)
         self.bits = bits
+        self.leaves = options_of(offload, offload_ahead)
         self._sessions: list[Session] = []
 
     def __enter__(self) -> quantize_saved:
-        session = Session(self.bits)
+        session = Session(self.bits, leaves=self.leaves)
         leaves.note_all()
         session.enter()
         self._sessions.append(session)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import is_recorded
-from .leaves import leaves
+from .leaves import leaves as known_leaves
+from .offload import Offload
 from .session import EXACT, Session, check_bits, close_interrupted, open_sessions
 
 SAVED = "_memkern_saved_bits"
+LEAVES = "_memkern_offload"
 Bits = int | str | None
 SavedBits = Bits | Mapping[str, Bits] | Callable[[str, nn.Module], Bits]
 
@@ -38,8 +40,8 @@ def _enter(module: nn.Module, args: Any) -> None:
         return
     close_interrupted()
     if not open_sessions():
-        leaves.note_all(module.parameters())
-    session = Session(vars(module)[SAVED], module, sys._getframe(1))
+        known_leaves.note_all(module.parameters())
+    session = Session(vars(module)[SAVED], module, sys._getframe(1), vars(module).get(LEAVES))
     session.enter()
     open_sessions().append(session)
 
@@ -62,8 +64,8 @@ class SavingStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_installed(self.module) or not torch.is_grad_enabled():  # restored meanwhile
             return self.__wrapped__(*args, **kwargs)
-        leaves.note_all(self.module.parameters())
-        session = Session(vars(self.module)[SAVED])
+        known_leaves.note_all(self.module.parameters())
+        session = Session(vars(self.module)[SAVED], leaves=vars(self.module).get(LEAVES))
         session.enter()
         outputs: list[Any] = []
         try:
@@ -78,8 +80,10 @@ def is_installed(module: nn.Module) -> bool:
     return SAVED in vars(module)
 
 
-def _install(module: nn.Module, bits: Bits) -> None:
+def _install(module: nn.Module, bits: Bits, leaves: Offload | None) -> None:
     vars(module)[SAVED] = bits
+    if leaves is not None:
+        vars(module)[LEAVES] = leaves
     module.register_forward_pre_hook(_enter)
     module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
@@ -89,6 +93,7 @@ def remove(module: nn.Module) -> bool:
     if not is_installed(module):
         return False
     del vars(module)[SAVED]
+    vars(module).pop(LEAVES, None)
     before = module._forward_pre_hooks
     after = module._forward_hooks
     for hooks, own in ((before, _enter), (after, _leave)):
@@ -160,14 +165,14 @@ def modes(model: nn.Module, saved_bits: SavedBits) -> Modes:
     return rows
 
 
-def install(model: nn.Module, wanted: Modes) -> None:
-    """Puts the hooks where the mode differs from the one around, and nowhere else."""
+def install(model: nn.Module, wanted: Modes, leaves: Offload | None = None) -> None:
+    """Puts the hooks where the mode differs from the one around, and nowhere else. leaves: of all of them."""
     close_interrupted()
     for module in model.modules():
         remove(module)
     for _, module, bits, outside in wanted:
         if bits != outside and not isinstance(module, _NEVER_CALLED):
-            _install(module, bits)
+            _install(module, bits, leaves)
 
 
 def installed(model: nn.Module) -> list[tuple[str, Bits]]:
@@ -181,9 +186,15 @@ def covered(model: nn.Module) -> dict[nn.Module, Bits]:
     return {module: bits for _, module, bits, _ in modes(model, own)} if own else {}
 
 
-def bring_back(model: nn.Module, own: list[tuple[str, Bits]]) -> None:
-    """Puts hooks back where :func:`installed` found them."""
+def state_of(model: nn.Module) -> list[tuple[str, Bits, Offload | None]]:
+    """The modules with hooks, and all options of each."""
     modules = dict(model.named_modules())
-    for name, bits in own:
+    return [(name, bits, vars(modules[name]).get(LEAVES)) for name, bits in installed(model)]
+
+
+def bring_back(model: nn.Module, own: list[tuple[str, Bits, Offload | None]]) -> None:
+    """Puts hooks back where :func:`state_of` found them."""
+    modules = dict(model.named_modules())
+    for name, bits, leaves in own:
         remove(modules[name])
-        _install(modules[name], bits)
+        _install(modules[name], bits, leaves)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from . import offload
 from .codecs import Codec, Layout
 
 CHANGED = (
@@ -219,12 +220,21 @@ def spared() -> int:
 class Stored(Value):
     """Data: the tensor as torch would hold it (``codec`` None), 8-bit codes, or bits.
 
-    outer: the hooks around ours, which get what is stored, such as save_on_cpu's.
+    outer: the hooks around ours, which get what is stored, such as save_on_cpu's. leaves: options of the data's
+    transfer to the host, where there are no such hooks.
     """
 
-    def __init__(self, x: Tensor, dtype: torch.dtype, codec: Codec | None, outer: Hooks | None) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        codec: Codec | None,
+        outer: Hooks | None,
+        leaves: offload.Offload | None = None,
+    ) -> None:
         super().__init__()
         self.dtype, self.precision, self.shape, self.outer = dtype, x.dtype, x.shape, outer
+        self.leaves = None if leaves is None or outer is not None or offload.is_parameter(x) else leaves
         self._watch(x, codec is None)
         self.source: tuple[weakref.ref, int] | None = None  # the storage and where in it
         self.codec: Codec | None = None
@@ -237,11 +247,12 @@ class Stored(Value):
 
     def _watch(self, x: Tensor, held: bool) -> None:
         """Notes x's version. held: x itself is stored, and a view of it shows the version counter."""
-        self.counter = x.detach() if (held and self.outer is None) or not is_plain(x) else version_of(x)
+        held = held and self.outer is None and self.leaves is None
+        self.counter = x.detach() if held or not is_plain(x) else version_of(x)
         self.version = x._version
 
-    def hold(self, x: Tensor) -> None:
-        self.codec, self.data, self.lossy, self.precision = None, self._give((x,)), False, x.dtype
+    def hold(self, x: Tensor, leaves: bool = True) -> None:
+        self.codec, self.data, self.lossy, self.precision = None, self._give((x,), leaves), False, x.dtype
         self.codec_before, self.coarse = None, False
         _spared.pop(id(self), None)
 
@@ -263,11 +274,15 @@ class Stored(Value):
     def __del__(self) -> None:
         _spared.pop(id(self), None)
 
-    def _give(self, data: Sequence[Tensor]) -> list[Any]:
-        return list(data) if self.outer is None else [self.outer[0](x) for x in data]
+    def _give(self, data: Sequence[Tensor], leaves: bool = True) -> Any:
+        if self.outer is not None:
+            return [self.outer[0](x) for x in data]
+        return offload.put(data, self.leaves) if leaves and self.leaves is not None else list(data)
 
-    def _take(self) -> list[Tensor]:
-        return self.data if self.outer is None else [self.outer[1](x) for x in self.data]
+    def _take(self) -> Sequence[Tensor]:
+        if self.outer is not None:
+            return [self.outer[1](x) for x in self.data]
+        return self.data.tensors() if isinstance(self.data, offload.Away) else self.data
 
     def fresh(self) -> bool:
         return self.counter._version == self.version
@@ -294,7 +309,7 @@ class Stored(Value):
         if storage is not None and storage._cdata not in passing:
             shape, stride, dtype = self.layout
             x, codec = torch.empty(0, dtype=dtype, device=storage.device), self.codec
-            self.hold(x.set_(storage, offset, shape, stride))
+            self.hold(x.set_(storage, offset, shape, stride), leaves=False)
             self.source, self.codec_before = None, codec
 
     def stay_exact(self) -> None:

@@ -19,6 +19,7 @@ from ..quant.layout import FLOATS, is_dense
 from . import callers, codecs, ranges, resolve, saved_value
 from .evaluation import evaluate
 from .leaves import leaves
+from .offload import Offload
 from .resolve import Resolver
 from .saved_value import Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
 from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
@@ -118,9 +119,13 @@ class Session:
     """The hooks of one ``with`` block, or of one forward pass of a module; ``bits`` None saves as torch does."""
 
     def __init__(
-        self, bits: int | str | None, module: nn.Module | None = None, frame: types.FrameType | None = None
+        self,
+        bits: int | str | None,
+        module: nn.Module | None = None,
+        frame: types.FrameType | None = None,
+        leaves: Offload | None = None,
     ) -> None:
-        self.bits, self.exact = bits, bits == EXACT
+        self.bits, self.exact, self.leaves = bits, bits == EXACT, leaves
         self.module, self.frame = module, frame  # whose call opens it, if one does
         self.opened = True
         self.below: Hooks | None = None
@@ -263,7 +268,7 @@ class Session:
         if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
             edge = waiting.edge_of(node)
             if edge is None:
-                packed.value = Stored(waiting.x, waiting.dtype, None, self.outer)
+                packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.leaves)
             else:
                 packed.value = self._value(waiting.x, edge, use, node, waiting)
             packed.value.uses += 1
@@ -301,7 +306,7 @@ class Session:
         if root is edge:
             return stored
         value = find(exact)
-        return stored_itself(edge, x, self.outer) if value is None else value
+        return stored_itself(edge, x, self.outer, self.leaves) if value is None else value
 
     def _mask(self, x: Tensor, edge: Edge, node: Any) -> Value | None:
         """One bit per element, for an operation that only reads whether x is between two limits. Not shared."""
@@ -311,7 +316,7 @@ class Session:
         value = Resolver(True, x._version > 0, beside_codes=True).resolve(edge, x.dtype)
         if value is not None:
             return value
-        stored = Stored(x, x.dtype, codec, self.outer)
+        stored = Stored(x, x.dtype, codec, self.outer, self.leaves)
         self.coded.append(weakref.ref(stored))
         return stored
 
@@ -323,7 +328,7 @@ class Session:
             old.upgrade(data)  # the exact one serves all users
             old.clipped = False
             return old
-        stored = Stored(data, root.dtype, codec, self.outer)
+        stored = Stored(data, root.dtype, codec, self.outer, self.leaves)
         stored.clipped = stored.codec is codecs.LOGARITHM
         register(root, stored)
         self._note(stored)
@@ -353,7 +358,7 @@ class Session:
     def _constant(self, x: Tensor) -> Stored:
         """What needs no gradient, exactly; masks in bits."""
         if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
-            return Stored(x, x.dtype, None, self.outer)
+            return Stored(x, x.dtype, None, self.outer, self.leaves)
         storage = x.untyped_storage()
         place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         known = self.constants.get(storage._cdata)
@@ -364,13 +369,13 @@ class Session:
             and (stored := known[2]()) is not None
         ):
             return stored
-        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer)
+        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer, self.leaves)
         self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
         self._note(stored)
         return stored
 
 
-def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None) -> Stored:
-    stored = Stored(x, x.dtype, None, outer)
+def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None, leaves: Offload | None) -> Stored:
+    stored = Stored(x, x.dtype, None, outer, leaves)
     register(edge, stored)
     return stored

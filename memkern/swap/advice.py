@@ -51,7 +51,7 @@ class Advice:
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restores buffers, random numbers and swaps afterwards."""
-    before, own = swapped_state(model), hooks.installed(model)
+    before, own = swapped_state(model), hooks.state_of(model)
     try:
         with same_state(model):
             yield

@@ -16,8 +16,10 @@ from ..fewbit.levels import check_bits
 from ..nn.embedding import MARK
 from ..saved import hooks
 from ..saved.hooks import SavedBits
+from ..saved.offload import BLOCKS, options_of
 from ..saved.session import EXACT, close_interrupted
 from . import match
+from .blocks import block_lists
 from .class_swap import ORIGINAL, revert
 from .measure import measure
 from .prune import prune
@@ -42,6 +44,8 @@ def compress(
     predicate: Predicate | None = None,
     *,
     saved_bits: SavedBits = None,
+    offload: bool = False,
+    offload_ahead: int | None = None,
     example: Any = None,
 ) -> Report:
     """Makes a model save less for its backward pass, in place; returns what was done and how much less that is.
@@ -74,6 +78,10 @@ def compress(
             ``saved_bits(name, module)``, called for every module, which returns 8, "exact" or None (as torch saves).
             Where few-bit activations are asked for too, they win. The context is not opened inside of
             torch.compile, where the compiler decides what is saved.
+        offload: what ``saved_bits`` stores goes to pinned host memory and comes back before the backward pass needs
+            it, see :class:`memkern.quantize_saved`. Default False.
+        offload_ahead: bytes that stay on the device or are back on it early; default: what the model's forward pass
+            stores, divided by the number of its blocks.
         example: a batch (one tensor, a tuple of arguments, or a dict of keyword arguments) on which the model is run
             before and after, with the graph alive: the report then says what was really saved, by module, and swaps
             that save nothing on it are taken back. Without it the report says what is possible at most.
@@ -86,8 +94,8 @@ def compress(
 
     Raises:
         TypeError: model is no module.
-        ValueError: an option out of range, or few-bit activations of a model whose parameters are all float64; before
-            anything is changed.
+        ValueError: an option out of range, few-bit activations of a model whose parameters are all float64, or
+            offload without saved_bits; before anything is changed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -102,6 +110,9 @@ def compress(
         options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
         match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
     hooks.check(model, saved_bits)
+    leaves = options_of(offload, offload_ahead, max(map(len, block_lists(model)), default=BLOCKS))
+    if leaves is not None and saved_bits is None:
+        raise ValueError("offload is for what saved_bits stores, got offload=True with saved_bits=None")
     wanted = None if saved_bits is None else hooks.modes(model, saved_bits)
     before = None if example is None else measure(model, example)
     covered = hooks.covered(model) if wanted is None else {module: bits for _, module, bits, _ in wanted}
@@ -114,7 +125,7 @@ def compress(
     if embeddings:
         compression.embeddings()
     if wanted is not None:
-        hooks.install(model, wanted)
+        hooks.install(model, wanted, leaves)
     if before is not None:
         prune(model, example, compression)
     return Report(
@@ -122,6 +133,7 @@ def compress(
         tuple(compression.left),
         tuple(compression.marked),
         saved=tuple(hooks.installed(model)),
+        offload=any(leaves is not None for _, _, leaves in hooks.state_of(model)),
         before=before,
         after=None if before is None else measure(model, example),
     )

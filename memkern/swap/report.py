@@ -57,14 +57,15 @@ def _grouped(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 class Report:
     """The result of ``memkern.compress``; ``print`` shows it.
 
-    saved: the modules around which ``saved_bits`` stands, and its value. before, after: what was measured on the
-    example, if there was one.
+    saved: the modules around which ``saved_bits`` stands, and its value. offload: whether what it stores leaves the
+    device. before, after: what was measured on the example, if there was one.
     """
 
     swapped: tuple[Swap, ...]
     left: tuple[Left, ...]
     marked: tuple[str, ...]
     saved: tuple[tuple[str, int | str | None], ...] = ()
+    offload: bool = False
     before: Measured | None = None
     after: Measured | None = None
 
@@ -94,7 +95,8 @@ class Report:
             )
         for name, bits in self.saved:
             mode = "as torch does" if bits is None else "exactly" if bits == "exact" else f"in {bits} bits"
-            lines.append(f"  {name or 'the model itself'}: what it saves is saved {mode}")
+            place = ", on the host" if self.offload and bits is not None else ""
+            lines.append(f"  {name or 'the model itself'}: what it saves is saved {mode}{place}")
         if self.before is not None and self.after is not None:
             lines += self._measured(self.before, self.after)
         if self.marked:

@@ -1,0 +1,568 @@
+"""Stored tensors that leave the device: when they leave and come back, and the order of the copies.
+
+What a forward pass stores is a stack: the backward pass needs the newest first. The newest ``ahead`` bytes stay on the
+device, so that what the last layers store never leaves, older ones are copied to the host, and when a backward pass
+takes one, those below it come back, up to ``ahead`` bytes of them. Each direction has a stream of its own. The host
+waits for nothing: a tensor's memory on the device is freed when its copy is known to have ended, or when the computing
+stream has been made to wait for the copy's event; and that wait comes only when more than ``ahead`` bytes are leaving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..quant.layout import is_dense
+from .codecs import Layout
+from .host_pool import ALIGNMENT, HostPool, Piece
+
+LEAST_BYTES = 2**18
+"""Smaller tensors stay: over PCIe 4 x16 this many bytes take 10 us, about as long as the host needs for the calls."""
+BLOCKS = 24
+"""Where the number of a model's blocks is not known (``quantize_saved``)."""
+
+
+PARTS = 4
+"""Transfers that a block's bytes are made in: several tensors share the calls for an event."""
+
+
+class Offload(NamedTuple):
+    """Options: ``ahead`` bytes, or None for what a block stores: a forward pass's bytes divided by ``blocks``."""
+
+    ahead: int | None = None
+    blocks: int = BLOCKS
+
+
+def options_of(offload: Any, ahead: Any, blocks: int = BLOCKS) -> Offload | None:
+    """The options as the arguments ``offload`` and ``offload_ahead`` give them; None without offload.
+
+    Raises:
+        ValueError: offload is no bool, offload_ahead neither None nor a number of bytes, or given without offload.
+    """
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload must be True or False, got {offload!r}")
+    if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
+        raise ValueError(f"offload_ahead must be None or a number of bytes, 0 or more, got {ahead!r}")
+    if ahead is not None and not offload:
+        raise ValueError(f"offload_ahead is for offload=True, got offload_ahead={ahead!r} without it")
+    return Offload(ahead, blocks) if offload else None
+
+
+# ---- copies and events
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""A copy's parts: where to, and from where."""
+
+
+class Copies:
+    """Copies where the device is the CPU: each is complete when the call returns, and an event is nothing."""
+
+    def slab(self, size: int) -> Any:
+        """Host memory."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def stream(self) -> Any:
+        """The current stream, on which tensors are allocated and used."""
+        return None
+
+    def down(self, pairs: Pairs, after: Any) -> Any:
+        """Copies to the host, after what the current stream does and after an event; the copy's event."""
+        return self._copy(pairs)
+
+    def up(self, pairs: Pairs, after: Any) -> Any:
+        """Copies to the device, after what the current stream does and after an event; the copy's event."""
+        return self._copy(pairs)
+
+    def wait(self, event: Any) -> None:
+        """The current stream waits for an event."""
+
+    def is_done(self, event: Any) -> bool:
+        """Whether an event is known to be complete; does not wait."""
+        return True
+
+    def used_here(self, x: Tensor) -> None:
+        """The current stream, on which x was not allocated, uses it."""
+
+    @staticmethod
+    def _copy(pairs: Pairs) -> None:
+        for to, x in pairs:
+            to.copy_(x, non_blocking=True)
+
+
+class StreamCopies(Copies):
+    """Copies of a device that has streams, from and to pinned memory. ``module``: torch.cuda or its like."""
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self.device, self.module = device, module
+        self._down, self._up = module.Stream(device), module.Stream(device)
+
+    def slab(self, size: int) -> Any:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def stream(self) -> Any:
+        return self.module.current_stream(self.device)
+
+    def down(self, pairs: Pairs, after: Any) -> Any:
+        return self._copy_on(self._down, pairs, after)
+
+    def up(self, pairs: Pairs, after: Any) -> Any:
+        return self._copy_on(self._up, pairs, after)
+
+    def _copy_on(self, stream: Any, pairs: Pairs, after: Any) -> Any:
+        # Of a copy down the current stream has made the values, of one up it has used the memory before.
+        stream.wait_stream(self.stream())
+        if after is not None:
+            stream.wait_event(after)
+        with self.module.stream(stream):
+            self._copy(pairs)
+        return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        self.stream().wait_event(event)
+
+    def is_done(self, event: Any) -> bool:
+        return event.query()
+
+    def used_here(self, x: Tensor) -> None:
+        x.record_stream(self.stream())
+
+
+class FakeCopies(Copies):
+    """Copies of fake tensors, of which nothing is copied: one down takes until something waits, or one up begins."""
+
+    def __init__(self) -> None:
+        self.ups = 0
+
+    def slab(self, size: int) -> Any:
+        return None
+
+    def down(self, pairs: Pairs, after: Any) -> Any:
+        return self.ups
+
+    def up(self, pairs: Pairs, after: Any) -> Any:
+        self.ups += 1
+        return self.ups
+
+    def is_done(self, event: Any) -> bool:
+        return event < self.ups
+
+
+# ---- what is stored
+
+STAYS, HELD, LEAVES, AWAY, EARLY, BACK = range(6)
+"""States of a record: on the device and not copied; the same, while somebody else holds the memory, so that a copy
+would free nothing; on its way; on the host alone; coming or come back and not asked for yet; asked for."""
+
+
+class Transfer:
+    """Records that leave or come back together, with one event. waited: the stream that has waited for it."""
+
+    __slots__ = ("alive", "event", "nbytes", "number", "records", "waited")
+
+    def __init__(self, records: list[Record], event: Any, number: int) -> None:
+        self.records, self.event, self.number, self.waited = records, event, number, _NO_STREAM
+        self.nbytes, self.alive = sum(record.nbytes for record in records), len(records)
+
+
+_NO_STREAM = object()
+
+
+class Record:
+    """The tensors of one stored value. small: those that stay; None in the places of the others."""
+
+    __slots__ = (
+        "alive", "back", "hosts", "index", "layouts", "left", "nbytes", "pieces", "small", "state", "stream", "tensors"
+    )  # fmt: skip
+
+    def __init__(self, data: Sequence[Tensor], large: list[Tensor], nbytes: int, index: int) -> None:
+        self.tensors: list[Tensor] | None = large
+        self.small = (
+            None if len(large) == len(data) else [None if any(x is y for y in large) else x for x in data]
+        )
+        self.nbytes, self.index, self.alive, self.state = nbytes, index, True, STAYS
+        self.pieces: list[Piece] | None = None
+        self.hosts: list[Tensor] | None = None  # in the piece, where it is one
+        self.layouts: list[Layout] = []  # else
+        self.left: Transfer | None = None
+        self.back: Transfer | None = None
+        self.stream: Any = None  # on which the tensors that came back were allocated
+
+    def found(self) -> list[Tensor]:
+        """All tensors, which are there."""
+        assert self.tensors is not None
+        if self.small is None:
+            return self.tensors
+        large = iter(self.tensors)
+        return [next(large) if x is None else x for x in self.small]
+
+
+class Away:
+    """What holds a record in place of its tensors."""
+
+    __slots__ = ("link", "record")
+
+    def __init__(self, link: Link, record: Record) -> None:
+        self.link, self.record = link, record
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors on the device, which the current stream may use."""
+        return self.link.take(self.record)
+
+    def __del__(self) -> None:
+        self.link.forget(self.record)
+
+
+class Link:
+    """All that is stored for one device, and its way to the host and back."""
+
+    def __init__(self, device: torch.device, copies: Copies, mode: Any = None) -> None:
+        self.device, self.copies, self.mode = device, copies, mode
+        self.pool = HostPool(copies.slab)
+        self.lock = threading.RLock()  # each device has its own thread in the backward pass
+        self.stack: list[Record] = []  # oldest first, dead ones among them
+        self.dead: deque[Record] = deque()  # not yet taken note of
+        self.staying: deque[Record] = deque()
+        self.held: deque[Record] = deque()
+        self.leaving: deque[Transfer] = deque()
+        self.back: OrderedDict[Record, None] = OrderedDict()  # the last that was asked for at the end
+        self.staying_bytes = self.leaving_bytes = self.back_bytes = 0
+        self.live = self.most = self.most_before = (
+            0  # bytes now, and at most since there were none and before that
+        )
+        self.few = 64
+        self.count = 0  # of transfers
+        self.enough = 0  # bytes that may be taken before more is sent for
+        self.last_taken = -1  # its index
+        self.last_up: Transfer | None = None
+        self.read: Transfer | None = None  # host memory that is free now may be written after it
+        self.views: dict[tuple[int, torch.dtype], Tensor] = {}  # of slabs
+        self.options = Offload()
+
+    @property
+    def ahead(self) -> int:
+        given, blocks = self.options
+        return max(self.most, self.most_before) // blocks if given is None else given
+
+    # ---- storing
+
+    def put(self, data: Sequence[Tensor], options: Offload) -> Sequence[Tensor] | Away:
+        """Tensors that may leave from now on; they themselves, where all of them stay."""
+        large = [x for x in data if x.nbytes >= LEAST_BYTES and is_of_dense_memory(x)]
+        if not large:
+            return list(data)
+        nbytes = sum([x.nbytes for x in large])
+        with self.lock:
+            if self.dead:
+                self.note_dead()
+            self.options, stack = options, self.stack
+            while stack and not stack[-1].alive:
+                stack.pop()
+            record = Record(data, large, nbytes, len(stack))
+            stack.append(record)
+            self.staying.append(record)
+            self.staying_bytes += nbytes
+            self.live += nbytes
+            self.most = max(self.most, self.live)
+            self.last_taken = -1
+            ahead = self.ahead
+            if self.staying_bytes > ahead or self.held:
+                self._send(ahead)
+            elif self.leaving:
+                self._free_what_left(ahead)
+        return Away(self, record)
+
+    def _send(self, ahead: int) -> None:
+        """Begins the copies of the oldest, so that ``ahead`` bytes stay, and a part of them more can."""
+        leave: list[Record] = []
+        most = ahead - ahead // PARTS if self.staying_bytes > ahead else ahead
+        while self.staying and (self.staying_bytes > most or not self.staying[0].alive):
+            record = self.staying[0]
+            if record.alive:
+                self._find_host_memory(record, leave)
+                self.staying_bytes -= record.nbytes
+            self.staying.popleft()
+        for _ in range(min(2, len(self.held))):
+            if (record := self.held.popleft()).alive:
+                self._find_host_memory(record, leave)
+        if leave:
+            pairs = [(h, x) for record in leave for h, x in self._parts(record)]
+            self.count += 1
+            transfer = Transfer(leave, self.copies.down(pairs, self.read and self.read.event), self.count)
+            self.read = None
+            for record in leave:
+                record.left, record.state = transfer, LEAVES
+            self.leaving.append(transfer)
+            self.leaving_bytes += transfer.nbytes
+        self._free_what_left(ahead)
+
+    def _find_host_memory(self, record: Record, leave: list[Record]) -> None:
+        assert record.tensors is not None
+        if all(map(is_held_elsewhere, record.tensors)):
+            record.state = HELD
+            self.held.append(record)
+            return
+        if record.pieces is None:
+            record.pieces = self.pool.take(
+                sum([-(-x.nbytes // ALIGNMENT) for x in record.tensors]) * ALIGNMENT
+            )
+            if len(record.pieces) == 1 and self.mode is None:
+                record.hosts = self._hosts(record.pieces[0], record.tensors)
+            else:
+                record.layouts = [Layout(x.shape, x.stride(), x.dtype) for x in record.tensors]
+        leave.append(record)
+
+    def _hosts(self, piece: Piece, like: list[Tensor]) -> list[Tensor]:
+        """A piece as tensors with the shapes and strides of others."""
+        slab, start, _ = piece
+        found = []
+        for x in like:
+            if (view := self.views.get((slab, x.dtype))) is None:
+                view = self.views[slab, x.dtype] = self.pool.slabs[slab].view(x.dtype)
+            found.append(view.as_strided(x.shape, x.stride(), start // x.element_size()))
+            start += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def _free_what_left(self, ahead: int) -> None:
+        while self.leaving:
+            transfer = self.leaving[0]
+            if not self.copies.is_done(transfer.event):
+                if self.leaving_bytes <= ahead or len(self.leaving) == 1:
+                    return
+                self.copies.wait(
+                    transfer.event
+                )  # its memory may be given to what the current stream does next
+            self._free(self.leaving.popleft())
+
+    def _free(self, transfer: Transfer) -> None:
+        self.leaving_bytes -= transfer.nbytes
+        for record in transfer.records:
+            record.tensors, record.state = None, AWAY
+
+    def _parts(self, record: Record) -> Iterable[tuple[Tensor, Tensor]]:
+        """(host, device): the tensors, or the bytes that are in each of several pieces."""
+        assert record.tensors is not None
+        if record.hosts is not None:
+            return zip(record.hosts, record.tensors, strict=True)
+        return [] if self.mode is not None else self._bytes(record.pieces or [], record.tensors)
+
+    def _bytes(self, pieces: Iterable[Piece], tensors: Iterable[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+        pieces, room, slab, start = iter(pieces), 0, 0, 0
+        for x in tensors:
+            flat = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+            done = 0
+            while done < len(flat):
+                if room <= 0:
+                    slab, start, room = next(pieces)
+                size = min(room, len(flat) - done)
+                yield self.pool.slabs[slab][start : start + size], flat[done : done + size]
+                start, room, done = start + size, room - size, done + size
+            room -= (pad := -len(flat) % ALIGNMENT)
+            start += pad
+
+    # ---- taking
+
+    def take(self, record: Record) -> list[Tensor]:
+        """A record's tensors; those that are below it on the stack begin to come back."""
+        with self.lock:
+            if self.dead:
+                self.note_dead()
+            # What is on its way and alive is needed next, and remains.
+            while self.leaving and not self.leaving[-1].alive and self.copies.is_done(self.leaving[-1].event):
+                self._free(self.leaving.pop())
+            missed = record.tensors is None
+            if missed:
+                self._fetch([record])
+            if record.state == EARLY:
+                record.state = BACK
+                self.back_bytes += record.nbytes
+            if record.state == BACK:
+                stream, transfer = self.copies.stream(), record.back
+                assert transfer is not None
+                if transfer.waited is not stream and transfer.waited != stream:
+                    self.copies.wait(transfer.event)
+                    transfer.waited = stream
+                if record.stream is not stream and record.stream != stream:
+                    for x in record.tensors or ():
+                        self.copies.used_here(x)
+                self._keep_few_back(record)
+            found = record.found()
+            self.enough -= record.nbytes
+            behind = missed or self.enough <= 0 or record.index > self.last_taken
+            if (
+                behind and torch._C._current_graph_task_id() != -1
+            ):  # not where a forward pass looks at something
+                self._fetch_below(record)
+            self.last_taken = record.index
+        return found
+
+    def _keep_few_back(self, record: Record) -> None:
+        """Frees what was asked for long ago, which a backward pass that keeps its graph leaves alive."""
+        self.back[record] = None
+        self.back.move_to_end(record)
+        while self.back_bytes > self.ahead and len(self.back) > 1:
+            other, _ = self.back.popitem(last=False)
+            self.back_bytes -= other.nbytes
+            if other.alive:
+                other.tensors, other.state = None, AWAY
+
+    def _fetch_below(self, record: Record) -> None:
+        """Sends for what is needed next, up to ``ahead`` bytes with what is on the device."""
+        ahead, early = self.ahead, 0
+        wanted: list[Record] = []
+        for i in range(record.index - 1, -1, -1):
+            if early >= ahead:
+                break
+            other = self.stack[i]
+            if not other.alive or other.state in (HELD, BACK):
+                continue
+            if other.state == AWAY:
+                if early and early + other.nbytes > ahead:
+                    break
+                wanted.append(other)
+            early += other.nbytes
+        if wanted:
+            self._fetch(wanted)
+        self.enough = early - ahead + ahead // PARTS
+
+    def _fetch(self, records: list[Record]) -> None:
+        stream = self.copies.stream()
+        for record in records:
+            record.tensors, record.stream = self._empty(record), stream
+        pairs = [(x, h) for record in records for h, x in self._parts(record)]
+        last = max([record.left.number for record in records if record.left], default=0)
+        after = next((r.left.event for r in records if r.left and r.left.number == last), None)
+        self.count += 1
+        transfer = Transfer(records, self.copies.up(pairs, after), self.count)
+        for record in records:
+            record.back, record.state = transfer, EARLY
+        self.last_up = transfer
+
+    def _empty(self, record: Record) -> list[Tensor]:
+        """Memory on the device."""
+        if record.hosts is not None:
+            return [torch.empty_like(h, device=self.device) for h in record.hosts]
+        with self.mode or contextlib.nullcontext():
+            return [
+                torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+                for shape, stride, dtype in record.layouts
+            ]
+
+    # ---- the end
+
+    def forget(self, record: Record) -> None:
+        """A record's last owner is gone. Takes no lock: this may be called at any time, from any thread."""
+        record.alive = False
+        if record.state in (STAYS, HELD, BACK):
+            record.tensors = None
+        self.dead.append(record)
+
+    def note_dead(self) -> None:
+        """Gives back the host memory of records that were forgotten."""
+        while self.dead:
+            record = self.dead.popleft()
+            self.live -= record.nbytes
+            if record.state == STAYS:
+                self.staying_bytes -= record.nbytes
+            elif record.state == EARLY:
+                assert record.back is not None
+                self.copies.wait(record.back.event)  # what is allocated next may get this memory
+                record.tensors = None
+            elif record in self.back:
+                del self.back[record]
+                self.back_bytes -= record.nbytes
+            if record.left is not None:
+                record.left.alive -= 1
+            if record.pieces is not None:
+                self.pool.give(record.pieces)
+                record.hosts = None
+                self.read = self.read if record.back is None else self.last_up
+            self.few -= 1
+        if self.live == 0 and self.most:
+            self.most_before, self.most = self.most, 0
+            for records in (self.stack, self.staying, self.held):
+                records.clear()
+        if self.few <= 0:  # of several graphs the older one may be used first
+            self.stack = [record for record in self.stack if record.alive]
+            for i, record in enumerate(self.stack):
+                record.index = i
+            self.few = max(64, len(self.stack))
+
+    def empty(self) -> int:
+        """Frees host memory that is not used; returns the bytes."""
+        with self.lock:
+            self.note_dead()
+            freed = self.pool.empty()
+            self.views = {key: view for key, view in self.views.items() if key[0] in self.pool.slabs}
+        return freed
+
+
+def is_of_dense_memory(x: Tensor) -> bool:
+    """Whether the elements are all of a part of memory."""
+    return x.layout == torch.strided and (x.is_contiguous() or is_dense(x.shape, x.stride()))
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Whether it is a parameter or a view of one, such as a frozen layer's weight, which the model holds."""
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+
+def is_held_elsewhere(x: Tensor) -> bool:
+    """Whether others than a record hold the memory: what runs now, or a model that has it as a buffer."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2  # x, and the storage's object here
+
+
+# ---- the links of all devices
+
+_links: dict[torch.device, Link] = {}
+_fake_links: weakref.WeakKeyDictionary[Any, dict[torch.device, Link]] = weakref.WeakKeyDictionary()
+
+
+def link_of(x: Tensor) -> Link:
+    """The link of a tensor's device."""
+    device = x.device
+    if isinstance(x, FakeTensor):
+        links = _fake_links.setdefault(x.fake_mode, {})
+        if device not in links:
+            links[device] = Link(device, FakeCopies(), x.fake_mode)
+        return links[device]
+    if (link := _links.get(device)) is None:
+        link = _links[device] = Link(device, copies_of(device))
+    return link
+
+
+def copies_of(device: torch.device) -> Copies:
+    return Copies() if device.type == "cpu" else StreamCopies(device, torch.get_device_module(device))
+
+
+def put(data: Sequence[Tensor], options: Offload) -> Sequence[Tensor] | Away:
+    """See :meth:`Link.put`."""
+    return link_of(data[0]).put(data, options)
+
+
+class HostBytes(NamedTuple):
+    """Host memory of the stored tensors of all devices: all of it, and what is used now."""
+
+    total: int
+    used: int
+
+
+def host_bytes() -> HostBytes:
+    for link in _links.values():
+        with link.lock:
+            link.note_dead()
+    return HostBytes(
+        sum(link.pool.total for link in _links.values()), sum(link.pool.used for link in _links.values())
+    )
+
+
+def empty_pools() -> int:
+    """Frees host memory that is not used; returns the bytes."""
+    return sum(link.empty() for link in _links.values())
