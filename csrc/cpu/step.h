@@ -21,7 +21,9 @@ namespace memkern {
 
 // The kernels of the instruction set in use. An op asks once, as this reads the environment.
 inline const Kernels& cpu_kernels() {
-#ifdef MEMKERN_X86
+#ifdef MEMKERN_ARM64
+  if (cpu_isa() == Isa::kNeon) return neon::kKernels;
+#elif defined(MEMKERN_X86)
   const Isa isa = cpu_isa();
   if (isa == Isa::kAvx512) return avx512::kKernels;
   if (isa == Isa::kAvx2) return avx2::kKernels;

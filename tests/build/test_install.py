@@ -103,7 +103,7 @@ def assert_cpu_is_available(env: Environment) -> None:
     report = env.info()
     assert report["backends"]["cpu"] == {"available": True, "reason": None}
     assert report["selected"]["cpu"] == "cpu"
-    assert report["cpu"]["instruction_set"] in ("generic", "avx2", "avx512")
+    assert report["cpu"]["instruction_set"] in ("generic", "avx2", "avx512", "neon")
     assert report["build"]["compiler"]
     assert env.step()["backend"] == "cpu"
 

@@ -16,9 +16,8 @@ import torch
 import memkern
 from memkern import optim
 from tests.fixtures import make_checkpoints, make_hashes
-from tests.support.helpers import skip_other_norms
+from tests.support.helpers import ISAS, skip_other_norms
 
-ISAS = ("generic", "avx2", "avx512")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ import memkern
 from memkern import backend as backends
 from memkern import optim
 
-ISAS = ("generic", "avx2", "avx512")
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+ISAS = ("generic", "neon") if ON_ARM else ("generic", "avx2", "avx512")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU (test_triton.py)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = ("power", "dynamic")

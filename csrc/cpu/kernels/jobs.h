@@ -106,5 +106,8 @@ extern const Kernels kKernels;
 namespace avx512 {
 extern const Kernels kKernels;
 }
+namespace neon {
+extern const Kernels kKernels;
+}
 
 }  // namespace memkern

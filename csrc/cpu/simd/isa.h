@@ -5,18 +5,23 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMKERN_X86 1
+#elif defined(__aarch64__)
+#define MEMKERN_ARM64 1
 #endif
 
 namespace memkern {
 
-enum class Isa { kGeneric, kAvx2, kAvx512 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kNeon };
 
 inline const char* isa_name(Isa isa) {
-  return isa == Isa::kAvx512 ? "avx512" : isa == Isa::kAvx2 ? "avx2" : "generic";
+  constexpr const char* kNames[] = {"generic", "avx2", "avx512", "neon"};
+  return kNames[static_cast<int>(isa)];
 }
 
 inline Isa best_isa() {
-#ifdef MEMKERN_X86
+#ifdef MEMKERN_ARM64
+  return Isa::kNeon;
+#elif defined(MEMKERN_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma")) {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -34,7 +39,7 @@ inline Isa cpu_isa() {
   const char* wish = std::getenv("MEMKERN_CPU_ISA");
   if (!wish) return best;
   if (!std::strcmp(wish, "generic")) return Isa::kGeneric;
-  if (!std::strcmp(wish, "avx2") && best > Isa::kAvx2) return Isa::kAvx2;
+  if (!std::strcmp(wish, "avx2") && best == Isa::kAvx512) return Isa::kAvx2;
   return best;
 }
 

@@ -1,0 +1,75 @@
+"""The CPU kernels for 64-bit ARM: cross-compiled, run by an emulator, and the same bits as x86's.
+
+Debian: apt-get install g++-aarch64-linux-gnu qemu-user
+"""
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests/support/cpu_kernels.cpp"
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-Wno-psabi"]
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with the kernels of x86"),
+    pytest.mark.skipif(
+        not (shutil.which(CROSS) and shutil.which(EMULATOR)), reason=f"{CROSS} or {EMULATOR} is not installed"
+    ),
+]
+
+
+def compile_driver(compiler: str, isas: tuple[str, ...], folder: Path, pool: ThreadPoolExecutor) -> Path:
+    """The driver with the kernels of some instruction sets, statically linked."""
+    sources = [ROOT / f"csrc/cpu/simd/compile_{isa}.cpp" for isa in isas] + [DRIVER]
+    objects = [folder / f"{compiler}-{source.stem}.o" for source in sources]
+    runs = f"-DISAS={' '.join(f'RUN({isa})' for isa in isas)}"
+
+    def compile_one(source: Path, target: Path) -> None:
+        flags = [*FLAGS, f"-I{ROOT / 'csrc'}", runs]
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
+
+    list(pool.map(compile_one, sources, objects))
+    program = folder / f"{compiler}-driver"
+    subprocess.run([compiler, "-static", *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+def hashes(*command: str) -> dict[str, dict[str, str]]:
+    """By instruction set and case."""
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, dict[str, str]] = {}
+    for line in printed.splitlines():
+        isa, rest = line.split(" ", 1)
+        case, digest = rest.rsplit(" ", 1)
+        found.setdefault(isa, {})[case] = digest
+    return found
+
+
+def test_every_kernel_gives_the_bits_of_x86(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "csrc/generate.py"))["write_headers"]()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        here = compile_driver("g++", ("generic", "avx2"), tmp_path, pool)
+        there = compile_driver(CROSS, ("generic", "neon"), tmp_path, pool)
+    with ThreadPoolExecutor(2) as pool:
+        emulated = pool.submit(hashes, EMULATOR, str(there))
+        x86, arm = hashes(str(here)), emulated.result()
+    cases = x86["generic"]
+    assert len(cases) > 9000
+    assert arm["neon"].keys() == arm["generic"].keys() == cases.keys()
+    different = [case for case in cases if arm["generic"][case] != cases[case]]
+    different += [
+        # Sums of squares are added up lane by lane: NEON's order is AVX2's.
+        case
+        for case in cases
+        if arm["neon"][case] != (x86["avx2"] if case.startswith("sum:") else cases)[case]
+    ]
+    assert not different
