@@ -363,3 +363,9 @@ def test_the_report_tells_of_a_wish_that_cannot_be(name: str, message: str) -> N
     result = python("import json, memkern; print(json.dumps(memkern.report()))", MEMKERN_BACKEND=name)
     assert result.returncode == 0, result.stderr
     assert message in json.loads(result.stdout)["selected"]["cpu"]
+
+
+def test_info_ends_quietly_where_nobody_reads_it() -> None:
+    command = f"{sys.executable} -m memkern info | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "BrokenPipe" not in done.stderr

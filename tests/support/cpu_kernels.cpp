@@ -360,9 +360,52 @@ void run(const char* name, const Kernels& kernels) {
   optimizers(kernels);
 }
 
+// One kernel, once, over whole blocks of 128: for counting its instructions
+// (benchmarks/studies/cpu_instructions.py).
+void run_one(const Kernels& kernels, const std::string& what, int64_t count) {
+  const FloatType type = what.find("bf16") != std::string::npos ? FloatType::kBf16 : FloatType::kFp32;
+  const BlockLayout l = layout_of(count, 0, 128);
+  Array x(count, size_of(type), true), grad(count, size_of(type), true), m(count, 1, false),
+      v(count, 1, false);
+  Array m_scale(l.blocks, 4, true), v_scale(l.blocks, 4, true);
+  const Dithers dithers(l.block, 1);
+  const AdamScalars adam = adam_scalars(1e-2, {0.9, 0.999, 1e-8, 0.01, 1.0, 0.0}, 1.0, 1);
+  const LionScalars lion = lion_scalars(1e-3, {0.9, 0.99, 0.01, 0.0}, 1.0);
+  for (int64_t i = 0; i < count; ++i) {  // 1.0, cheaply
+    if (type == FloatType::kFp32) static_cast<float*>(grad.data())[i] = 1.0f;
+    if (type == FloatType::kBf16) static_cast<bf16*>(grad.data())[i] = {0x3F80};
+  }
+  const auto step = [&](auto job, const auto& scalars, auto pick) {
+    job.param = x.data();
+    job.grad = grad.data();
+    job.m = m.data();
+    job.v = v.data();
+    job.m_scale = static_cast<float*>(m_scale.data());
+    job.v_scale = static_cast<float*>(v_scale.data());
+    job.layout = l;
+    job.kind = StateKind::kPower;
+    job.param_type = job.grad_type = type;
+    job.scalars = &scalars;
+    job.dither = {dithers.u.data(), dithers.rest.data()};
+    pick(job)(job, 0, l.blocks);
+  };
+  if (what.rfind("Adam", 0) == 0) return step(AdamJob{}, adam, kernels.adam);
+  if (what.rfind("Lion", 0) == 0) return step(LionJob{}, lion, kernels.lion);
+  const bool quantize = what.rfind("quantize", 0) == 0;
+  CodecJob job{};
+  job.layout = l;
+  job.values = grad.data();
+  job.codes = m.data();
+  job.scale = static_cast<float*>(m_scale.data());
+  kernels.codec(StateKind::kPower, type, true, quantize)(job, 0, l.blocks);
+}
+
 }  // namespace
 
-int main() {
-#define RUN(isa) run(#isa, isa::kKernels);
+// Without arguments every kernel; with an instruction set, a kernel and a number of elements that one.
+int main(int argc, char** argv) {
+#define RUN(isa)                           \
+  if (argc == 1) run(#isa, isa::kKernels); \
+  if (argc == 4 && !std::strcmp(argv[1], #isa)) run_one(isa::kKernels, argv[2], std::atoll(argv[3]));
   ISAS
 }

@@ -1,0 +1,111 @@
+"""Instructions per element of the CPU kernels for NEON and AVX2, counted in an emulator.
+
+tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128; qemu logs each basic
+block that it runs between the first and the last address of an instruction set's kernels. The difference of the two counts,
+over the elements between them, is what a loop costs without its start. Power codes, dithered in the optimizers.
+
+Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user. qemu has no AVX-512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .. import RESULTS, machine, report
+
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests/support/cpu_kernels.cpp"
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-Wno-psabi"]
+TOOLS = {  # instruction set: compiler, what lists symbols, emulator
+    "neon": ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-nm", ["qemu-aarch64"]),
+    "avx2": ("g++", "nm", ["qemu-x86_64", "-cpu", "max"]),
+}
+_KINDS = ("Adam", "Lion", "quantize", "dequantize")
+KERNELS = tuple(f"{kind} {dtype}" for kind in _KINDS for dtype in ("fp32", "bf16"))
+FEW, MANY = 4096, 12288
+COLUMNS = (*report.PROVENANCE, "instruction_set", "kernel", "instructions")
+
+
+def compile_driver(compiler: str, isas: tuple[str, ...], folder: Path, pool: ThreadPoolExecutor) -> Path:
+    """The driver with the kernels of some instruction sets, statically linked."""
+    sources = [ROOT / f"csrc/cpu/simd/compile_{isa}.cpp" for isa in isas] + [DRIVER]
+    objects = [folder / f"{compiler}-{source.stem}.o" for source in sources]
+    runs = f"-DISAS={' '.join(f'RUN({isa})' for isa in isas)}"
+
+    def compile_one(source: Path, target: Path) -> None:
+        flags = [*FLAGS, f"-I{ROOT / 'csrc'}", runs]
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
+
+    list(pool.map(compile_one, sources, objects))
+    program = folder / f"{compiler}-driver"
+    subprocess.run([compiler, "-static", *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+def _addresses(nm: str, program: Path, isa: str) -> str:
+    """Those of an instruction set's functions, which the linker has put side by side."""
+    lines = subprocess.run(
+        [nm, "-n", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    symbols = [found for line in lines if (found := re.match(r"(\w+) [tTwW] (.*)", line))]
+    own = [i for i, symbol in enumerate(symbols) if f"{len(isa)}{isa}" in symbol[2]]
+    return f"0x{symbols[own[0]][1]}..0x{symbols[own[-1] + 1][1]}"
+
+
+def _executed(log: Path) -> int:
+    """A basic block is listed when it is translated, and named by its address whenever it runs."""
+    sizes: dict[int, int] = {}
+    block, total = None, 0
+    with log.open(errors="replace") as lines:
+        for line in lines:
+            if ran := re.match(r"Trace \d+: \S+ \[\w+/(\w+)/", line):
+                total += sizes[int(ran[1], 16)]
+                block = None
+            elif listed := re.match(r"0x(\w+):", line):
+                block = int(listed[1], 16) if block is None else block
+                sizes[block] = sizes.get(block, 0) + 1
+            elif line.startswith("IN:"):
+                block = None
+    return total
+
+
+def rows() -> Iterator[dict[str, str]]:
+    provenance = machine.provenance("cpu")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
+        folder = Path(name)
+        log = folder / "log"
+        for isa, (compiler, nm, emulator) in TOOLS.items():
+            program = compile_driver(compiler, (isa,), folder, pool)
+            options = ["-d", "in_asm,exec,nochain", "-dfilter", _addresses(nm, program, isa), "-D", str(log)]
+            for kernel in KERNELS:
+                counts = []
+                for size in (FEW, MANY):
+                    subprocess.run([*emulator, *options, program, isa, kernel, str(size)], check=True)
+                    counts.append(_executed(log))
+                per_element = (counts[1] - counts[0]) / (MANY - FEW)
+                yield provenance | dict(zip(COLUMNS[-3:], (isa, kernel, f"{per_element:.1f}"), strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.cpu_instructions", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
+    args = parser.parse_args(argv)
+    path = args.out / "cpu-instructions.csv"
+    for row in rows():
+        report.append(path, [row], COLUMNS)
+        print(*(row[name] for name in COLUMNS[-3:]), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
