@@ -47,7 +47,8 @@ def apply(model: nn.Module, techniques: Techniques) -> None:
         _block_lists_of(model, techniques.checkpointing)  # raises before anything is changed
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
-        compress(model, bits or ("recompute" if saved else None), linear=share, saved_bits=saved)
+        activations = bits or ("recompute" if saved else None)
+        compress(model, activations, linear=share, saved_bits=saved, offload=techniques.offload_saved)
     if techniques.checkpointing:
         checkpoint_blocks(model, techniques.checkpointing)
 

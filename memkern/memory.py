@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .saved.offload import HostBytes, empty_pools, host_bytes
+from .saved.offload import HostBytes, empty_pools, host_bytes, is_in_transfer
 
 Held = Tensor | nn.Module | torch.optim.Optimizer
 
@@ -75,6 +75,8 @@ class Storage:
 class LiveBytes(TorchDispatchMode):
     """Follows the storages that operators return until they are freed, which a weak reference's callback notices.
 
+    Of fake tensors that leave the device (``offload=True``), the memory on the device is followed.
+
     held: tensors that exist before. counted: whether their bytes count.
     on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator.
 
@@ -127,6 +129,9 @@ class LiveBytes(TorchDispatchMode):
         # of it is no new storage.
         self._track(tree_leaves((args, kwargs)), counted=False)
         out = func(*args, **kwargs)
+        if is_in_transfer():
+            self._track(tree_leaves(out), counted=True)
+            return out
         self.clock += 1
         self._track(tree_leaves(out), counted=True)
         self._on_operator(func, args, kwargs, out)

@@ -135,6 +135,7 @@ class Techniques:
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
+    offload_saved: what ``saved_bits`` stores goes to host memory and comes back before the backward pass needs it.
     offload: the optimizer's states, errors and gradients are on the host, where the step is computed
         (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``); bf16 weights are there in fp32, or with
         ``master_weights`` in 16 or 8 bits as these.
@@ -172,6 +173,9 @@ class Techniques:
         False, "update each parameter as soon as it has its gradient, and free the gradient", (False, True)
     )
     loss_chunk: int | None = option(None, "classes whose logits are in memory at a time", at_least(1))
+    offload_saved: bool = option(
+        False, "what --saved-bits stores goes to host memory, and comes back in time", (False, True)
+    )
     offload: bool = option(False, "keep the optimizer's states in host memory, and step there", (False, True))
     micro_batch: int = option(1, "sequences in a forward pass", at_least(1))
     accumulation: int = option(1, "forward passes in an optimizer step", at_least(1))
@@ -180,6 +184,10 @@ class Techniques:
         if isinstance(self.state_bits, list):  # as JSON has it
             object.__setattr__(self, "state_bits", tuple(self.state_bits))
         check_fields(self)
+        if self.offload_saved and self.saved_bits is None:
+            raise not_allowed(
+                "offload_saved", True, "False without saved_bits: it is for what saved_bits stores"
+            )
         self._check_precision()
         self._check_optimizer()
         self._check_gradients()
@@ -271,7 +279,10 @@ class Techniques:
         if self.activation_bits:
             yield f"{self.activation_bits}-bit activations"
         if self.saved_bits:
-            yield "saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)"
+            place = ", on the host" if self.offload_saved else ""
+            yield (
+                "saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)"
+            ) + place
         if self.linear_share is not None:
             yield f"linear gradients from {100 * self.linear_share:g} % of the tokens"
         if self.checkpointing:

@@ -27,21 +27,44 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"activation_bits": 3, "saved_bits": 8},
     {"activation_bits": 3, "checkpointing": "blocks"},
     {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks"},
+    {"activation_bits": 3, "saved_bits": "exact", "offload_saved": True},
+    {"activation_bits": 3, "saved_bits": 8, "offload_saved": True},
+    {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks", "offload_saved": True},
 )
-"""Candidates for what is saved for the backward pass, from the most memory to the least."""
+"""Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
+NO_SAVING: dict[str, Any] = {"checkpointing": None, "saved_bits": None, "offload_saved": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "checkpoints": {"checkpointing": "blocks"},
+    "codes": {"saved_bits": 8},
+    "codes on the host": {"saved_bits": 8, "offload_saved": True},
+    "checkpoints in codes": {"checkpointing": "blocks", "saved_bits": 8},
+    "checkpoints in codes on the host": {"checkpointing": "blocks", "saved_bits": 8, "offload_saved": True},
+}
+"""Ways of saving less for the backward pass that a plan compares."""
 LOSS_CHUNK = 4096  # classes
 MAX_MICRO_BATCH = 4096
 
 
 class Chooser:
-    """The choice for optimizer steps of ``batch_size`` sequences. given: fields of Techniques that stay as they are."""
+    """The choice for optimizer steps of ``batch_size`` sequences.
 
-    def __init__(self, predictor: Predictor, given: Mapping[str, Any], batch_size: int, clip: float) -> None:
+    given: fields of Techniques that stay as they are. host_memory: bytes on the host, None for any number.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        given: Mapping[str, Any],
+        batch_size: int,
+        clip: float,
+        host_memory: int | None = None,
+    ) -> None:
         self.predictor, self.given, self.batch_size, self.clip = predictor, dict(given), batch_size, clip
+        self.host_memory = host_memory
 
     @functools.cached_property
     def saving(self) -> tuple[dict[str, Any], ...]:
-        """``SAVING``, without checkpoints for a model that has no list of like blocks."""
+        """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
         import torch
 
         from ..applying import block_lists
@@ -53,13 +76,23 @@ class Chooser:
         else:
             with torch.device("meta"):
                 model = source.build(torch.float32)
-        has_blocks = any(True for _ in block_lists(model))
-        return SAVING if has_blocks else tuple(each for each in SAVING if "checkpointing" not in each)
+        excluded = set() if any(True for _ in block_lists(model)) else {"checkpointing"}
+        if self.predictor.device == "cpu":
+            excluded.add("offload_saved")
+        return tuple(each for each in SAVING if not excluded & each.keys())
 
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same optimizer and weights, with the least activations."""
         chunk = LOSS_CHUNK if self.predictor.source.is_language_model else None
-        return techniques.replace(**({**self.saving[-1], "loss_chunk": chunk} | self.given))
+        for saving in reversed(self.saving):  # but for what excludes what is given
+            with contextlib.suppress(OptionError):
+                found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk} | self.given))
+                if self.host_memory is None or not found.offload_saved or self._host_fits(found):
+                    return found
+        return techniques
+
+    def _host_fits(self, techniques: Techniques) -> bool:
+        return self.host_memory is None or self.predictor.predict(techniques).host <= self.host_memory
 
     @functools.cached_property
     def candidates(self) -> list[Techniques]:
@@ -103,21 +136,44 @@ class Chooser:
     def fastest(self, memory: int) -> Prediction | None:
         """The fastest set that fits; of sets within 2 % of its time, the one with the fewest techniques."""
         predict = self.predictor.predict
+
+        def rank(seconds: float, techniques: Techniques) -> tuple[int, int]:
+            return round(math.log(seconds) / 0.02), _changes(techniques)
+
         found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
-        found.sort(key=lambda t: (round(math.log(self.predictor.seconds(t)) / 0.02), _changes(t)))
-        for techniques in found:
-            if (
-                predict(self.frugal(techniques)).peak <= memory
-                and (prediction := predict(techniques)).peak <= memory
-            ):
-                return prediction
-        return None
+        ranks = {t: rank(self.predictor.seconds(t), t) for t in found}  # without the time of transfers
+        best: Prediction | None = None
+        for techniques in sorted(found, key=ranks.__getitem__):
+            if best is not None and ranks[techniques] >= rank(best.seconds, best.techniques):
+                break
+            if predict(self.frugal(techniques)).peak > memory:
+                continue
+            prediction = predict(techniques)
+            if prediction.peak > memory or not self._host_fits(techniques):
+                continue
+            if best is None or rank(prediction.seconds, techniques) < rank(best.seconds, best.techniques):
+                best = prediction
+        return best
+
+    def fastest_of_each(self, memory: int) -> dict[str, Prediction | None]:
+        """The fastest set that fits with each way of saving less, and nothing where none does."""
+        found = {}
+        for name, saving in WAYS.items():
+            own = {**NO_SAVING, **saving}
+            if all(key not in self.given or self.given[key] == value for key, value in own.items()):
+                given = {**self.given, **own}
+                chooser = Chooser(self.predictor, given, self.batch_size, self.clip, self.host_memory)
+                found[name] = chooser.fastest(memory)
+        return found
 
     def largest_micro_batch(self, techniques: Techniques, memory: int) -> int:
         """The largest number of sequences in a forward pass that fits; ``techniques`` must fit as they are."""
 
         def peak(size: int) -> int:
-            return self.predictor.predict(techniques.replace(micro_batch=size)).peak
+            found = self.predictor.predict(techniques.replace(micro_batch=size))
+            if self.host_memory is None:
+                return found.peak
+            return max(found.peak, int(memory * found.host / self.host_memory))  # as a share of what there is
 
         fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch
         while fails - fits > 1:

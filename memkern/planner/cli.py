@@ -25,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", required=True, metavar="SIZE", help="such as 12GiB: all that a process may use"
     )
+    text = "such as 64GiB: what offload may use on the host (default: any)"
+    parser.add_argument("--host-memory", metavar="SIZE", help=text)
+    text = "between host and device: pcie4, pcie5 (x16) or c2c (default: pcie4)"
+    parser.add_argument("--link", metavar="NAME", help=text)
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sequence; not for images")
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
     text = "sequences of an optimizer step (default: 1)"
@@ -59,6 +63,8 @@ def main(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         clip=args.clip,
         dropout=args.dropout,
+        host_memory=args.host_memory,
+        link=args.link,
     )
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)
     if args.png is not None:

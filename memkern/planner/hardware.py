@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ..options import Techniques
 
@@ -23,9 +24,12 @@ class Hardware:
     process: int
 
 
+LINKS = {"pcie4": 25e9, "pcie5": 50e9, "c2c": 360e9}
+"""Bytes per second in one direction: four fifths of the nominal rates of PCIe 4.0 and 5.0 x16 and of NVLink-C2C."""
+
 DEFAULTS = {
-    # A card of 12 GB: 13 TFLOP/s in fp32, 50 in bf16, half of which matrix products reach; PCIe 4.0.
-    "cuda": Hardware(8e12, 25e12, 360e9, 20e9, 30e9, 768 << 20),
+    # A card of 12 GB: 13 TFLOP/s in fp32, 50 in bf16, half of which matrix products reach.
+    "cuda": Hardware(8e12, 25e12, 360e9, LINKS["pcie4"], 30e9, 768 << 20),
     # Two cores with AVX-512 and AMX. The process is that of python -m memkern train, measured at 0.55 GiB.
     "cpu": Hardware(0.15e12, 0.5e12, 35e9, 35e9, 35e9, 576 << 20),
 }
@@ -51,17 +55,21 @@ def seconds(
     saved: int,
     weight_bytes: int,
     state_bytes: int,
+    attention: float = 0.0,
+    left: int = 0,
 ) -> float:
     """Seconds of an optimizer step.
 
-    6 N D operations for N parameters and D tokens: a third each for the forward pass, the gradients of the activations
-    and those of the weights. Checkpoints repeat the forward pass, randomized linear layers compute their share of the
-    weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads and writes what is saved
-    once more in each pass. The step reads and writes weights, errors and states and reads gradients; with offload
-    gradients and weights go over the link, and weights back.
+    6 N D operations for N parameters and D tokens, and those of attention: a third each for the forward pass, the
+    gradients of the activations and those of the weights. Checkpoints repeat the forward pass, randomized linear layers
+    compute their share of the weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads
+    and writes what is saved once more in each pass; with ``offload_saved`` a pass takes at least the time of its
+    transfers. The step reads and writes weights, errors and states and reads gradients; with offload gradients and
+    weights go over the link, and weights back.
 
     head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any
-    technique. state_bytes: of the optimizer and of the errors.
+    technique. state_bytes: of the optimizer and of the errors. attention: operations per token of the products of
+    queries, keys, probabilities and values in a forward pass. left: bytes of a micro-batch that leave the device.
     """
     passes = 3.0
     if techniques.checkpointing:
@@ -69,8 +77,13 @@ def seconds(
     if techniques.linear_share is not None:
         passes -= 1 - techniques.linear_share
     rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
-    operations = 2 * parameters * passes + (2 * head if techniques.loss_chunk else 0)
-    total = techniques.accumulation * techniques.micro_batch * tokens * operations / rate
+    of_a_pass = techniques.micro_batch * tokens * (2 * parameters + attention) / rate
+    micro_batch = passes * of_a_pass
+    if techniques.loss_chunk:
+        micro_batch += techniques.micro_batch * tokens * 2 * head / rate
+    for hides in (of_a_pass, (passes - 1) * of_a_pass):
+        micro_batch += max(0.0, left / hardware.link - hides)
+    total = techniques.accumulation * micro_batch
     if techniques.saved_bits:
         total += techniques.accumulation * 2 * saved / hardware.bandwidth
     gradients = weight_bytes
@@ -80,3 +93,18 @@ def seconds(
     if techniques.offload:
         total += (techniques.accumulation * gradients + 2 * weight_bytes) / hardware.link
     return total
+
+
+def hidden_from(
+    hardware: Hardware, techniques: Techniques, *, parameters: int, quadratic: float, left: float
+) -> int | None:
+    """Tokens from which the arithmetic of a forward pass takes as long as the transfer of what it stores.
+
+    Both are proportional to the tokens but for attention, whose operations per token are ``quadratic`` times the
+    tokens. ``left``: bytes per token. None: never.
+    """
+    rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
+    lacking = left * rate / hardware.link - 2 * parameters
+    if lacking <= 0:
+        return 1
+    return math.ceil(lacking / quadratic) if quadratic else None

@@ -139,6 +139,17 @@ class Configured:
         return self.seq_len
 
     @property
+    def attention(self) -> float:
+        """Operations per token and token of the sequence of a forward pass's attention, all layers together."""
+        config = self.config
+        heads = getattr(config, "num_attention_heads", None)
+        width = getattr(config, "hidden_size", None)
+        if heads is None or width is None or self.depth is None:
+            return 0.0
+        width = heads * (getattr(config, "head_dim", None) or width // heads)
+        return self.depth * width * (2.0 if self.is_language_model else 4.0)  # half of it is masked
+
+    @property
     def takes_images(self) -> bool:
         return _architecture(self.config).endswith("ForImageClassification")
 
@@ -170,6 +181,7 @@ class Given:
     loss: Loss = model_output_loss
     is_language_model: bool = False
     depth: None = None
+    attention: float = 0.0
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """A copy of the module on fake tensors, with its weights in a dtype."""

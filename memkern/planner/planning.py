@@ -13,7 +13,7 @@ from typing import Any
 from ..options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allowed
 from . import fake_cuda
 from .choice import Chooser
-from .hardware import DEFAULTS, Hardware, default
+from .hardware import DEFAULTS, LINKS, Hardware, default
 from .prediction import BAND, Predictor
 from .report import Plan
 from .smaller import Asked, would_fit
@@ -31,6 +31,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16 weights, 8-bit errors": {"precision": "bf16", "master_weights": "bf16+8"},
     "step in backward": {"step_in_backward": True, "accumulation": 1},
     "loss in chunks": {"loss_chunk": 4096},
+    "8 bits, on the host": {"saved_bits": 8, "offload_saved": True},
     "offload": {"offload": True},
 }
 """The rows of the table: each technique by itself."""
@@ -66,6 +67,8 @@ def plan(
     clip: float = 0.0,
     dropout: float | None = None,
     hardware: Hardware | None = None,
+    host_memory: int | str | None = None,
+    link: str | None = None,
 ) -> Plan:
     """Predicts what a training step needs, by category and technique, and chooses techniques that make it fit.
 
@@ -90,6 +93,8 @@ def plan(
         clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
+        host_memory: bytes on the host that offload may use, or a text such as "64GiB"; default any number.
+        link: between host and device, in place of the hardware's: "pcie4" and "pcie5" (x16), "c2c".
 
     Raises:
         OptionError: an argument that cannot be used, with what was given and what is allowed.
@@ -106,6 +111,12 @@ def plan(
         raise not_allowed("clip", clip, NOT_NEGATIVE.words)
     given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     _check_given(given)
+    if link is not None and link not in LINKS:
+        raise not_allowed("link", link, ", ".join(LINKS))
+    speeds = hardware or default(device)
+    if link is not None:
+        speeds = dataclasses.replace(speeds, link=LINKS[link])
+    on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")
     source = resolve(model, seq_len, inputs, loss, dropout)
     arguments: dict[str, Any] = {
         "memory": limit,
@@ -114,7 +125,7 @@ def plan(
         "batch_size": batch_size,
         "clip": clip,
     }
-    arguments |= {"source": source, "hardware": hardware or default(device)}
+    arguments |= {"source": source, "hardware": speeds, "host_memory": on_host}
     if device == "cpu":
         return _plan(counted_on="cpu", **arguments)
     return _plan_for_cuda(arguments)
@@ -125,8 +136,10 @@ def _check_given(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in names:
             raise not_allowed("techniques", name, ", ".join(names))
-    # Checks the values. master_weights needs bf16 weights, which the planner chooses if precision is not given.
-    Techniques(**({"precision": "bf16"} if given.get("master_weights") else {}) | dict(given))
+    # Checks the values. What others of them need is the planner's choice if it is not given.
+    needed: dict[str, Any] = {"precision": "bf16"} if given.get("master_weights") else {}
+    needed |= {"saved_bits": 8} if given.get("offload_saved") else {}
+    Techniques(**needed | dict(given))
 
 
 def _plan_for_cuda(arguments: dict[str, Any]) -> Plan:
@@ -156,14 +169,15 @@ def _plan(
     batch_size: int,
     clip: float,
     hardware: Hardware,
+    host_memory: int | None,
 ) -> Plan:
     predictor = Predictor(source, device, counted_on, hardware)
-    chooser = Chooser(predictor, given, batch_size, clip)
+    chooser = Chooser(predictor, given, batch_size, clip, host_memory)
     alone = {}
     for name, changes in ALONE.items():
         if "loss_chunk" in changes and not source.is_language_model:
             continue
-        if name == "offload" and device == "cpu":
+        if {"offload", "offload_saved"} & changes.keys() and device == "cpu":
             continue
         with contextlib.suppress(OptionError):
             alone[name] = predictor.predict(Techniques(**changes))
@@ -188,7 +202,12 @@ def _plan(
         best,
         largest,
         counted_on,
-        () if best else tuple(would_fit(Asked(predictor, given, batch_size, clip, hardware), memory)),
+        ()
+        if best
+        else tuple(would_fit(Asked(predictor, given, batch_size, clip, hardware, host_memory), memory)),
         plain.peak <= limit,
         source.loss_code,
+        host_memory,
+        hardware.link,
+        {} if device == "cpu" or plain.peak <= limit else chooser.fastest_of_each(limit),
     )

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from ..options import Techniques
-from .hardware import Hardware, seconds
+from .hardware import Hardware, hidden_from, seconds
 
 CATEGORIES = (
     "parameters",
@@ -33,8 +33,10 @@ class Prediction:
     """What a step with given techniques needs.
 
     categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
-    host: bytes on the host with offload: weights, states, and buffers for the transfers. seconds: of an optimizer step,
-    by the model of memkern/planner/hardware.py.
+    host: bytes on the host with offload: weights, states, and buffers for the transfers; and ``left``, what leaves the
+    device in a forward pass with offload_saved. hidden_from: tokens from which a forward pass's arithmetic takes as
+    long as the transfer of that, None if no number does. seconds: of an optimizer step, by the model of
+    memkern/planner/hardware.py.
     """
 
     techniques: Techniques
@@ -42,6 +44,8 @@ class Prediction:
     phases: dict[str, int]
     host: int
     seconds: float
+    left: int = 0
+    hidden_from: int | None = None
 
     @property
     def peak(self) -> int:
@@ -68,6 +72,7 @@ class Predictor:
                 master_weights=None,
                 step_in_backward=False,
                 offload=False,
+                offload_saved=techniques.offload_saved and self.device != "cpu",
                 accumulation=1,
             )
         )
@@ -90,6 +95,7 @@ class Predictor:
         from .trace import peaks
 
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
+        left = traces[0].left
         leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
         accumulates = techniques.accumulation > 1 and not leaves
         on_host = techniques.offload and self.device != "cpu"
@@ -127,11 +133,22 @@ class Predictor:
             techniques,
             {name: largest.get(name, 0) for name in CATEGORIES},
             sums,
-            copies + fixed.errors + fixed.optimizer + fixed.gradients if on_host else 0,
-            self.seconds(techniques),
+            (copies + fixed.errors + fixed.optimizer + fixed.gradients if on_host else 0) + left,
+            self.seconds(techniques, left),
+            left,
+            hidden_from(
+                self.hardware,
+                techniques,
+                parameters=fixed.count,
+                quadratic=self.source.attention,
+                left=left / (techniques.micro_batch * self.source.tokens),
+            )
+            if left
+            else None,
         )
 
-    def seconds(self, techniques: Techniques) -> float:
+    def seconds(self, techniques: Techniques, left: int = 0) -> float:
+        """Seconds of a step. left: bytes that leave the device; without them a lower bound."""
         fixed = self.fixed(techniques)
         plain = Techniques(precision=techniques.precision, micro_batch=techniques.micro_batch)
         return seconds(
@@ -143,6 +160,8 @@ class Predictor:
             saved=self._saved(plain) if techniques.saved_bits else 0,
             weight_bytes=fixed.parameters,
             state_bytes=fixed.optimizer + fixed.errors,
+            attention=self.source.attention * self.source.tokens,
+            left=left,
         )
 
     def _saved(self, techniques: Techniques) -> int:

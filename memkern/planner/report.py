@@ -27,6 +27,8 @@ class Plan:
     the truth may be above and below a prediction. What is recommended fits even if the truth is above by the band.
     changes: where nothing fits, the changes that are enough by themselves; if there are none, all that help.
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
+    host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ways: the
+    fastest that fits with each of the ways of saving less for the backward pass, None where nothing does.
     """
 
     model: str
@@ -42,6 +44,9 @@ class Plan:
     changes: tuple[Change, ...] = ()
     fits_as_it_is: bool = False
     loss: str = "model(**batch).loss"
+    host_memory: int | None = None
+    link: float = 0.0
+    ways: dict[str, Prediction | None] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -69,6 +74,7 @@ class Plan:
             "alone": {name: row(p) for name, p in self.alone.items()},
             "together": row(self.together),
             "recommended": row(self.recommended),
+            "ways": {name: row(p) for name, p in self.ways.items()},
         }
 
     def code(self) -> str:
@@ -145,9 +151,31 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield f"Largest micro-batch with these: {plan.largest_micro_batch}."
     if p.host:
         yield f"On the host: {p.host / GIB:.2f} GiB."
+    if p.left:
+        yield _transfers(plan, p)
+    yield from _ways(plan, p)
     yield "In a loop of your own:"
     yield ""
     yield plan.code()
+
+
+def _transfers(plan: Plan, p: Prediction) -> str:
+    hidden = "no length" if p.hidden_from is None else f"{p.hidden_from:,} tokens on"
+    return (
+        f"Saved tensors: {p.left / GIB:.2f} GiB to the host and back for a micro-batch, at {plan.link / 1e9:g} GB/s "
+        f"{p.left / plan.link:.2f} s each way; a forward pass's arithmetic hides that from {hidden}."
+    )
+
+
+def _ways(plan: Plan, best: Prediction) -> Iterator[str]:
+    """How much longer a step takes with each way of saving less for the backward pass."""
+    if not plan.ways:
+        return
+    times = (
+        f"{name} {p.seconds / best.seconds:.2f}x" if p is not None else f"{name} do not fit"
+        for name, p in plan.ways.items()
+    )
+    yield f"The fastest that fits with each way of saving less, time against this: {', '.join(times)}."
 
 
 def would_fit(plan: Plan) -> Iterator[str]:

@@ -13,7 +13,11 @@ from .models import Configured
 from .prediction import BAND, Predictor
 
 SHORTEST = 64  # tokens of a sequence: shorter ones are not proposed
-TOGETHER = (("micro_batch", "accumulation"), ("precision", "master_weights"))
+TOGETHER = (
+    ("micro_batch", "accumulation"),
+    ("precision", "master_weights"),
+    ("saved_bits", "offload_saved"),
+)
 """Techniques that are left to the planner in pairs, as one depends on the other."""
 
 
@@ -38,9 +42,10 @@ class Asked:
     batch_size: int
     clip: float
     hardware: Hardware
+    host_memory: int | None = None
 
     def chooser(self) -> Chooser:
-        return Chooser(self.predictor, self.given, self.batch_size, self.clip)
+        return Chooser(self.predictor, self.given, self.batch_size, self.clip, self.host_memory)
 
     def needs(self) -> int:
         """Bytes that the smallest step fits in."""

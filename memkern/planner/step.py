@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
+from ..saved.offload import fake_bytes_on_host
 from .models import Configured, Source
 from .trace import Trace, aligned, record
 
@@ -37,12 +40,13 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     depth = source.depth
-    # Groups of sqrt(L) blocks are not alike: the last one is smaller.
+    # Groups of sqrt(L) blocks are not alike: the last one is smaller. What leaves the device depends on all blocks.
     if (
         not isinstance(source, Configured)
         or depth is None
         or depth <= FEW + 1
         or techniques.checkpointing == "sqrt"
+        or techniques.offload_saved
     ):
         return [trace(source, techniques, device)], 0
     few, many = (trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1))
@@ -63,13 +67,30 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
             batch = floats_to(batch, torch.bfloat16)
 
         def forward() -> Tensor:
-            with autocast(techniques, device):
+            with autocast(techniques, device), _no_packed_sequences():
                 if techniques.loss_chunk:
                     assert isinstance(batch, dict)
                     return chunked_loss(model, batch, techniques.loss_chunk)
                 return source.loss(model, batch)
 
-        return record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
+        found = record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
+    return dataclasses.replace(found, left=fake_bytes_on_host(mode))
+
+
+@contextlib.contextmanager
+def _no_packed_sequences() -> Iterator[None]:
+    """transformers cannot look at the positions of fake tensors, and would mask attention as for packed sequences."""
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masks, name, None)
+    if before is None:
+        yield
+        return
+    setattr(masks, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, before)
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:

@@ -57,12 +57,14 @@ class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
     accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
+    left: most bytes that were on the host.
     """
 
     storages: list[Storage]
     accumulated: dict[Storage, int]
     operators: list[Operator]
     middle: int
+    left: int = 0
 
     @property
     def end(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,12 +37,22 @@ def _tensors_of(call: Any) -> Iterator[Tensor]:
 
 
 def _enter(module: nn.Module, args: Any) -> None:
+    _open(module, sys._getframe(1))
+
+
+def _enter_base(module: nn.Module, args: Any) -> None:
+    """Of a model's ``base_model``: a loop that computes the loss itself may call it in place of the model."""
+    if not open_sessions():
+        _open(module, sys._getframe(1))
+
+
+def _open(module: nn.Module, frame: types.FrameType) -> None:
     if torch.compiler.is_compiling() or is_recorded() or not torch.is_grad_enabled():
         return
     close_interrupted()
     if not open_sessions():
         known_leaves.note_all(module.parameters())
-    session = Session(vars(module)[SAVED], module, sys._getframe(1), vars(module).get(LEAVES))
+    session = Session(vars(module)[SAVED], module, frame, vars(module).get(LEAVES))
     session.enter()
     open_sessions().append(session)
 
@@ -80,11 +91,11 @@ def is_installed(module: nn.Module) -> bool:
     return SAVED in vars(module)
 
 
-def _install(module: nn.Module, bits: Bits, leaves: Offload | None) -> None:
+def _install(module: nn.Module, bits: Bits, leaves: Offload | None, base: bool = False) -> None:
     vars(module)[SAVED] = bits
     if leaves is not None:
         vars(module)[LEAVES] = leaves
-    module.register_forward_pre_hook(_enter)
+    module.register_forward_pre_hook(_enter_base if base else _enter)
     module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
 
@@ -96,7 +107,7 @@ def remove(module: nn.Module) -> bool:
     vars(module).pop(LEAVES, None)
     before = module._forward_pre_hooks
     after = module._forward_hooks
-    for hooks, own in ((before, _enter), (after, _leave)):
+    for hooks, own in ((before, _enter), (before, _enter_base), (after, _leave)):
         for key in [key for key, hook in hooks.items() if hook is own]:
             del hooks[key]
             module._forward_hooks_always_called.pop(key, None)
@@ -173,11 +184,25 @@ def install(model: nn.Module, wanted: Modes, leaves: Offload | None = None) -> N
     for _, module, bits, outside in wanted:
         if bits != outside and not isinstance(module, _NEVER_CALLED):
             _install(module, bits, leaves)
+    _install_on_base(model)
+
+
+def _install_on_base(model: nn.Module) -> None:
+    """Hooks for calls of a ``base_model`` (transformers) in place of the model, whose mode it has."""
+    base = getattr(model, "base_model", None)
+    if isinstance(base, nn.Module) and is_installed(model) and not is_installed(base):
+        _install(base, vars(model)[SAVED], vars(model).get(LEAVES), base=True)
 
 
 def installed(model: nn.Module) -> list[tuple[str, Bits]]:
-    """The modules with hooks, and their modes."""
-    return [(name, vars(m)[SAVED]) for name, m in model.named_modules() if is_installed(m)]
+    """The modules with hooks of their own, and their modes."""
+    return [
+        (name, vars(m)[SAVED]) for name, m in model.named_modules() if is_installed(m) and not _is_base(m)
+    ]
+
+
+def _is_base(module: nn.Module) -> bool:
+    return _enter_base in module._forward_pre_hooks.values()
 
 
 def covered(model: nn.Module) -> dict[nn.Module, Bits]:
@@ -198,3 +223,4 @@ def bring_back(model: nn.Module, own: list[tuple[str, Bits, Offload | None]]) ->
     for name, bits, leaves in own:
         remove(modules[name])
         _install(modules[name], bits, leaves)
+    _install_on_base(model)

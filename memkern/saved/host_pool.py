@@ -34,12 +34,13 @@ class HostPool:
         self._sizes: dict[int, int] = {}
         self._gaps: list[Piece] = []  # in the order of slabs and places
         self._number = 0
-        self.total = self.used = 0
+        self.total = self.used = self.most = 0  # bytes of slabs, in use now, and in use at most
 
     def take(self, size: int) -> list[Piece]:
         """Pieces with at least so many bytes together."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
         self.used += size
+        self.most = max(self.most, self.used)
         found: list[Piece] = []
         while size:
             i = self._gap_for(size)

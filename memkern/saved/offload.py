@@ -13,7 +13,7 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -449,7 +449,7 @@ class Link:
         """Memory on the device."""
         if record.hosts is not None:
             return [torch.empty_like(h, device=self.device) for h in record.hosts]
-        with self.mode or contextlib.nullcontext():
+        with contextlib.nullcontext() if self.mode is None else _made_by_a_transfer(self.mode):
             return [
                 torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
                 for shape, stride, dtype in record.layouts
@@ -517,6 +517,32 @@ def is_parameter(x: Tensor) -> bool:
 def is_held_elsewhere(x: Tensor) -> bool:
     """Whether others than a record hold the memory: what runs now, or a model that has it as a buffer."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2  # x, and the storage's object here
+
+
+# ---- fake tensors
+
+_transfers = 0
+
+
+def is_in_transfer() -> bool:
+    """Whether a fake tensor is made now that stands for one that comes back: no operator of the model does so."""
+    return _transfers > 0
+
+
+@contextlib.contextmanager
+def _made_by_a_transfer(mode: Any) -> Iterator[None]:
+    global _transfers
+    _transfers += 1
+    try:
+        with mode:
+            yield
+    finally:
+        _transfers -= 1
+
+
+def fake_bytes_on_host(mode: Any) -> int:
+    """Most bytes of a mode's fake tensors that were on the host."""
+    return sum(link.pool.most for link in _fake_links.get(mode, {}).values())
 
 
 # ---- the links of all devices

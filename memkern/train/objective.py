@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import functional
 from ..options import OptionError
+from ..saved.hooks import SavingStep
 from .data import IGNORED
 from .model import GPT
 
@@ -51,7 +52,10 @@ class ByteModel(Objective):
     def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.loss_chunk is None:
             return cross_entropies(self.model(inputs), targets)
-        return self.chunked(self.model.features(inputs), self.model.embedding.weight, targets)
+        features = SavingStep(self.model, self.model.features)(
+            inputs
+        )  # as saved_bits asks of the model's calls
+        return self.chunked(features, self.model.embedding.weight, targets)
 
 
 class LanguageModel(Objective):

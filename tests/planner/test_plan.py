@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,11 +18,13 @@ from memkern import applying, memory
 from memkern.__main__ import main
 from memkern.options import OptionError, Techniques
 from memkern.planner import step as planner_step
-from memkern.planner.hardware import DEFAULTS
+from memkern.planner.choice import Chooser
+from memkern.planner.hardware import DEFAULTS, hidden_from, seconds
 from memkern.planner.models import MODELS, resolve
 from memkern.planner.planning import ALONE, parse_memory
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
 from memkern.planner.trace import Trace, aligned, peaks
+from memkern.saved import offload
 
 MIB = 2**20
 WIDTH, DEPTH = 64, 4
@@ -90,6 +93,60 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
         [*model.parameters(), x]
     )
     assert max(sum(phase.values()) for phase in found.values()) == real
+
+
+class CopiesOfADevice(offload.FakeCopies):
+    """Real copies, whose ends are known as late as those of fake tensors."""
+
+    def slab(self, size: int) -> torch.Tensor:
+        return torch.from_numpy(
+            numpy.empty(size, numpy.uint8)
+        )  # which no operator returns, so that it is not counted
+
+    def down(self, pairs: Any, after: Any) -> Any:
+        self._copy(pairs)
+        return super().down(pairs, after)
+
+    def up(self, pairs: Any, after: Any) -> Any:
+        self._copy(pairs)
+        return super().up(pairs, after)
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}, {"saved_bits": "exact"}], ids=str)
+def test_what_leaves_has_the_bytes_of_the_real_step(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """With the CPU's memory as if it were a device's, and not counting the host's."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    link = offload.Link(torch.device("cpu"), CopiesOfADevice())
+    monkeypatch.setattr(offload, "_links", {torch.device("cpu"): link})
+    techniques = Techniques(micro_batch=1000, **{"saved_bits": 8, "offload_saved": True, **changes})
+
+    def stack() -> nn.Module:
+        model = Stack()
+        model.blocks = nn.ModuleList(Block() for _ in range(12))
+        return model
+
+    source = resolve(stack(), None, torch.zeros(2, WIDTH), None, None)
+    trace = planner_step.trace(source, techniques, "cpu")
+    found = peaks([trace], 0, free_gradients=False, unit=1)
+    predicted = max(sum(phase.values()) for phase in found.values())
+    here = planner_step.trace(source, techniques.replace(offload_saved=False), "cpu")
+    without = peaks([here], 0, free_gradients=False, unit=1)
+    if "checkpointing" not in changes:  # where gradients are the most of it
+        assert predicted < 0.8 * max(sum(phase.values()) for phase in without.values())
+
+    model = stack()
+    memkern.apply(model, techniques)
+    x = torch.randn(1000, WIDTH)
+    for _ in range(
+        2
+    ):  # in the second step it is known how much a forward pass stores, as the fake run's end knows
+        model.zero_grad()
+        real = memory.peak_bytes(lambda: model(x).backward(), model, x)
+        real -= memory.tensor_bytes([*model.parameters(), x])
+    assert real == pytest.approx(predicted, rel=0.02)
+    assert link.pool.most == pytest.approx(trace.left, rel=0.02)
 
 
 class Tied(nn.Module):
@@ -267,6 +324,68 @@ def test_offload_leaves_the_gpu_without_states() -> None:
     assert copied - kept == (4 - 2 - 1) * count
 
 
+def test_saved_tensors_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    model = Stack()
+    model.blocks = nn.ModuleList(Block() for _ in range(12))
+    source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
+    predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", DEFAULTS["cuda"])
+    codes = Techniques(saved_bits=8, micro_batch=1000)
+    here, away = predictor.predict(codes), predictor.predict(codes.replace(offload_saved=True))
+    assert away.peak < here.peak
+    assert away.host == away.left > 0.7 * here.categories["saved activations"]
+    assert away.hidden_from is None  # it has no attention
+    # The link is the slower: a pass takes the time of its transfers.
+    forward = 2 * away.left / DEFAULTS["cuda"].link
+    assert forward < away.seconds < forward + here.seconds
+    on_cpu = Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).predict(codes.replace(offload_saved=True))
+    assert on_cpu.left == 0
+
+
+def test_from_how_many_tokens_a_transfer_is_hidden() -> None:
+    speeds = dataclasses.replace(DEFAULTS["cuda"], half_flops=1e12, link=1e9)
+    arguments = {"parameters": 1000, "techniques": Techniques(precision="bf16")}
+    assert hidden_from(speeds, **arguments, quadratic=0.0, left=2.0) == 1
+    assert hidden_from(speeds, **arguments, quadratic=0.0, left=3.0) is None
+    assert hidden_from(speeds, **arguments, quadratic=10.0, left=3.0) == 100
+    # There the two take the same time.
+    plain = {"head": 0, "saved": 0, "weight_bytes": 0, "state_bytes": 0}
+    times = {
+        tokens: [
+            seconds(speeds, tokens=tokens, attention=10.0 * tokens, left=left, **arguments, **plain)
+            for left in (0, 3 * tokens)
+        ]
+        for tokens in (99, 100)
+    }
+    assert times[100][0] == times[100][1]
+    assert times[99][0] < times[99][1]
+
+
+def test_memory_on_the_host_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    model = Stack()
+    model.blocks = nn.ModuleList(Block() for _ in range(12))
+    source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
+    speeds = dataclasses.replace(DEFAULTS["cuda"], process=0)
+    predictor = Predictor(source, "cuda", "cuda, on fake CPU tensors", speeds)
+    given = {
+        "precision": "fp32",
+        "offload": False,
+        "saved_bits": 8,
+        "checkpointing": None,
+        "activation_bits": None,
+    }
+    away = predictor.predict(Techniques(saved_bits=8, offload_saved=True, micro_batch=2000, state_bits=8))
+    memory = int(1.02 * away.peak)
+
+    def chosen(host_memory: int | None) -> Any:
+        found = Chooser(predictor, {**given, "micro_batch": 2000}, 2000, 1.0, host_memory).fastest(memory)
+        return found and found.techniques.offload_saved
+
+    assert chosen(None) is chosen(away.host) is True
+    assert chosen(away.host - 1) is None
+
+
 @pytest.mark.parametrize("how", ["blocks", "sqrt"])
 def test_checkpoints_change_no_gradient(how: str) -> None:
     x = torch.randn(5, WIDTH)
@@ -442,7 +561,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 1
     found = json.loads(out)
     assert found["fits"] is False
-    assert set(found["alone"]) == set(ALONE) - {"offload"}
+    assert set(found["alone"]) == set(ALONE) - {"offload", "8 bits, on the host"}
     assert found["together"]["peak"] > 100 * MIB
 
 

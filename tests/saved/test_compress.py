@@ -261,3 +261,22 @@ def test_a_swap_that_saves_nothing_on_the_example_is_taken_back() -> None:
 def test_randomized_layers_say_from_which_length_they_save() -> None:
     report = memkern.compress(nn.Linear(8, 8), None, linear=0.2)
     assert "inputs of fewer than 128 tokens are saved whole" in str(report)
+
+
+def test_a_base_model_that_is_called_in_place_of_the_model() -> None:
+    """As a loop does that computes the loss in chunks."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "vocab_size": 50}
+    config = transformers.LlamaConfig(num_attention_heads=4, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    run = {"whole": lambda: model(ids()).logits, "base": lambda: model.base_model(ids()).last_hidden_state}
+    plain = {name: memory.live_bytes_after(call, model) for name, call in run.items()}
+    memkern.compress(model, saved_bits=8)
+    assert hooks.installed(model) == [("", 8)]
+    for name, call in run.items():
+        assert memory.live_bytes_after(call, model) < 0.5 * plain[name]
+    assert hooks.open_sessions() == []
+    memkern.compress(model, saved_bits={"model": "exact", "": 8})
+    assert hooks.installed(model) == [("", 8), ("model", "exact")]
+    memkern.restore(model)
+    assert memory.live_bytes_after(run["base"], model) == plain["base"]

@@ -20,10 +20,11 @@ def attention(
     """scaled_dot_product_attention: flash attention in half precision without a mask, else the memory-efficient one."""
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     aten = torch.ops.aten
-    if attn_mask is None and query.dtype != torch.float32:
+    flash = attn_mask is None and query.dtype != torch.float32
+    if enable_gqa and not flash:  # flash attention reads the heads of keys and values that there are
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if flash:
         found = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
