@@ -1,8 +1,9 @@
 """Instructions per element of the CPU kernels for NEON and AVX2, counted in an emulator.
 
-tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128; qemu logs each basic
-block that it runs between the first and the last address of an instruction set's kernels. The difference of the two counts,
-over the elements between them, is what a loop costs without its start. Power codes, dithered in the optimizers.
+tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128. qemu logs each basic
+block that it runs between the first and the last address of an instruction set's kernels. The difference of the two
+counts, divided by the difference in elements, is the cost of the loop without its start. The codec is power, dithered in
+the optimizers.
 
 Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user. qemu has no AVX-512.
 """
