@@ -77,6 +77,11 @@ MODELS = {
     "llama-2-13b": _llama(40, 40, 40, 5120, 13824, 32000, 4096),
     "llama-3.1-8b": _llama(32, 32, 8, 4096, 14336, 128256, 131072),
     "llama-3.1-70b": _llama(80, 64, 8, 8192, 28672, 128256, 131072),
+    "qwen3-8b": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        _llama(36, 32, 8, 4096, 12288, 151936, 40960)[2] | {"head_dim": 128},
+    ),
     "vit-base": _encoder("ViT", 12, 12, 768),
     "vit-large": _encoder("ViT", 24, 16, 1024),
     "vit-huge": _encoder("ViT", 32, 16, 1280),
