@@ -39,13 +39,17 @@ class HostPool:
     def take(self, size: int) -> list[Piece]:
         """Pieces with at least so many bytes together."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        self.used += size
-        self.most = max(self.most, self.used)
         found: list[Piece] = []
-        while size:
-            i = self._gap_for(size)
-            found.append(self._cut(i, min(self._gaps[i].size, size)))
-            size -= found[-1].size
+        try:
+            while size:
+                i = self._gap_for(size)
+                found.append(self._cut(i, min(self._gaps[i].size, size)))
+                self.used += found[-1].size
+                size -= found[-1].size
+        except BaseException:  # the host has no more memory
+            self.give(found)
+            raise
+        self.most = max(self.most, self.used)
         return found
 
     def give(self, pieces: list[Piece]) -> None:
@@ -88,7 +92,7 @@ class HostPool:
     def _grow(self, size: int) -> Piece:
         wanted = max(size, self.total // SHARE)
         room = min(MOST_SLAB, max(LEAST_SLAB, 1 << wanted.bit_length() - 1))
-        self.slabs[self._number] = self._new_slab(room)
+        self.slabs[self._number] = self._new_slab(room)  # may raise
         self._sizes[self._number] = room
         gap = Piece(self._number, 0, room)
         insort(self._gaps, gap)

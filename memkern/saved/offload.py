@@ -88,6 +88,10 @@ class Copies:
         """Whether an event is known to be complete; does not wait."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a graph, whose events nobody can ask."""
+        return False
+
     def used_here(self, x: Tensor) -> None:
         """The current stream, on which x was not allocated, uses it."""
 
@@ -102,6 +106,7 @@ class StreamCopies(Copies):
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self.device, self.module = device, module
+        self._is_capturing = getattr(module, "is_current_stream_capturing", super().is_capturing)
         self._down, self._up = module.Stream(device), module.Stream(device)
 
     def slab(self, size: int) -> Any:
@@ -130,6 +135,9 @@ class StreamCopies(Copies):
 
     def is_done(self, event: Any) -> bool:
         return event.query()
+
+    def is_capturing(self) -> bool:
+        return self._is_capturing()
 
     def used_here(self, x: Tensor) -> None:
         x.record_stream(self.stream())
@@ -256,7 +264,7 @@ class Link:
     def put(self, data: Sequence[Tensor], options: Offload) -> Sequence[Tensor] | Away:
         """Tensors that may leave from now on; they themselves, where all of them stay."""
         large = [x for x in data if x.nbytes >= LEAST_BYTES and is_of_dense_memory(x)]
-        if not large:
+        if not large or self.copies.is_capturing():
             return list(data)
         nbytes = sum([x.nbytes for x in large])
         with self.lock:
@@ -266,6 +274,7 @@ class Link:
             while stack and not stack[-1].alive:
                 stack.pop()
             record = Record(data, large, nbytes, len(stack))
+            found = Away(self, record)
             stack.append(record)
             self.staying.append(record)
             self.staying_bytes += nbytes
@@ -277,21 +286,21 @@ class Link:
                 self._send(ahead)
             elif self.leaving:
                 self._free_what_left(ahead)
-        return Away(self, record)
+        return found
 
     def _send(self, ahead: int) -> None:
         """Begins the copies of the oldest, so that ``ahead`` bytes stay, and a part of them more can."""
         leave: list[Record] = []
-        most = ahead - ahead // PARTS if self.staying_bytes > ahead else ahead
-        while self.staying and (self.staying_bytes > most or not self.staying[0].alive):
-            record = self.staying[0]
-            if record.alive:
-                self._find_host_memory(record, leave)
-                self.staying_bytes -= record.nbytes
-            self.staying.popleft()
-        for _ in range(min(2, len(self.held))):
-            if (record := self.held.popleft()).alive:
-                self._find_host_memory(record, leave)
+        try:
+            self._choose(ahead, leave)
+        except BaseException:  # the host has no more memory: all of them stay
+            for record in reversed(leave):
+                if record.state == HELD:
+                    self.held.appendleft(record)
+                else:
+                    self.staying.appendleft(record)
+                    self.staying_bytes += record.nbytes
+            raise
         if leave:
             pairs = [(h, x) for record in leave for h, x in self._parts(record)]
             self.count += 1
@@ -302,6 +311,19 @@ class Link:
             self.leaving.append(transfer)
             self.leaving_bytes += transfer.nbytes
         self._free_what_left(ahead)
+
+    def _choose(self, ahead: int, leave: list[Record]) -> None:
+        """Adds those that leave now, which have host memory then."""
+        most = ahead - ahead // PARTS if self.staying_bytes > ahead else ahead
+        while self.staying and (self.staying_bytes > most or not self.staying[0].alive):
+            record = self.staying[0]
+            if record.alive:
+                self._find_host_memory(record, leave)
+                self.staying_bytes -= record.nbytes
+            self.staying.popleft()
+        for _ in range(min(2, len(self.held))):
+            if (record := self.held.popleft()).alive:
+                self._find_host_memory(record, leave)
 
     def _find_host_memory(self, record: Record, leave: list[Record]) -> None:
         assert record.tensors is not None
@@ -428,14 +450,19 @@ class Link:
                     break
                 wanted.append(other)
             early += other.nbytes
-        if wanted:
-            self._fetch(wanted)
         self.enough = early - ahead + ahead // PARTS
+        if wanted:
+            try:
+                self._fetch(wanted)
+            except torch.OutOfMemoryError:  # they come when they are asked for
+                self.enough = 0
 
     def _fetch(self, records: list[Record]) -> None:
         stream = self.copies.stream()
-        for record in records:
-            record.tensors, record.stream = self._empty(record), stream
+        empty = [self._empty(record) for record in records]  # may raise; nothing is changed then
+        for record, tensors in zip(records, empty, strict=True):
+            record.tensors, record.stream = tensors, stream
+        del empty
         pairs = [(x, h) for record in records for h, x in self._parts(record)]
         last = max([record.left.number for record in records if record.left], default=0)
         after = next((r.left.event for r in records if r.left and r.left.number == last), None)

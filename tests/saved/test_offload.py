@@ -273,6 +273,7 @@ def test_48_blocks(watched: WatchedLink) -> None:
     assert watched.missed == 0
 
 
+@pytest.mark.full
 def test_no_more_host_memory_than_what_leaves(watched: WatchedLink) -> None:
     of_48_blocks(watched)
     one_step = memory.offload_bytes()
@@ -330,6 +331,7 @@ class DownBeforeItIsThere(WatchedLink):
             self.copies.stream = stream
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "planted",
     [NoWaitBeforeUse, FreedAtOnce, ReusedAtOnce, DownBeforeItIsThere],
@@ -343,6 +345,101 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, planted: type
         gc.collect()
         raise link.streams.errors[0]  # IndexError where nothing was found
     link.streams.errors.clear()
+
+
+# ---- where memory ends
+
+
+class OutOfMemory(WatchedLink):
+    """Allocations on the device or on the host fail while ``fails`` says so."""
+
+    fails = ""
+
+    def _empty(self, record: Any) -> Any:
+        if self.fails == "device":
+            raise torch.OutOfMemoryError("planted")
+        return super()._empty(record)
+
+    def _find_host_memory(self, record: Any, leave: Any) -> None:
+        if self.fails == "host" and len(self.stack) > 9 and leave:
+            raise RuntimeError("planted")
+        super()._find_host_memory(record, leave)
+
+
+@pytest.fixture
+def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[OutOfMemory]:
+    link = OutOfMemory(Streams())
+    monkeypatch.setitem(offload._links, torch.device("cpu"), link)
+    yield link
+    gc.collect()
+    assert link.streams.errors == []
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_no_memory_on_the_device(out_of_memory: OutOfMemory, bits: Any) -> None:
+    """What comes early is left; what is asked for raises, and a later backward pass finds what was saved."""
+    model = Model(6)
+    forward = saved(model, bits, offload=True, offload_ahead=20_000)
+    expected = gradients(model, forward)
+    out = forward().float().square().mean()
+    out_of_memory.fails = "device"
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        out.backward(retain_graph=True)
+    out_of_memory.fails = ""
+    model.zero_grad()
+    out.backward()
+    assert same({name: p.grad for name, p in model.named_parameters()}, expected)
+    del out
+    nothing_is_left()
+
+
+def test_no_memory_on_the_device_for_what_comes_early(
+    out_of_memory: OutOfMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(6)
+    forward = saved(model, 8, offload=True, offload_ahead=20_000)
+    expected = gradients(model, forward)
+    fetch = out_of_memory._fetch_below
+
+    def without_memory(record: Any) -> None:
+        out_of_memory.fails = "device"
+        fetch(record)
+        out_of_memory.fails = ""
+
+    monkeypatch.setattr(out_of_memory, "_fetch_below", without_memory)
+    assert same(gradients(model, forward), expected)
+    assert out_of_memory.missed > 5
+    nothing_is_left()
+
+
+def test_no_memory_on_the_host(out_of_memory: OutOfMemory) -> None:
+    model = Model(6)
+    forward = saved(model, 8, offload=True, offload_ahead=20_000)
+    expected = gradients(model, forward)
+    out_of_memory.fails = "host"
+    with pytest.raises(RuntimeError, match="planted"):
+        forward()
+    out_of_memory.fails = ""
+    nothing_is_left()
+    assert same(gradients(model, forward), expected)
+    nothing_is_left()
+
+
+def test_a_pool_without_memory() -> None:
+    slabs = [bytearray(2**21)]
+    pool = HostPool(lambda size: slabs.pop())
+    with pytest.raises(IndexError):
+        pool.take(2**21 + 2**19)
+    assert (pool.used, pool.total, pool.most) == (0, 2**21, 0)
+    assert sum(piece.size for piece in pool.take(2**21)) == 2**21
+
+
+def test_nothing_leaves_into_a_graph(watched: WatchedLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a stream is captured, nobody can ask whether an event is complete."""
+    model = Model(4)
+    monkeypatch.setattr(watched.copies, "_is_capturing", lambda: True)
+    gradients(model, saved(model, 8, offload=True, offload_ahead=0))
+    assert watched.log == []
 
 
 # ---- host memory
