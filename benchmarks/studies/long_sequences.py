@@ -52,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "checkpoints in codes": {"saved_bits": 8},
     "checkpoints on the host": {"saved_bits": "exact", "offload_saved": True},
     "checkpoints in codes on the host": {"saved_bits": 8, "offload_saved": True},
+    "codes on the host": {"checkpointing": None, "saved_bits": 8, "offload_saved": True},
 }
 COMMON: dict[str, Any] = {
     "precision": "bf16",
@@ -95,10 +96,11 @@ def bytes_of(model: str, way: str) -> list[Row]:
         traces, more = predictor.traces(techniques)
         saved = traces[0].saved + more * (traces[-1].saved - traces[0].saved)
         config = predictor.source.config
+        formula = of_an_element * config.num_hidden_layers * config.hidden_size
         row = {
             "tokens": str(tokens),
             "saved_per_token": f"{saved / tokens:.0f}",
-            "formula_per_token": f"{of_an_element * config.num_hidden_layers * config.hidden_size:.0f}",
+            "formula_per_token": f"{formula:.0f}" if techniques.checkpointing else "",
             "step_gib": f"{sum(found.categories[name] for name in ALLOCATED_BY_A_STEP) / GIB:.2f}",
         }
         row["saved_at_peak_gib"] = f"{found.categories['saved activations'] / GIB:.2f}"
@@ -208,7 +210,7 @@ def host_time(tensors: int = 400, rounds: int = 30) -> Row:
     return {"tokens": "", "host_us": f"{1e6 * statistics.median(more) / tensors:.1f}"}
 
 
-def rows(parts: list[str], models: list[str]) -> Iterator[Row]:
+def rows(parts: list[str], models: list[str], ways: list[str]) -> Iterator[Row]:
     from benchmarks.studies import (
         long_sequences as own,
     )  # its functions can be pickled; those of __main__ cannot
@@ -222,7 +224,7 @@ def rows(parts: list[str], models: list[str]) -> Iterator[Row]:
                 row = error(model, precision)
                 yield {"part": part, "model": model, "way": f"checkpoints in codes, {precision}"} | row
             continue
-        for way in WAYS:
+        for way in ways:
             found = fake_cuda.call(pickle.dumps((functions[part], {"model": model, "way": way})))
             yield from ({"part": part, "model": model, "way": way} | row for row in found)
 
@@ -272,6 +274,7 @@ def main(argv: list[str] | None = None) -> None:
     parts = ("bytes", "longest", "error", "host")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--table", action="store_true", help="measure nothing, print the tables of the docs")
     args = parser.parse_args(argv)
     path = args.out / "long-sequences.csv"
@@ -283,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
 
     transformers.logging.set_verbosity_error()
     provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
-    for row in rows(args.parts, args.models):
+    for row in rows(args.parts, args.models, args.ways):
         report.append(path, [{**dict.fromkeys(COLUMNS, ""), **provenance, **row}], COLUMNS)
         print(*row.values(), flush=True)
     print(path)
