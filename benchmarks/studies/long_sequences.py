@@ -229,8 +229,8 @@ def rows(parts: list[str], models: list[str], ways: list[str]) -> Iterator[Row]:
             yield from ({"part": part, "model": model, "way": way} | row for row in found)
 
 
-def _last(path: Path, part: str) -> dict[tuple[str, ...], Row]:
-    """Each case's last row: by model, way, and memory or tokens."""
+def last(path: Path, part: str) -> dict[tuple[str, ...], Row]:
+    """Each case's last row of a part, by model, way, and memory or tokens."""
     with path.open(newline="") as file:
         found = [row for row in csv.DictReader(file) if row["part"] == part]
     return {(row["model"], row["way"], row["memory_gib"] or row["tokens"]): row for row in found}
@@ -238,7 +238,7 @@ def _last(path: Path, part: str) -> dict[tuple[str, ...], Row]:
 
 def bytes_table(path: Path) -> str:
     """What the docs show of ``bytes``: a line per model and way."""
-    rows = _last(path, "bytes")
+    rows = last(path, "bytes")
     lengths = [f"{tokens:,} tokens: a step allocates" for tokens in TOKENS]
     heads = ["device, B/token", "host, B/token", *lengths]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
@@ -254,7 +254,7 @@ def bytes_table(path: Path) -> str:
 
 def longest_table(path: Path) -> str:
     """What the docs show of ``longest``: tokens, with a star where the states are on the host."""
-    rows = _last(path, "longest")
+    rows = last(path, "longest")
     lines = [
         "| | " + " | ".join(f"{memory} GiB" for memory in MEMORY) + " |",
         "|---|" + "---:|" * len(MEMORY),
@@ -264,6 +264,12 @@ def longest_table(path: Path) -> str:
         cells = [f"{int(row['tokens']):,}{'*' * (row['states'] == 'on the host')}" for row in found]
         lines.append(f"| {model}, {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def errors(path: Path) -> str:
+    """The smallest and the largest error, in percent."""
+    found = sorted(100 * float(row["error"]) for row in last(path, "error").values())
+    return f"{found[0]:.1f} to {found[-1]:.1f} %"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from ..saved.offload import fake_bytes_on_host
 from .models import Configured, Source
 from .trace import Trace, aligned, record
 
-FEW = 2  # blocks of which traces are made
+FEW = 3  # blocks of which traces are made: the first, the last and one between them
 ERRORS = ("weight_error", "master_weight")
 """Entries of an optimizer's state that belong to the weights."""
 

@@ -108,8 +108,9 @@ class Trace:
 def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
     """Aligns the points of two traces, the second with one more block: pairs of operator counts, by phase.
 
-    A point of the first trace is aligned from the beginning, up to the end of the last block, or from the end, or both.
-    None where the traces differ in more than a block.
+    A point of the first trace is aligned from the beginning, or from the end, or both. Of three blocks or more, the
+    last is not aligned from the beginning and the first not from the end: what a block holds may be freed in the next
+    one, so that they are unlike those between them. None where the traces differ in more than a block.
     """
     points = {}
     for phase in few.phases:
@@ -120,8 +121,9 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
             if first + last < len(a) + block:
                 return None
             # Operators beyond the blocks may be equal by chance: as many as exceed a whole number of blocks.
-            chance = (first + last - len(a)) % block
-            first, last = first - chance, last - chance
+            common, chance = divmod(first + last - len(a), block)
+            less = chance + (block if common >= 3 else 0)
+            first, last = first - less, last - less
         elif a != b:
             return None
         points[phase] = [(i.start + k, j.start + k) for k in range(first + 1)]
@@ -142,8 +144,9 @@ def peaks(
 
     traces: one, or two that :func:`aligned` can align, the second with one more block. more: how many blocks the whole
     model has more than the first trace. The bytes at a point of a block are linear in the block's number and in the
-    number of blocks. So a phase has its peak in the first or the last block, or outside of the blocks; points are
-    aligned from both ends of the phase, and their bytes are continued linearly. That is exact.
+    number of blocks, but for the first and the last block. So a phase has its peak in one of the two blocks at either
+    end, or outside of the blocks; points are aligned from both ends of the phase, and their bytes are continued
+    linearly. That is exact where the first trace has three blocks or more.
     """
     points = aligned(traces[0], traces[-1])
     assert points is not None
