@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import memkern
 from memkern import applying, memory
 from memkern.__main__ import main
 from memkern.options import OptionError, Techniques
+from memkern.planner import fake_cuda
 from memkern.planner import step as planner_step
 from memkern.planner.choice import Chooser
 from memkern.planner.hardware import DEFAULTS, hidden_from, seconds
@@ -760,6 +762,21 @@ def test_fake_cuda(folder: Path) -> None:
     assert plan.counted_on == "cuda"
     assert "offload" in plan.alone
     assert dataclasses.asdict(plan)["device"] == "cuda"
+
+
+def operators_of_silu() -> list[str]:
+    """Call with fake CUDA."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Mish())
+    source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
+    return [name for name, *_ in planner_step.trace(source, Techniques(), "cuda").operators]
+
+
+@pytest.mark.full
+def test_an_operator_of_a_gpu_is_not_several() -> None:
+    """torch without CUDA decomposes those of which it has kernels for the CPU alone, and three tensors more."""
+    found = fake_cuda.call(pickle.dumps((operators_of_silu, {})))
+    assert {"aten.silu_backward.default", "aten.mish_backward.default"} <= {*found}
+    assert "aten.sigmoid.default" not in found
 
 
 # ---- where nothing fits

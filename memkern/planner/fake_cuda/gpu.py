@@ -1,4 +1,4 @@
-"""What torch does on a GPU and not without one: attention that does not store all scores, and autocast."""
+"""What torch does on a GPU and not without one: attention that does not store all scores, autocast, whole operators."""
 
 from __future__ import annotations
 
@@ -39,11 +39,27 @@ def attention(
     )[0]
 
 
+def _no_kernel(*_: object) -> None:
+    raise NotImplementedError("fake tensors compute nothing")
+
+
+def _not_decomposed() -> torch.library.Library:
+    """Operators that torch runs as several where it has kernels for the CPU alone; on a GPU they allocate no more."""
+    library = torch.library.Library("aten", "IMPL", "CUDA")
+    for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
+        library.impl(name, _no_kernel)
+    return library
+
+
+_libraries: list[torch.library.Library] = []  # a library unregisters its kernels when it is freed
+
+
 def patch() -> None:
     """Makes torch choose as on a GPU: attention, and whether there is autocast. For a process of its own.
 
     Patched rather than by a mode, which is not there in the thread of the backward pass that recomputes checkpoints.
     """
+    _libraries.append(_not_decomposed())
     F.scaled_dot_product_attention = attention
     torch.cuda.is_available = lambda: True
     torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
