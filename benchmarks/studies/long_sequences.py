@@ -4,7 +4,8 @@
 the loss in chunks, one sequence. saved_per_token: bytes on the device between the two passes; formula_per_token: what
 the inputs of the checkpoints take, 2 bytes or 1 + 4 / 128 for an element; step_gib: the most that a step allocates
 (saved tensors, temporaries, gradients); host_per_token: what is on the host. hidden_from: tokens from which a forward
-pass's arithmetic takes as long as its transfers, by the planner's estimate for 400 TFLOP/s and PCIe 5.0 x16.
+pass's arithmetic takes as long as its transfers, by the planner's estimate for 400 TFLOP/s and PCIe 5.0 x16;
+transfer_share: the transfers' time over that of the matrix products, without attention's.
 ``longest``: the planner's longest sequence for a device's memory, a multiple of 1,024 from 8,192 on, with 8-bit
 states. Where weights, errors and states alone are too large, the states are on the host. ``error``: of all gradients
 together, of models with the same modules and width 512 at 2,048 tokens, checkpoints in codes beside checkpoints.
@@ -105,7 +106,13 @@ def bytes_of(model: str, way: str) -> list[Row]:
         }
         row["saved_at_peak_gib"] = f"{found.categories['saved activations'] / GIB:.2f}"
         if found.left:
-            row |= {"host_per_token": f"{found.left / tokens:.0f}", "hidden_from": str(found.hidden_from)}
+            transfer = found.left / tokens / ACCELERATOR.link
+            arithmetic = 2 * predictor.fixed(techniques).count / ACCELERATOR.half_flops
+            row |= {
+                "host_per_token": f"{found.left / tokens:.0f}",
+                "hidden_from": str(found.hidden_from),
+                "transfer_share": f"{transfer / arithmetic:.3f}",
+            }
         rows.append(row)
     return rows
 
@@ -240,15 +247,15 @@ def bytes_table(path: Path) -> str:
     """What the docs show of ``bytes``: a line per model and way."""
     rows = last(path, "bytes")
     lengths = [f"{tokens:,} tokens: a step allocates" for tokens in TOKENS]
-    heads = ["device, B/token", "host, B/token", *lengths]
+    heads = ["device, B/token", "host, B/token", "transfer", *lengths]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for model, way in itertools.product(MODELS, WAYS):
         row = rows[model, way, str(TOKENS[-1])]
         steps = [f"{float(rows[model, way, str(tokens)]['step_gib']):.1f}" for tokens in TOKENS]
         host = f"{int(row['host_per_token'] or 0):,}"
-        lines.append(
-            f"| {model}, {way} | " + " | ".join([f"{int(row['saved_per_token']):,}", host, *steps]) + " |"
-        )
+        share = f"{float(row['transfer_share'] or 0):.0%}"
+        cells = [f"{int(row['saved_per_token']):,}", host, share, *steps]
+        lines.append(f"| {model}, {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
