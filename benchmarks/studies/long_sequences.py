@@ -65,15 +65,8 @@ COMMON: dict[str, Any] = {
 }
 ACCELERATOR = dataclasses.replace(DEFAULTS["cuda"], half_flops=400e12, link=LINKS["pcie5"])
 FIGURES = (
-    *(
-        "saved_per_token",
-        "formula_per_token",
-        "step_gib",
-        "saved_at_peak_gib",
-        "host_per_token",
-        "hidden_from",
-    ),
-    *("memory_gib", "peak_gib", "host_gib", "error", "host_us"),
+    *("saved_per_token", "formula_per_token", "step_gib", "saved_at_peak_gib", "host_per_token"),
+    *("hidden_from", "transfer_share", "memory_gib", "peak_gib", "host_gib", "error", "host_us"),
 )
 COLUMNS = (*report.PROVENANCE, "transformers", "part", "model", "way", "states", "tokens", *FIGURES)
 Row = dict[str, str]

@@ -146,7 +146,8 @@ def peaks(
     model has more than the first trace. The bytes at a point of a block are linear in the block's number and in the
     number of blocks, but for the first and the last block. So a phase has its peak in one of the two blocks at either
     end, or outside of the blocks; points are aligned from both ends of the phase, and their bytes are continued
-    linearly. That is exact where the first trace has three blocks or more.
+    linearly. With three blocks or more that is exact, or errs high: where what a block leaves to the next one hides
+    which points belong to the first block.
     """
     points = aligned(traces[0], traces[-1])
     assert points is not None
