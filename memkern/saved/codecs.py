@@ -46,7 +46,7 @@ class Codec(NamedTuple):
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
+    return x if x.is_contiguous() or is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
 
 
 def _marked(x: Tensor, scale: Tensor) -> Tensor | None:
@@ -76,18 +76,18 @@ def _is_coarse(x: Tensor, codes: Tensor) -> bool:
 def _encode_power(signed: bool, x: Tensor) -> Encoded | None:
     x = _dense(x)
     codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None)
-    scale.clamp_max_(LARGEST_SCALE)
-    if isinstance(x, FakeTensor):
-        return Encoded((codes, scale))
-    if x.device.type == "cpu":
-        flat = x.as_strided((x.numel(),), (1,))
+    if type(x) is not FakeTensor and x.is_cpu:
+        flat = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
         flat = flat.float() if x.dtype == torch.float16 else flat  # whose own norm may overflow
         # Little more than a sum, and it finds NaN and inf as well. For bf16 a dot product takes 30 times as long, and
         # vector_norm with a dtype makes a copy.
         norm = torch.linalg.vector_norm(flat).item()
-        if math.isfinite(norm):
+        if norm <= LARGEST_SCALE:  # as is no NaN, and then each value and scale is
             largest = torch.linalg.vector_norm(scale).item() * BLOCK_SIZE**0.5
             return Encoded((codes, scale), largest > LARGEST_RATIO * norm and _is_coarse(x, codes))
+    scale.clamp_max_(LARGEST_SCALE)
+    if isinstance(x, FakeTensor):
+        return Encoded((codes, scale))
     marked = _marked(x, scale)  # the norm may overflow, as of a mask of finfo.min
     return (
         None if marked is None else Encoded((codes, marked), x.device.type == "cpu" and _is_coarse(x, codes))

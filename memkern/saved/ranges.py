@@ -7,6 +7,7 @@ large one of the probabilities: then queries, keys, values and output stay exact
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
         return None
     mean = x.mean(dims, keepdim=True, dtype=torch.float32)
     tokens = x.numel() // mean.numel()
-    energy = torch.linalg.vector_norm(x, dtype=torch.float32).square()
-    of_mean = tokens * mean.square().sum()
+    energy = torch.linalg.vector_norm(x, dtype=torch.float32).item() ** 2
+    of_mean = tokens * torch.linalg.vector_norm(mean).item() ** 2
     return mean if of_mean > LARGEST_MEAN**2 * (energy - of_mean) else None
 
 
@@ -129,15 +130,17 @@ def saturated(node: Any) -> bool:
     if known is None:
         found = saved_by(node, attribute)
         sums = _of(found[0]) if found else None
-        known = (
-            sums is not None and not isinstance(sums, FakeTensor) and bool(_finite_max(sums) > LARGEST_SCORE)
-        )
+        known = sums is not None and not isinstance(sums, FakeTensor) and _finite_max(sums) > LARGEST_SCORE
         node.metadata[_SATURATED] = known
     return known
 
 
-def _finite_max(x: Tensor) -> Tensor:
-    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax()  # rows of nothing but masks have -inf
+def _finite_max(x: Tensor) -> float:
+    """Of the magnitudes; rows of nothing but masks have -inf."""
+    low, high = (each.item() for each in x.aminmax())
+    if math.isfinite(low) and math.isfinite(high):  # aminmax carries NaN on
+        return max(-low, high)
+    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax().item()
 
 
 _BOUNDED_RESULTS = {

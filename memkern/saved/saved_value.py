@@ -8,6 +8,7 @@ autograd holds, and the values that are computed from it.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,11 @@ def registered(edge: Edge) -> Value | None:
 
 
 def register(edge: Edge, value: Value) -> None:
-    edge.node.metadata.setdefault(_KEY, {})[edge.nr] = weakref.ref(value)
+    about = edge.node.metadata
+    if _KEY in about:
+        about[_KEY][edge.nr] = weakref.ref(value)
+    else:
+        about[_KEY] = {edge.nr: weakref.ref(value)}
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -122,6 +127,10 @@ class Value:
         """Whether :meth:`tensor` computes something."""
         return True
 
+    def is_at_hand(self) -> bool:
+        """Whether :meth:`tensor` returns a tensor that the value holds on the device."""
+        return False
+
     def stay_exact(self) -> None:
         """A user needs the exact value: what it is made of is not coded again."""
 
@@ -140,6 +149,9 @@ class Leaf(Value):
     def is_work(self) -> bool:
         return False
 
+    def is_at_hand(self) -> bool:
+        return True
+
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
         check_version("a parameter or another leaf", self.leaf, self.version, self.leaf.shape)
         return self.leaf.detach()
@@ -148,6 +160,12 @@ class Leaf(Value):
 def check_version(what: str, counter: Tensor, version: int, shape: Sequence[int]) -> None:
     if counter._version != version:
         raise RuntimeError(CHANGED.format(what=what, shape=tuple(shape), now=counter._version, then=version))
+
+
+_is_lossy, _is_fresh = (
+    operator.attrgetter("lossy"),
+    operator.methodcaller("fresh"),
+)  # no generator at every look
 
 
 class Computed(Value):
@@ -163,17 +181,22 @@ class Computed(Value):
     ) -> None:
         super().__init__()
         self.function, self.inputs, self.dtype, self.precision = function, tuple(inputs), dtype, precision
-        self.depth = cost + max((value.depth for value in inputs), default=0)
         self.stays_exact = False
         self.bases: list[Value] = []  # what it is made of in the end, which is no function of others
+        depth = 0
         for value in inputs:
             value.uses += 1
-            self.bases += value.bases if isinstance(value, Computed) else (value,)
+            if isinstance(value, Computed):
+                self.bases += value.bases
+                depth = max(depth, value.depth)
+            else:
+                self.bases.append(value)
+        self.depth = cost + depth
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]
         """At this moment: stored tensors may be coded later, or held exactly again."""
-        return any(value.lossy for value in self.bases)
+        return any(map(_is_lossy, self.bases))
 
     @property
     def coarse(self) -> bool:  # type: ignore[override]
@@ -186,7 +209,7 @@ class Computed(Value):
                 value.stay_exact()
 
     def fresh(self) -> bool:
-        return all(value.fresh() for value in self.bases)
+        return all(map(_is_fresh, self.bases))
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
         return self.function(*map(of, self.inputs))
@@ -297,6 +320,9 @@ class Stored(Value):
 
     def is_work(self) -> bool:
         return self.codec is not None
+
+    def is_at_hand(self) -> bool:
+        return self.codec is None and self.outer is None and self.leaves is None
 
     def hold_if_alive(self, passing: set[int]) -> None:
         """Goes back to the tensor itself, where its storage is held by somebody else anyway.
