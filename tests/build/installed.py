@@ -1,0 +1,59 @@
+"""python tests/build/installed.py: whether the memkern that is installed gives the bits of tests/fixtures/hashes.json.
+
+Run so, Python finds memkern in its environment and not in this tree. Prints one line of JSON: versions, the backend of
+CPU tensors, how many cases have the recorded hash, and which do not. Ends with 1 where one does not, or where CPU
+tensors do not run in C++ (``--backend reference`` expects the reference).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import runpy
+from pathlib import Path
+
+import torch
+
+import memkern
+from memkern import backend
+
+TESTS = Path(__file__).resolve().parents[1]
+GROUPS = ("AdamW8bit", "Lion8bit", "activations", "blockwise")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--group", action="append", help=f"of hashes.json (default: {', '.join(GROUPS)})")
+    parser.add_argument("--backend", default="cpu", help="the one expected for CPU tensors (default: cpu)")
+    args = parser.parse_args()
+    assert memkern.__file__
+    assert not Path(memkern.__file__).is_relative_to(TESTS.parent / "memkern")
+    torch.set_num_threads(1)
+    fixtures = runpy.run_path(str(TESTS / "fixtures" / "make_hashes.py"))
+    known = json.loads((TESTS / "fixtures" / "hashes.json").read_text())
+    different, cases = [], 0
+    for group in args.group or GROUPS:
+        for name, run in fixtures["GROUPS"][group]().items():
+            cases += 1
+            if run("cpu") != known[group][name]:
+                different.append(name)
+    report, selected = backend.report(), backend.select("cpu")
+    found = {
+        "file": memkern.__file__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "backend": selected,
+        "reason": report["backends"]["cpu"]["reason"],
+        "build_facts": "yes" if "compiler" in report["build"] else "no",
+        "equal": str(cases - len(different)),
+        "cases": str(cases),
+        "different": different,
+    }
+    print(json.dumps(found))
+    raise SystemExit(bool(different) or selected != args.backend)
+
+
+if __name__ == "__main__":
+    main()
