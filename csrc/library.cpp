@@ -2,14 +2,21 @@
 // any Python and torch >= 2.10.
 #include "common/ops.h"
 
-STABLE_TORCH_LIBRARY(memkern, m) {
+#ifndef MEMKERN_NAMESPACE  // of torch.ops; tools/hub_kernel.py gives each build one of its own
+#define MEMKERN_NAMESPACE memkern
+#endif
+// Expands the macro before torch's takes its name.
+#define MEMKERN_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define MEMKERN_LIBRARY_IMPL(name, device, m) STABLE_TORCH_LIBRARY_IMPL(name, device, m)
+
+MEMKERN_LIBRARY(MEMKERN_NAMESPACE, m) {
   for (const char* schema : memkern::kSchemas) m.def(schema);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(memkern, CPU, m) { MEMKERN_REGISTER_OPS(m, cpu); }
+MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CPU, m) { MEMKERN_REGISTER_OPS(m, cpu); }
 
 #ifdef USE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(memkern, CUDA, m) {
+MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CUDA, m) {
   MEMKERN_REGISTER_OPS(m, cuda);
   m.impl("few_bit_forward", TORCH_BOX(&memkern::few_bit_forward_cuda));
 }

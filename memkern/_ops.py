@@ -18,16 +18,17 @@ from torch import Tensor
 from . import backend, reference
 from .compiling import assume_constant_result
 from .fewbit.levels import Levels, TwoBranch
+from .library import NAMESPACE
 from .quant.codec import CODECS
 from .quant.layout import laid_out_alike
 from .reference.activation import activate, check_function
 from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
 
 NAMESPACES = {
-    "cpu": "memkern",
-    "cuda": "memkern",
-    "triton": "memkern_triton",
-    "reference": "memkern_reference",
+    "cpu": NAMESPACE,
+    "cuda": NAMESPACE,
+    "triton": f"{NAMESPACE}_triton",
+    "reference": f"{NAMESPACE}_reference",
 }
 """Where the ops of each backend are."""
 
@@ -36,7 +37,7 @@ _libraries: list[torch.library.Library] = []  # a library unregisters its ops wh
 
 def _triton(name: str, *args: Any) -> Any:
     # Imported when it is first used.
-    return getattr(importlib.import_module("memkern.triton"), name)(*args)
+    return getattr(importlib.import_module(".triton", __package__), name)(*args)
 
 
 def _aligned(args: StepArgs) -> StepArgs:
@@ -54,7 +55,7 @@ def _few_bit_forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any)
     """torch's own activation, then the codes. On a part of a tensor torch's operations give other bits than on the
     whole: no kernel of ours can stand for them."""
     check_function(fn)
-    return activate(x, fn, a, b), torch.ops.memkern.few_bit_encode.default(x, *table)
+    return activate(x, fn, a, b), getattr(torch.ops, NAMESPACE).few_bit_encode.default(x, *table)
 
 
 def _triton_muon(name: str, updates: Sequence[Tensor], second: Sequence[Any], *args: Any) -> None:
@@ -77,7 +78,7 @@ MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "mu
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
     """What runs an op on a device that has no C++ kernel of its own."""
-    if "triton" in namespace:
+    if namespace == NAMESPACES["triton"]:
         run = _triton_step if name in STEP_OPS else _triton_muon if name in MUON_OPS else _triton
         return functools.partial(run, name)
     if name in MUON_OPS:
@@ -101,7 +102,7 @@ def _one_by_one(op: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
 def _register() -> None:
     has_cpp = backend.load_library() is None
     for namespace in {*NAMESPACES.values()}:
-        defined = has_cpp and namespace == "memkern"
+        defined = has_cpp and namespace == NAMESPACE
         library = torch.library.Library(namespace, "FRAGMENT" if defined else "DEF")
         _libraries.append(library)
         only = {AMSGRAD_STEP.name: STEP_SCHEMA} if namespace == NAMESPACES["reference"] else {}
@@ -135,6 +136,10 @@ def _op(name: str, device: torch.device) -> Any:
     return getattr(getattr(torch.ops, _namespace(device, backend._asked_for)), name).default
 
 
+def _reference(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACES["reference"]), name).default
+
+
 def quantize_blockwise(
     x: Tensor, codec: str, signed: bool, block_size: int, step: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -158,11 +163,8 @@ def _nothing_watches(params: Sequence[Tensor]) -> bool:
 
 def step_(step: StepOp, args: StepArgs, by_reference: bool = False) -> None:
     """An optimizer's step on many tensors of one device, in place. ``by_reference``: what no kernel can do."""
-    if by_reference:
-        op = getattr(torch.ops.memkern_reference, step.name).default
-    else:
-        op = _op(step.name, args.params[0].device)
-    if op.namespace == "memkern_triton" and _nothing_watches(args.params):
+    op = _reference(step.name) if by_reference else _op(step.name, args.params[0].device)
+    if op.namespace == NAMESPACES["triton"] and _nothing_watches(args.params):
         # Python to Python: the dispatcher's way costs 100 us for 148 tensors and 640 us for 1,000, a fifth of a step.
         _triton(step.name, _aligned(args))
     else:
@@ -190,7 +192,7 @@ def muon_apply_(
 
 
 def _muon_op(name: str, device: torch.device, by_reference: bool) -> Any:
-    return getattr(torch.ops.memkern_reference, name).default if by_reference else _op(name, device)
+    return _reference(name) if by_reference else _op(name, device)
 
 
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None) -> None:
@@ -206,7 +208,7 @@ def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
 def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
     bits, _, thresholds, flips, symmetry = table
     op = _op("few_bit_forward", x.device)
-    if op.namespace == "memkern" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if op.namespace == NAMESPACE and x.device.type == "cpu" and not torch.compiler.is_compiling():
         # What the op does on the CPU, without a way through the dispatcher back into Python.
         return _few_bit_forward_on_cpu(x, fn, a, b, bits, thresholds, flips, symmetry)
     return op(x, fn, a, b, bits, thresholds, flips, symmetry)

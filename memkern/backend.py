@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .library import FILE as LIBRARY
+from .library import NAMESPACE
 from .options import MASTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ PREFERENCE = {
     "xpu": ("triton", "reference"),
 }
 OTHER_DEVICES = ("reference",)
-LIBRARY = Path(__file__).with_name("libmemkern.so")
 
 _asked_for: str | None = None
 
@@ -93,7 +94,7 @@ def _missing_cuda() -> str | None:
 
     if reason := load_library():
         return reason
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("memkern::adam_step_", "CUDA"):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::adam_step_", "CUDA"):
         return (
             "the C++ extension was built without CUDA kernels; put nvcc (of the CUDA toolkit) on the PATH and "
             "reinstall memkern with MEMKERN_BUILD=cuda"
@@ -133,7 +134,7 @@ def _cuda_fails(index: int) -> str | None:
         return None  # nothing may run here; the first call outside of it tells
     try:
         x = torch.ones(8, device=f"cuda:{index}")
-        torch.ops.memkern.quantize_blockwise(x, 0, True, 8)
+        getattr(torch.ops, NAMESPACE).quantize_blockwise(x, 0, True, 8)
     except torch.OutOfMemoryError:
         return None  # says nothing of the kernels
     except RuntimeError as error:

@@ -62,5 +62,5 @@ _LAZY = {"Advice": "advice", "advise": "advice", "compress": "compress", "restor
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(f"memkern.swap.{_LAZY[name]}"), name)
+        return getattr(importlib.import_module(f"..swap.{_LAZY[name]}", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

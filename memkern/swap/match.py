@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..library import is_own
 from ..nn import activation as ours
 from ..nn.linear import RandomizedConv1D, RandomizedLinear
 from .class_swap import original_class
@@ -103,7 +104,7 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
 
     None for a module that is no activation.
     """
-    if cls.__module__.startswith("memkern."):
+    if is_own(cls):
         return None
     if cls in TORCH:
         if cls is nn.Softplus and module.beta <= 0:
@@ -114,9 +115,7 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
         if _computes_the_same(cls, module, new):
             return new
         return f"its name is known, and it does not compute what {type(new).__name__} does"
-    base = next(
-        (base for base in TORCH if issubclass(cls, base) and not cls.__module__.startswith("memkern.")), None
-    )
+    base = next((base for base in TORCH if issubclass(cls, base) and not is_own(cls)), None)
     return None if base is None else f"a subclass of torch.nn.{base.__name__} may do more"
 
 
@@ -144,7 +143,7 @@ def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Mod
         return RandomizedLinear(*shape, device="meta", **options)
     if cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
         return _randomized_conv1d(cls)(**options)
-    if issubclass(cls, nn.Linear) and not cls.__module__.startswith("memkern."):
+    if issubclass(cls, nn.Linear) and not is_own(cls):
         return "a subclass of torch.nn.Linear may do more"
     return None
 
@@ -187,7 +186,7 @@ def _names_in_forward(cls: type[nn.Module]) -> Iterator[str]:
 
 def called_in_forward(module: nn.Module) -> str | None:
     """The function of FUNCTIONS that a module's forward, or a method that it calls, names or holds, if any is seen."""
-    if type(module) in TORCH or type(module).__module__.startswith("memkern."):
+    if type(module) in TORCH or is_own(type(module)):
         return None
     children = dict(module.named_children())
     methods = _methods(type(module))

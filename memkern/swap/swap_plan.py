@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..memory import saved_bytes
+from ..nn import activation
 from ..nn.embedding import MARK, state_bits_of
 from . import gated, match
 from .class_swap import attributes_of, become, is_already, original_class, revert
@@ -148,7 +149,7 @@ class Compression:
             before = _saved_per_element(cls, module, self.dtype)
             after = _saved_per_element(Recomputed, module, self.dtype)
         if not composite or after >= before:
-            few_bit = type(module).__module__.startswith("memkern.nn.activation")
+            few_bit = type(module).__module__ == activation.__name__
             if few_bit or gated.find_gated_unit(cls, module) is not None:
                 revert(module)
         elif self._wanted(name, module, None) and not is_already(module, Recomputed, {}):
