@@ -168,7 +168,14 @@ def laid_out(project: Path, library: Path, folder: Path) -> Path:
     shutil.copytree(project / "torch-ext" / "memkern", to)
     shutil.copy(library, to)
     (to / "_ops.py").write_text(OPS.format(id=name))
-    about = {"name": "memkern", "id": name, "version": 0, "license": "Apache-2.0", "backend": {"type": "cpu"}}
+    about = {
+        "name": "memkern",
+        "id": name,
+        "version": 0,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+    }
     (to / "metadata.json").write_text(json.dumps(about))
     return folder / name
 
