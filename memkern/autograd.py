@@ -60,6 +60,11 @@ def _exports_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
+@assume_constant_result  # TorchDynamo of torch 2.10 takes it for True under torch.compile too
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
 def apply(function: type[SavesLess], *args: Any) -> Tensor:
     """The first result of a function.
 
@@ -83,7 +88,7 @@ def apply(function: type[SavesLess], *args: Any) -> Tensor:
 def is_recorded() -> bool:
     """Whether torch.export or torch.jit.trace records a program: in it an op without its autograd function would have
     no gradient, so torch's own operations are recorded. ONNX export raises instead, in :func:`apply`."""
-    recorded = torch.compiler.is_exporting() or (
+    recorded = _is_exporting() or (
         not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
     )
     return recorded and not _exports_to_onnx()
