@@ -214,7 +214,7 @@ def wheels_table() -> str:
         "|---|---:|---|---|---|---:|---|",
     ]
     for (wheel, python, torch), row in sorted(rows.items()):
-        tag = "-".join(wheel.removesuffix(".whl").split("-")[2:4])
+        tag = "-".join(wheel.removesuffix(".whl").split("-")[2:])
         size = f"{int(row['bytes']) / 1e6:.2f}"
         equal = f"{row['equal']} of {row['cases']}" if row["cases"] else ""
         cells = [f"`{tag}`", size, python, torch, row["backend"], equal, row["outcome"]]
