@@ -7,8 +7,9 @@ import triton.language as tl
 
 from ..schemas import ADAM_STEP, StepArgs
 from . import step_table as st
-from .block_state import dequantize, load_moment, load_scale, store_moment
+from .block_state import dequantize, load_moment, load_scale, store_codes, store_moment
 from .codec import POWER, POWER4
+from .fast_path import absmax_or_nan, fast_codes, fast_divide, fast_root, has_fast_path, in_fast_range
 from .launch_step import step_in_one_pass
 from .tile import load_floats, packed_tile, tile_of
 from .weights import join_weights, load_weights, random_of, store_weights
@@ -34,9 +35,14 @@ def adam_moments(m, v, g, one_minus_beta1, one_minus_beta2):
 
 
 @triton.jit
-def adam_direction(m, w, eps):
-    """m / (w + eps), w = sqrt(v)."""
-    return tl.math.div_rn(m, w + eps)
+def adam_direction(m, v, eps, FAST: tl.constexpr):
+    """m / (w + eps), and w = sqrt(v). FAST: the tile is in the range of fast_path.py."""
+    if FAST:
+        w = fast_root(v)
+        return fast_divide(m, w + eps), w
+    else:
+        w = tl.math.sqrt_rn(v)
+        return tl.math.div_rn(m, w + eps), w
 
 
 @triton.jit
@@ -122,9 +128,12 @@ def adam_load(
     grad_factor, coupled_decay = grad_scalars
     beta1, one_minus_beta1, decay2, one_minus_beta2 = moment_scalars
     p = join_weights(p, p_state, PARAM_DTYPE)
-    g = g.to(tl.float32) * grad_factor
-    if coupled_decay != 0.0:
-        g = g + coupled_decay * p
+    g = g.to(tl.float32)
+    # One branch for the tile: most steps neither scale gradients nor have coupled decay.
+    if (grad_factor != 1.0) | (coupled_decay != 0.0):
+        g = g * grad_factor
+        if coupled_decay != 0.0:
+            g = g + coupled_decay * p
     m = dequantize(m, m_scale, beta1, tables, KIND, True)
     v = dequantize(v, v_scale, decay2, tables, KIND, False)
     if KIND == POWER or KIND == POWER4:  # noqa: SIM109 (Triton has no `in`)
@@ -135,25 +144,35 @@ def adam_load(
 
 @triton.jit
 def adam_store(
-    p,
-    m,
-    v,
-    w,
-    addresses,
-    u,
-    r,
-    tile,
-    v_tile,
-    tables,
-    KIND: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, v_tile, tables,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile. ``m_absmax``, ``v_absmax``: of its blocks, read where FAST."""
     param, _, exp_avg, exp_avg_sq, m_scales, v_scales, weight_state = addresses
     store_weights(p, param, weight_state, r, tile, PARAM_DTYPE, VECTOR)
-    store_moment(m, exp_avg, m_scales, u, tile, tables, KIND, True, VECTOR)
-    x = w if (KIND == POWER or KIND == POWER4) else v  # noqa: SIM109
-    store_moment(x, exp_avg_sq, v_scales, u, v_tile, tables, KIND, False, VECTOR)
+    if FAST:
+        codes = fast_codes(m, m_absmax, u, KIND, True)
+        store_codes(codes, m_absmax, exp_avg, m_scales, tile, KIND, True, VECTOR)
+        w_absmax = fast_root(v_absmax)  # the root is monotonic
+        codes = fast_codes(w, w_absmax, u, KIND, False)
+        store_codes(codes, w_absmax, exp_avg_sq, v_scales, v_tile, KIND, False, VECTOR)
+    else:
+        store_moment(m, exp_avg, m_scales, u, tile, tables, KIND, True, VECTOR)
+        x = w if (KIND == POWER or KIND == POWER4) else v  # noqa: SIM109
+        store_moment(x, exp_avg_sq, v_scales, u, v_tile, tables, KIND, False, VECTOR)
+
+
+@triton.jit
+def adam_update(
+    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, v_tile, tables,
+    KIND: tl.constexpr, PARAM_DTYPE: tl.constexpr, VECTOR: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    eps, step_size, decay = param_scalars
+    direction, w = adam_direction(m, v, eps, FAST)
+    p = p * decay - step_size * direction
+    adam_store(
+        p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, v_tile, tables, KIND, PARAM_DTYPE, VECTOR, FAST
+    )
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -167,7 +186,6 @@ def adam_tiles(
     addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(
         word, grad, s, tensors, BLOCK_SIZE, KIND
     )
-    eps, step_size, decay = param_scalars
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)
@@ -184,9 +202,23 @@ def adam_tiles(
             GRAD_DTYPE,
             VECTOR,
         )
-        w = tl.math.sqrt_rn(v)
-        p = p * decay - step_size * adam_direction(m, w, eps)
-        adam_store(p, m, v, w, addresses, u, r, tile, v_tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        if has_fast_path(KIND):
+            m_absmax, v_absmax = absmax_or_nan(m, True), absmax_or_nan(v, False)
+            if in_fast_range(m, v, m_absmax, v_absmax, param_scalars[0], tile[2], VECTOR, FLAT):
+                adam_update(
+                    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, v_tile, tables,
+                    KIND, PARAM_DTYPE, VECTOR, True,
+                )  # fmt: skip
+            else:
+                adam_update(
+                    p, m, v, m_absmax, v_absmax, addresses, param_scalars, u, r, tile, v_tile, tables,
+                    KIND, PARAM_DTYPE, VECTOR, False,
+                )  # fmt: skip
+        else:
+            adam_update(
+                p, m, v, 0.0, 0.0, addresses, param_scalars, u, r, tile, v_tile, tables,
+                KIND, PARAM_DTYPE, VECTOR, False,
+            )  # fmt: skip
 
 
 def adam_step_(args: StepArgs) -> None:

@@ -62,11 +62,19 @@ def store_moment(
         tl.store(moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1], x, mask=tile[2])
     else:
         codes, s = encode(x, u, tables, KIND, SIGNED, True)
-        if KIND == POWER4 and not SIGNED:
-            first, second = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-            codes = first | (tl.where(tile[5], second, 0) << 4).to(tl.uint8)
-            at = pointer(address, tile[0], tl.uint8, VECTOR // 2)
-        else:
-            at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR)
-        tl.store(at + tile[1], codes, mask=tile[2])
-        tl.store(scale + tile[3], s, mask=tile[4])
+        store_codes(codes, s, address, scale, tile, KIND, SIGNED, VECTOR)
+
+
+@triton.jit
+def store_codes(
+    codes, s, address, scale, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Stores a tile's codes and its blocks' scales ``s``."""
+    if KIND == POWER4 and not SIGNED:
+        first, second = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+        codes = first | (tl.where(tile[5], second, 0) << 4).to(tl.uint8)
+        at = pointer(address, tile[0], tl.uint8, VECTOR // 2)
+    else:
+        at = moment_pointer(address, tile[0], KIND, SIGNED, VECTOR)
+    tl.store(at + tile[1], codes, mask=tile[2])
+    tl.store(scale + tile[3], s, mask=tile[4])

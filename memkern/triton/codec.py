@@ -58,6 +58,12 @@ def dynamic_tables(device: torch.device) -> Tensor:
     )
 
 
+@triton.constexpr_function
+def levels_squared(KIND, SIGNED):
+    """N^2 of power codes, fp32."""
+    return _SIGNED_SQUARE if SIGNED else (_SQUARE4 if KIND == POWER4 else _UNSIGNED_SQUARE)
+
+
 @triton.jit
 def block_scale(x):
     """The largest finite magnitude of each block."""
@@ -68,13 +74,7 @@ def block_scale(x):
 @triton.jit
 def encode_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """What a value is multiplied by before it is encoded, 0 where that overflows: the block's codes are then zeros."""
-    if KIND == DYNAMIC:
-        factor = tl.math.div_rn(1.0, scale)
-    else:
-        square: tl.constexpr = (
-            _SIGNED_SQUARE if SIGNED else (_SQUARE4 if KIND == POWER4 else _UNSIGNED_SQUARE)
-        )
-        factor = tl.math.div_rn(square, scale)
+    factor = tl.math.div_rn(1.0 if KIND == DYNAMIC else levels_squared(KIND, SIGNED), scale)
     return tl.where(factor < _INF, factor, 0.0)
 
 
@@ -85,9 +85,7 @@ def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
     if KIND != DYNAMIC:
         # unit / N^2, correctly rounded, in three instructions: the inner fma is the exact remainder, because N^2 is an
         # integer of 16 bits, and no quotient is a tie, because N^2 is odd. (Checked for every float, denormals too.)
-        square: tl.constexpr = (
-            _SIGNED_SQUARE if SIGNED else (_SQUARE4 if KIND == POWER4 else _UNSIGNED_SQUARE)
-        )
+        square: tl.constexpr = levels_squared(KIND, SIGNED)
         inverse: tl.constexpr = (
             _SIGNED_INVERSE if SIGNED else (_INVERSE4 if KIND == POWER4 else _UNSIGNED_INVERSE)
         )
@@ -138,8 +136,8 @@ def code_root(t):
 
 
 @triton.jit
-def encode_power_signed(x, factor, u, DITHERED: tl.constexpr):
-    """``u``: the dither, (1, block); not DITHERED, the nearest code."""
+def encode_power_signed(x, factor, u, DITHERED: tl.constexpr, IN_RANGE: tl.constexpr):
+    """``u``: the dither, (1, block); not DITHERED, the nearest code. IN_RANGE: no x is 0, and all are finite."""
     a = tl.abs(x) * factor[:, None]
     if DITHERED:
         # Of an approximate root the next lower whole number: off by one where a is next to a square at most, and there
@@ -150,23 +148,27 @@ def encode_power_signed(x, factor, u, DITHERED: tl.constexpr):
         c = tl.where(up, q + 1.0, q)
     else:
         c = code_root(a)
-    c = tl.maximum(c, 0.0)  # code 0 for NaN
+    if not IN_RANGE:
+        c = tl.maximum(c, 0.0)  # code 0 for NaN
     signed = c.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN_BIT)
     return (signed.to(tl.float32, bitcast=True) + _TO_INT).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def encode_power_unsigned(x, factor, u, LEVELS: tl.constexpr):
-    """``u``: 1/2 for the nearest code, or the dither; (1, block)."""
-    usable = factor > 0
-    least = tl.where(usable, 1.0, 0.0)[:, None]
-    most = tl.where(usable, 1.0 * LEVELS, 0.0)[:, None]
+def encode_power_unsigned(x, factor, u, LEVELS: tl.constexpr, IN_RANGE: tl.constexpr):
+    """``u``: 1/2 for the nearest code, or the dither; (1, block). IN_RANGE: x > 0, finite, and so are the products."""
     t = x * factor[:, None]
-    t = tl.maximum(t, _TINY, propagate_nan=tl.PropagateNan.ALL)
-    q = code_root(t) + u
-    q = tl.minimum(q, most)  # the largest code for NaN
-    q = tl.maximum(q, tl.where(x > 0, least, 0.0))
-    return q.to(tl.int32).to(tl.uint8)
+    if IN_RANGE:
+        return tl.maximum(tl.minimum(code_root(t) + u, 1.0 * LEVELS), 1.0).to(tl.int32).to(tl.uint8)
+    else:
+        usable = factor > 0
+        least = tl.where(usable, 1.0, 0.0)[:, None]
+        most = tl.where(usable, 1.0 * LEVELS, 0.0)[:, None]
+        t = tl.maximum(t, _TINY, propagate_nan=tl.PropagateNan.ALL)
+        q = code_root(t) + u
+        q = tl.minimum(q, most)  # the largest code for NaN
+        q = tl.maximum(q, tl.where(x > 0, least, 0.0))
+        return q.to(tl.int32).to(tl.uint8)
 
 
 @triton.jit
@@ -218,7 +220,16 @@ def encode(x, u, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.
     if KIND == DYNAMIC:
         codes = encode_dynamic(x, factor, tables, SIGNED, DITHERED)
     elif SIGNED:
-        codes = encode_power_signed(x, factor, u, DITHERED)
+        codes = encode_power_signed(x, factor, u, DITHERED, False)
     else:
-        codes = encode_power_unsigned(x, factor, u, _LEVELS4 if KIND == POWER4 else _UNSIGNED_LEVELS)
+        codes = encode_power_unsigned(x, factor, u, _LEVELS4 if KIND == POWER4 else _UNSIGNED_LEVELS, False)
     return codes, scale
+
+
+@triton.jit
+def encode_in_range(x, factor, u, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """Power codes, dithered, where no x is 0 and x and their products with the blocks' factors are finite."""
+    if SIGNED:
+        return encode_power_signed(x, factor, u, True, True)
+    else:
+        return encode_power_unsigned(x, factor, u, _LEVELS4 if KIND == POWER4 else _UNSIGNED_LEVELS, True)

@@ -9,6 +9,7 @@ from ..schemas import LAMB_STEP, StepArgs
 from . import step_table as st
 from . import trust_ratio as tr
 from .adam import COUPLED_DECAY, adam_direction, adam_load, adam_scalars, adam_store, adam_tensor
+from .fast_path import absmax_or_nan, has_fast_path, in_fast_range
 from .launch_step import step_in_two_passes
 from .squares import add_squares, zero_squares
 from .tile import tile_of
@@ -53,12 +54,13 @@ def lamb_prologue(table, scalars, groups, tensors, passes):
 
 
 @triton.jit
-def lamb_update(p, m, w, eps, step_size, update_decay):
-    """The update of a parameter, which is multiplied by -rate; p: after decoupled decay."""
-    update = step_size * adam_direction(m, w, eps)
+def lamb_update(p, m, v, eps, step_size, update_decay, FAST: tl.constexpr):
+    """The update of a parameter, which is multiplied by -rate, and w = sqrt(v); p: after decoupled decay."""
+    direction, w = adam_direction(m, v, eps, FAST)
+    update = step_size * direction
     if update_decay != 0.0:
         update = update + update_decay * p
-    return update
+    return update, w
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before"])
@@ -84,7 +86,14 @@ def lamb_norm_tiles(
             addresses, grad_scalars, moment_scalars, tile, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
         p = p * decay
-        update = lamb_update(p, m, tl.math.sqrt_rn(v), eps, step_size, update_decay)
+        if has_fast_path(KIND):
+            m_absmax, v_absmax = absmax_or_nan(m, True), absmax_or_nan(v, False)
+            if in_fast_range(m, v, m_absmax, v_absmax, eps, tile[2], VECTOR, FLAT):
+                update, _w = lamb_update(p, m, v, eps, step_size, update_decay, True)
+            else:
+                update, _w = lamb_update(p, m, v, eps, step_size, update_decay, False)
+        else:
+            update, _w = lamb_update(p, m, v, eps, step_size, update_decay, False)
         update = tl.where(tile[2], update, 0.0)  # outside of the mask it may be 0 / 0
         params = add_squares(params, p, SLOW_FP64)
         updates = add_squares(updates, update, SLOW_FP64)
@@ -131,10 +140,27 @@ def lamb_tiles(
         p, m, v = adam_load(
             addresses, grad_scalars, moment_scalars, tile, tile, tables, KIND, PARAM_DTYPE, GRAD_DTYPE, VECTOR
         )
-        w = tl.math.sqrt_rn(v)
         p = p * decay
-        p = p - rate * lamb_update(p, m, w, eps, step_size, update_decay)
-        adam_store(p, m, v, w, addresses, u, r, tile, tile, tables, KIND, PARAM_DTYPE, VECTOR)
+        if has_fast_path(KIND):
+            m_absmax, v_absmax = absmax_or_nan(m, True), absmax_or_nan(v, False)
+            if in_fast_range(m, v, m_absmax, v_absmax, eps, tile[2], VECTOR, FLAT):
+                update, w = lamb_update(p, m, v, eps, step_size, update_decay, True)
+                adam_store(
+                    p - rate * update, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tile, tables,
+                    KIND, PARAM_DTYPE, VECTOR, True,
+                )  # fmt: skip
+            else:
+                update, w = lamb_update(p, m, v, eps, step_size, update_decay, False)
+                adam_store(
+                    p - rate * update, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, tile, tables,
+                    KIND, PARAM_DTYPE, VECTOR, False,
+                )  # fmt: skip
+        else:
+            update, w = lamb_update(p, m, v, eps, step_size, update_decay, False)
+            adam_store(
+                p - rate * update, m, v, w, 0.0, 0.0, addresses, u, r, tile, tile, tables,
+                KIND, PARAM_DTYPE, VECTOR, False,
+            )  # fmt: skip
 
 
 def lamb_step_(args: StepArgs) -> None:

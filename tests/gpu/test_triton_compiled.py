@@ -53,12 +53,13 @@ BYTES = {
     **{"few_bit: backward, bf16": 4.375, "few_bit: backward, fp32": 8.375},
     **{"few_bit: backward from output, bf16": 6.125, "few_bit: backward from output, fp32": 12.125},
 }
-# More than fits. A root or a division is 15 instructions, a test of each element for rare values among them; CUDA's
-# kernels test once for a warp. Adam has one of both, SiLU a division, "from output" a root and two sides' coefficients
-# to choose from; norms are fp64, and in codes of bf16 it is the rounding.
+# More than fits. A second root or a division is 15 instructions with a test of each element for rare values among them;
+# Adam and LAMB ask once for a tile (memkern/triton/fast_path.py), which costs 2 to 3 for the least and the largest of a
+# tile, and then take 5 and 7. CUDA's bf16 kernels also compute parameters from approximate roots. SiLU has a division,
+# "from output" a root and two sides' coefficients to choose from; in codes of bf16 it is the rounding.
 ABOVE = {
-    **{"adam: power, bf16": 92, "adam: power, bf16+8": 102, "adam: 4 bits, bf16": 100},
-    **{"lamb: power, bf16": 95, "lamb norms: power, bf16": 62},
+    **{"adam: 4 bits, bf16": 84},
+    **{"lamb: power, bf16": 83, "lamb norms: power, bf16": 58},
     **{"quantize: power, unsigned, bf16": 34.5, "few_bit: encode, bf16": 19.5},
     **{"few_bit: silu, bf16": 48, "few_bit: backward from output, bf16": 62.5},
 }

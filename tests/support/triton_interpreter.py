@@ -94,8 +94,21 @@ def repair_scalars() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def repair_reductions() -> None:
+    apply = interpreter.ReduceOps.apply_impl
+
+    def fast(self: Any, input: Any) -> Any:
+        # One element after the other otherwise, which takes a second for a tile.
+        if getattr(self.combine_fn, "fn", self.combine_fn).__name__ == "_maximum_or_nan":
+            return self.min_max(input[0], val_reduce_op=np.max)
+        return apply(self, input)
+
+    interpreter.ReduceOps.apply_impl = fast
+
+
 repair_bf16()
 repair_arithmetic()
+repair_reductions()
 repair_scalars()
 # Kernels divide by zero and multiply infinity by zero on purpose.
 np.seterr(all="ignore")
