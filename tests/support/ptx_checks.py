@@ -77,6 +77,9 @@ class Checks:
     spoil: bool = False
     """Reads of the device's memory that race within a thread block get bits of ones, and are noted, not raised: a test
     that compares results then proves that nothing depends on them. Writes that race are always errors."""
+    same_values: bool = False
+    """Threads may store the same bytes to one place of shared memory with no barrier in between, as Triton's kernels
+    do with what all of them know."""
     raced: set[str] = field(default_factory=set)  # the reads
     threads: int = 1  # of a thread block of this launch
     accesses: dict[int, Accesses] = field(default_factory=dict)

@@ -173,10 +173,25 @@ class Threads(Instructions):
         names = i.operands[1].strip("{} ").replace(" ", "").split(",")
         size = SIZES[kind]
         for which, buffer, offset in self.access(i, i.operands[0], at, len(names), size):
-            self.check(i, at[which], buffer, offset[:, None] + np.arange(len(names) * size), writes=True)
-            for k, name in enumerate(names):
-                bits = bits_of(self.get(name, kind, at[which]), kind)
+            columns = [bits_of(self.get(name, kind, at[which]), kind) for name in names]
+            places = offset[:, None] + np.arange(len(names) * size)
+            threads = at[which]
+            if self.checks and self.checks.same_values and "shared" in i.op:
+                raw = np.concatenate([np.ascontiguousarray(x)[:, None].view(np.uint8) for x in columns], 1)
+                new = self.other_values(threads, places, raw)
+                threads, places = threads[new], places[new]
+            self.check(i, threads, buffer, places, writes=True)
+            for k, bits in enumerate(columns):
                 buffer[(offset + k * size)[:, None] + np.arange(size)] = bits[:, None].view(np.uint8)
+
+    def other_values(self, threads: Array, places: Array, raw: Array) -> Array:
+        """The threads whose bytes of shared memory do not have these values yet, one for each place and value."""
+        assert self.shared_accesses
+        there, clock = self.shared_accesses, self.clock[threads][:, None]
+        same = (self.shared.reshape(-1)[places] == raw) & (there.write_clock[places] == clock)
+        new = np.nonzero(~(same & (there.writer[places] >= 0)).all(1))[0]
+        each = np.concatenate([places[new, :1], raw[new]], 1)
+        return new[np.sort(np.unique(each, axis=0, return_index=True)[1])]
 
     def do_cvta(self, i: Instruction, kind: str, at: Array) -> None:
         if "shared" in i.op:

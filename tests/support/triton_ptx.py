@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.support.ptx_emulator import Memory, Module, launch, pack
+
+if TYPE_CHECKING:
+    from tests.support.triton_checks import Watch
 
 ARCHITECTURE = 90
 POINTERS = {
@@ -52,8 +55,11 @@ def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) ->
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[list[Module]]:
-    """Inside the ``with`` block Triton kernels run in the emulator; gives the list of the modules launched."""
+def emulated(watch: Watch | None = None) -> Iterator[list[Module]]:
+    """Inside the ``with`` block Triton kernels run in the emulator; gives the list of the modules launched.
+
+    ``watch``: limits their memory, checks their accesses, and may change their PTX.
+    """
     from triton.runtime.jit import JITFunction
 
     launched: list[Module] = []
@@ -67,13 +73,19 @@ def emulated() -> Iterator[list[Module]]:
         }
         made = compiled(self, arguments, options)
         if made.hash not in cache:
-            cache[made.hash] = Module(made.asm["ptx"]), made.metadata
+            text = made.asm["ptx"]
+            cache[made.hash] = Module(watch.edited(made.name, text) if watch else text), made.metadata
         module, metadata = cache[made.hash]
         kernel = module.find(metadata.name)
         given = [arguments[p.name] for p in self.params if not p.is_constexpr]
         launched.append(module)
         params = pack(kernel, *given)
-        launch(module, kernel, grid[0], 32 * metadata.num_warps, params, Memory.process(), metadata.shared)
+        threads = 32 * metadata.num_warps
+        if watch is None:
+            launch(module, kernel, grid[0], threads, params, Memory.process(), metadata.shared)
+        elif not watch.leaves_out(metadata.name):
+            memory = watch.memory(arguments)
+            launch(module, kernel, grid[0], threads, params, memory, metadata.shared, watch.checks)
 
     before = JITFunction.run
     JITFunction.run = run
