@@ -38,6 +38,22 @@ def whole_blocks_to_the_nearest(machine: Machine) -> None:
 
 
 @case
+def unsigned_codes_of_the_dynamic_map(machine: Machine) -> None:
+    from memkern import reference
+    from tests.support.helpers import FLOATS, assert_same, hard
+
+    for dtype in FLOATS:
+        x = hard((5, 300), 5, signed=False).to(dtype)
+        expected = reference.quantize_blockwise(x, 1, False, 128, 3)
+        actual = machine.ops.quantize_blockwise(machine.to_device(x), 1, False, 128, 3)
+        assert_same(machine.to_host(actual), [*expected], f"{dtype}")
+        back = machine.ops.dequantize_blockwise(*actual, 1, 128, dtype)
+        assert_same(
+            machine.to_host(back), reference.dequantize_blockwise(*expected, 1, 128, dtype), f"{dtype}"
+        )
+
+
+@case
 def levels_of_all_bits(machine: Machine) -> None:
     from memkern import reference
     from memkern.fewbit.tables import LEVELS
