@@ -25,6 +25,7 @@ from tools.gpu import (
     profile,
     rehearse,
     sanitize,
+    small,
     smoke,
     smoke_large,
     tune,
@@ -182,8 +183,14 @@ def test_the_hot_kernels_are_called() -> None:
     for call in hot.calls(2**13, "cpu"):
         call()
     names = [call.__name__ for call in hot.calls(2**13, "cpu", "steps bf16")]
-    assert len(names) == len(hot.STEPS) + 2
+    assert len(names) == len(hot.STEPS) + 4  # rows of GPT-2-XL, Muon's two ops
     assert {"AdamW8bit", "LAMB8bit"} <= {name for name, _ in hot.STEPS}
+
+
+@pytest.mark.full
+def test_what_the_sanitizers_watch_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    small.main("cpu")
+    assert capsys.readouterr().out == "done\n"
 
 
 def test_commands_of_nvidias_tools() -> None:

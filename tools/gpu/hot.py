@@ -10,7 +10,9 @@ import torch
 
 from memkern import _ops, optim
 from memkern.fewbit.tables import LEVELS
-from memkern.quant.codec import ACTIVATIONS
+from memkern.quant.codec import ACTIVATIONS, CODECS
+from memkern.quant.layout import layout_of
+from memkern.schemas import StepArgs
 
 ELEMENTS = 2**26
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +45,29 @@ def steps(x: torch.Tensor) -> list[Callable[[], object]]:
         return getattr(optim, name)([param], lr=1e-3, weight_decay=0.1, **options).step
 
     found = [step(name, 4096, **options) for name, options in STEPS]
-    return [*found, step("AdamW8bit", ROW), step("LAMB8bit", ROW)]
+    return [*found, step("AdamW8bit", ROW), step("LAMB8bit", ROW), *muon(x)]
+
+
+def muon(x: torch.Tensor) -> list[Callable[[], object]]:
+    """Muon's two ops, without torch's products between them."""
+    param = x[: x.numel() // 4096 * 4096].clone().view(-1, 4096)
+    args = StepArgs(
+        [param],
+        [torch.randn_like(param) * 1e-3],
+        moments=[torch.zeros_like(param, dtype=torch.int8)],
+        scales=[torch.zeros(layout_of(param, 128).scale_shape, device=x.device)],
+        steps=[torch.zeros((), device=x.device)],
+        group=[0],
+        lr=[torch.tensor(1e-3, dtype=torch.float64, device=x.device)],
+        hyperparameters=[0.95, 1.0, 0.1, 0.0],
+        codec=[CODECS["power"]],
+        block_size=[128],
+    )
+    updates = [torch.empty_like(param, dtype=torch.bfloat16)]
+    return [
+        lambda: _ops.muon_momentum_(args, updates),
+        lambda: _ops.muon_apply_(args, updates, [0.2]),
+    ]
 
 
 def others(x: torch.Tensor) -> list[Callable[[], object]]:
