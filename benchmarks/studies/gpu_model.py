@@ -1,19 +1,22 @@
 """The share of a card's copy bandwidth that each CUDA kernel can reach, from counts.
 
 Not a measurement: something to hold the first measurement against. A kernel that moves B bytes and issues I
-instructions per element takes at least the longer of ::
+instructions per element takes at least the longest of ::
 
     t_memory = B / copy bandwidth
     t_issue  = I / (0.85 * multiprocessors * 128 * clock)
+    t_pipe   = (those of I that a pipe executes) / (0.85 * multiprocessors * lanes of the pipe * clock)
+    t_words  = (words of shared memory and first-level cache) / (0.85 * multiprocessors * 32 * clock)
     t_fp64   = (those of I that are fp64) / (multiprocessors * FP64 * clock)
 
-The share then has a range: what is loaded ahead must cover the memory's latency (:func:`range_of_share`), which is
-between 0.6 and 1.0 microseconds under load on such cards, and 0.75 to 0.9 of the slots are issued. Left out: pipes that
-issue every second cycle, conversions and roots, wavefronts of shared memory.
+128 lanes of a multiprocessor issue an instruction per cycle; 0.85 is what loops with few stalls reach. The pipes have
+fewer lanes (PIPES): ALUs half, special functions and conversions an eighth. Words of gathers from tables count as often
+as bank conflicts repeat them (CONFLICTS).
 
-128 lanes of a multiprocessor issue an instruction per cycle (CUDA C++ Programming Guide, Compute Capabilities); 0.85
-is what loops with few stalls reach. FP64 is from the same guide. Latencies, the ends of a grid and the filling of
-tables are left out there; a second table has steps of 2^22 to 2^25 elements, where they count (``time_of_step``).
+The share has a range: what is loaded ahead must cover the memory's latency (:func:`range_of_share`), which is between
+0.6 and 1.0 microseconds under load on such cards, and 0.75 to 0.9 of the slots are issued. The starts of tiles and the
+end of a grid are in a table of steps of 2^22 to 2^30 elements (``time_of_step``). Left out: the filling of tables, and
+instructions that wait for each other.
 
 Instructions are those of the main paths, from benchmarks/results/cuda-kernels.json, counted in the machine code of each
 architecture, and of AdamW's slow path in its expected share of the warps.
@@ -32,9 +35,24 @@ from .. import RESULTS
 COUNTS = RESULTS / "cuda-kernels.json"
 ISSUED = 0.85  # of the slots
 LANES = 128
-# fp64 instructions a cycle of a multiprocessor: of conversions 16 (sm_80 and sm_90) or 2, of sums and products 32, 64
+# Lanes of a multiprocessor (CUDA C++ Programming Guide, Throughput of Native Arithmetic Instructions): fp32 products
+# and sums; integers, comparisons, selections and bytes; roots, reciprocals and conversions; words of 32 bits.
+PIPES: dict[str, dict[str, float]] = {
+    arch: {"fma": 64 if arch == "sm_80" else 128, "alu": 64, "xu": 16, "words": 32}
+    for arch in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+}
+# How often a word that lanes gather from a table in shared memory is read, for values from N(0, 1): the results of bf16
+# values, pairs of levels (simulated in tests/benchmarks/test_gpu_model.py).
+CONFLICTS = {
+    "GELU 3-bit forward bf16": 2.9,
+    **dict.fromkeys(("GELU 3-bit backward bf16", "GELU 3-bit backward fp32"), 1.8),
+}
+# fp64 instructions a cycle of a multiprocessor: of conversions 16 (sm_80, 90 and 100) or 2, of sums and products 32, 64
 # or 2; kernels have as many of the one kind as of the other.
-FP64 = {"sm_80": 2 / (1 / 16 + 1 / 32), "sm_89": 2.0, "sm_90": 2 / (1 / 16 + 1 / 64), "sm_120": 2.0}
+FP64 = {
+    **{"sm_80": 2 / (1 / 16 + 1 / 32), "sm_89": 2.0, "sm_120": 2.0},
+    **dict.fromkeys(("sm_90", "sm_100"), 2 / (1 / 16 + 1 / 64)),
+}
 # As csrc/cuda/tile.cuh has them.
 THREADS, VECTOR, TILE_ELEMENTS, AHEAD_BLOCKS = 128, 8, 2**14, 4
 # Assumed until there is a measurement: seconds from a load to its use with the memory busy, and cycles from one
@@ -63,7 +81,7 @@ CARDS = {
     "RTX 4090": Card("sm_89", 128, 2.52, 1008),
     "H100 SXM": Card("sm_90", 132, 1.98, 3350),
     "H200": Card("sm_90", 132, 1.98, 4800),
-    "B200": Card("sm_90", 148, 1.965, 8000),  # sm_100 by the counts of sm_90, which has its fp64 rate too
+    "B200": Card("sm_100", 148, 1.965, 8000),
     "RTX 5090": Card("sm_120", 170, 2.41, 1792),
 }
 # Read and written per element: gradient, parameter twice, two codes twice, two scales of blocks of 128 twice.
@@ -84,6 +102,10 @@ BYTES = {
     "LARS bf16": 2 + 4 + 2 + SCALES / 2,
     "grad norm fp32": 4,
     "grad norm bf16": 2,
+    "Muon momentum fp32": 4 + 2 + 2 + SCALES / 2,  # gradient, update in bf16, codes twice
+    "Muon momentum bf16": 2 + 2 + 2 + SCALES / 2,
+    "Muon apply fp32": 8 + 2,
+    "Muon apply bf16": 4 + 2,
     "power codes fp32": 5 + 4 / 128,
     "power codes bf16": 3 + 4 / 128,
     "power values fp32": 5 + 4 / 128,
@@ -109,6 +131,8 @@ KERNELS = {
 OTHERS = {
     "LARS fp32": "lars_tiles<1, 0>",
     "LARS bf16": "lars_tiles<1, 0>",
+    "Muon momentum fp32": "muon_tiles<1>",
+    "Muon momentum bf16": "muon_tiles<1>",
     "grad norm fp32": "norm_tiles",
     "grad norm bf16": "norm_tiles",
     "power codes fp32": "quantize_whole<0, 1>",
@@ -126,8 +150,9 @@ WRITTEN = {
     **{f"{name} bf16": 3 + SCALES / 4 for name in ("Lion", "LARS")},
     **{f"{name} {dtype}": 0 for name in ("LAMB norms", "grad norm") for dtype in ("fp32", "bf16")},
     **{"power codes fp32": 1 + 4 / 128, "power codes bf16": 1 + 4 / 128},
+    **{f"Muon momentum {dtype}": 3 + SCALES / 4 for dtype in ("fp32", "bf16")},
 }
-MIDDLE = (2**22, 2**23, 2**24, 2**25)
+MIDDLE, LARGE = (2**22, 2**23, 2**24, 2**25), (2**28, 2**30)
 
 
 @functools.cache
@@ -169,6 +194,14 @@ def fp64_instructions(kernel: str, arch: str) -> float:
     return counts.get(kernel, {}).get(arch, 0.0)
 
 
+def pipes(kernel: str, arch: str) -> dict[str, float]:
+    """What each pipe does per element on the main path, with repeated words of gathers."""
+    found: dict[str, float] = dict(record()["pipes per element"][kernel][arch])
+    shared = found.pop("shared words")
+    found["words"] += (CONFLICTS.get(kernel, 1.0) - 1) * shared
+    return found
+
+
 def bytes_in_flight(card: Card, path: str) -> float:
     """Bytes that the threads of a multiprocessor load ahead."""
     registers = record()["registers"][(KERNELS | OTHERS)[path]][card.arch]
@@ -179,35 +212,57 @@ def bytes_in_flight(card: Card, path: str) -> float:
 
 def range_of_share(card: Card, path: str) -> tuple[float, float]:
     """The lowest share of the copy bandwidth (longer latency, fewer instructions issued), and the highest."""
-    instructions, fp64 = expected_instructions(path, card.arch), fp64_instructions(path, card.arch)
     ends = []
     for latency, issued in zip(LATENCIES, ISSUED_RANGE, strict=True):
         loaded = card.multiprocessors * bytes_in_flight(card, path) / latency  # bytes per second
         wanted = card.copy * 1e9 * (BYTES[path] - WRITTEN[path]) / BYTES[path]
-        issue = share_of_copy(card, BYTES[path], instructions * ISSUED / issued, fp64)
-        ends.append(min(issue, loaded / wanted))
+        ends.append(min(share_of(card, path, issued), loaded / wanted))
     return ends[0], ends[1]
 
 
-def share_of_copy(card: Card, size: float, instructions: float, fp64: float = 0.0) -> float:
+def share_of(card: Card, kernel: str, issued: float = ISSUED) -> float:
+    return share_of_copy(
+        card,
+        BYTES[kernel],
+        expected_instructions(kernel, card.arch),
+        fp64_instructions(kernel, card.arch),
+        pipes(kernel, card.arch),
+        issued,
+    )
+
+
+def share_of_copy(
+    card: Card,
+    size: float,
+    instructions: float,
+    fp64: float = 0.0,
+    of_pipes: dict[str, float] | None = None,
+    issued: float = ISSUED,
+) -> float:
     """Of the copy bandwidth, 1 where memory limits."""
     cycles = card.multiprocessors * card.clock * 1e9  # of all, in a second
     memory = size / (card.copy * 1e9)
-    issue = instructions / (ISSUED * LANES * cycles)
-    return min(1.0, memory / max(issue, fp64 / (FP64[card.arch] * cycles)))
+    lanes = PIPES[card.arch]
+    slots = max(instructions / LANES, *(n / lanes[pipe] for pipe, n in (of_pipes or {}).items()), 0.0)
+    return min(1.0, memory / max(slots / (issued * cycles), fp64 / (FP64[card.arch] * cycles)))
+
+
+def limit(card: Card, kernel: str) -> str:
+    """What takes the longest: memory, issue, or a pipe."""
+    cycles = card.multiprocessors * card.clock * 1e9
+    lanes = PIPES[card.arch]
+    times = {
+        "memory": BYTES[kernel] / (card.copy * 1e9),
+        "issue": expected_instructions(kernel, card.arch) / (ISSUED * LANES * cycles),
+        "fp64": fp64_instructions(kernel, card.arch) / (FP64[card.arch] * cycles),
+        **{pipe: n / (ISSUED * lanes[pipe] * cycles) for pipe, n in pipes(kernel, card.arch).items()},
+    }
+    return max(times, key=lambda what: times[what])
 
 
 def shares() -> dict[str, dict[str, float]]:
     """kernel -> card -> share."""
-    return {
-        kernel: {
-            name: share_of_copy(
-                card, size, expected_instructions(kernel, card.arch), fp64_instructions(kernel, card.arch)
-            )
-            for name, card in CARDS.items()
-        }
-        for kernel, size in BYTES.items()
-    }
+    return {kernel: {name: share_of(card, kernel) for name, card in CARDS.items()} for kernel in BYTES}
 
 
 # ---- tensors of middle size
@@ -240,7 +295,9 @@ def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
     instructions = expected_instructions(path, card.arch)
     room = resident_blocks(card.arch, record()["registers"][KERNELS[path]][card.arch])
     memory = tile * BYTES[path] * card.multiprocessors / (card.copy * 1e9)
-    issue = tile * instructions / (ISSUED * LANES * card.clock * 1e9)
+    lanes = PIPES[card.arch]
+    slots = max(instructions / LANES, *(n / lanes[pipe] for pipe, n in pipes(path, card.arch).items()))
+    issue = tile * slots / (ISSUED * card.clock * 1e9)
     turns = tile / (THREADS * VECTOR)
     computing = VECTOR * instructions * CYCLES / (card.clock * 1e9)
     alone = 3 * LATENCY + turns * max(LATENCY, computing)
@@ -257,7 +314,7 @@ def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
         return numel * BYTES[path] / (card.copy * 1e9) / time_of_step(card, path, numel, tile)
 
     slots = AHEAD_BLOCKS * card.multiprocessors
-    return {n: (share(n, TILE_ELEMENTS), share(n, tile_elements(n, slots))) for n in MIDDLE}
+    return {n: (share(n, TILE_ELEMENTS), share(n, tile_elements(n, slots))) for n in MIDDLE + LARGE}
 
 
 def main() -> None:
@@ -267,9 +324,12 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("kernel", "bytes per element", *CARDS, title="Share of the copy bandwidth, modelled")
+    table = Table(
+        "kernel", "bytes per element", *CARDS, title="Share of the copy bandwidth, modelled, and what limits"
+    )
     for kernel, row in shares().items():
-        table.add_row(kernel, f"{BYTES[kernel]:.2f}", *(f"{share:.2f}" for share in row.values()))
+        cells = (f"{share:.2f} {limit(CARDS[name], kernel)}" for name, share in row.items())
+        table.add_row(kernel, f"{BYTES[kernel]:.2f}", *cells)
     Console(width=120).print(table)
     table = Table(
         "kernel", "kB in flight on an H200", *CARDS, title="The same with latencies and a range, modelled"
@@ -279,7 +339,7 @@ def main() -> None:
         flying = bytes_in_flight(CARDS["H200"], path) / 1e3
         table.add_row(path, f"{flying:.0f}", *(f"{low:.2f}-{high:.2f}" for low, high in ranges))
     Console(width=120).print(table)
-    sizes = [f"2^{n.bit_length() - 1}" for n in MIDDLE]
+    sizes = [f"2^{n.bit_length() - 1}" for n in MIDDLE + LARGE]
     table = Table(
         "kernel", *sizes, title="H200, by elements: with tiles of 2^14, and with tiles that fill the device"
     )

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.support import cache, sass
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "cuda-kernels.json"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-COUNTED = ("sm_80", "sm_89", "sm_90", "sm_120")
+COUNTED = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 FLAGS = [
     "-O3",
     "-std=c++20",
@@ -188,8 +189,8 @@ def compiled(arch: str) -> Compiled:
 def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
     """The instructions of a turn of each loop, from an architecture's machine code."""
     code = {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
-    # ptxas for sm_120 has one approximate reciprocal more in each turn of a loop.
-    more = {"MUFU": 1} if arch == "sm_120" else {}
+    # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each turn of a loop.
+    more = {"MUFU": 1} if arch in ("sm_100", "sm_120") else {}
     found = {}
     for path, (kernel, wanted) in (PATHS | (SLOW_PATHS if arch == "sm_90" else {})).items():
         wanted = {opcode: count + more.get(opcode, 0) for opcode, count in wanted.items()}
@@ -217,11 +218,28 @@ def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
     return {path: count / elements(path) for path, count in counts.items() if count}
 
 
+def pipes(binary: Path, arch: str) -> dict[str, dict[str, float]]:
+    """Per element: instructions of the pipes that may limit, and words of the first-level cache and shared memory."""
+    found = {}
+    for path, way in main_paths(binary, arch).items():
+        count = Counter(sass.pipe(i.opcode) for i in way)
+        words = {
+            "words": sum(sass.words(i.opcode) for i in way),
+            "shared words": sum(sass.words(i.opcode) for i in way if i.opcode.startswith(("LDS", "STS"))),
+        }
+        found[path] = {
+            key: n / elements(path)
+            for key, n in ({key: count[key] for key in ("fma", "alu", "xu")} | words).items()
+        }
+    return found
+
+
 def measure() -> dict[str, Any]:
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         of_arch = dict(zip(ARCHS, pool.map(compiled, ARCHS), strict=True))
     counted = {arch: instructions(of_arch[arch][0], arch) for arch in COUNTED}
     fp64 = {arch: fp64_instructions(of_arch[arch][0], arch) for arch in COUNTED}
+    of_pipes = {arch: pipes(of_arch[arch][0], arch) for arch in COUNTED}
     kernels = sorted({name for _, found in of_arch.values() for name in found})
     return {
         "nvcc": nvcc_version(),
@@ -235,6 +253,9 @@ def measure() -> dict[str, Any]:
         },
         "fp64 instructions per element": {
             path: {arch: counts[path] for arch, counts in fp64.items()} for path in fp64["sm_90"]
+        },
+        "pipes per element": {
+            path: {arch: counts[path] for arch, counts in of_pipes.items()} for path in PATHS
         },
     }
 
