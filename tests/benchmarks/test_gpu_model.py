@@ -7,6 +7,8 @@ pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
 
 from benchmarks.studies import gpu_model
 from benchmarks.studies.gpu_model import Card
+from memkern import reference
+from memkern.fewbit.tables import LEVELS
 
 
 def test_the_longer_of_two_times() -> None:
@@ -29,6 +31,52 @@ def test_squares_leave_fp64_units_time() -> None:
         assert rows[kernel][card] == 1
         fp64 = 4 * gpu_model.fp64_instructions(kernel, gpu_model.CARDS[card].arch)
         assert gpu_model.share_of_copy(gpu_model.CARDS[card], gpu_model.BYTES[kernel], 0, fp64) < 1
+
+
+def test_a_pipe_may_take_the_longest() -> None:
+    card = Card("sm_90", multiprocessors=100, clock=1.0, bandwidth=1000)
+    slots = gpu_model.ISSUED * 100 * 8 / card.copy  # cycles of a multiprocessor in the time of 8 bytes
+    for pipe, lanes in gpu_model.PIPES["sm_90"].items():
+        assert gpu_model.share_of_copy(card, 8, 0, of_pipes={pipe: 0.5 * lanes * slots}) == 1
+        assert gpu_model.share_of_copy(card, 8, 0, of_pipes={pipe: 2 * lanes * slots}) == pytest.approx(0.5)
+    # 64 lanes for fp32 on sm_80 and for integers everywhere: half of what is issued.
+    assert gpu_model.PIPES["sm_80"]["fma"] == gpu_model.PIPES["sm_90"]["alu"] == gpu_model.LANES / 2
+
+
+def test_pipes_are_part_of_the_instructions() -> None:
+    counts = gpu_model.record()["instructions per element"]
+    for kernel in gpu_model.BYTES:
+        for card in gpu_model.CARDS.values():
+            found = gpu_model.pipes(kernel, card.arch)
+            assert {*found} == {*gpu_model.PIPES[card.arch]}, kernel
+            assert 0 < found["fma"] + found["alu"] + found["xu"] < counts[kernel][card.arch], kernel
+            assert found["words"] > 0, kernel
+
+
+def wavefronts(words: torch.Tensor, banks: int) -> float:
+    """Of gathers (requests, lanes) from words of so many banks: the different words of the fullest one, on average."""
+    fullest = []
+    for row in words.tolist():
+        of_bank = [word % banks for word in {*row}]
+        fullest.append(max(map(of_bank.count, of_bank)))
+    return sum(fullest) / len(fullest)
+
+
+def test_bank_conflicts_of_gathers() -> None:
+    """CONFLICTS, for values from N(0, 1): csrc/cuda/bf16_table.cuh and the pairs of levels of activation.cu."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randn(1000, 32, generator=generator).bfloat16().view(torch.int16).int()
+    first, high = 0x3AFF, 0x40C0
+    entry = 2 * ((bits & 0x7FFF).clamp(first, high) - first) + (bits < 0)
+    assert wavefronts(entry, 32) == pytest.approx(gpu_model.CONFLICTS["GELU 3-bit forward bf16"], rel=0.05)
+
+    table = LEVELS["gelu", 3]
+    planes = reference.few_bit_encode(torch.randn(64_000, generator=generator), 3, *table[2:])[:, :8000]
+    bit = (planes.int()[..., None] >> torch.arange(8) & 1).view(3, 1000, 32, 2)
+    pair = sum(bit[p, ..., i] << 2 * p + i for p in range(3) for i in range(2))
+    halves = [wavefronts(half, 16) for half in pair.split(16, 1)]  # 8 bytes a lane: half a warp at a time
+    expected = gpu_model.CONFLICTS["GELU 3-bit backward bf16"]
+    assert sum(halves) / 2 == pytest.approx(expected, rel=0.05)
 
 
 def test_every_kernel_has_counts_for_every_card() -> None:
