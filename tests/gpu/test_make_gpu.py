@@ -139,11 +139,14 @@ def test_smoke_covers_every_op_and_dtype() -> None:
     assert "graph" in groups
     for name in smoke_large.OPTIMIZERS:
         assert f"large {name} {torch.bfloat16}" in groups
+    assert f"large Muon {torch.bfloat16}" in groups
 
 
 @pytest.mark.full
 @needs_cpp
-@pytest.mark.parametrize("group", ["large AdamW8bit torch.bfloat16", "large codes torch.float32"])
+@pytest.mark.parametrize(
+    "group", ["large AdamW8bit torch.bfloat16", "large codes torch.float32", "large Muon torch.bfloat16"]
+)
 def test_smoke_of_large_tensors(
     group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +155,7 @@ def test_smoke_of_large_tensors(
     )
     assert smoke.main(["cpu", "--processes", "1", "--only", group]) == 0
     row = json.loads(capsys.readouterr().out)
-    assert row["equal"] == (2 if "AdamW" in group else 3)
+    assert row["equal"] == {"AdamW8bit": 2, "codes": 3, "Muon": 1}[group.split()[1]]
 
 
 def test_large_tensors_and_all_alignments() -> None:

@@ -234,12 +234,16 @@ MATRICES = {"tall": (130, 37), "wide": (24, 640), "row": (1, 1500), "batch": (3,
 
 def muon() -> Iterator[Case]:
     """Muon's two ops, and a step between which torch's products orthogonalize."""
-    for dtype, options in itertools.product(FLOATS, ({}, {"codec": "dynamic"}, {"state_bits": 32})):
+    small = [
+        (f"Muon {dtype}", MATRICES, dtype, options)
+        for dtype, options in itertools.product(FLOATS, ({}, {"codec": "dynamic"}, {"state_bits": 32}))
+    ]
+    large = [(f"large Muon {dtype}", smoke_large.LARGE, dtype, {}) for dtype in FLOATS[:2]]
+    for group, matrices, dtype, options in [*small, *large]:
 
-        def compare(backend: str, device: str, dtype=dtype, options=options) -> str:
-            runs = [
-                muon_stepped(dtype, options, *where) for where in ((backend, device), ("reference", "cpu"))
-            ]
+        def compare(backend: str, device: str, matrices=matrices, dtype=dtype, options=options) -> str:
+            pair = (backend, device), ("reference", "cpu")
+            runs = [muon_stepped(matrices, dtype, options, *where) for where in pair]
             for (what, a), (_, e) in zip(*runs, strict=True):
                 if what.startswith("sum"):
                     if not torch.allclose(a.cpu(), e, rtol=1e-7, atol=0):
@@ -248,7 +252,7 @@ def muon() -> Iterator[Case]:
                 same(a, e, what)
             return "equal"
 
-        yield f"Muon {dtype}", str(options or "defaults"), compare
+        yield group, str(options or "defaults"), compare
 
     def step(backend: str, device: str) -> str:
         """A whole step: products round otherwise on another device, by a few of bf16's places."""
@@ -272,10 +276,14 @@ def muon() -> Iterator[Case]:
 
 
 def muon_stepped(
-    dtype: torch.dtype, options: dict[str, Any], backend: str, device: str
+    matrices: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    backend: str,
+    device: str,
 ) -> list[tuple[str, Tensor]]:
     """What both ops leave; the updates are halved in place of being orthogonalized."""
-    params = [torch.nn.Parameter(at(0.1 * values(shape).to(dtype), device)) for shape in MATRICES.values()]
+    params = [torch.nn.Parameter(at(0.1 * values(shape).to(dtype), device)) for shape in matrices.values()]
     optimizer = optim.Muon8bit(params, lr=0.1, min_8bit_size=0, **options)
     seen: list[tuple[str, Tensor]] = []
     with memkern.use_backend(backend), torch.no_grad():
