@@ -101,7 +101,10 @@ class Instructions:
 
     def binary(self, i: Instruction, kind: str, at: Array, f: Callable[[Array, Array], Array]) -> None:
         a, b = (self.flushed(i, self.get(o, kind, at)) for o in i.operands[1:3])
-        self.put(i.operands[0], self.flushed(i, f(a, b)), kind, at)
+        x = f(a, b)
+        if is_float(kind):
+            x = np.where(np.isnan(x), x.dtype.type(np.nan), x)  # one NaN, as GPUs have, whatever this processor's is
+        self.put(i.operands[0], self.flushed(i, x), kind, at)
 
     @staticmethod
     def flushed(i: Instruction, x: Array) -> Array:
