@@ -26,7 +26,7 @@ pytestmark = [
 # Lanes without a block left read their tile's first, whose owner may have stored it by then. Nothing depends on what
 # they read: it is spoiled here, and results are the reference's. To load only where there is a block takes three
 # instructions more in each turn of the main path (sm_90: 525, not 522, for AdamW in bf16; 362, not 359, for Lion).
-WITHOUT_WORK = re.compile(r"(adam|lamb|lion|lars|sgd|lamb_norm|lars_norm)_tiles\w*: ld\.global")
+WITHOUT_WORK = re.compile(r"(adam|lamb|lion|lars|sgd|muon|lamb_norm|lars_norm)_tiles\w*: ld\.global")
 
 
 @pytest.fixture(scope="module")
