@@ -265,6 +265,19 @@ def shares() -> dict[str, dict[str, float]]:
     return {kernel: {name: share_of(card, kernel) for name, card in CARDS.items()} for kernel in BYTES}
 
 
+def rows_for_docs() -> list[str]:
+    """The table of docs/gpu-checks.md: instructions, what is in flight, and the range of the share."""
+    counts: dict[str, dict[str, float]] = record()["instructions per element"]
+    rows = []
+    for path in KERNELS | OTHERS:
+        flying = bytes_in_flight(CARDS["H200"], path) / 1e3
+        ranges = (range_of_share(CARDS[card], path) for card in ("H200", "B200"))
+        shares_of_cards = " | ".join(f"{low:.2f} to {high:.2f}" for low, high in ranges)
+        tenths = math.floor(10 * counts[path]["sm_90"] + 0.5) / 10  # counts are eighths
+        rows.append(f"| {path} | {tenths} | {flying:.0f} | {shares_of_cards} |")
+    return rows
+
+
 # ---- tensors of middle size
 
 

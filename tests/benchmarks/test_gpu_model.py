@@ -1,5 +1,7 @@
 """benchmarks.studies.gpu_model: shares that follow from counts and bytes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -135,6 +137,12 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["gpu_model"])
     gpu_model.main()
     assert "AdamW bf16+8" in capsys.readouterr().out
+
+
+def test_the_table_of_the_docs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "gpu-checks.md"
+    found = [line for line in page.read_text().splitlines() if line.split(" | ")[0][2:] in gpu_model.BYTES]
+    assert found == gpu_model.rows_for_docs()
 
 
 # ---- tensors of middle size

@@ -103,7 +103,9 @@ class Instructions:
         a, b = (self.flushed(i, self.get(o, kind, at)) for o in i.operands[1:3])
         x = f(a, b)
         if is_float(kind):
-            x = np.where(np.isnan(x), x.dtype.type(np.nan), x)  # one NaN, as GPUs have, whatever this processor's is
+            x = np.where(
+                np.isnan(x), x.dtype.type(np.nan), x
+            )  # one NaN, as GPUs have, whatever this processor's is
         self.put(i.operands[0], self.flushed(i, x), kind, at)
 
     @staticmethod
