@@ -120,14 +120,17 @@ LOOPS = {
 }
 
 
+# ptxas places some of the second row's loads after the first one's arithmetic; a barrier would keep Lion's together, at
+# 64 registers instead of 56. fp32 leaves time: 86 (Adam) and 90 (LAMB) of the 125 instructions that fit are executed.
+LATE = {"lion: power, fp32": 1, "adam: power, fp32": 2, "lamb: power, fp32": 4}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", LOOPS)
 def test_loads_do_not_wait_for_each_other(name: str) -> None:
     """Parameters, gradients and codes are loaded before anything waits for a scale."""
     way = main_loop(name, "sm_90", LOOPS[name])
-    # ptxas places the second of two rows' parameters after the first one's arithmetic; a barrier would keep them
-    # together, at 64 registers instead of 56.
-    assert sass.late_loads(way) == (name == "lion: power, fp32")
+    assert sass.late_loads(way) == LATE.get(name, 0)
     # What a scalar can skip, a coupled decay, is on record as if it were not skipped.
     assert 0.9 * facts(name, "sm_90").instructions <= len(way) / 8 <= facts(name, "sm_90").instructions + 0.1
 
@@ -156,4 +159,8 @@ def test_instructions_of_squares(name: str, target: str, per_element: float) -> 
     assert in_fp64 == 8 * sums * per_element
     # What a tile's largest magnitude takes; fours are added in a thread's registers.
     maxima = 0 if per_element == 3 else sums
-    assert [names.count(x) for x in ("SHFL", "REDUX", "STS", "LDS")] == [0, 2 * maxima, maxima, maxima]
+    if name.startswith("lamb"):  # the warps of a tile agree on its range (memkern/triton/fast_path.py)
+        assert [names.count(x) for x in ("STS", "LDS")] == [maxima + 1, maxima + 1]
+    else:
+        found = [names.count(x) for x in ("SHFL", "REDUX", "STS", "LDS")]
+        assert found == [0, 2 * maxima, maxima, maxima]
