@@ -75,11 +75,11 @@ class quantize_saved:
     ) -> None:
         check_bits(bits)
         self.bits = bits
-        self.leaves = options_of(offload, offload_ahead)
+        self.offload = options_of(offload, offload_ahead)
         self._sessions: list[Session] = []
 
     def __enter__(self) -> quantize_saved:
-        session = Session(self.bits, leaves=self.leaves)
+        session = Session(self.bits, offload=self.offload)
         leaves.note_all()
         session.enter()
         self._sessions.append(session)

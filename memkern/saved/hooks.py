@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import is_recorded
-from .leaves import leaves as known_leaves
+from .leaves import leaves
 from .offload import Offload
 from .session import EXACT, Session, check_bits, close_interrupted, open_sessions
 
 SAVED = "_memkern_saved_bits"
-LEAVES = "_memkern_offload"
+OFFLOAD = "_memkern_offload"
 Bits = int | str | None
 SavedBits = Bits | Mapping[str, Bits] | Callable[[str, nn.Module], Bits]
 
@@ -51,8 +51,8 @@ def _open(module: nn.Module, frame: types.FrameType) -> None:
         return
     close_interrupted()
     if not open_sessions():
-        known_leaves.note_all(module.parameters())
-    session = Session(vars(module)[SAVED], module, frame, vars(module).get(LEAVES))
+        leaves.note_all(module.parameters())
+    session = Session(vars(module)[SAVED], module, frame, vars(module).get(OFFLOAD))
     session.enter()
     open_sessions().append(session)
 
@@ -75,8 +75,8 @@ class SavingStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_installed(self.module) or not torch.is_grad_enabled():  # restored meanwhile
             return self.__wrapped__(*args, **kwargs)
-        known_leaves.note_all(self.module.parameters())
-        session = Session(vars(self.module)[SAVED], leaves=vars(self.module).get(LEAVES))
+        leaves.note_all(self.module.parameters())
+        session = Session(vars(self.module)[SAVED], offload=vars(self.module).get(OFFLOAD))
         session.enter()
         outputs: list[Any] = []
         try:
@@ -91,10 +91,10 @@ def is_installed(module: nn.Module) -> bool:
     return SAVED in vars(module)
 
 
-def _install(module: nn.Module, bits: Bits, leaves: Offload | None, base: bool = False) -> None:
+def _install(module: nn.Module, bits: Bits, offload: Offload | None, base: bool = False) -> None:
     vars(module)[SAVED] = bits
-    if leaves is not None:
-        vars(module)[LEAVES] = leaves
+    if offload is not None:
+        vars(module)[OFFLOAD] = offload
     module.register_forward_pre_hook(_enter_base if base else _enter)
     module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
 
@@ -104,7 +104,7 @@ def remove(module: nn.Module) -> bool:
     if not is_installed(module):
         return False
     del vars(module)[SAVED]
-    vars(module).pop(LEAVES, None)
+    vars(module).pop(OFFLOAD, None)
     before = module._forward_pre_hooks
     after = module._forward_hooks
     for hooks, own in ((before, _enter), (before, _enter_base), (after, _leave)):
@@ -176,14 +176,14 @@ def modes(model: nn.Module, saved_bits: SavedBits) -> Modes:
     return rows
 
 
-def install(model: nn.Module, wanted: Modes, leaves: Offload | None = None) -> None:
-    """Puts the hooks where the mode differs from the one around, and nowhere else. leaves: of all of them."""
+def install(model: nn.Module, wanted: Modes, offload: Offload | None = None) -> None:
+    """Puts the hooks where the mode differs from the one around, and nowhere else. offload: of all of them."""
     close_interrupted()
     for module in model.modules():
         remove(module)
     for _, module, bits, outside in wanted:
         if bits != outside and not isinstance(module, _NEVER_CALLED):
-            _install(module, bits, leaves)
+            _install(module, bits, offload)
     _install_on_base(model)
 
 
@@ -191,7 +191,7 @@ def _install_on_base(model: nn.Module) -> None:
     """Hooks for calls of a ``base_model`` (transformers) in place of the model, whose mode it has."""
     base = getattr(model, "base_model", None)
     if isinstance(base, nn.Module) and is_installed(model) and not is_installed(base):
-        _install(base, vars(model)[SAVED], vars(model).get(LEAVES), base=True)
+        _install(base, vars(model)[SAVED], vars(model).get(OFFLOAD), base=True)
 
 
 def installed(model: nn.Module) -> list[tuple[str, Bits]]:
@@ -214,13 +214,13 @@ def covered(model: nn.Module) -> dict[nn.Module, Bits]:
 def state_of(model: nn.Module) -> list[tuple[str, Bits, Offload | None]]:
     """The modules with hooks, and all options of each."""
     modules = dict(model.named_modules())
-    return [(name, bits, vars(modules[name]).get(LEAVES)) for name, bits in installed(model)]
+    return [(name, bits, vars(modules[name]).get(OFFLOAD)) for name, bits in installed(model)]
 
 
 def bring_back(model: nn.Module, own: list[tuple[str, Bits, Offload | None]]) -> None:
     """Puts hooks back where :func:`state_of` found them."""
     modules = dict(model.named_modules())
-    for name, bits, leaves in own:
+    for name, bits, offload in own:
         remove(modules[name])
-        _install(modules[name], bits, leaves)
+        _install(modules[name], bits, offload)
     _install_on_base(model)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import offload
 from .codecs import Codec, Layout
+from .offload import Away, Offload, is_parameter, put
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of shape "
@@ -243,7 +243,7 @@ def spared() -> int:
 class Stored(Value):
     """Data: the tensor as torch would hold it (``codec`` None), 8-bit codes, or bits.
 
-    outer: the hooks around ours, which get what is stored, such as save_on_cpu's. leaves: options of the data's
+    outer: the hooks around ours, which get what is stored, such as save_on_cpu's. offload: options of the data's
     transfer to the host, where there are no such hooks.
     """
 
@@ -253,11 +253,11 @@ class Stored(Value):
         dtype: torch.dtype,
         codec: Codec | None,
         outer: Hooks | None,
-        leaves: offload.Offload | None = None,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__()
         self.dtype, self.precision, self.shape, self.outer = dtype, x.dtype, x.shape, outer
-        self.leaves = None if leaves is None or outer is not None or offload.is_parameter(x) else leaves
+        self.offload = None if offload is None or outer is not None or is_parameter(x) else offload
         self._watch(x, codec is None)
         self.source: tuple[weakref.ref, int] | None = None  # the storage and where in it
         self.codec: Codec | None = None
@@ -270,12 +270,12 @@ class Stored(Value):
 
     def _watch(self, x: Tensor, held: bool) -> None:
         """Notes x's version. held: x itself is stored, and a view of it shows the version counter."""
-        held = held and self.outer is None and self.leaves is None
+        held = held and self.outer is None and self.offload is None
         self.counter = x.detach() if held or not is_plain(x) else version_of(x)
         self.version = x._version
 
-    def hold(self, x: Tensor, leaves: bool = True) -> None:
-        self.codec, self.data, self.lossy, self.precision = None, self._give((x,), leaves), False, x.dtype
+    def hold(self, x: Tensor, may_leave: bool = True) -> None:
+        self.codec, self.data, self.lossy, self.precision = None, self._give((x,), may_leave), False, x.dtype
         self.codec_before, self.coarse = None, False
         _spared.pop(id(self), None)
 
@@ -297,15 +297,15 @@ class Stored(Value):
     def __del__(self) -> None:
         _spared.pop(id(self), None)
 
-    def _give(self, data: Sequence[Tensor], leaves: bool = True) -> Any:
+    def _give(self, data: Sequence[Tensor], may_leave: bool = True) -> Any:
         if self.outer is not None:
             return [self.outer[0](x) for x in data]
-        return offload.put(data, self.leaves) if leaves and self.leaves is not None else list(data)
+        return put(data, self.offload) if may_leave and self.offload is not None else list(data)
 
     def _take(self) -> Sequence[Tensor]:
         if self.outer is not None:
             return [self.outer[1](x) for x in self.data]
-        return self.data.tensors() if isinstance(self.data, offload.Away) else self.data
+        return self.data.tensors() if isinstance(self.data, Away) else self.data
 
     def fresh(self) -> bool:
         return self.counter._version == self.version
@@ -322,7 +322,7 @@ class Stored(Value):
         return self.codec is not None
 
     def is_at_hand(self) -> bool:
-        return self.codec is None and self.outer is None and self.leaves is None
+        return self.codec is None and self.outer is None and self.offload is None
 
     def hold_if_alive(self, passing: set[int]) -> None:
         """Goes back to the tensor itself, where its storage is held by somebody else anyway.
@@ -335,7 +335,7 @@ class Stored(Value):
         if storage is not None and storage._cdata not in passing:
             shape, stride, dtype = self.layout
             x, codec = torch.empty(0, dtype=dtype, device=storage.device), self.codec
-            self.hold(x.set_(storage, offset, shape, stride), leaves=False)
+            self.hold(x.set_(storage, offset, shape, stride), may_leave=False)
             self.source, self.codec_before = None, codec
 
     def stay_exact(self) -> None:

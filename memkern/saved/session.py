@@ -123,9 +123,9 @@ class Session:
         bits: int | str | None,
         module: nn.Module | None = None,
         frame: types.FrameType | None = None,
-        leaves: Offload | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        self.bits, self.exact, self.leaves = bits, bits == EXACT, leaves
+        self.bits, self.exact, self.offload = bits, bits == EXACT, offload
         self.module, self.frame = module, frame  # whose call opens it, if one does
         self.opened = True
         self.below: Hooks | None = None
@@ -268,7 +268,7 @@ class Session:
         if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
             edge = waiting.edge_of(node)
             if edge is None:
-                packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.leaves)
+                packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.offload)
             else:
                 packed.value = self._value(waiting.x, edge, use, node, waiting)
             packed.value.uses += 1
@@ -306,7 +306,7 @@ class Session:
         if root is edge:
             return stored
         value = find(exact)
-        return stored_itself(edge, x, self.outer, self.leaves) if value is None else value
+        return stored_itself(edge, x, self.outer, self.offload) if value is None else value
 
     def _mask(self, x: Tensor, edge: Edge, node: Any) -> Value | None:
         """One bit per element, for an operation that only reads whether x is between two limits. Not shared."""
@@ -316,7 +316,7 @@ class Session:
         value = Resolver(True, x._version > 0, beside_codes=True).resolve(edge, x.dtype)
         if value is not None:
             return value
-        stored = Stored(x, x.dtype, codec, self.outer, self.leaves)
+        stored = Stored(x, x.dtype, codec, self.outer, self.offload)
         self.coded.append(weakref.ref(stored))
         return stored
 
@@ -328,7 +328,7 @@ class Session:
             old.upgrade(data)  # the exact one serves all users
             old.clipped = False
             return old
-        stored = Stored(data, root.dtype, codec, self.outer, self.leaves)
+        stored = Stored(data, root.dtype, codec, self.outer, self.offload)
         stored.clipped = stored.codec is codecs.LOGARITHM
         register(root, stored)
         self._note(stored)
@@ -358,7 +358,7 @@ class Session:
     def _constant(self, x: Tensor) -> Stored:
         """What needs no gradient, exactly; masks in bits."""
         if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
-            return Stored(x, x.dtype, None, self.outer, self.leaves)
+            return Stored(x, x.dtype, None, self.outer, self.offload)
         storage = x.untyped_storage()
         place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
         known = self.constants.get(storage._cdata)
@@ -369,13 +369,13 @@ class Session:
             and (stored := known[2]()) is not None
         ):
             return stored
-        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer, self.leaves)
+        stored = Stored(x, x.dtype, codecs.CONSTANT, self.outer, self.offload)
         self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
         self._note(stored)
         return stored
 
 
-def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None, leaves: Offload | None) -> Stored:
-    stored = Stored(x, x.dtype, None, outer, leaves)
+def stored_itself(edge: Edge, x: Tensor, outer: Hooks | None, offload: Offload | None) -> Stored:
+    stored = Stored(x, x.dtype, None, outer, offload)
     register(edge, stored)
     return stored

@@ -110,8 +110,8 @@ def compress(
         options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
         match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
     hooks.check(model, saved_bits)
-    leaves = options_of(offload, offload_ahead, max(map(len, block_lists(model)), default=BLOCKS))
-    if leaves is not None and saved_bits is None:
+    offload_options = options_of(offload, offload_ahead, max(map(len, block_lists(model)), default=BLOCKS))
+    if offload_options is not None and saved_bits is None:
         raise ValueError("offload is for what saved_bits stores, got offload=True with saved_bits=None")
     wanted = None if saved_bits is None else hooks.modes(model, saved_bits)
     before = None if example is None else measure(model, example)
@@ -125,7 +125,7 @@ def compress(
     if embeddings:
         compression.embeddings()
     if wanted is not None:
-        hooks.install(model, wanted, leaves)
+        hooks.install(model, wanted, offload_options)
     if before is not None:
         prune(model, example, compression)
     return Report(
@@ -133,7 +133,7 @@ def compress(
         tuple(compression.left),
         tuple(compression.marked),
         saved=tuple(hooks.installed(model)),
-        offload=any(leaves is not None for _, _, leaves in hooks.state_of(model)),
+        offload=any(given is not None for _, _, given in hooks.state_of(model)),
         before=before,
         after=None if before is None else measure(model, example),
     )
