@@ -49,6 +49,12 @@ def test_errors_of_checkpoints_in_codes() -> None:
     assert all(float(row["error"]) < 0.02 for row in study.last(PATH, "error").values())
 
 
+def test_host_time_of_a_tensor_that_leaves() -> None:
+    [row] = study.last(PATH, "host").values()
+    page = (RESULTS.parents[1] / "docs/saved-tensors.md").read_text()
+    assert f"A tensor that leaves costs the host {float(row['host_us']):.0f} us of Python" in page
+
+
 @pytest.mark.parametrize("longest", [8, 9, 31, 32, 33, 500, 3000])
 def test_the_longest_that_fits(longest: int) -> None:
     memory = 10_000
