@@ -12,7 +12,7 @@ JOBS   ?= 2
 # worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-long frameworks docs lint format bench gpu gpu-wheels gpu-rehearse clean
+.PHONY: demo test test-all test-long frameworks docs lint format bench evidence gpu gpu-wheels gpu-rehearse clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
@@ -52,6 +52,12 @@ format: $(VENV)/.installed
 bench: $(VENV)/.installed
 	for peer in torchao deepspeed pytorch_optimizer; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# docs/evidence.md: runs what benchmarks/results/convergence.csv lacks, hours where it is empty. One thread.
+evidence: $(VENV)/.installed
+	for peer in scikit-learn torchao pytorch_optimizer flashoptim gefen numba; do $(BIN)/python -m pip install -q $$peer || true; done
+	$(BIN)/python -m benchmarks.studies.convergence $(EVIDENCE_ARGS)
+	$(BIN)/python -m benchmarks.studies.convergence table
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or
 # Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline. Only by name:

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
+from .studies.convergence import page as evidence
 
 PICTURE = machine.ROOT / "docs" / "assets" / "saves.png"
 XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two moments in fp32
@@ -227,6 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,
+    **evidence.TABLES,
 }
 
 
