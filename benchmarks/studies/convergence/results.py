@@ -139,7 +139,9 @@ def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compa
         return empty
     seeds = {*task.compared}
     complete = {
-        lr: at for lr in {r["lr"] for r in mine} if seeds <= {*(at := _at(task, contender, lr, rows))}
+        lr: at
+        for lr in dict.fromkeys(r["lr"] for r in mine)
+        if seeds <= {*(at := _at(task, contender, lr, rows))}
     }
     lr = min(tuned, key=lambda rate: tuned[rate])
     if lr not in complete:

@@ -161,7 +161,7 @@ class Study:
         rates = {lr for name, one, lr, _ in self.losses if (name, one) == (task.name, original.name)}
         means = {
             float(lr): statistics.fmean(self.losses[key(task, original, float(lr), s)] for s in task.compared)
-            for lr in rates
+            for lr in sorted(rates)
             if not [*self._missing(task, original, float(lr))]
         }
         yield from self._missing(task, contender, min(means, key=lambda rate: means[rate]))

@@ -1,6 +1,6 @@
 """The tasks: a model, the batches of a step, and the loss after training. Each asks something else of a state.
 
-All depend on the seed and the step alone. Models have 60,000 to 240,000 parameters, so that a run takes seconds on one
+All depend on the seed and the step alone. Models have about 40,000 to 250,000 parameters, so that a run takes seconds on one
 core, and most of their elements are in tensors that 8-bit optimizers code (4,096 elements or more).
 """
 
