@@ -1,7 +1,7 @@
 """The tasks: a model, the batches of a step, and the loss after training. Each asks something else of a state.
 
-All depend on the seed and the step alone. Models have about 40,000 to 250,000 parameters, so that a run takes seconds on one
-core, and most of their elements are in tensors that 8-bit optimizers code (4,096 elements or more).
+All depend on the seed and the step alone. Models have about 40,000 to 250,000 parameters, so that a run takes seconds
+on one core, and most of their elements are in tensors that 8-bit optimizers code (4,096 elements or more).
 """
 
 from __future__ import annotations
