@@ -8,7 +8,7 @@ import triton.language as tl
 from ..schemas import ADAM_STEP, StepArgs
 from . import step_table as st
 from .block_state import dequantize, load_moment, load_scale, store_codes, store_moment
-from .codec import POWER, POWER4
+from .codec import DYNAMIC, POWER, POWER4
 from .fast_path import absmax_or_nan, fast_codes, fast_divide, fast_root, has_fast_path, in_fast_range
 from .launch_step import step_in_one_pass
 from .tile import load_floats, packed_tile, tile_of
@@ -129,8 +129,9 @@ def adam_load(
     beta1, one_minus_beta1, decay2, one_minus_beta2 = moment_scalars
     p = join_weights(p, p_state, PARAM_DTYPE)
     g = g.to(tl.float32)
-    # One branch for the tile: most steps neither scale gradients nor have coupled decay.
-    if (grad_factor != 1.0) | (coupled_decay != 0.0):
+    # One branch for the tile: most steps neither scale gradients nor have coupled decay. Not with dynamic codes: LAMB's
+    # tiles would spill two registers on sm_90.
+    if (grad_factor != 1.0) | (coupled_decay != 0.0) | (KIND == DYNAMIC):
         g = g * grad_factor
         if coupled_decay != 0.0:
             g = g + coupled_decay * p
