@@ -259,7 +259,9 @@ def test_benchmarks_take_the_arguments_that_are_shown(capsys: pytest.CaptureFixt
         if name == "benchmarks.studies.roberta":  # fake CUDA is there before torch, in a process of its own
             subprocess.run([sys.executable, "-m", name, *arguments, "--help"], cwd=ROOT, check=True)
         elif name.split(".")[0] == "benchmarks":
-            module = importlib.import_module(f"{name}.__main__" if name == "benchmarks" else name)
+            module = importlib.import_module(name)
+            if hasattr(module, "__path__"):  # a package
+                module = importlib.import_module(f"{name}.__main__")
             with pytest.raises(SystemExit) as done:
                 module.main([*arguments, "--help"])
             assert done.value.code == 0, name
