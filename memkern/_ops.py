@@ -50,7 +50,6 @@ def _triton_step(name: str, *args: Any) -> None:
     _triton(name, _aligned(StepArgs(*args)))
 
 
-@torch.no_grad()
 def _few_bit_forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any) -> tuple[Tensor, Tensor]:
     """torch's own activation, then the codes. On a part of a tensor torch's operations give other bits than on the
     whole: no kernel of ours can stand for them."""
@@ -118,7 +117,7 @@ def _register() -> None:
                 f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library
             )
         if defined:
-            library.impl("few_bit_forward", _few_bit_forward_on_cpu, "CPU")
+            library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu), "CPU")
 
 
 _register()
@@ -207,11 +206,11 @@ def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
 
 def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
     bits, _, thresholds, flips, symmetry = table
-    op = _op("few_bit_forward", x.device)
-    if op.namespace == NAMESPACE and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if eager and x.is_cpu and _namespace(x.device, backend._asked_for) == NAMESPACE:
         # What the op does on the CPU, without a way through the dispatcher back into Python.
         return _few_bit_forward_on_cpu(x, fn, a, b, bits, thresholds, flips, symmetry)
-    return op(x, fn, a, b, bits, thresholds, flips, symmetry)
+    return _op("few_bit_forward", x.device)(x, fn, a, b, bits, thresholds, flips, symmetry)
 
 
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:

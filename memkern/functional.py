@@ -21,11 +21,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .autograd import apply, constant, needs_gradient
+from .autograd import apply, constant, is_eager, needs_gradient
 from .backend import select
 from .compiling import assume_constant_result
 from .cross_entropy import linear_cross_entropy
-from .fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
+from .fewbit.autograd import Codes, EagerCodes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
 from .fewbit.mlp import mlp
 from .fewbit.tables import LEVELS, TWO_BRANCHES
@@ -73,7 +73,9 @@ def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: boo
         raise RuntimeError(
             "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
         )
-    return apply(CodesInPlace if inplace else Codes, x, fn, a, b, table)
+    if inplace or is_eager():
+        return apply(EagerCodes, x, fn, a, b, table, inplace)
+    return apply(Codes, x, fn, a, b, table)
 
 
 def _check_dtype(x: Tensor) -> None:

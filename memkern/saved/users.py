@@ -181,13 +181,14 @@ _MANY = 32  # elements of a sum, each of them a small part of it
 @functools.cache
 def _own_functions() -> dict[Any, str]:
     from ..cross_entropy import _LinearCrossEntropy
-    from ..fewbit.autograd import Codes, CodesInPlace, Output, Wrapped
+    from ..fewbit.autograd import Codes, EagerCodes, Output, Wrapped
     from ..fewbit.mlp import _MLP
     from ..glu import Glu
     from ..randomized.linear import _RandomizedLinear
     from .recompute import Recompute
 
-    own: dict[Any, str] = {CodesInPlace: "memkern.Codes", Recompute: "memkern.Recompute"}
+    own: dict[Any, str] = {Recompute: "memkern.Recompute", EagerCodes.eager: "memkern.Codes"}
+    own[EagerCodes] = "memkern.Codes"
     own[checkpoint.CheckpointFunction] = "torch.checkpoint"
     for function in (Codes, Output, Wrapped, Glu, _MLP, _RandomizedLinear, _LinearCrossEntropy):
         name = f"memkern.{function.__name__.lstrip('_')}"
