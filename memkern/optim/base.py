@@ -179,11 +179,11 @@ class BlockwiseOptimizer(Optimizer):
             if (g := p.grad) is not None:
                 params.append(p)
                 grads.append(g)
-        if not all(self.state[p] for p in params):
+        states = [self.state[p] for p in params]
+        if not all(states):
             self._init_states(group)
         if self._multi_call:
             return
-        states = [self.state[p] for p in params]
         scaled = f"{next(iter(self.op.moments))}_scale"
         coded = [state for state in states if scaled in state]
         *lists_by_key, weight_states = lists

@@ -7,9 +7,9 @@ not recomputed, and results of an operation that is not in CODED are stored with
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,7 +198,8 @@ def _same(function: Callable[..., Tensor]) -> Callable[[Edge], Callable[..., Ten
 # ---- the table
 
 
-class Rule(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
     """How an operation's output follows from its inputs.
 
     kind: "view" (the same memory), "copy" (the same values elsewhere or in another dtype) or "function".
@@ -217,10 +218,10 @@ class Rule(NamedTuple):
     inputs: tuple[str, ...] | None = ("",)
     extra: tuple[str, ...] = ()
     uncoded: bool = False
+    cost: int = dataclasses.field(init=False)  # functions that it computes
 
-    @property
-    def cost(self) -> int:
-        return int(self.kind == "function")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cost", int(self.kind == "function"))
 
 
 def _view(make: Callable[[Edge], Callable[..., Tensor]]) -> Rule:

@@ -33,30 +33,24 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Edge:
     """A value's place in the autograd graph: output ``nr`` of ``node``."""
 
-    __slots__ = ("_metadata", "node", "nr")
+    __slots__ = ("_metadata", "device", "dtype", "node", "nr")
+    dtype: torch.dtype
+    device: torch.device
 
     def __init__(self, node: Any, nr: int) -> None:
         self.node, self.nr = node, nr
-        self._metadata: Any = None
 
-    @property
-    def metadata(self) -> Any:
-        """Shape, dtype and device as torch shows them, of which it makes a new list at every look."""
-        if self._metadata is None:
-            self._metadata = self.node._input_metadata[self.nr]
-        return self._metadata
+    def __getattr__(self, name: str) -> Any:
+        """dtype, device and shape at the first look; torch makes a new list of them at every look."""
+        if name not in self.__slots__:
+            raise AttributeError(name)
+        self._metadata = about = self.node._input_metadata[self.nr]
+        self.dtype, self.device = about.dtype, about.device
+        return object.__getattribute__(self, name)
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.metadata.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.metadata.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.metadata.device
+        return torch.Size(self._metadata.shape)
 
     def inputs(self) -> list[Edge | None]:
         return [None if node is None else Edge(node, nr) for node, nr in self.node.next_functions]
