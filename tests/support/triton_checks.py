@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ptx_checks import Checks
 from tests.support.ptx_emulator import Array, Memory
@@ -91,6 +92,22 @@ def bytes_at(start: int, size: int) -> Array:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
 
 
+class Copies(TorchDispatchMode):
+    """Notes the memory of the copies that an op has torch make, whose addresses no launch's arguments show."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self.watch.given.append(span_of(result))
+        return result
+
+
 class WatchedOps:
     """The ops of memkern.triton, or a wrapper's, each of which may touch its arguments alone."""
 
@@ -102,7 +119,8 @@ class WatchedOps:
             self.watch.given = [span_of(t) for t in tensors_in(args)]
             self.watch.written.clear()
             try:
-                return getattr(self.ops, name)(*args)
+                with Copies(self.watch):
+                    return getattr(self.ops, name)(*args)
             finally:
                 self.watch.given = []
 
