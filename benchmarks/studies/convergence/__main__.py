@@ -18,7 +18,7 @@ from ... import RESULTS, machine, report
 from . import results
 from .contenders import CONTENDERS, Contender, version
 from .runs import Key, Outcome, Study, key, run
-from .tasks import TASKS, Task
+from .tasks import TASKS, LargeBatch, Task
 
 AGAIN = Path("out/convergence")  # of single runs, which are not to be mixed with the results
 
@@ -52,7 +52,11 @@ def complete(task: Task, contender: Contender, path: Path) -> None:
     if any(not r["loss"] for r in mine):
         return  # it cannot run, and has its reason
     provenance = machine.provenance("cpu")
+    # What could not run at the small batch has no rate for a large one.
+    small = [r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]]
     reason = contender.reason_against(task, task.model(0))
+    if isinstance(task, LargeBatch) and small:
+        reason = small[0]["note"]
     if reason:
         report.append(
             path,
