@@ -1,11 +1,11 @@
-"""Instructions per element of the CPU kernels for NEON and AVX2, counted in an emulator.
+"""Instructions per element of the CPU kernels for NEON, AVX2 and AVX-512, counted one by one.
 
 tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128. qemu logs each basic
 block that it runs between the first and the last address of an instruction set's kernels. The difference of the two
 counts, divided by the difference in elements, is the cost of the loop without its start. The codec is power, dithered
-in the optimizers.
+in the optimizers. qemu has no AVX-512: there the processor itself runs one instruction at a time (count_steps.cpp).
 
-Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user. qemu has no AVX-512.
+Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,11 +23,13 @@ from .. import RESULTS, machine, report
 
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests/support/cpu_kernels.cpp"
+COUNTER = ROOT / "tests/support/count_steps.cpp"
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-vectorize", "-Wno-psabi"]
 TOOLS = {  # instruction set: compiler, what lists symbols, emulator
     "neon": ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-nm", ["qemu-aarch64"]),
     "avx2": ("g++", "nm", ["qemu-x86_64", "-cpu", "max"]),
+    "avx512": ("g++", "nm", []),
 }
 _KINDS = ("Adam", "Lion", "quantize", "dequantize")
 KERNELS = tuple(f"{kind} {dtype}" for kind in _KINDS for dtype in ("fp32", "bf16"))
@@ -51,14 +53,14 @@ def compile_driver(compiler: str, isas: tuple[str, ...], folder: Path, pool: Thr
     return program
 
 
-def _addresses(nm: str, program: Path, isa: str) -> str:
+def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
     """Those of an instruction set's functions, which the linker has put side by side."""
     lines = subprocess.run(
         [nm, "-n", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     symbols = [found for line in lines if (found := re.match(r"(\w+) [tTwW] (.*)", line))]
     own = [i for i, symbol in enumerate(symbols) if f"{len(isa)}{isa}" in symbol[2]]
-    return f"0x{symbols[own[0]][1]}..0x{symbols[own[-1] + 1][1]}"
+    return symbols[own[0]][1], symbols[own[-1] + 1][1]
 
 
 def _executed(log: Path) -> int:
@@ -78,21 +80,34 @@ def _executed(log: Path) -> int:
     return total
 
 
-def rows() -> Iterator[dict[str, str]]:
+def _count(emulator: list[str], folder: Path, addresses: tuple[str, str], program: list[str]) -> int:
+    """The instructions that a program executes at some addresses."""
+    first, last = addresses
+    if not emulator:
+        command = [str(folder / "count_steps"), first, last, *program]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    log = folder / "log"
+    options = ["-d", "in_asm,exec,nochain", "-dfilter", f"0x{first}..0x{last}", "-D", str(log)]
+    subprocess.run([*emulator, *options, *program], check=True)
+    return _executed(log)
+
+
+def rows(isas: Sequence[str]) -> Iterator[dict[str, str]]:
     provenance = machine.provenance("cpu")
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(name)
-        log = folder / "log"
-        for isa, (compiler, nm, emulator) in TOOLS.items():
+        subprocess.run(["g++", "-O2", str(COUNTER), "-o", str(folder / "count_steps")], check=True)
+        for isa in isas:
+            compiler, nm, emulator = TOOLS[isa]
             program = compile_driver(compiler, (isa,), folder, pool)
-            options = ["-d", "in_asm,exec,nochain", "-dfilter", _addresses(nm, program, isa), "-D", str(log)]
+            addresses = _addresses(nm, program, isa)
             for kernel in KERNELS:
-                counts = []
-                for size in (FEW, MANY):
-                    subprocess.run([*emulator, *options, program, isa, kernel, str(size)], check=True)
-                    counts.append(_executed(log))
-                per_element = (counts[1] - counts[0]) / (MANY - FEW)
-                yield provenance | dict(zip(COLUMNS[-3:], (isa, kernel, f"{per_element:.1f}"), strict=True))
+                few, many = (
+                    _count(emulator, folder, addresses, [str(program), isa, kernel, str(size)])
+                    for size in (FEW, MANY)
+                )
+                per_element = f"{(many - few) / (MANY - FEW):.1f}"
+                yield provenance | dict(zip(COLUMNS[-3:], (isa, kernel, per_element), strict=True))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,9 +115,10 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks.studies.cpu_instructions", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
+    parser.add_argument("--isa", choices=TOOLS, help="one instruction set (default: all)")
     args = parser.parse_args(argv)
     path = args.out / "cpu-instructions.csv"
-    for row in rows():
+    for row in rows([args.isa] if args.isa else list(TOOLS)):
         report.append(path, [row], COLUMNS)
         print(*(row[name] for name in COLUMNS[-3:]), flush=True)
     print(path)

@@ -53,7 +53,9 @@ def complete(task: Task, contender: Contender, path: Path) -> None:
         return  # it cannot run, and has its reason
     provenance = machine.provenance("cpu")
     # What could not run at the small batch has no rate for a large one.
-    small = [r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]]
+    small = [
+        r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]
+    ]
     reason = contender.reason_against(task, task.model(0))
     if isinstance(task, LargeBatch) and small:
         reason = small[0]["note"]
