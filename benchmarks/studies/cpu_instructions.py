@@ -63,6 +63,10 @@ def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
     return symbols[own[0]][1], symbols[own[-1] + 1][1]
 
 
+_INSTRUCTION = re.compile(r"0x(\w+): +\w+( \w+)* {2,}\w")
+"""Its address, bytes and name; bytes after the eighth stand in a line of their own, without a name."""
+
+
 def _executed(log: Path) -> int:
     """A basic block is listed when it is translated, and named by its address whenever it runs."""
     sizes: dict[int, int] = {}
@@ -72,7 +76,7 @@ def _executed(log: Path) -> int:
             if ran := re.match(r"Trace \d+: \S+ \[\w+/(\w+)/", line):
                 total += sizes[int(ran[1], 16)]
                 block = None
-            elif listed := re.match(r"0x(\w+):", line):
+            elif listed := _INSTRUCTION.match(line):
                 block = int(listed[1], 16) if block is None else block
                 sizes[block] = sizes.get(block, 0) + 1
             elif line.startswith("IN:"):

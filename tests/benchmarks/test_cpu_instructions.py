@@ -1,11 +1,12 @@
 """docs/benchmarks.md prints the instructions per element that benchmarks/results/cpu-instructions.csv has."""
 
 import csv
+from pathlib import Path
 
 import pytest
 
 from benchmarks import RESULTS
-from benchmarks.studies.cpu_instructions import KERNELS, TOOLS
+from benchmarks.studies.cpu_instructions import KERNELS, TOOLS, _executed
 
 
 @pytest.mark.parametrize("isa", TOOLS)
@@ -24,3 +25,23 @@ def test_neon_takes_at_most_twice_avx2_s() -> None:
         }
     for kernel in KERNELS:
         assert rows["neon", kernel] <= 2 * rows["avx2", kernel], kernel
+
+
+LOG = """\
+IN: adam
+0x00542ee8:  48 c7 84 04 18 03 00 00  movq     $0, 0x318(%rsp, %rax)
+0x00542ef0:  00 00 00 00
+0x00542ef4:  49 01 de                 addq     %rbx, %r14
+
+Trace 0: 0x7f1 [00000000/0000000000542ee8/0040c0b3/ff000000] adam
+Trace 0: 0x7f1 [00000000/0000000000542ee8/0040c0b3/ff000000] adam
+IN: adam
+0x004691d0:  12001c42  and      w2, w2, #0xff
+
+Trace 0: 0x7f2 [00000000/00000000004691d0/0040c0b3/ff000000] adam
+"""
+
+
+def test_an_instruction_of_more_than_eight_bytes_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(LOG)
+    assert _executed(tmp_path / "log") == 2 * 2 + 1
