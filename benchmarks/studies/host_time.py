@@ -3,6 +3,7 @@
 On a GPU this is the time for which it may have to wait for the processor. Layers of width 64 at 32 tokens (ViT: 36
 patches), one thread, forward and backward pass, all modes in one process and interleaved; the ratio is the median over
 rounds of a mode's time over torch's in the same round. GELU: one call on 64 elements, torch's and the compressed one.
+Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ MODELS = {
     "Mixtral": _DECODER,
     "ViT": _ENCODER | {"intermediate_size": 256},
 }
-CALLS = 200
-"""Of GELU in a round."""
+CALLS, STEPS = 200, 10
+"""Of GELU and of an optimizer in a round."""
+TENSORS = (148, 1000)
+"""Of an optimizer: as many as GPT-2 has, and as a model of 100 layers."""
 COLUMNS = (*report.PROVENANCE, "transformers", "model", "mode", "rounds", "us", "ratio")
 
 
@@ -91,13 +94,50 @@ def calls(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
         yield f"GELU, {kind}", found
 
 
+def _trained(tensors: int) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.randn(64)) for _ in range(tensors)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(64)
+    return parameters
+
+
+def optimizers(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """What steps, and seconds per step of every round by mode, after two that are not counted."""
+    kinds: dict[str, dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+        "AdamW": {
+            "torch": lambda given: torch.optim.AdamW(given, fused=True),
+            "torch foreach": lambda given: torch.optim.AdamW(given, foreach=True),
+            "memkern": memkern.optim.AdamW,
+            "memkern 8 bits": lambda given: memkern.optim.AdamW8bit(given, min_8bit_size=0),
+        },
+        "SGD with momentum": {
+            "torch": lambda given: torch.optim.SGD(given, momentum=0.9, fused=True),
+            "torch foreach": lambda given: torch.optim.SGD(given, momentum=0.9, foreach=True),
+            "memkern": lambda given: memkern.optim.SGD(given, momentum=0.9),
+            "memkern 8 bits": lambda given: memkern.optim.SGD8bit(given, momentum=0.9, min_8bit_size=0),
+        },
+    }
+    for kind, modes in kinds.items():
+        for tensors in TENSORS:
+            built = {mode: make(_trained(tensors)) for mode, make in modes.items()}
+            found: dict[str, list[float]] = {mode: [] for mode in modes}
+            for i in range(rounds + 2):
+                for mode, optimizer in built.items():
+                    start = time.process_time()
+                    for _ in range(STEPS):
+                        optimizer.step()
+                    if i > 1:
+                        found[mode].append((time.process_time() - start) / STEPS)
+            yield f"{kind}, {tensors} tensors", found
+
+
 def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
     import transformers
 
     transformers.logging.set_verbosity_error()
     provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
     measured = [(name, models(name, rounds)) for name in names]
-    for name, found in (*measured, *calls(rounds)):
+    for name, found in (*measured, *calls(rounds), *optimizers(rounds)):
         for mode, seconds in found.items():
             ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))
             values = (name, mode, str(rounds), f"{1e6 * statistics.median(seconds):.0f}", f"{ratio:.2f}")

@@ -36,6 +36,14 @@ def _tensors_of(call: Any) -> Iterator[Tensor]:
             yield from _tensors_of(item.values())
 
 
+def _parameters(module: nn.Module) -> Iterator[Tensor]:
+    """Those of module.parameters(), a shared one as often as it is met: in a third of the time, at every call."""
+    yield from (p for p in module._parameters.values() if p is not None)
+    for child in module._modules.values():
+        if child is not None:
+            yield from _parameters(child)
+
+
 def _enter(module: nn.Module, args: Any) -> None:
     _open(module, sys._getframe(1))
 
@@ -51,7 +59,7 @@ def _open(module: nn.Module, frame: types.FrameType) -> None:
         return
     close_interrupted()
     if not open_sessions():
-        leaves.note_all(module.parameters())
+        leaves.note_all(_parameters(module))
     session = Session(vars(module)[SAVED], module, frame, vars(module).get(OFFLOAD))
     session.enter()
     open_sessions().append(session)
@@ -75,7 +83,7 @@ class SavingStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_installed(self.module) or not torch.is_grad_enabled():  # restored meanwhile
             return self.__wrapped__(*args, **kwargs)
-        leaves.note_all(self.module.parameters())
+        leaves.note_all(_parameters(self.module))
         session = Session(vars(self.module)[SAVED], offload=vars(self.module).get(OFFLOAD))
         session.enter()
         outputs: list[Any] = []
