@@ -44,22 +44,22 @@ class Resolver:
     ) -> None:
         self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
         self.copies_only, self.beside_codes, self.coarse = copies_only, beside_codes, coarse
-        self.failed: dict[tuple[Any, int, torch.dtype], int] = {}  # and how many functions were left
+        self.failed: dict[tuple[Any, int, torch.dtype | None], int] = {}  # and how many functions were left
 
-    def good(self, value: Value, need: torch.dtype) -> bool:
+    def good(self, value: Value, need: torch.dtype | None) -> bool:
         return (
             value.fresh()
             and not (self.exact and value.lossy)
             and (self.rounded or not value.rounded)
             and (self.shape or not value.clipped)
             and (self.coarse or not value.coarse)
-            and (value.lossy or finer(value.precision, need))
+            and (value.lossy or finer(value.precision, need or value.dtype))
         )
 
     def resolve(
-        self, edge: Edge, need: torch.dtype, left: int = _LONGEST, functions: int = MOST_FUNCTIONS
+        self, edge: Edge, need: torch.dtype | None, left: int = _LONGEST, functions: int = MOST_FUNCTIONS
     ) -> Value | None:
-        """The value of an edge, precise to dtype ``need``; None if no stored value gives it.
+        """The value of an edge, precise to dtype ``need`` (None: its own); None if no stored value gives it.
 
         left: rules that may be tried one after another; functions: those among them that compute something.
         """
@@ -73,33 +73,57 @@ class Resolver:
                 value.stay_exact()
             return value
         rule = RULES.get(operation(edge.node))
-        if (
-            rule is None
-            or left == 0
-            or functions < rule.cost
-            or (self.views_only and rule.kind != "view")
-            or functions <= self.failed.get(key := (edge.node, edge.nr, need), -1)
+        if rule is None or left == 0 or functions < rule.cost or (self.views_only and rule.kind != "view"):
+            return None
+        if self.failed and functions <= self.failed.get((edge.node, edge.nr, need), -1):
+            return None
+        if rule.kind == "view":
+            value = self._see_through(edge, need, left, functions)
+        elif (
+            (self.copies_only and rule.kind == "function")
+            or (rule.uncoded and self.beside_codes)
+            or (rule.exactness == "rounding" and not self.rounded)
         ):
             return None
-        if self.copies_only and rule.kind == "function":
-            return None
-        if (rule.uncoded and self.beside_codes) or (rule.exactness == "rounding" and not self.rounded):
-            return None
-        value = self._apply(rule, edge, need, left, functions - rule.cost)
+        else:
+            value = self._apply(rule, edge, need, left, functions - rule.cost)
         if value is None:
-            self.failed[key] = functions
+            self.failed[edge.node, edge.nr, need] = functions
         return value
 
-    def _apply(self, rule: Rule, edge: Edge, need: torch.dtype, left: int, functions: int) -> Value | None:
+    def _see_through(self, edge: Edge, need: torch.dtype | None, left: int, functions: int) -> Value | None:
+        """Views one after another, as one function of what they show, whose dtype and device they have."""
+        views = [edge]
+        value: Value | None
+        while True:
+            node, nr = views[-1].node.next_functions[0]
+            if node is None:
+                return None
+            if is_leaf(node):
+                value = self._unchanged(node.variable, views[-1].node)
+                break
+            source = Edge(node, nr)
+            rule = RULES.get(operation(node))
+            if rule is None or rule.kind != "view" or len(views) == left or registered(source) is not None:
+                value = self.resolve(source, need, left - len(views), functions)
+                break
+            views.append(source)
+        if value is None or (function := _all_made(views)) is None:
+            return None
+        precision = value.dtype if finer(value.precision, value.dtype) else value.precision
+        seen = Computed(function, (value,), value.dtype, precision, 0)
+        seen.rounded, seen.clipped = value.rounded, value.clipped
+        register(edge, seen)
+        return seen
+
+    def _apply(
+        self, rule: Rule, edge: Edge, need: torch.dtype | None, left: int, functions: int
+    ) -> Value | None:
         sources = edge.inputs()
         # Before the way up of the others is tried: of a sum of many layers that would be the whole model.
         if len(sources) > 1 and any(map(_is_lost, sources)):
             return None
-        try:
-            function = rule.make(edge)
-        except RuntimeError:  # the node is freed: a backward pass has run through it
-            return None
-        if function is None:
+        if (function := _made(rule, edge)) is None:
             return None
         values: list[Value] = []
         for i, source in enumerate(sources):
@@ -107,8 +131,6 @@ class Resolver:
                 found = self._without_edge(rule, edge.node, i)
             elif is_leaf(source.node):
                 found = self._leaf(rule, edge.node, source.node.variable, i)
-            elif source.device != edge.device:
-                found = None
             else:
                 value = self.resolve(source, _needed(rule, source, need), left - 1, functions)
                 found = None if value is None else [value]
@@ -135,13 +157,47 @@ class Resolver:
         found = saved_by(node, attribute.removeprefix("*")) if attribute else None
         if found:
             return found if found[0].fresh() else None
-        return [Leaf(leaf)] if leaves.unchanged_since(leaf, node._sequence_nr()) else None
+        value = self._unchanged(leaf, node)
+        return None if value is None else [value]
+
+    def _unchanged(self, leaf: Tensor, node: Any) -> Leaf | None:
+        return Leaf(leaf) if leaves.unchanged_since(leaf, node._sequence_nr()) else None
 
     def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
         """An argument that needs no gradient, as the node saved it; None if it did not."""
         attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
         found = saved_by(node, attribute.removeprefix("*")) if attribute else None
         return found if found or attribute.startswith("*") else None
+
+
+def _made(rule: Rule, edge: Edge) -> Callable[..., Tensor] | None:
+    """The function that recomputes an edge; None where the rule is not for it."""
+    try:
+        return rule.make(edge)
+    except RuntimeError:  # the node is freed: a backward pass has run through it
+        return None
+
+
+def _all_made(views: list[Edge]) -> Callable[..., Tensor] | None:
+    """The views as one function, the first one of the list last."""
+    functions: list[Callable[..., Tensor]] = []
+    for view in reversed(views):
+        if (function := _made(RULES[operation(view.node)], view)) is None:
+            return None
+        functions.append(function)
+    return functions[0] if len(functions) == 1 else _OneAfterAnother(functions)
+
+
+class _OneAfterAnother:
+    __slots__ = ("functions",)
+
+    def __init__(self, functions: list[Callable[..., Tensor]]) -> None:
+        self.functions = functions
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x
 
 
 def _is_lost(source: Edge | None) -> bool:
@@ -156,15 +212,16 @@ def _is_lost(source: Edge | None) -> bool:
     return False
 
 
-def _needed(rule: Rule, source: Edge, need: torch.dtype) -> torch.dtype:
+def _needed(rule: Rule, source: Edge, need: torch.dtype | None) -> torch.dtype | None:
     """The dtype to which an input must be precise for an output that is precise to ``need``."""
-    return source.dtype if rule.kind == "function" or finer(need, source.dtype) else need
+    return None if rule.kind == "function" or need is None or finer(need, source.dtype) else need
 
 
 def _precision(rule: Rule, edge: Edge, source: Value) -> torch.dtype:
+    if rule.kind == "function":
+        return edge.dtype
     coarser = edge.dtype if finer(source.dtype, edge.dtype) else source.dtype
-    right = rule.kind == "function" or finer(source.precision, coarser)
-    return edge.dtype if right else source.precision
+    return edge.dtype if finer(source.precision, coarser) else source.precision
 
 
 # ---- the base tensor to store
@@ -219,9 +276,10 @@ def root(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
     while (back := _BACK.get(name := operation(edge.node))) is not None:
         if views_only and RULES[name].kind != "view":
             break
-        source = edge.inputs()[0]
-        if source is None or is_leaf(source.node):
+        node, nr = edge.node.next_functions[0]
+        if node is None or is_leaf(node):
             break
+        source = Edge(node, nr)
         try:
             y = back(edge, source, x)
         except (RuntimeError, ValueError):  # not to be viewed so; fake tensors raise the second

@@ -33,14 +33,23 @@ def shaped(edge: Edge) -> Callable[[Tensor], Tensor]:
     return lambda x: x.reshape(shape)
 
 
-def _cast(edge: Edge) -> Callable[[Tensor], Tensor]:
+def _cast(edge: Edge) -> Callable[[Tensor], Tensor] | None:
+    """To another dtype, but not from another device."""
+    source = edge.inputs()[0]
+    if source is not None and source.device != edge.device:
+        return None
     dtype = edge.dtype
     return lambda x: x.to(dtype)
 
 
-def transposed(edge: Edge) -> Callable[[Tensor], Tensor]:
-    first, second = signed(edge.node._saved_dim0), signed(edge.node._saved_dim1)
+@functools.cache  # few dimensions, many nodes
+def _transposing(first: int, second: int) -> Callable[[Tensor], Tensor]:
+    first, second = signed(first), signed(second)
     return lambda x: x.transpose(first, second)
+
+
+def transposed(edge: Edge) -> Callable[[Tensor], Tensor]:
+    return _transposing(edge.node._saved_dim0, edge.node._saved_dim1)
 
 
 def _permuted(edge: Edge) -> Callable[[Tensor], Tensor]:
@@ -228,7 +237,7 @@ def _view(make: Callable[[Edge], Callable[..., Tensor]]) -> Rule:
     return Rule("view", "bits", make)
 
 
-def _copy(make: Callable[[Edge], Callable[..., Tensor]]) -> Rule:
+def _copy(make: Callable[[Edge], Callable[..., Tensor] | None]) -> Rule:
     return Rule("copy", "bits", make)
 
 

@@ -8,6 +8,7 @@ autograd holds, and the values that are computed from it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import weakref
@@ -33,45 +34,44 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class Edge:
     """A value's place in the autograd graph: output ``nr`` of ``node``."""
 
-    __slots__ = ("_metadata", "device", "dtype", "node", "nr")
+    __slots__ = ("_metadata", "device", "dtype", "node", "nr", "shape")
+    _metadata: Any
     dtype: torch.dtype
     device: torch.device
+    shape: torch.Size
 
     def __init__(self, node: Any, nr: int) -> None:
         self.node, self.nr = node, nr
 
     def __getattr__(self, name: str) -> Any:
         """dtype, device and shape at the first look; torch makes a new list of them at every look."""
-        if name not in self.__slots__:
+        if name == "shape":
+            self.shape = torch.Size(self._metadata.shape)
+        elif name in self.__slots__:
+            self._metadata = about = self.node._input_metadata[self.nr]
+            self.dtype, self.device = about.dtype, about.device
+        else:
             raise AttributeError(name)
-        self._metadata = about = self.node._input_metadata[self.nr]
-        self.dtype, self.device = about.dtype, about.device
         return object.__getattribute__(self, name)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._metadata.shape)
 
     def inputs(self) -> list[Edge | None]:
         return [None if node is None else Edge(node, nr) for node, nr in self.node.next_functions]
 
 
-_KEY = "memkern"
+@functools.cache
+def _key(nr: int) -> str:
+    """Of an output's value in a node's metadata: in a dict of their own they would be one more object for each node."""
+    return f"memkern {nr}"
 
 
 def registered(edge: Edge) -> Value | None:
     """The value at an edge, if one is saved."""
-    values = edge.node.metadata.get(_KEY)
-    found = values.get(edge.nr) if values else None
+    found = edge.node.metadata.get(_key(edge.nr))
     return None if found is None else found()
 
 
 def register(edge: Edge, value: Value) -> None:
-    about = edge.node.metadata
-    if _KEY in about:
-        about[_KEY][edge.nr] = weakref.ref(value)
-    else:
-        about[_KEY] = {edge.nr: weakref.ref(value)}
+    edge.node.metadata[_key(edge.nr)] = weakref.ref(value)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -95,7 +95,8 @@ class Value:
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
     whether it is log-probabilities whose codes end at a smallest one. depth: functions between it and what is stored.
-    uses: how many users are left, a hint that affects speed only.
+    bases: what it is made of in the end, if it is a function of others. uses: how many users are left, a hint that
+    affects speed only.
     """
 
     dtype: torch.dtype
@@ -105,9 +106,8 @@ class Value:
     rounded = False
     clipped = False
     depth = 0
-
-    def __init__(self) -> None:
-        self.uses = 0
+    bases: tuple[Value, ...] = ()
+    uses = 0
 
     def fresh(self) -> bool:
         """Whether nothing that it is made of has been changed in place since."""
@@ -133,7 +133,6 @@ class Leaf(Value):
     """A parameter, or another leaf: the graph holds it anyway."""
 
     def __init__(self, leaf: Tensor) -> None:
-        super().__init__()
         self.leaf, self.version = leaf, leaf._version
         self.dtype = self.precision = leaf.dtype
 
@@ -173,19 +172,16 @@ class Computed(Value):
         precision: torch.dtype,
         cost: int,
     ) -> None:
-        super().__init__()
         self.function, self.inputs, self.dtype, self.precision = function, tuple(inputs), dtype, precision
         self.stays_exact = False
-        self.bases: list[Value] = []  # what it is made of in the end, which is no function of others
-        depth = 0
-        for value in inputs:
+        for value in self.inputs:
             value.uses += 1
-            if isinstance(value, Computed):
-                self.bases += value.bases
-                depth = max(depth, value.depth)
-            else:
-                self.bases.append(value)
-        self.depth = cost + depth
+        if len(self.inputs) == 1:
+            (value,) = self.inputs
+            self.bases, self.depth = value.bases or self.inputs, cost + value.depth
+        else:
+            self.bases = tuple(base for value in self.inputs for base in value.bases or (value,))
+            self.depth = cost + max((value.depth for value in self.inputs), default=0)
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]
@@ -213,7 +209,6 @@ class Number(Value):
     """A Python number that an operation was given: autograd has it as a tensor without dimensions."""
 
     def __init__(self, number: Tensor) -> None:
-        super().__init__()
         self.number, self.dtype, self.precision = number, number.dtype, number.dtype
 
     def fresh(self) -> bool:
@@ -238,8 +233,14 @@ class Stored(Value):
     """Data: the tensor as torch would hold it (``codec`` None), 8-bit codes, or bits.
 
     outer: the hooks around ours, which get what is stored, such as save_on_cpu's. offload: options of the data's
-    transfer to the host, where there are no such hooks.
+    transfer to the host, where there are no such hooks. source: the storage of what is encoded, and where in it.
+    codec_before: to return to, while another owner keeps the tensor alive.
     """
+
+    offload: Offload | None = None
+    codec: Codec | None = None
+    codec_before: Codec | None = None
+    source: tuple[weakref.ref, int] | None = None
 
     def __init__(
         self,
@@ -249,23 +250,26 @@ class Stored(Value):
         outer: Hooks | None,
         offload: Offload | None = None,
     ) -> None:
-        super().__init__()
-        self.dtype, self.precision, self.shape, self.outer = dtype, x.dtype, x.shape, outer
-        self.offload = None if offload is None or outer is not None or is_parameter(x) else offload
-        self._watch(x, codec is None)
-        self.source: tuple[weakref.ref, int] | None = None  # the storage and where in it
-        self.codec: Codec | None = None
-        self.codec_before: Codec | None = None  # to return to, while another owner keeps the tensor alive
+        self.dtype, self.precision, self.outer = dtype, x.dtype, outer
+        if offload is not None and outer is None and not is_parameter(x):
+            self.offload = offload
+        if codec is None and outer is None and self.offload is None:
+            self._hold_itself(x)
+            return
+        self._watch(x)
         if codec is not None:
             self.encode(x, codec)
         if self.codec is None:
             # Outer hooks know parameters by identity.
             self.hold(x.detach() if outer is None or x.requires_grad else x)
 
-    def _watch(self, x: Tensor, held: bool) -> None:
-        """Notes x's version. held: x itself is stored, and a view of it shows the version counter."""
-        held = held and self.outer is None and self.offload is None
-        self.counter = x.detach() if held or not is_plain(x) else version_of(x)
+    def _hold_itself(self, x: Tensor) -> None:
+        """Holds x as torch does: a view of it has its version counter too."""
+        self.counter = held = x.detach()
+        self.version, self.data = x._version, (held,)
+
+    def _watch(self, x: Tensor) -> None:
+        self.counter = version_of(x) if is_plain(x) else x.detach()
         self.version = x._version
 
     def hold(self, x: Tensor, may_leave: bool = True) -> None:
@@ -293,8 +297,8 @@ class Stored(Value):
 
     def _give(self, data: Sequence[Tensor], may_leave: bool = True) -> Any:
         if self.outer is not None:
-            return [self.outer[0](x) for x in data]
-        return put(data, self.offload) if may_leave and self.offload is not None else list(data)
+            return tuple(self.outer[0](x) for x in data)
+        return put(data, self.offload) if may_leave and self.offload is not None else tuple(data)
 
     def _take(self) -> Sequence[Tensor]:
         if self.outer is not None:
@@ -309,7 +313,7 @@ class Stored(Value):
         if self.codec is not None:
             return self.codec.decode(data, self.layout, self.dtype)
         if self.outer is None:
-            check_version("a tensor", self.counter, self.version, self.shape)
+            check_version("a tensor", self.counter, self.version, data[0].shape)
         return data[0].to(self.dtype)
 
     def is_work(self) -> bool:
@@ -344,7 +348,7 @@ class Stored(Value):
     def upgrade(self, x: Tensor) -> None:
         """The same value, exactly or in a finer dtype."""
         self.source = None
-        self._watch(x, held=True)
+        self._watch(x)
         self.hold(x.detach())
 
 

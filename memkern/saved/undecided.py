@@ -37,7 +37,6 @@ class Waiting(Value):
     """
 
     def __init__(self, x: Tensor, edge: Edge, session: Any, seq: int) -> None:
-        super().__init__()
         self.dtype = self.precision = x.dtype
         self.x, self.version, self.session = x.detach(), x._version, session
         made = edge.node._sequence_nr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,26 @@ def test_frozen_affine_parameters_count() -> None:
     expected = gradient()
     with memkern.quantize_saved("exact"):
         torch.testing.assert_close(gradient(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, "exact"])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_what_comes_from_another_device_stays_where_it_is_used(bits: Any, is_leaf: bool) -> None:
+    """Weights on the CPU that every forward pass moves to the device."""
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(W, W))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight if is_leaf else self.weight * 2
+            return F.linear(x, weight.to("meta", torch.bfloat16).t())
+
+    model = Moved()
+    memkern.compress(model, saved_bits=bits)
+    node = model(torch.randn(N, W, device="meta", dtype=torch.bfloat16, requires_grad=True)).grad_fn
+    assert [x.device.type for x in (node._saved_self, node._saved_mat2)] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("function", [lambda x: x.exp(), lambda x: x.sin(), lambda x: x.cumsum(0)])
