@@ -2,13 +2,15 @@
 
 On a GPU this is the time for which it may have to wait for the processor. Layers of width 64 at 32 tokens (ViT: 36
 patches), one thread, forward and backward pass, all modes in one process and interleaved; the ratio is the median over
-rounds of a mode's time over torch's in the same round. GELU: one call on 64 elements, torch's and the compressed one.
-Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
+rounds of a mode's time over torch's in the same round. "with the collector": means over many steps, as a full garbage
+collection comes once in tens of steps, and the same after gc.freeze(). GELU: one call on 64 elements, torch's and the
+compressed one. Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +43,8 @@ MODELS = {
 }
 CALLS, STEPS = 200, 10
 """Of GELU and of an optimizer in a round."""
+MANY = 50
+"""Steps of a model, over which a mean holds full collections."""
 TENSORS = (148, 1000)
 """Of an optimizer: as many as GPT-2 has, and as a model of 100 layers."""
 COLUMNS = (*report.PROVENANCE, "transformers", "model", "mode", "rounds", "us", "ratio")
@@ -65,6 +69,25 @@ def models(name: str, rounds: int) -> dict[str, list[float]]:
             seconds = step(model, batch, "fp32") / LAYERS
             if i > 1:
                 found[mode].append(seconds)
+    return found
+
+
+def with_collector(name: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds per layer as in :func:`models`, each a mean over MANY steps."""
+    batch = zoo.batch(name, TOKENS)
+    found: dict[str, list[float]] = {}
+    for mode in ("torch", "exact", "8"):
+        model = zoo.build(name, TOKENS, **MODELS[name])
+        MODES[mode](model)
+        for frozen in (False, True):
+            if frozen:
+                gc.collect()
+                gc.freeze()
+            found[f"{mode}, gc.freeze()" if frozen else mode] = [
+                statistics.mean(step(model, batch, "fp32") / LAYERS for _ in range(MANY))
+                for _ in range(rounds // 4)
+            ]
+            gc.unfreeze()
     return found
 
 
@@ -137,6 +160,7 @@ def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
     transformers.logging.set_verbosity_error()
     provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
     measured = [(name, models(name, rounds)) for name in names]
+    measured += [(f"{name} with the collector", with_collector(name, rounds)) for name in names[:1]]
     for name, found in (*measured, *calls(rounds), *optimizers(rounds)):
         for mode, seconds in found.items():
             ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))

@@ -179,6 +179,8 @@ def _bmm(edge: Edge) -> Callable[[Tensor, Tensor], Tensor] | None:
         return None
 
     def function(a: Tensor, b: Tensor) -> Tensor:
+        if not torch.amp.is_autocast_available(a.device.type):
+            return torch.bmm(a, b)
         with torch.autocast(a.device.type, enabled=False):
             return torch.bmm(a, b)
 

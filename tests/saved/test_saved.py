@@ -488,6 +488,34 @@ def test_unresolved_values_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same(gradients(model, lambda: model(ids())), expected)
 
 
+class Encoder(nn.Module):
+    """LayerNorm, attention by hand, GELU, dropout, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.dropout(torch.softmax(q @ k.transpose(-2, -1) / 8, -1) @ v)
+        return F.cross_entropy(
+            self.down(F.gelu(self.up(x))).flatten(0, 1), x.new_zeros(x.shape[:2].numel()).long()
+        )
+
+
+@pytest.mark.parametrize("bits", [8, "exact"])
+@pytest.mark.parametrize("model", [Model, Encoder])
+def test_a_device_is_asked_for_nothing(model: type[nn.Module], bits: Any) -> None:
+    """No value of a tensor decides anything there, which would wait for the device and could not be captured in a CUDA
+    graph: a tensor on meta has no values."""
+    compressed = model().to("meta")
+    memkern.compress(compressed, saved_bits=bits)
+    x = ids() if model is Model else torch.randn(2, 128, WIDTH)
+    compressed(x.to("meta")).mean().backward()
+    assert all(p.grad.shape == p.shape for p in compressed.parameters())
+
+
 @pytest.mark.parametrize("bits", [4, 0, "8", None, True, 16, 8.5])
 def test_bad_bits(bits: Any) -> None:
     with pytest.raises(ValueError, match="bits must be 8 or 'exact', got"):
