@@ -23,11 +23,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu" $(PYTEST_ARGS)
 
-# What `make test` leaves out: the CUDA and Triton kernels without a GPU, sanitizers, long comparisons; under 15 minutes.
+# What `make test` leaves out: the CUDA and Triton kernels without a GPU, long comparisons; under 15 minutes.
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu" $(PYTEST_ARGS)
 
-# By hand: installs, long runs, whole models, every architecture. The outcome is committed.
+# By hand: installs, sanitizers, long runs, whole models, every architecture. The outcome is committed.
 test-long: $(VENV)/.installed
 	$(PYTEST) -m "long and not gpu" --outcomes benchmarks/results/long-tests.csv $(PYTEST_ARGS)
 

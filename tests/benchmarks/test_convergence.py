@@ -193,7 +193,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("batch-x1", "batch-x64")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("gpt", "batch-x8") else pytest.mark.long)
+        for name in TASKS
+        if name not in ("batch-x1", "batch-x64")
+    ],
+)
 def test_two_steps_of_each_contender(name: str) -> None:
     task = TASKS[name]
     for contender in OURS:

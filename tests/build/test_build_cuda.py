@@ -23,13 +23,8 @@ extern "C" __attribute__((visibility("default"))) int memkern_cuda_probe() {
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize(
-    "jobs",
-    [
-        pytest.param("2", marks=pytest.mark.full),
-        pytest.param("4", marks=pytest.mark.long),  # each .cu by itself, in 150 s
-    ],
-)
+@pytest.mark.long  # 150 to 200 s: tests/gpu/test_cuda_host.py has nvcc compile and link the same sources at each run
+@pytest.mark.parametrize("jobs", ["2", "4"])  # all .cu in one, each by itself
 def test_cuda_sources_are_compiled_and_linked(tmp_path: Path, jobs: str) -> None:
     options = {"MEMKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MEMKERN_CXX_FLAGS": "-O0"}
     options["MAX_JOBS"] = jobs

@@ -592,6 +592,7 @@ def test_other_sizes_give_the_same_bits(threads: int) -> None:
 # ---- memory
 
 
+@pytest.mark.long
 def test_sanitizers_find_nothing() -> None:
     def path(name: str) -> str:
         return subprocess.run(
