@@ -19,6 +19,7 @@ import memkern
 from memkern import memory
 from memkern.memory import LiveBytes
 from memkern.saved import evaluation
+from memkern.saved.session import _Packed
 
 from .helpers import WIDTH, Model, ids
 
@@ -268,3 +269,20 @@ def test_one_block_around_a_whole_loop_keeps_no_notes() -> None:
         assert len(gc.get_objects()) - before < 30
         session = context._sessions[0]
         assert len(session.coded) + len(session.constants) <= 100
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 11), ("exact", 9)])
+def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
+    """Of each saved tensor, until the backward pass: they decide how often Python looks through all its objects."""
+    model, x = Model(4), ids()
+    memkern.compress(model, saved_bits=bits)
+    model(x).mean().backward()
+    gc.collect()
+    before = {id(o) for o in gc.get_objects()}
+    y = model(x)
+    gc.collect()
+    made = [o for o in gc.get_objects() if id(o) not in before]
+    saved = sum(isinstance(o, _Packed) for o in made)
+    assert saved > 100
+    assert len(made) <= most * saved
+    del y
