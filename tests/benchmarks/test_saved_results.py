@@ -74,3 +74,19 @@ def test_the_table_of_host_time() -> None:
     for model in ("Llama", "GPT-2", "Mixtral", "ViT"):
         times = [int(rows[model, mode]["us"]) for mode in ("torch", "checkpointing", "exact", "8")]
         assert f"| {model} | " + " | ".join(f"{each:,}" for each in times) + " |" in page
+
+
+def test_the_tables_of_calls_and_steps() -> None:
+    rows = last("host-time.csv", "model", "mode")
+    page = (RESULTS.parents[1] / "docs/benchmarks.md").read_text()
+    others = {model for model, _ in rows if model.startswith(("GELU", "AdamW", "SGD"))}
+    assert len(others) == 7
+    for model in others:
+        modes = [mode for name, mode in rows if name == model]
+        cells = [
+            f"{int(rows[model, mode]['us']):,}"
+            + ("" if mode == "torch" else f" ({rows[model, mode]['ratio']})")
+            for mode in modes
+        ]
+        name = model.removeprefix("GELU, ").replace("1000", "1,000")
+        assert f"| {name} | " + " | ".join(cells) + " |" in page
