@@ -52,10 +52,16 @@ def _dense(x: Tensor) -> Tensor:
 def _marked(x: Tensor, scale: Tensor) -> Tensor | None:
     """The scale, or None where x has a NaN or inf; NaN on devices where asking would wait."""
     low, high = x.aminmax()  # both carry NaN on
-    marks = (low - low + (high - high)).float()
     if x.device.type == "cpu":
-        return scale if marks.item() == 0 else None
-    return scale + marks
+        return scale if math.isfinite(low.item()) and math.isfinite(high.item()) else None
+    return nan_where_infinite(scale, low, high)
+
+
+def nan_where_infinite(scale: Tensor, *values: Tensor) -> Tensor:
+    """The scale; NaN where one of the values, numbers on its device, is infinite or NaN. In place, one launch each."""
+    for value in values:
+        scale.add_(value, alpha=0)  # 0 * inf is NaN
+    return scale
 
 
 LARGEST_RATIO = 8.0
