@@ -132,7 +132,7 @@ class Resolver:
             elif is_leaf(source.node):
                 found = self._leaf(rule, edge.node, source.node.variable, i)
             else:
-                value = self.resolve(source, _needed(rule, source, need), left - 1, functions)
+                value = self.resolve(source, _needed(rule, edge, source, need), left - 1, functions)
                 found = None if value is None else [value]
             if found is None:
                 return None
@@ -212,9 +212,12 @@ def _is_lost(source: Edge | None) -> bool:
     return False
 
 
-def _needed(rule: Rule, source: Edge, need: torch.dtype | None) -> torch.dtype | None:
+def _needed(rule: Rule, edge: Edge, source: Edge, need: torch.dtype | None) -> torch.dtype | None:
     """The dtype to which an input must be precise for an output that is precise to ``need``."""
-    return None if rule.kind == "function" or need is None or finer(need, source.dtype) else need
+    if rule.kind == "function":
+        return None
+    need = need or edge.dtype
+    return None if finer(need, source.dtype) else need
 
 
 def _precision(rule: Rule, edge: Edge, source: Value) -> torch.dtype:
