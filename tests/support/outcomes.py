@@ -1,20 +1,19 @@
-"""A pytest plugin: ``--outcomes FILE`` writes what became of each test, as CSV, with the machine and the commit."""
+"""A pytest plugin: ``--outcomes FILE`` adds what became of each test to a CSV, with the machine and the commit."""
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 
-from benchmarks import machine
+from benchmarks import machine, report
 
 _seconds: dict[str, float] = {}
 _outcomes: dict[str, str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", type=Path, metavar="FILE", help="write the outcome of each test as CSV")
+    parser.addoption("--outcomes", type=Path, metavar="FILE", help="add the outcome of each test to a CSV")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -27,10 +26,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--outcomes")
     if path is None or hasattr(session.config, "workerinput"):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        out = csv.writer(file, lineterminator="\n")
-        where = machine.provenance("cpu")
-        out.writerow([*where, "test", "outcome", "seconds"])
-        for test, outcome in sorted(_outcomes.items()):
-            out.writerow([*where.values(), test, outcome, f"{_seconds[test]:.1f}"])
+    where = machine.provenance("cpu")
+    rows = [
+        where | {"test": test, "outcome": outcome, "seconds": f"{_seconds[test]:.1f}"}
+        for test, outcome in sorted(_outcomes.items())
+    ]
+    report.append(path, rows, [*where, "test", "outcome", "seconds"])
