@@ -164,7 +164,13 @@ def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
     for name, found in (*measured, *calls(rounds), *optimizers(rounds)):
         for mode, seconds in found.items():
             ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))
-            values = (name, mode, str(rounds), f"{1e6 * statistics.median(seconds):.0f}", f"{ratio:.2f}")
+            values = (
+                name,
+                mode,
+                str(len(seconds)),
+                f"{1e6 * statistics.median(seconds):.0f}",
+                f"{ratio:.2f}",
+            )
             yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
 
 
