@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -150,3 +151,10 @@ def no_second_derivative(grad: Tensor, tag: Tensor, reason: str = SavesLess.reas
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
         return _NoSecondDerivative.apply(grad, tag, reason)
     return grad
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off, on devices that have it (meta has not)."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .autograd import SavesLess, apply, no_second_derivative
-from .randomized.linear import without_autocast
+from .autograd import SavesLess, apply, no_second_derivative, without_autocast
 
 REDUCTIONS = ("mean", "sum", "none")
 CHUNK_ELEMENTS = 2**22  # of logits: 16 MiB in fp32

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative
+from ..autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative, without_autocast
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = (
     128  # with fewer tokens the input takes little memory, and the gradient estimated from a fifth is noisy
 )
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off, on devices that have it (meta has not)."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def projected_tokens(share: float, tokens: int) -> int:

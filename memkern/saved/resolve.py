@@ -92,7 +92,7 @@ class Resolver:
         return value
 
     def _see_through(self, edge: Edge, need: torch.dtype | None, left: int, functions: int) -> Value | None:
-        """Views one after another, as one function of what they show, whose dtype and device they have."""
+        """A chain of views, as one function of the tensor that they are views of, whose dtype and device they have."""
         views = [edge]
         value: Value | None
         while True:
@@ -108,7 +108,7 @@ class Resolver:
                 value = self.resolve(source, need, left - len(views), functions)
                 break
             views.append(source)
-        if value is None or (function := _all_made(views)) is None:
+        if value is None or (function := _composition(views)) is None:
             return None
         precision = value.dtype if finer(value.precision, value.dtype) else value.precision
         seen = Computed(function, (value,), value.dtype, precision, 0)
@@ -123,7 +123,7 @@ class Resolver:
         # Before the way up of the others is tried: of a sum of many layers that would be the whole model.
         if len(sources) > 1 and any(map(_is_lost, sources)):
             return None
-        if (function := _made(rule, edge)) is None:
+        if (function := _function(rule, edge)) is None:
             return None
         values: list[Value] = []
         for i, source in enumerate(sources):
@@ -170,7 +170,7 @@ class Resolver:
         return found if found or attribute.startswith("*") else None
 
 
-def _made(rule: Rule, edge: Edge) -> Callable[..., Tensor] | None:
+def _function(rule: Rule, edge: Edge) -> Callable[..., Tensor] | None:
     """The function that recomputes an edge; None where the rule is not for it."""
     try:
         return rule.make(edge)
@@ -178,17 +178,19 @@ def _made(rule: Rule, edge: Edge) -> Callable[..., Tensor] | None:
         return None
 
 
-def _all_made(views: list[Edge]) -> Callable[..., Tensor] | None:
-    """The views as one function, the first one of the list last."""
+def _composition(views: list[Edge]) -> Callable[..., Tensor] | None:
+    """Views, each of them of the next one of the list, as one function."""
     functions: list[Callable[..., Tensor]] = []
     for view in reversed(views):
-        if (function := _made(RULES[operation(view.node)], view)) is None:
+        if (function := _function(RULES[operation(view.node)], view)) is None:
             return None
         functions.append(function)
-    return functions[0] if len(functions) == 1 else _OneAfterAnother(functions)
+    return functions[0] if len(functions) == 1 else _Composed(functions)
 
 
-class _OneAfterAnother:
+class _Composed:
+    """Functions of one tensor, the first one applied first."""
+
     __slots__ = ("functions",)
 
     def __init__(self, functions: list[Callable[..., Tensor]]) -> None:

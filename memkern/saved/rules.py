@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..autograd import without_autocast
 from ..glu import glu
 from .saved_value import Edge, peeking
 
@@ -29,7 +30,7 @@ def signed(dim: int) -> int:
 
 
 class _Shaped:
-    """One object where a function with a closure would be three, which the garbage collector visits."""
+    """Reshapes its argument: one object for the garbage collector, where a lambda with its closure is three."""
 
     __slots__ = ("shape",)
 
@@ -190,9 +191,7 @@ def _bmm(edge: Edge) -> Callable[[Tensor, Tensor], Tensor] | None:
         return None
 
     def function(a: Tensor, b: Tensor) -> Tensor:
-        if not torch.amp.is_autocast_available(a.device.type):
-            return torch.bmm(a, b)
-        with torch.autocast(a.device.type, enabled=False):
+        with without_autocast(a.device):
             return torch.bmm(a, b)
 
     return function

@@ -60,7 +60,7 @@ class Edge:
 
 @functools.cache
 def _key(nr: int) -> str:
-    """Of an output's value in a node's metadata: in a dict of their own they would be one more object for each node."""
+    """The key of an output's value in its node's metadata. A dict of outputs there would be one object more."""
     return f"memkern {nr}"
 
 

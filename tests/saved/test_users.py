@@ -157,7 +157,7 @@ def test_a_sum_that_overflows_is_not_taken_for_infinity() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_scale_says_so_where_asking_would_wait(dtype: torch.dtype) -> None:
-    """A mark of NaN and inf as devices get it, made of numbers that nobody reads."""
+    """On a device arithmetic makes the scale NaN; no value is copied to the host."""
     largest = torch.finfo(dtype).max
     for value, bad in (
         (largest, False),
