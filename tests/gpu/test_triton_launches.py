@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,8 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 import memkern.triton
-from memkern.schemas import StepArgs
+from memkern.schemas import LION_STEP, StepArgs
 from memkern.triton import adam, codec, grad_norm, lars, launch_step, lion, squares, tensor_table
+from memkern.triton.step_args import check_step
 from tests.gpu.triton_steps import MIXED, arguments
 from tests.support.graph_pool import check_pool
 
@@ -230,6 +232,28 @@ class PoolOfThisThread(TorchDispatchMode):
 
     def live(self) -> set[int]:
         return {x.cdata for x in self.storages if not x.expired()}
+
+
+def test_checks_ask_a_device_for_no_value() -> None:
+    """In a graph's capture the arguments of a new plan are checked, where nothing may wait for the device."""
+    with FakeTensorMode():
+        param, codes = (torch.empty(64, 128, dtype=t, device="cuda") for t in (torch.float32, torch.int8))
+        step = torch.empty((), device="cuda")
+        args = StepArgs(
+            params=[param],
+            grads=[torch.empty_like(param)],
+            moments=[codes],
+            scales=[step.new_empty(64, 1)],
+            steps=[step],
+            group=[0],
+            lr=[step.double()],
+            hyperparameters=[0.9, 0.99, 0.1, 0.0],
+            codec=[0],
+            block_size=[128],
+        )
+        check_step(LION_STEP, args, param.device)
+        with pytest.raises(ValueError, match=r"steps\[0\] must be a finite number"):
+            check_step(LION_STEP, args._replace(steps=[torch.tensor(-1.0)]), param.device)
 
 
 @pytest.mark.full
