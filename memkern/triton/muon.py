@@ -78,10 +78,8 @@ def muon_tiles(
     """Updates the momentum; the update is in the parameter's place."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
-    (result, grad, moment, scales, _), grad_factor = (
-        lion_addresses(word, grad, tensors),
-        tl.load(s + st.GRAD_FACTOR),
-    )
+    result, grad, moment, scales, _ = lion_addresses(word, grad, tensors)
+    grad_factor = tl.load(s + st.GRAD_FACTOR)
     momentum, weight, nesterov = tl.load(s + _MOMENTUM), tl.load(s + _WEIGHT), tl.load(s + _NESTEROV) != 0.0
     u = st.dither_of(s, BLOCK_SIZE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):

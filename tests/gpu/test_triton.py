@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -32,6 +33,17 @@ INTERPRETED = {  # files; what runs of each has the mark `interpreted` (tests/su
     ],
     "weights": ["tests/optim/loop/test_weights.py"],
 }
+
+
+def test_older_tritons_can_parse_the_kernels() -> None:
+    """Triton 3.6, which torch 2.11 comes with, fails at the targets of ``(a, b), c = ...``; 3.9 does not."""
+    for file in (ROOT / "memkern" / "triton").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                nested = isinstance(target, ast.Tuple) and any(
+                    isinstance(x, ast.Tuple | ast.List) for x in target.elts
+                )
+                assert not nested, f"{file.name}:{node.lineno}"
 
 
 # The weights take 3 minutes; test_gpu_ptx.py runs the PTX of some of those kernels.
