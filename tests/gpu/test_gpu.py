@@ -232,7 +232,8 @@ def test_launches_are_few_whatever_the_number_of_tensors(backend: str, build: ty
             optimizer.step()
             torch.cuda.synchronize()
     on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [name for name in on_device if not name.startswith("Mem")]  # copies and fills
+    # Neither copies and fills, nor the step's own range, which torch 2.11 lists among the device's events too.
+    kernels = [name for name in on_device if not name.startswith(("Mem", "Optimizer.step"))]
     # The table where gradients are new ones, a prologue, the update; layer by layer the norms and the ratios as well.
     most = 5 if build in (optim.LAMB8bit, optim.LARS8bit) else 4
     assert 1 <= len(kernels) <= most, kernels

@@ -146,6 +146,6 @@ def gradients(fn: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor | None = N
     x = x.detach().requires_grad_()
     y = fn(x)
     if grad is None:
-        grad = hard(y.shape, 7, scale=1.0).to(y.dtype)
+        grad = hard(y.shape, 7, scale=1.0).to(y)
     (dx,) = torch.autograd.grad(y, x, grad)
     return y.detach(), dx
