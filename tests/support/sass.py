@@ -17,8 +17,14 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
+    """sets, waits: the barriers, of six, that a load counts on, and that must have reached zero before. In bits 105 to
+    125 of the machine code: cycles to stall (4), yield (1), the barrier of what is written (3; 7 is none), that of what
+    is read (3), and a mask of those to wait for (6)."""
+
     address: int
     text: str  # with its predicate
+    sets: int | None = None
+    waits: frozenset[int] = frozenset()
 
     @property
     def opcode(self) -> str:
@@ -53,9 +59,21 @@ def parsed(text: str) -> dict[str, list[Instruction]]:
     found: dict[str, list[Instruction]] = {}
     for part in re.split(r"Function : ", text)[1:]:
         name, _, body = part.partition("\n")
-        lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", body, re.M)
-        found[name.strip()] = [Instruction(int(a, 16), re.sub(r"\s+", " ", t)) for a, t in lines]
+        code = r"\s+/\* 0x([0-9a-f]{16}) \*/"
+        lines = re.findall(rf"^\s+/\*([0-9a-f]{{4,}})\*/\s+(.*?)\s*;(?:{code}\s*\n{code})?", body, re.M)
+        found[name.strip()] = [_instruction(*line) for line in lines]
     return found
+
+
+def _instruction(address: str, text: str, low: str, high: str) -> Instruction:
+    text = re.sub(r"\s+", " ", text)
+    if not high:
+        return Instruction(int(address, 16), text)
+    control = int(high, 16) >> 105 - 64
+    sets, mask = control >> 5 & 7, control >> 11 & 63
+    return Instruction(
+        int(address, 16), text, None if sets == 7 else sets, frozenset(b for b in range(6) if mask >> b & 1)
+    )
 
 
 def _edges(code: list[Instruction]) -> dict[int, list[int]]:
@@ -155,6 +173,17 @@ def shortest_loop(code: list[Instruction], wanted: dict[str, int]) -> list[Instr
 def loads_before_use(way: list[Instruction]) -> bool:
     """Whether all loads from global memory are issued before anything needs what one of them has loaded."""
     return late_loads(way) == 0
+
+
+def in_flight(way: list[Instruction]) -> int:
+    """Instructions from the last load from global memory to the first that waits for one of this turn's loads.
+
+    0 where something waits before the last one: a wait is for all loads that count on its barrier.
+    """
+    loads = [n for n, i in enumerate(way) if i.opcode.startswith("LDG")]
+    barriers = {way[n].sets for n in loads}
+    first = next((n for n in range(loads[0], len(way)) if barriers & way[n].waits), len(way))
+    return max(0, first - loads[-1])
 
 
 def late_loads(way: list[Instruction]) -> int:
