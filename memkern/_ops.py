@@ -140,9 +140,9 @@ def _reference(name: str) -> Any:
 
 
 def quantize_blockwise(
-    x: Tensor, codec: str, signed: bool, block_size: int, step: int | None
+    x: Tensor, codec: str, signed: bool, block_size: int, step: int | None, mark_nonfinite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return _op("quantize_blockwise", x.device)(x, CODECS[codec], signed, block_size, step)
+    return _op("quantize_blockwise", x.device)(x, CODECS[codec], signed, block_size, step, mark_nonfinite)
 
 
 def dequantize_blockwise(

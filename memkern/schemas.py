@@ -161,7 +161,8 @@ STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, S
 
 SCHEMAS = {
     "quantize_blockwise": (
-        "(Tensor x, int codec, bool signed, int block_size, int? step=None) -> (Tensor, Tensor)"
+        "(Tensor x, int codec, bool signed, int block_size, int? step=None, bool mark_nonfinite=False) "
+        "-> (Tensor, Tensor)"
     ),
     "dequantize_blockwise": (
         "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
@@ -185,7 +186,12 @@ SCHEMAS = {
 
 
 def _fake_quantize(
-    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+    x: Tensor,
+    codec: int,
+    signed: bool,
+    block_size: int,
+    step: int | None = None,
+    mark_nonfinite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     import torch
 

@@ -14,7 +14,8 @@
 #define MEMKERN_DECLARE_OPS(DEVICE)                                                                         \
   namespace memkern {                                                                                       \
   std::tuple<Tensor, Tensor> quantize_blockwise_##DEVICE(Tensor x, int64_t codec, bool is_signed,           \
-                                                         int64_t block_size, std::optional<int64_t> step);  \
+                                                         int64_t block_size, std::optional<int64_t> step,   \
+                                                         bool mark_nonfinite);                              \
   Tensor dequantize_blockwise_##DEVICE(Tensor codes, Tensor scale, int64_t codec, int64_t block_size,       \
                                        ScalarType dtype);                                                   \
   MEMKERN_FOR_STEPS(MEMKERN_DECLARE_STEP, DEVICE)                                                           \

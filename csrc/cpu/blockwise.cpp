@@ -5,7 +5,7 @@
 namespace memkern {
 
 std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool is_signed, int64_t block_size,
-                                                  std::optional<int64_t> step) {
+                                                  std::optional<int64_t> step, bool mark_nonfinite) {
   check_codec(codec);
   check_block_size(block_size);
   MEMKERN_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
@@ -15,6 +15,7 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cpu(Tensor x, int64_t codec, bool 
   Tensor scale = torch::stable::new_empty(x, scale_shape(job.layout), ScalarType::Float);
   Dithers dithers;
   if (step) job.dither = dithers.at(job.layout.block, static_cast<uint64_t>(*step));
+  job.mark_nonfinite = mark_nonfinite;
   job.values = x.data_ptr();
   job.codes = codes.data_ptr();
   job.scale = static_cast<float*>(scale.data_ptr());

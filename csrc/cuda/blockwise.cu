@@ -15,6 +15,17 @@ struct CodecTensor {
   Blocks blocks;
   FloatType type;
   bool aligned;  // values and codes start on 16 bytes
+  bool mark_nonfinite = false;
+
+  // A lane's largest magnitude, where some value is not finite: infinite, and so the block's, where blocks
+  // are marked.
+  template <bool Signed> MEMKERN_DEVICE float absmax_of_rest(const float (&x)[kVector]) const {
+    return mark_nonfinite ? INFINITY : finite_absmax<Signed>(x);
+  }
+  MEMKERN_DEVICE void store_scale(int64_t block, float absmax) const {
+    if (mark_nonfinite) absmax = is_finite(absmax) ? fminf(absmax, kLargestMarkedScale) : NAN;
+    __stcs(scale + block, absmax);
+  }
 };
 
 // Unsigned codes are for x >= 0: negative values, and -0, are stored as 0. NaN stays NaN.
@@ -45,14 +56,14 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
         float vector_max = absmax_or_nan<Signed>(x);
         if (!is_finite(vector_max)) {
           finite = false;
-          vector_max = finite_absmax<Signed>(x);
+          vector_max = t.absmax_of_rest<Signed>(x);
         }
         absmax = fmaxf(absmax, vector_max);
       }
       if (iteration == group.vectors - 1) {
         absmax = max_over_lanes(absmax, group.width() / 2);
         factor = encode_factor<Kind>(absmax, levels_of(Signed));
-        if (group.lane() == 0 && block.n > 0) __stcs(t.scale + block.index, absmax);
+        if (group.lane() == 0 && block.n > 0) t.store_scale(block.index, absmax);
       }
       if (store_pass) store_codes(t.codes, at, encode<Kind, Signed>(x, factor, finite, j, rounding));
     }
@@ -76,7 +87,7 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
   };
   int64_t mine = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   // The next vector is loaded before this one is used.
-  Raw next = load_raw(t.values, type, span(mine));
+  Raw next = arrived(load_raw(t.values, type, span(mine)), static_cast<uint32_t>(t.blocks.block >> 31));
   for (int64_t first = mine - threadIdx.x; first < vectors; first += step, mine += step) {
     const bool exists = mine < vectors;
     const Span at = span(mine);
@@ -87,12 +98,12 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
     for (float& each : x) each = storable<Signed>(each);
     float absmax = absmax_or_nan<Signed>(x);
     const bool finite = is_finite(absmax);
-    if (!finite) absmax = finite_absmax<Signed>(x);
+    if (!finite) absmax = t.absmax_of_rest<Signed>(x);
     absmax = max_over_lanes(absmax, kWholeLanes / 2);
     const float factor = encode_factor<StateKind::kPower>(absmax, levels_of(Signed));
     const Codes codes = encode<StateKind::kPower, Signed>(x, factor, finite, lane * kVector, nearest);
     if (!exists) continue;
-    if (lane == 0) __stcs(t.scale + mine / kWholeLanes, absmax);
+    if (lane == 0) t.store_scale(mine / kWholeLanes, absmax);
     store_codes(t.codes, at, codes);
   }
 }
@@ -144,7 +155,8 @@ CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool is_signed,
-                                                   int64_t block_size, std::optional<int64_t> step) {
+                                                   int64_t block_size, std::optional<int64_t> step,
+                                                   bool mark_nonfinite) {
   check_codec(codec);
   check_block_size(block_size);
   MEMKERN_CHECK(is_float_type(x.scalar_type()), "x must be float32, bfloat16 or float16");
@@ -152,7 +164,8 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   const DeviceScope scope(x);
   Tensor codes = empty_like(x, is_signed ? ScalarType::Char : ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(x, scale_shape(layout), ScalarType::Float);
-  const CodecTensor t = codec_tensor(x, codes, scale, layout);
+  CodecTensor t = codec_tensor(x, codes, scale, layout);
+  t.mark_nonfinite = mark_nonfinite;
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
     if (fast_paths() && kind() == StateKind::kPower && !step && t.aligned && are_whole(t.blocks)) {

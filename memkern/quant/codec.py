@@ -120,6 +120,11 @@ def to_fp32(x: float) -> float:
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
+LARGEST_MARKED_SCALE = to_fp32(3.3e38)
+"""Of quantize_blockwise with mark_nonfinite. Decoding rounds: from a scale of finfo.max, as of a mask, it would come to
+infinity."""
+
+
 def _down_to_fp32(x: float) -> float:
     y = to_fp32(x)
     if y <= x:
@@ -220,6 +225,7 @@ def c_header() -> str:
             f"constexpr uint32_t kDitherJ = {DITHER_J}u, kDitherStep = {DITHER_STEP}u;",
             f"constexpr uint32_t kWeightJ = {WEIGHT_J}u, kWeightStep = {WEIGHT_STEP}u;",
             f"constexpr float kDitherClamp = {float.hex(DITHER_CLAMP)}f;",
+            f"constexpr float kLargestMarkedScale = {float.hex(LARGEST_MARKED_SCALE)}f;",
             f"constexpr double kLeastNorm = {float.hex(LEAST_NORM)};",
             "",
             *(_c_array(name, values) for name, values in tables.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -120,6 +121,11 @@ def power_levels(codec: int, signed: bool) -> int:
     )
 
 
+def holdable(x: Tensor, signed: bool) -> Tensor:
+    """Which values codes can stand for: finite ones, and where unsigned negative ones, as 0."""
+    return x.isfinite() if signed else x.isfinite() | (x < 0)
+
+
 def encode(
     x: Tensor, codec: int, signed: bool, u: Tensor | None = None, keep_positive: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +139,7 @@ def encode(
         keep_positive: whether an unsigned x above zero takes at least the smallest code above zero where the nearest
             would be zero's. (Power codes always do.)
     """
-    finite = x.isfinite() if signed else x.isfinite() | (x < 0)
+    finite = holdable(x, signed)
     magnitude = torch.where(finite, x.abs() if signed else torch.where(x > 0, x, 0), 0)
     scale = magnitude.amax(1) if x.numel() else x.new_zeros(x.shape[0])
     levels = power_levels(codec, signed)
@@ -183,16 +189,30 @@ def check_codec(codec: int, has_4bit_codes: bool = False) -> None:
 
 
 def quantize_blockwise(
-    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+    x: Tensor,
+    codec: int,
+    signed: bool,
+    block_size: int,
+    step: int | None = None,
+    mark_nonfinite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The op behind :func:`memkern.quantize_blockwise`. With a ``step`` it rounds as the optimizers do at that step."""
+    """The op behind :func:`memkern.quantize_blockwise`. With a ``step`` it rounds as the optimizers do at that step.
+
+    ``mark_nonfinite``: a block with a value that codes cannot hold has a scale of NaN, so that all of it is decoded to
+    NaN, and codes 0; other scales are at most ``LARGEST_MARKED_SCALE``, so that they are decoded to finite values.
+    """
     check_codec(codec)
     check_block_size(block_size)
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
     layout = layout_of(x, block_size)
     u = None if step is None else dither(layout.block, step, x.device)
-    q, scale = encode(to_blocks(x, layout), codec, signed, u, keep_positive=step is not None)
+    blocks = to_blocks(x, layout)
+    q, scale = encode(blocks, codec, signed, u, keep_positive=step is not None)
+    if mark_nonfinite:
+        marked = ~holdable(blocks, signed).all(1)
+        q = torch.where(marked[:, None], 0, q)
+        scale = torch.where(marked, math.nan, scale.clamp_max(C.LARGEST_MARKED_SCALE))
     codes = torch.empty_like(x, dtype=q.dtype)
     from_blocks(q, layout, codes)
     return codes, scale.reshape(layout.scale_shape)

@@ -17,8 +17,6 @@ from ..fewbit.levels import Levels, hardtanh_levels
 from ..quant.layout import FLOATS, is_dense
 
 BLOCK_SIZE = 128
-LARGEST_SCALE = 3.3e38
-"""Decoding rounds: from a scale of finfo.max, as of a mask, it would come to infinity."""
 
 
 class Layout(NamedTuple):
@@ -49,21 +47,6 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
 
 
-def _marked(x: Tensor, scale: Tensor) -> Tensor | None:
-    """The scale, or None where x has a NaN or inf; NaN on devices where asking would wait."""
-    low, high = x.aminmax()  # both carry NaN on
-    if x.device.type == "cpu":
-        return scale if math.isfinite(low.item()) and math.isfinite(high.item()) else None
-    return nan_where_infinite(scale, low, high)
-
-
-def nan_where_infinite(scale: Tensor, *values: Tensor) -> Tensor:
-    """The scale; NaN where one of the values, numbers on its device, is infinite or NaN. In place, one launch each."""
-    for value in values:
-        scale.add_(value, alpha=0)  # 0 * inf is NaN
-    return scale
-
-
 LARGEST_RATIO = 8.0
 """Of the blocks' largest values to all values, both as root mean squares: 2.8 for a normal distribution, 11 at most."""
 _LOST = 2  # codes up to here are off by 20 % or more
@@ -80,24 +63,21 @@ def _is_coarse(x: Tensor, codes: Tensor) -> bool:
 
 
 def _encode_power(signed: bool, x: Tensor) -> Encoded | None:
+    """None for a NaN or inf, on the CPU; on a device, which asking would wait for, their blocks are decoded to NaN."""
     x = _dense(x)
-    codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None)
-    if type(x) is not FakeTensor and x.is_cpu:
-        flat = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
-        flat = flat.float() if x.dtype == torch.float16 else flat  # whose own norm may overflow
-        # Little more than a sum, and it finds NaN and inf as well. For bf16 a dot product takes 30 times as long, and
-        # vector_norm with a dtype makes a copy.
-        norm = torch.linalg.vector_norm(flat).item()
-        if norm <= LARGEST_SCALE:  # as is no NaN, and then each value and scale is
-            largest = torch.linalg.vector_norm(scale).item() * BLOCK_SIZE**0.5
-            return Encoded((codes, scale), largest > LARGEST_RATIO * norm and _is_coarse(x, codes))
-    scale.clamp_max_(LARGEST_SCALE)
-    if isinstance(x, FakeTensor):
+    codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=True)
+    if not x.is_cpu or isinstance(x, FakeTensor):
         return Encoded((codes, scale))
-    marked = _marked(x, scale)  # the norm may overflow, as of a mask of finfo.min
-    return (
-        None if marked is None else Encoded((codes, marked), x.device.type == "cpu" and _is_coarse(x, codes))
-    )
+    flat = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+    flat = flat.float() if x.dtype == torch.float16 else flat  # whose own norm may overflow
+    # Little more than a sum. For bf16 a dot product takes 30 times as long, and vector_norm with a dtype makes a copy.
+    norm = torch.linalg.vector_norm(flat).item()
+    if math.isfinite(norm):
+        largest = torch.linalg.vector_norm(scale).item() * BLOCK_SIZE**0.5
+        return Encoded((codes, scale), largest > LARGEST_RATIO * norm and _is_coarse(x, codes))
+    if not flat.isfinite().all():
+        return None
+    return Encoded((codes, scale), _is_coarse(x, codes))  # squares that overflow, as of a mask of finfo.min
 
 
 def _decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:

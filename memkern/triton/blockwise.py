@@ -14,6 +14,8 @@ from .codec import decode, decode_unit, dither, dynamic_tables, encode
 from .launch import cdiv, guard, options_of, rows_of
 from .tile import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
+_INF, _NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+_LARGEST = tl.constexpr(C.LARGEST_MARKED_SCALE)
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
 _JIT = {
     "do_not_specialize": [*_LAYOUT_ARGS, "step_offset"],
@@ -25,7 +27,7 @@ _JIT = {
 def quantize_tiles(
     values, codes, scales, tables, step_offset,
     numel, segment, block, per_segment, blocks,
-    KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.constexpr,
+    KIND: tl.constexpr, SIGNED: tl.constexpr, DITHERED: tl.constexpr, MARKED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     start, offset, mask, row, row_mask = tile_of(
@@ -38,6 +40,10 @@ def quantize_tiles(
         x = tl.where(x < 0, 0.0, x)
     u = dither(tl.arange(0, BLOCK), step_offset.to(tl.uint32))[None, :] if DITHERED else 0.5
     q, scale = encode(x, u, tables, KIND, SIGNED, DITHERED)
+    if MARKED:
+        marked = tl.max(tl.where(tl.abs(x) < _INF, 0, 1), axis=1) != 0
+        q = tl.where(marked[:, None], 0, q)
+        scale = tl.where(marked, _NAN, tl.minimum(scale, _LARGEST))
     tl.store(codes + offset, q, mask=mask)
     tl.store(scales + row, scale, mask=row_mask)
 
@@ -75,7 +81,12 @@ def layout_args(layout: BlockLayout) -> tuple[int, ...]:
 
 
 def quantize_blockwise(
-    x: Tensor, codec: int, signed: bool, block_size: int, step: int | None = None
+    x: Tensor,
+    codec: int,
+    signed: bool,
+    block_size: int,
+    step: int | None = None,
+    mark_nonfinite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The op behind :func:`memkern.quantize_blockwise`."""
     check_codec(codec)
@@ -91,7 +102,8 @@ def quantize_blockwise(
             quantize_tiles[(cdiv(layout.blocks, shape["ROWS"]),)](
                 x, codes, scale, dynamic_tables(x.device), (step or 0) * C.DITHER_STEP % 2**32,
                 *layout_args(layout),
-                KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, **shape, **options_of(shape["BLOCK"]),
+                KIND=codec + 1, SIGNED=signed, DITHERED=step is not None, MARKED=mark_nonfinite,
+                **shape, **options_of(shape["BLOCK"]),
             )  # fmt: skip
     return codes, scale
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import memkern
+from memkern import _ops
 from memkern.quant import codec as C
 from memkern.reference.blockwise import dither
 from tests.support.examples import example, given, settings, st
@@ -42,6 +43,42 @@ def both(x: torch.Tensor, backend: str, **options: object) -> tuple[torch.Tensor
     with on("reference"):
         assert_same(actual, memkern.quantize_blockwise(x, **options), f"codes and scale of {backend}")
     return actual
+
+
+# ---- marks
+
+
+@interpreted()
+@over_fast
+@over_codecs
+@over_signs
+@over_dtypes
+@pytest.mark.parametrize("block_size", [128, 1024, 24])
+@pytest.mark.parametrize("layout", ["odd", "whole blocks"])
+def test_a_mark_for_what_codes_cannot_hold(
+    backend: str, codec: str, signed: bool, dtype: torch.dtype, block_size: int, layout: str
+) -> None:
+    """A scale of NaN and codes 0 for blocks with NaN or inf; other blocks are coded as they are without marks."""
+    x = tensor(layout, dtype).clone()
+    flat = x.view(-1)
+    for i, value in enumerate((math.nan, math.inf, -math.inf, torch.finfo(dtype).max, 0.0)):
+        flat[150 * i + 5] = value
+    with on("reference"):
+        codes, scale = _ops.quantize_blockwise(x, codec, signed, block_size, None)
+    with on(backend):
+        marked = _ops.quantize_blockwise(at(x, backend), codec, signed, block_size, None, mark_nonfinite=True)
+        back = memkern.dequantize_blockwise(*marked, codec=codec, block_size=block_size).cpu()
+    with on("reference"):
+        expected = _ops.quantize_blockwise(x, codec, signed, block_size, None, mark_nonfinite=True)
+    assert_same(marked, expected, "codes and scale")
+    cannot = ~x.isfinite() if signed else x.isnan() | (x == math.inf)
+    assert bool(back[cannot].isnan().all())
+    assert 0 < int(expected[1].isnan().sum()) <= int(cannot.sum())
+    clear = ~back.isnan()
+    assert bool(back.isfinite()[clear].all())
+    assert_same(expected[0][clear], codes[clear], "codes of other blocks")
+    own = ~expected[1].isnan()
+    assert_same(expected[1][own], scale[own].clamp_max(C.LARGEST_MARKED_SCALE), "scales of other blocks")
 
 
 # ---- backends agree

@@ -5,6 +5,17 @@
 namespace memkern::MEMKERN_ISA {
 namespace {
 
+MEMKERN_FN bool all_finite(const float* values, int n) {
+  F zeros(0.0f);  // times a value: NaN where that is NaN or infinite
+  for_vectors(n, [&](int i, auto load_from, auto)
+                     MEMKERN_LAMBDA { zeros = zeros + load_from(values + i) * F(0.0f); });
+  float lane[kLanes];
+  store(lane, zeros);
+  for (float each : lane)
+    if (each != each) return false;
+  return true;
+}
+
 template <class T, class Code, StateKind Kind>
 void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
   alignas(64) float values[kBuffer];
@@ -17,6 +28,13 @@ void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
       moment.put(i, kIsSigned<Code> ? value : select(greater(F(0x1p-149f), value), F(0.0f), value));
     });
     b.m_factor = moment.set_scale(b.n);
+    if (!job.mark_nonfinite) return;
+    if (all_finite(values + b.place, b.n)) {
+      *moment.scale = memkern::min(*moment.scale, kLargestMarkedScale);
+    } else {
+      *moment.scale = NAN;
+      b.m_factor = 0.0f;
+    }
   };
   for_batches(job.layout, begin, end, gather, [&](const PendingBlock& b) MEMKERN_LAMBDA {
     encode<Kind>(static_cast<Code*>(job.codes) + b.offset, values + b.place, b.n, b.m_factor, job.dither);

@@ -52,6 +52,7 @@ struct CodecJob {
   float* scale;
   Dither dither;
   BlockLayout layout;
+  bool mark_nonfinite;
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
 };
 

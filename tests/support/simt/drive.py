@@ -156,11 +156,12 @@ def compare_steps(name: str, args: StepArgs, options: dict[str, Any], steps: int
 
 def compare_codecs(layout: str, dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
     ops = torch.ops.memkern_simt
-    for codec, signed, block_size, step in itertools.product((0, 1), (True, False), block_sizes, (None, 7)):
+    kinds = itertools.product((0, 1), (True, False), block_sizes, ((None, False), (7, False), (None, True)))
+    for codec, signed, block_size, (step, marked) in kinds:
         x = spoiled(tensor(layout, dtype))
-        expected = reference.quantize_blockwise(x, codec, signed, block_size, step)
-        what = f"codec {codec}, signed {signed}, block_size {block_size}, step {step}"
-        assert_same([*ops.quantize_blockwise(x, codec, signed, block_size, step)], [*expected], what)
+        expected = reference.quantize_blockwise(x, codec, signed, block_size, step, marked)
+        what = f"codec {codec}, signed {signed}, block_size {block_size}, step {step}, marked {marked}"
+        assert_same([*ops.quantize_blockwise(x, codec, signed, block_size, step, marked)], [*expected], what)
         for out in FLOATS:
             actual = ops.dequantize_blockwise(*expected, codec, block_size, out)
             assert_same(actual, reference.dequantize_blockwise(*expected, codec, block_size, out), what)
