@@ -17,7 +17,7 @@ VOCABULARY = 1000
 WIDTH, HEAD, LAYERS = 512, 64, 4
 _PATCH = 16
 # Sides of the image whose patches are about so many.
-_SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 2048: 45 * _PATCH}
+_SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 1024: 32 * _PATCH, 2048: 45 * _PATCH}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 

@@ -82,6 +82,22 @@ def parts(arch: str | None) -> list[Part]:
         part("exact", "what the fast paths assume of the device", script("exact"), 20, everywhere, no_nvcc),
         part("headline", "times beside torch's and others'", script("headline", "cuda"), 100, cuda, no_nvcc),
         part(
+            "models",
+            "what whole models keep, and their time",
+            script("models"),
+            40,
+            everywhere,
+            no_nvcc if has("transformers") else "transformers is not installed",
+        ),
+        part(
+            "recipe",
+            "GPT-2-XL on 12 GiB",
+            script("recipe"),
+            60,
+            everywhere,
+            no_nvcc if has("transformers") else "transformers is not installed",
+        ),
+        part(
             "device",
             "graphs, streams, scalers, more than 2^31 elements",
             script("wide", DEVICE),
