@@ -14,7 +14,7 @@ from .codec import decode, decode_unit, dither, dynamic_tables, encode
 from .launch import cdiv, guard, options_of, rows_of
 from .tile import is_flat, next_power_of_two, pointer, tile_of, vector_of
 
-_INF, _NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+_INF = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(C.LARGEST_MARKED_SCALE)
 _LAYOUT_ARGS = ["numel", "segment", "block", "per_segment", "blocks"]
 _JIT = {
@@ -43,7 +43,8 @@ def quantize_tiles(
     if MARKED:
         marked = tl.max(tl.where(tl.abs(x) < _INF, 0, 1), axis=1) != 0
         q = tl.where(marked[:, None], 0, q)
-        scale = tl.where(marked, _NAN, tl.minimum(scale, _LARGEST))
+        # Not a global NaN: Triton compares globals at each launch, and that one would have changed.
+        scale = tl.where(marked, float("nan"), tl.minimum(scale, _LARGEST))
     tl.store(codes + offset, q, mask=mask)
     tl.store(scales + row, scale, mask=row_mask)
 

@@ -25,7 +25,7 @@ from triton.runtime import driver, jit
 
 import memkern.triton
 from memkern.schemas import LION_STEP, StepArgs
-from memkern.triton import adam, codec, grad_norm, lars, launch_step, lion, squares, tensor_table
+from memkern.triton import adam, blockwise, codec, grad_norm, lars, launch_step, lion, squares, tensor_table
 from memkern.triton.step_args import check_step
 from tests.gpu.triton_steps import MIXED, arguments
 from tests.support.graph_pool import check_pool
@@ -84,7 +84,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
 
     def forget() -> None:  # what was compiled with one driver is of no use with another
         tensor_table._plans.clear()
-        for kernel in (k for module in (adam, grad_norm, lars, lion) for k in vars(module).values()):
+        for kernel in (k for module in (adam, blockwise, grad_norm, lars, lion) for k in vars(module).values()):
             if isinstance(kernel, jit.JITFunction):
                 kernel.device_caches.clear()
 
@@ -232,6 +232,17 @@ class PoolOfThisThread(TorchDispatchMode):
 
     def live(self) -> set[int]:
         return {x.cdata for x in self.storages if not x.expired()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_second_launch_finds_its_globals_unchanged(noted: NotingDriver, marked: bool) -> None:
+    """Triton compares the globals that a kernel reads with those that it was compiled with; NaN is never the same."""
+    x = torch.randn(64, 128)
+    for _ in range(2):
+        codes, scale = memkern.triton.quantize_blockwise(x, 0, True, 128, None, marked)
+        memkern.triton.dequantize_blockwise(codes, scale, 0, 128, torch.float32)
+    assert [name for name, *_ in noted.launched] == 2 * ["quantize_tiles", "dequantize_tiles"]
 
 
 def test_checks_ask_a_device_for_no_value() -> None:
