@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -95,6 +96,21 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
     return cls(params, **options)
 
 
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments without transformers' cache of keys and values.
+
+    It would keep those of every block through the backward pass, and each block that is run again would append to it.
+    transformers' own checkpoints leave it out too.
+    """
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None or not torch.is_grad_enabled():
+        return args, kwargs
+    kept = {name: None if isinstance(x, module.Cache) else x for name, x in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
+
+
 def _group(blocks: list[nn.Module]) -> None:
     """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments."""
     forwards = [block.forward for block in blocks]
@@ -106,11 +122,11 @@ def _group(blocks: list[nn.Module]) -> None:
         return x
 
     def record(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        calls.append((args, kwargs))
+        calls.append(_without_cache(args, kwargs))
         return x
 
     def last(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        recorded = [*calls, (args, kwargs)]
+        recorded = [*calls, _without_cache(args, kwargs)]
         calls.clear()
         return checkpoint(run, x, recorded, use_reentrant=False)
 
@@ -132,6 +148,8 @@ def checkpoint_blocks(model: nn.Module, how: str) -> None:
     """Puts checkpoints around every block ("blocks"), or around groups of sqrt(L) of L blocks ("sqrt"), in place.
 
     A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
+    Where gradients are asked for, it gets no cache of keys and values (transformers' use_cache): it would be filled
+    anew in the backward pass.
 
     Raises:
         OptionError: how is neither, or the model has no list of like blocks.

@@ -20,7 +20,7 @@ class LinearCrossEntropy(nn.Module):
     :meth:`from_linear` takes that layer; call the model up to it::
 
         loss_fn = memkern.nn.LinearCrossEntropy.from_linear(model.lm_head)
-        hidden = model.transformer(tokens).last_hidden_state
+        hidden = model.transformer(tokens, use_cache=False).last_hidden_state
         loss = loss_fn(hidden[:, :-1], tokens[:, 1:])
 
     ``state_dict``: ``linear.weight``, ``linear.bias`` and, where given, ``weight``.

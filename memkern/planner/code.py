@@ -79,6 +79,6 @@ def _loss_lines(t: Techniques, loss: str) -> list[str]:
     if not t.loss_chunk:
         return [f"loss = {loss}"]
     return [
-        'hidden = model.base_model(batch["input_ids"]).last_hidden_state',
+        'hidden = model.base_model(batch["input_ids"], use_cache=False).last_hidden_state',
         'loss = loss_fn(hidden[:, :-1], batch["labels"][:, 1:])',
     ]

@@ -107,7 +107,11 @@ class Configured:
     config: Any
     seq_len: int
     loss: Loss = model_output_loss
-    loss_code = "model(**batch).loss"
+
+    @property
+    def loss_code(self) -> str:
+        """The expression for the loss in the printed loop. A cache of keys and values is of no use in training."""
+        return f"model(**batch{', use_cache=False' if self.is_language_model else ''}).loss"
 
     def build(self, dtype: torch.dtype, empty: bool = True) -> nn.Module:
         """The model in a dtype. empty: without initial values, which fake tensors cannot have."""

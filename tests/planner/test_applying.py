@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import memkern
+from benchmarks.studies import zoo
 from memkern import Techniques, optim
+from memkern.memory import LiveBytes
 
 
 def model() -> nn.Sequential:
@@ -27,6 +29,33 @@ def test_a_model_has_what_compress_and_checkpoint_blocks_make() -> None:
     assert (applied[0][0][0].share, applied[0][0][1].bits) == (0.5, 2)
     assert ["forward" in vars(block) for block in applied[0]] == [True] * 4
     assert not any("forward" in vars(block) for block in by_hand[0])
+
+
+SMALL = {"GPT-2": {"n_embd": 64, "n_head": 2}, "Llama": {"hidden_size": 64}}
+
+
+@pytest.mark.parametrize("how", ["blocks", "sqrt"])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_checkpointed_block_fills_no_cache(name: str, how: str) -> None:
+    """transformers' use_cache is on by default: a cache would live through the backward pass and be filled twice."""
+    pytest.importorskip("transformers")
+    ids = torch.randint(zoo.VOCABULARY, (2, 32))
+    peaks, gradients, filled = [], [], []
+    for use_cache in (False, True):
+        gpt = zoo.build(name, 32, **SMALL[name])
+        memkern.checkpoint_blocks(gpt, how)
+        live = LiveBytes([*gpt.parameters()])
+        with live:
+            output = gpt.base_model(ids, use_cache=use_cache)
+            output.last_hidden_state.square().sum().backward()
+        peaks.append(live.peak)
+        gradients.append([p.grad for p in gpt.base_model.parameters()])
+        with torch.no_grad():  # as generate does
+            cache = gpt.base_model(ids, use_cache=use_cache).past_key_values
+            filled.append(cache and cache.get_seq_length())
+    assert all(map(torch.equal, *gradients))
+    assert peaks[0] == peaks[1]
+    assert filled == [None, 32]
 
 
 def test_plain_techniques_change_nothing() -> None:
