@@ -149,15 +149,24 @@ def test_the_table_of_the_docs() -> None:
 
 
 def test_registers_limit_the_resident_blocks() -> None:
-    assert gpu_model.resident_blocks("sm_90", 96) == 5
-    assert gpu_model.resident_blocks("sm_90", 97) == 4  # 104 are given
-    assert gpu_model.resident_blocks("sm_90", 30) == 16
-    assert gpu_model.resident_blocks("sm_89", 30) == 12
+    assert gpu_model.resident_blocks("sm_90", 96) == 10
+    assert gpu_model.resident_blocks("sm_90", 97) == 9  # 104 are given
+    assert gpu_model.resident_blocks("sm_90", 30) == 32
+    assert gpu_model.resident_blocks("sm_89", 30) == 24
+
+
+def test_what_was_measured_is_in_the_range() -> None:
+    """For bf16, where latency limits; a tenth around it. For fp32 the memory does, with reads and writes mixed."""
+    for path, share in gpu_model.measured().items():
+        low, high = gpu_model.range_of_share(gpu_model.CARDS["H200"], path)
+        assert 0.8 * low < share < 1.1 * high, path
+        if "bf16" in path:
+            assert 0.95 * low < share, path
 
 
 @pytest.mark.parametrize("numel", [1, 10**4, 675_840, 675_841, *gpu_model.MIDDLE, 124_439_808, 10**9])
 def test_tiles_fill_the_slots(numel: int) -> None:
-    slots = 660
+    slots = 1320
     tile = gpu_model.tile_elements(numel, slots)
     assert tile % (gpu_model.THREADS * gpu_model.VECTOR) == 0
     assert 0 < tile <= gpu_model.TILE_ELEMENTS
@@ -166,15 +175,15 @@ def test_tiles_fill_the_slots(numel: int) -> None:
 
 
 def test_middle_sizes_lose_little() -> None:
-    """Beside 2^28 elements; with tiles of one size 2^22 and 2^25 elements lose more than a tenth."""
+    """Beside 2^28 elements; with tiles of one size 2^22 and 2^23 elements lose half and more."""
     card = gpu_model.CARDS["H200"]
     for path in gpu_model.KERNELS:
         shares = gpu_model.middle_shares(card, path)
         large = 2**28 * gpu_model.BYTES[path] / (card.copy * 1e9)
         large /= gpu_model.time_of_step(card, path, 2**28, gpu_model.TILE_ELEMENTS)
         for numel, (fixed, even) in shares.items():
-            # A multiprocessor has room for five thread blocks of LAMB's norms, and tiles for the update's four.
-            assert even >= (0.8 if "norms" in path else 0.85) * large, (path, numel)
+            # A tile begins with three loads, one after the other: 4.5 of the 10 microseconds of 2^22 elements.
+            assert even >= (0.69 if numel < 2**24 else 0.87) * large, (path, numel)
             assert even >= 0.97 * fixed, (path, numel)
     fixed, even = gpu_model.middle_shares(card, "AdamW bf16")[2**22]
-    assert fixed < 0.8 < 0.85 < even
+    assert fixed < 0.2 < 0.55 < even

@@ -69,7 +69,7 @@ def ours(model: Any) -> Callable[[Tensor], Tensor]:
     optimizer = memkern.optim.StepInBackward(memkern.optim.AdamW, model.parameters(), lr=1e-4, **options)
 
     def step(ids: Tensor) -> Tensor:
-        hidden = model.base_model(ids).last_hidden_state
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state
         loss = loss_fn(hidden[:, :-1], ids[:, 1:])
         loss.backward()  # takes the steps
         optimizer.step()
@@ -140,11 +140,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"would train GPT-2-XL for {STEPS} steps: {'; '.join(RUNS)}")
         return 0
     if args.run or args.small:
+        failed = False
         for name in [args.run] if args.run else RUNS:
-            print(
-                json.dumps(measured(name, "cpu" if args.small else "cuda", SMALL if args.small else Sizes()))
-            )
-        return 0
+            try:
+                row = measured(name, "cpu" if args.small else "cuda", SMALL if args.small else Sizes())
+            except torch.OutOfMemoryError as error:
+                row, failed = {"run": name, "error": str(error).partition(" See documentation")[0]}, True
+            print(json.dumps(row), flush=True)
+        return int(failed)
     # Each in a process of its own, as the allocator's limit is of a process.
     command = [sys.executable, "-m", "tools.gpu.recipe", "--run"]
     codes = [subprocess.run([*command, name], check=False).returncode for name in RUNS]

@@ -13,7 +13,7 @@ import memkern
 from memkern import _ops, optim
 from memkern.fewbit.tables import LEVELS
 
-NUMEL = 2**22  # some 6,000 elements for each thread block that an H200 runs at once; a turn takes 1,024
+NUMEL = 2**22  # some 3,000 elements for each thread block that an H200 runs at once; a turn takes 512
 LARGE: dict[str, tuple[int, ...]] = {
     "whole blocks, a short last tile": (NUMEL // 128 + 3, 128),
     "a short last block": (1, NUMEL + 37),
