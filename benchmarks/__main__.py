@@ -17,7 +17,7 @@ from typing import Any
 import benchmarks
 
 BYTES_PER_PARAMETER = 120  # of all contenders of the largest case together
-PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing.md", "docs/evidence.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/choosing.md", "docs/evidence.md", "docs/saved-tensors.md")
 QUICK_SIZE, QUICK_ROUNDS, QUICK_SECONDS = 2**16, 5, 0.2
 
 
@@ -104,7 +104,7 @@ def filled(page: Path, out: Path) -> str:
     """A page with the tables of the results in ``out``."""
     from . import overview, report
 
-    found = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in topics()}
+    found = {topic: sorted(out.glob(f"{topic}_*.csv")) for topic in (*topics(), "headline")}
     root = "../" if page.parent.name == "docs" else ""
     return overview.fill(report.fill_markers(page.read_text(), found, root))
 

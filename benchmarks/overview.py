@@ -223,8 +223,84 @@ def wheels_table() -> str:
     return "\n".join(lines)
 
 
+# case, ours, peer
+GPU_TIMES = (
+    ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "torch AdamW fused"),
+    ("AdamW8bit, one tensor, fp32", "memkern AdamW8bit", "torch AdamW fused"),
+    ("AdamW8bit, 148 tensors, bf16", "memkern AdamW8bit", "torch AdamW fused"),
+    ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "bitsandbytes AdamW8bit"),
+    ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "flashoptim AdamW"),
+    ("Lion8bit, one tensor, bf16", "memkern Lion8bit", "bitsandbytes Lion8bit"),
+    ("LAMB8bit, one tensor, bf16", "memkern LAMB8bit", "torch AdamW fused"),
+    ("LARS8bit, one tensor, bf16", "memkern LARS8bit", "torch SGD fused"),
+    ("GELU, bf16", "memkern GELU, 3 bits", "torch GELU"),
+    ("GELU, fp32", "memkern GELU, 3 bits", "torch GELU"),
+    ("grad norm, 1 tensors, bf16", "memkern grad norm", "torch get_total_norm"),
+)
+
+
+def gpu_table() -> str:
+    """Times on a GPU over those of a peer, and the share of the copy bandwidth: `make gpu`'s headline."""
+    (path,) = RESULTS.glob("headline_*.csv")
+    rows = {(case, row["contender"]): row for case, of in report.latest(path).items() for row in of}
+    hardware = next(iter(rows.values()))["hardware"]
+    lines = [
+        f"| {hardware}: time of | over that of | case | ratio | ms | share of copy bandwidth |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for case, ours, peer in GPU_TIMES:
+        mine = rows[case, ours]
+        figures = f"{float(mine['ms_median']):.2f}", f"{float(mine['copy_share']):.2f}"
+        cells = [ours.removeprefix("memkern "), peer, case, _ratio(rows, case, ours, peer), *figures]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+GPU_MODES = {
+    "torch": "torch",
+    "checkpointing": "checkpoints of every block",
+    **MODES,
+    "compress": "`compress(model)`",
+}
+
+
+def gpu_models_table() -> str:
+    """Whole models on a GPU: `make gpu`'s models, with times and bytes over torch's."""
+    found = _last("gpu-models.csv", "model", "mode")
+    lines = [
+        "| | | ms of a step | over torch's | of which kernels | saved | peak | gradient error |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (model, mode), row in found.items():
+        torchs = found[model, "torch"]
+        saved, peak = (
+            f"{float(row[name]):,.0f} MiB"
+            if mode == "torch"
+            else f"{float(row[name]) / float(torchs[name]):.2f}"
+            for name in ("saved_mib", "peak_mib")
+        )
+        if model.startswith("small"):
+            saved = peak = ""
+        error = f"{100 * float(row['gradient_error']):.1f} %" if row["gradient_error"] else ""
+        ms = float(row["ms"])
+        cells = [
+            *(
+                f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {row['precision']}",
+                GPU_MODES[mode],
+            ),
+            *(f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"),
+            *(saved, peak, error),
+        ]
+        if mode != "torch":
+            cells[0] = ""
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "saves": saves_table,
+    "gpu": gpu_table,
+    "gpu_models": gpu_models_table,
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,

@@ -84,7 +84,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
 
     def forget() -> None:  # what was compiled with one driver is of no use with another
         tensor_table._plans.clear()
-        for kernel in (k for module in (adam, blockwise, grad_norm, lars, lion) for k in vars(module).values()):
+        for kernel in (
+            k for module in (adam, blockwise, grad_norm, lars, lion) for k in vars(module).values()
+        ):
             if isinstance(kernel, jit.JITFunction):
                 kernel.device_caches.clear()
 
