@@ -19,6 +19,7 @@ from memkern import _ops, backend
 from tests.support import cuda_kernels
 from tests.support.helpers import needs_cpp
 from tests.support.ptx_emulator import Memory, Module, launch, pack
+from tools.gpu import __main__ as make_gpu
 from tools.gpu import (
     exact,
     headline,
@@ -36,7 +37,8 @@ from tools.gpu import (
     wide,
 )
 from tools.gpu.__main__ import chosen
-from tools.gpu.parts import forecast, parts
+from tools.gpu.gpu import Gpu
+from tools.gpu.parts import forecast, parts, turns
 from tools.gpu.runner import ROOT, Part, Results, run
 
 PYTHON = sys.executable
@@ -74,7 +76,7 @@ def test_parts_can_be_chosen() -> None:
     everything = parts(None)
     names = [p.name for p in everything]
     assert names[:3] == ["wheels", "build", "smoke"]
-    assert names.index("device") < names.index("sanitizers") < names.index("profile") < names.index("wide")
+    assert names.index("device") < names.index("headline") < names.index("profile") < names.index("wide")
     assert [p.name for p in chosen(everything, ["headline", "smoke"])] == ["smoke", "headline"]
     assert [p.name for p in everything if p not in chosen(everything, None)] == ["tune"]
     assert [p.name for p in chosen(everything, ["tune"])] == ["tune"]
@@ -89,16 +91,47 @@ def test_every_part_that_needs_a_gpu_says_what_it_would_do() -> None:
 
 
 def test_parts_fit_the_time() -> None:
-    """The most valuable come first, and nine minutes are enough up to Triton's comparison."""
+    """The most valuable come first, and nine minutes are enough up to the recipe."""
     todo = chosen([replace(p, missing=None) for p in parts("9.0")], None)
     lines = forecast(todo, 540)
     fits = [line.split("  ")[0].strip() for line in lines if line.endswith("fits")]
     assert fits == [p.name for p in todo][: len(fits)]
-    assert fits[-1] == "triton smoke"
+    assert fits[-1] == "recipe"
     assert [line.rpartition(": ")[2] for line in lines[len(fits) :]] == ["begins", *["comes too late"] * 4]
     assert all(p.seconds >= p.expected > 0 for p in todo)
     missing = [replace(p, missing="no nvcc") for p in todo]
     assert all("cannot run: no nvcc" in line for line in forecast(missing, 540))
+
+
+def test_what_measures_no_time_runs_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meet = tmp_path / "meet"
+    wait = (
+        f"import pathlib, time; pathlib.Path({str(meet)!r} + NAME).touch()\n"
+        f"while not all(pathlib.Path({str(meet)!r} + n).exists() for n in 'ab'): time.sleep(0.01)\n"
+        "print('{\"row\": 1}')"
+    )
+    todo = [
+        replace(part(f"NAME = {name!r}\n{wait}", 20), name=name, beside=True, expected=5)
+        for name in ("a", "b")
+    ]
+    todo.append(replace(part("print('alone')"), name="c", expected=5))
+    assert [[p.name for p in turn] for turn in turns(todo)] == [["a", "b"], ["c"]]
+    assert [line.split("s of")[0].split() for line in forecast(todo, 9)] == [
+        ["a", "0", "to", "5"],
+        ["b", "0", "to", "5"],
+        ["c", "5", "to", "10"],
+    ]
+    monkeypatch.setattr(make_gpu, "parts", lambda arch: todo)
+    monkeypatch.setattr(make_gpu, "find_gpu", lambda: Gpu("9.0", "A GPU", "a test"))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert make_gpu.main(["--folder", str(tmp_path / "folder")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert {'a:    {"row": 1}', 'b:    {"row": 1}', "    alone"} <= {*said}
+    rows = [json.loads(line) for line in (tmp_path / "folder" / "results.jsonl").read_text().splitlines()]
+    assert sorted(row["part"] for row in rows if row.get("row")) == ["a", "b"]
+    assert [row["result"] for row in rows if "result" in row] == ["passed"] * 3
 
 
 # ---- smoke
@@ -233,7 +266,7 @@ def test_commands_of_nvidias_tools() -> None:
         assert words in ncu
     assert {*sanitize.TOOLS} == {"memcheck", "racecheck", "initcheck", "synccheck"}
     assert sanitize.ALONE == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    assert next(p for p in parts(None) if p.name == "sanitizers").seconds == 80
+    assert next(p for p in parts(None) if p.name == "sanitizers").beside
 
 
 def test_ncus_table_is_read() -> None:

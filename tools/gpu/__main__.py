@@ -1,8 +1,9 @@
 """`make gpu`: everything that a GPU can prove and measure, in one call, on a machine without a network.
 
-torch, nvcc or Triton, and the standard library are enough. What fails or is missing does not stop the rest. Lines of
-results are written as they come, to results.jsonl and a log for each part in out/gpu/; at the end (and after every
-part) all is in one file, gpu-results.tar.gz, in the folder $OUT or else out/. Ends with 1 where something failed.
+torch, nvcc or Triton, and the standard library are enough. What fails or is missing does not stop the rest. Parts that
+measure no time run side by side, as the reference and compilers, on the CPU, take most of theirs. Lines of results are
+written as they come, to results.jsonl and a log for each part in out/gpu/; at the end (and after every part) all is in
+one file, gpu-results.tar.gz, in the folder $OUT or else out/. Ends with 1 where something failed.
 
 Without a GPU each part says what it would do, the extension is built for sm_90, and it ends with 1 but for --plan.
 """
@@ -16,11 +17,12 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .gpu import Gpu, find_gpu, output
-from .parts import forecast, parts
-from .runner import ROOT, Outcome, Part, Results, row_of, run
+from .parts import forecast, parts, turns
+from .runner import ROOT, Outcome, Part, Results, end_all, row_of, run
 
 
 def environment(gpu: Gpu | None) -> dict[str, object]:
@@ -67,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        sys.stdout.write(line + "\n")  # in one piece: parts run side by side
+        sys.stdout.flush()
 
     about = environment(gpu)
     results.add("environment", about)
@@ -75,15 +78,25 @@ def main(argv: list[str] | None = None) -> int:
     for line in forecast(todo, end - time.monotonic()):
         say(line)
     outcomes: list[Outcome] = []
+
+    def one(part: Part, named: bool) -> None:
+        say(f"== {part.name}: {part.what}")
+        left = min(args.patience * part.seconds, end - time.monotonic())
+        name = f"{part.name}:" if named else ""
+        outcome = run(part, left, results, lambda line: say(name + line), gpu=gpu is not None)
+        outcomes.append(outcome)
+        results.add(part.name, row_of(outcome))
+        say(f"== {part.name}: {outcome.result}, {outcome.seconds:.1f} s {outcome.reason}".rstrip())
+        results.archive(archive)
+
     try:
-        for part in todo:
-            say(f"== {part.name}: {part.what}")
-            left = end - time.monotonic()
-            outcome = run(part, min(args.patience * part.seconds, left), results, say, gpu=gpu is not None)
-            outcomes.append(outcome)
-            results.add(part.name, row_of(outcome))
-            say(f"== {part.name}: {outcome.result}, {outcome.seconds:.1f} s {outcome.reason}".rstrip())
-            results.archive(archive)
+        for turn in turns(todo):
+            with ThreadPoolExecutor(len(turn)) as pool:
+                try:
+                    list(pool.map(one, turn, [len(turn) > 1] * len(turn)))
+                except BaseException:  # SIGTERM's too: the pool waits for its threads
+                    end_all()
+                    raise
     finally:
         results.archive(archive)
         for outcome in outcomes:

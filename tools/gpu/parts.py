@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +62,30 @@ def parts(arch: str | None) -> list[Part]:
 
     no_triton = None if has("triton") else "Triton is not installed"
     no_pytest = None if has("pytest") else "pytest is not installed; `make gpu-wheels` brings it"
-    # Expected times are those of an H200 and 16 slow cores; of what comes after Triton's smoke, guesses.
+    # Expected times are those of an H200 and 16 slow cores; after the profile, guesses.
+    no_models = no_nvcc if has("transformers") else "transformers is not installed"
+    no_sanitizer, no_ncu = lacking("compute-sanitizer") or no_nvcc, lacking("ncu") or no_nvcc
+    proofs = [
+        part("smoke", "every op and dtype beside the reference", script("smoke", "cuda"), 60, cuda, no_nvcc),
+        part("exact", "what the fast paths assume of the device", script("exact"), 3, everywhere, no_nvcc),
+        part(
+            "device",
+            "graphs, streams, scalers, more than 2^31 elements",
+            script("wide", DEVICE),
+            45,
+            everywhere,
+            no_pytest,
+        ),
+        part(
+            "sanitizers",
+            "compute-sanitizer's four tools over small steps and codes",
+            script("sanitize"),
+            40,
+            cuda,
+            no_sanitizer,
+        ),
+        part("triton smoke", "the same for Triton", script("smoke", "triton"), 100, triton, no_triton),
+    ]
     return [
         Part(
             "wheels",
@@ -78,43 +103,11 @@ def parts(arch: str | None) -> list[Part]:
             build,
             expected=110,
         ),
-        part("smoke", "every op and dtype beside the reference", script("smoke", "cuda"), 60, cuda, no_nvcc),
-        part("exact", "what the fast paths assume of the device", script("exact"), 3, everywhere, no_nvcc),
+        *(replace(proof, beside=True, seconds=200) for proof in proofs),
         part("headline", "times beside torch's and others'", script("headline", "cuda"), 55, cuda, no_nvcc),
-        part(
-            "models",
-            "what whole models keep, and their time",
-            script("models"),
-            50,
-            everywhere,
-            no_nvcc if has("transformers") else "transformers is not installed",
-        ),
-        part(
-            "recipe",
-            "GPT-2-XL on 12 GiB",
-            script("recipe"),
-            70,
-            everywhere,
-            no_nvcc if has("transformers") else "transformers is not installed",
-        ),
-        part(
-            "device",
-            "graphs, streams, scalers, more than 2^31 elements",
-            script("wide", DEVICE),
-            45,
-            everywhere,
-            no_pytest,
-        ),
-        part(
-            "sanitizers",
-            "compute-sanitizer's four tools over small steps and codes",
-            script("sanitize"),
-            40,
-            cuda,
-            lacking("compute-sanitizer") or no_nvcc,
-        ),
-        part("triton smoke", "the same for Triton", script("smoke", "triton"), 100, triton, no_triton),
-        part("profile", "ncu of the hot kernels", script("profile"), 220, cuda, lacking("ncu") or no_nvcc),
+        part("models", "what whole models keep, and their time", script("models"), 50, everywhere, no_models),
+        part("recipe", "GPT-2-XL on 12 GiB", script("recipe"), 70, everywhere, no_models),
+        part("profile", "ncu of the hot kernels", script("profile"), 220, cuda, no_ncu),
         part("triton headline", "times of Triton's", script("headline", "triton"), 60, triton, no_triton),
         part("general smoke", "the same without fast paths", script("smoke", "cuda"), 60, general, no_nvcc),
         part(
@@ -142,15 +135,24 @@ def parts(arch: str | None) -> list[Part]:
     ]
 
 
+def turns(todo: list[Part]) -> Iterator[list[Part]]:
+    """The parts in their order; neighbours that may run beside each other are one turn."""
+    for beside, group in itertools.groupby(todo, key=lambda part: part.beside):
+        neighbours = [*group]
+        yield from [neighbours] if beside else ([part] for part in neighbours)
+
+
 def forecast(todo: list[Part], seconds: float) -> list[str]:
     """Which parts are expected to fit the time, in their order; a line for each."""
-    lines, before = [], 0.0
-    for part in todo:
-        if part.missing:
-            lines.append(f"{part.name:16} cannot run: {part.missing}")
-            continue
-        after = before + part.expected
-        fits = "fits" if after <= seconds else "begins" if before < seconds else "comes too late"
-        lines.append(f"{part.name:16} {before:4.0f} to {after:4.0f} s of {seconds:.0f}: {fits}")
-        before = after
+    lines, before, end = [], 0.0, 0.0
+    for turn in turns(todo):
+        for part in turn:
+            if part.missing:
+                lines.append(f"{part.name:16} cannot run: {part.missing}")
+                continue
+            after = before + part.expected
+            fits = "fits" if after <= seconds else "begins" if before < seconds else "comes too late"
+            lines.append(f"{part.name:16} {before:4.0f} to {after:4.0f} s of {seconds:.0f}: {fits}")
+            end = max(end, after)
+        before = end
     return lines

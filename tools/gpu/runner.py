@@ -30,6 +30,7 @@ class Part:
     missing: str | None = None  # why it cannot run here
     plan: list[str] | None = None  # where there is no GPU: a command that says what it would do
     by_name: bool = False  # runs only where it is named
+    beside: bool = False  # runs with the parts next to it that do so too: it measures no time
     expected: float = 0.0  # seconds
 
 
@@ -48,20 +49,23 @@ class Results:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.lines = (folder / "results.jsonl").open("a", buffering=1)
+        self.lock = threading.Lock()  # parts run side by side
 
     def add(self, part: str, row: dict[str, object]) -> None:
-        self.lines.write(json.dumps({"part": part, **row}) + "\n")
-        self.lines.flush()
+        with self.lock:
+            self.lines.write(json.dumps({"part": part, **row}) + "\n")
+            self.lines.flush()
 
     def archive(self, path: Path) -> None:
         """Everything in one file, which takes the place of the one before in one move."""
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + ".new")
-        with tarfile.open(new, "w:gz") as tar:
-            for file in sorted(self.folder.rglob("*")):
-                if file.is_file():
-                    tar.addfile(*_member(file, self.folder))
-        new.replace(path)
+        with self.lock:
+            with tarfile.open(new, "w:gz") as tar:
+                for file in sorted(self.folder.rglob("*")):
+                    if file.is_file():
+                        tar.addfile(*_member(file, self.folder))
+            new.replace(path)
 
 
 def _member(file: Path, folder: Path) -> tuple[tarfile.TarInfo, object]:
@@ -71,6 +75,16 @@ def _member(file: Path, folder: Path) -> tuple[tarfile.TarInfo, object]:
     member = tarfile.TarInfo(f"gpu-results/{file.relative_to(folder)}")
     member.size, member.mtime = len(data), int(file.stat().st_mtime)
     return member, io.BytesIO(data)
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def end_all() -> None:
+    """Ends the parts that are running."""
+    for process in [*_running]:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(part: Part, seconds: float, results: Results, say: Callable[[str], object], gpu: bool) -> Outcome:
@@ -100,6 +114,8 @@ def run(part: Part, seconds: float, results: Results, say: Callable[[str], objec
         except OSError as error:
             return Outcome(part.name, "failed", time.monotonic() - start, str(error))
 
+        _running.add(process)
+
         def end() -> None:
             expired.set()
             with contextlib.suppress(ProcessLookupError):
@@ -117,6 +133,7 @@ def run(part: Part, seconds: float, results: Results, say: Callable[[str], objec
             code = process.wait()
         finally:
             timer.cancel()
+            _running.discard(process)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     spent = time.monotonic() - start
