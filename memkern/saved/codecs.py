@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .. import _ops
 from ..fewbit.levels import Levels, hardtanh_levels
+from ..quant.codec import LARGEST_MARKED_SCALE
 from ..quant.layout import FLOATS, is_dense
 
 BLOCK_SIZE = 128
@@ -65,18 +66,21 @@ def _is_coarse(x: Tensor, codes: Tensor) -> bool:
 def _encode_power(signed: bool, x: Tensor) -> Encoded | None:
     """None for a NaN or inf, on the CPU; on a device, which asking would wait for, their blocks are decoded to NaN."""
     x = _dense(x)
-    codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=True)
-    if not x.is_cpu or isinstance(x, FakeTensor):
+    on_device = not x.is_cpu or isinstance(x, FakeTensor)
+    codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=on_device)
+    if on_device:
         return Encoded((codes, scale))
     flat = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
     flat = flat.float() if x.dtype == torch.float16 else flat  # whose own norm may overflow
-    # Little more than a sum. For bf16 a dot product takes 30 times as long, and vector_norm with a dtype makes a copy.
+    # Little more than a sum; marks take a third of the codes' time. For bf16 a dot product takes 30 times as long, and
+    # vector_norm with a dtype makes a copy.
     norm = torch.linalg.vector_norm(flat).item()
-    if math.isfinite(norm):
+    if norm <= LARGEST_MARKED_SCALE:  # as is no NaN, and then each value and scale is
         largest = torch.linalg.vector_norm(scale).item() * BLOCK_SIZE**0.5
         return Encoded((codes, scale), largest > LARGEST_RATIO * norm and _is_coarse(x, codes))
     if not flat.isfinite().all():
         return None
+    scale.clamp_max_(LARGEST_MARKED_SCALE)
     return Encoded((codes, scale), _is_coarse(x, codes))  # squares that overflow, as of a mask of finfo.min
 
 
