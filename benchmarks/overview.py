@@ -22,11 +22,8 @@ XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two 
 TIMES = (
     ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torch AdamW fused"),
     ("optim", "AdamW, one bf16 tensor", "memkern AdamW8bit", "torch AdamW fused"),
-    ("optim", "AdamW, 1,000 tensors of 1,000", "memkern AdamW8bit", "torch AdamW fused"),
-    ("optim", "AdamW, one tensor", "memkern AdamW", "torch AdamW fused"),
     ("optim", "AdamW, one tensor", "memkern AdamW8bit", "bitsandbytes AdamW8bit"),
     ("optim", "AdamW, one tensor", "memkern AdamW8bit", "torchao AdamW8bit"),
-    ("optim", "Adam, one tensor", "memkern Adam8bit", "torch Adam fused"),
     ("lamb", "LAMB, 148 tensors like GPT-2's", "memkern LAMB8bit", "timm Lamb"),
     ("lamb", "LAMB, 148 tensors like GPT-2's", "memkern LAMB8bit", "torch AdamW fused"),
     ("lamb", "LARS, one tensor", "memkern LARS8bit", "torch SGD fused"),
@@ -40,7 +37,6 @@ MODES = {
     "exact": '`compress(model, saved_bits="exact")`',
     "8": "`compress(model, saved_bits=8)`",
 }
-SAVED_MODES = {"exact": '`saved_bits="exact"`', "8": "`saved_bits=8`"}
 
 
 def _last(name: str, *columns: str) -> dict[tuple[str, ...], report.Row]:
@@ -129,40 +125,16 @@ def saves_table() -> str:
 
 
 def speed_table() -> str:
-    """Times of memkern over those of a peer, by processor; below 1 memkern is faster.
-
-    Optimizers, activations and saved tensors have tables of their own, with the processors that they were measured on.
-    """
+    """Times of memkern over those of a peer, by processor; below 1 memkern is faster."""
     topics = {topic: _topic(topic) for topic, *_ in TIMES}
-    optimizers: list[list[str]] = []
-    activations: list[list[str]] = []
-    for topic, case, ours, peer in TIMES:
-        cells = [_ratio(topics[topic].get(name, {}), case, ours, peer) for name in PROCESSORS.values()]
-        rows = activations if topic == "activation" else optimizers
-        rows.append([ours.removeprefix("memkern "), peer, case, *cells])
-    tables = {
-        "2 threads: time of a step of": optimizers,
-        "2 threads: time of a forward and backward pass of": activations,
-        "1 thread: time of a forward and backward pass with": _saved_times(),
-    }
-    return "\n\n".join(_speed_columns(head, rows) for head, rows in tables.items())
-
-
-def _saved_times() -> list[list[str]]:
-    """The rows of saved-time.csv: one thread, processor time."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    for case, row in _last("saved-time.csv", "model", "precision", "tokens", "mode", "hardware").items():
-        found.setdefault(case[:-1], {})[row["hardware"]] = f"{float(row['ratio']):.2f}"
-    rows: list[list[str]] = []
-    for (model, precision, tokens, mode), ratios in found.items():
-        if mode in SAVED_MODES:
-            cells = [
-                next((ratio for hardware, ratio in ratios.items() if name.split()[0] in hardware), "")
-                for name in PROCESSORS.values()
-            ]
-            what = f"{model}, {precision}, {int(tokens):,} tokens"
-            rows.append([SAVED_MODES[mode], "torch", what, *cells])
-    return rows
+    rows = [
+        [
+            *(ours.removeprefix("memkern "), peer, case),
+            *(_ratio(topics[topic].get(name, {}), case, ours, peer) for name in PROCESSORS.values()),
+        ]
+        for topic, case, ours, peer in TIMES
+    ]
+    return _speed_columns("2 threads: time of", rows)
 
 
 def _speed_columns(head: str, rows: list[list[str]]) -> str:
@@ -227,15 +199,11 @@ def wheels_table() -> str:
 GPU_TIMES = (
     ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "torch AdamW fused"),
     ("AdamW8bit, one tensor, fp32", "memkern AdamW8bit", "torch AdamW fused"),
-    ("AdamW8bit, 148 tensors, bf16", "memkern AdamW8bit", "torch AdamW fused"),
     ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "bitsandbytes AdamW8bit"),
-    ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "flashoptim AdamW"),
-    ("Lion8bit, one tensor, bf16", "memkern Lion8bit", "bitsandbytes Lion8bit"),
     ("LAMB8bit, one tensor, bf16", "memkern LAMB8bit", "torch AdamW fused"),
     ("LARS8bit, one tensor, bf16", "memkern LARS8bit", "torch SGD fused"),
     ("GELU, bf16", "memkern GELU, 3 bits", "torch GELU"),
     ("GELU, fp32", "memkern GELU, 3 bits", "torch GELU"),
-    ("grad norm, 1 tensors, bf16", "memkern grad norm", "torch get_total_norm"),
 )
 
 
