@@ -11,6 +11,7 @@ from pathlib import Path
 from ..flags import add_flags
 from ..options import Techniques, not_allowed
 from .planning import plan
+from .waiting import waiting
 
 DESCRIPTION = """\
 Says what a training step of a model needs with each technique, and which to use so that it fits. Techniques that are
@@ -54,18 +55,19 @@ def main(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    made = plan(
-        args.model,
-        memory=args.memory,
-        seq_len=args.seq_len,
-        device=args.device,
-        techniques=given,
-        batch_size=args.batch_size,
-        clip=args.clip,
-        dropout=args.dropout,
-        host_memory=args.host_memory,
-        link=args.link,
-    )
+    with waiting():
+        made = plan(
+            args.model,
+            memory=args.memory,
+            seq_len=args.seq_len,
+            device=args.device,
+            techniques=given,
+            batch_size=args.batch_size,
+            clip=args.clip,
+            dropout=args.dropout,
+            host_memory=args.host_memory,
+            link=args.link,
+        )
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)
     if args.png is not None:
         from .report import write_png

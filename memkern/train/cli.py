@@ -271,10 +271,12 @@ def fitted(
     args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes
 ) -> tuple[TrainConfig, Plan]:
     """What the planner chooses for --fit, and its plan; printed too."""
+    from ..planner.waiting import waiting
     from .build import resolve_device
     from .fit import fit
 
-    config, plan = fit(config, source, args.fit, vars(args), resolve_device(config, group).type)
+    with waiting() if group.first else nullcontext():
+        config, plan = fit(config, source, args.fit, vars(args), resolve_device(config, group).type)
     if group.first and plan.recommended is not None:
         peak = plan.recommended.peak / 2**30
         print(f"{args.fit} fit {plan.recommended.techniques}: {peak:.2f} GiB predicted", flush=True)

@@ -1,10 +1,12 @@
 """memkern.plan: what it predicts, what it recommends, what it refuses."""
 
 import dataclasses
+import io
 import itertools
 import json
 import pickle
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import memkern
 from memkern import applying, memory
 from memkern.__main__ import main
 from memkern.options import OptionError, Techniques
-from memkern.planner import fake_cuda
+from memkern.planner import fake_cuda, waiting
 from memkern.planner import step as planner_step
 from memkern.planner.choice import Chooser
 from memkern.planner.hardware import DEFAULTS, hidden_from, seconds
@@ -582,6 +584,28 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.full
+def test_a_line_tells_of_a_long_wait(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "SECONDS", 0.05)
+    with waiting.waiting():
+        time.sleep(0.3)
+    assert capsys.readouterr().err == waiting.TEXT + "\n"
+    monkeypatch.setattr(waiting, "SECONDS", 60.0)
+    with waiting.waiting():
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_has_a_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with waiting.waiting():
+        time.sleep(0.3)
+    assert waiting.TEXT[:20] in terminal.getvalue()
+
+
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     given = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
     png = tmp_path / "plan.png"
