@@ -583,7 +583,6 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
     return exit_.value.code, out, err
 
 
-@pytest.mark.full
 def test_a_line_tells_of_a_long_wait(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "SECONDS", 0.05)
     with waiting.waiting():
@@ -606,6 +605,7 @@ def test_a_terminal_has_a_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting.TEXT[:20] in terminal.getvalue()
 
 
+@pytest.mark.full
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     given = ("--model", str(folder), "--seq-len", "64", "--device", "cpu")
     png = tmp_path / "plan.png"
