@@ -232,7 +232,7 @@ template <class Scalars, class P, class G, StateKind Kind = StateKind::kPower> s
   // before: four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than the
   // five that there are registers for without.
   template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
-    AdamLoaded<P> next = arrived(load(0), this->zero());
+    AdamLoaded<P> next = arrived(load(0), this->tensor.blocks);
     for (int round = 0; round < this->rounds; ++round, this->next()) {
       const AdamLoaded<P> loaded = next;
       this->find_next();

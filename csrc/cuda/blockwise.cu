@@ -87,7 +87,7 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
   };
   int64_t mine = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   // The next vector is loaded before this one is used.
-  Raw next = arrived(load_raw(t.values, type, span(mine)), static_cast<uint32_t>(t.blocks.block >> 31));
+  Raw next = arrived(load_raw(t.values, type, span(mine)), t.blocks);
   for (int64_t first = mine - threadIdx.x; first < vectors; first += step, mine += step) {
     const bool exists = mine < vectors;
     const Span at = span(mine);

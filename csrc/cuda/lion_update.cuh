@@ -158,7 +158,7 @@ MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Tensor>& wor
   const uint32_t step = work.scalars.step;
   DitherTable& dithers = dither_table();
   dithers.fill(step);
-  LionLoaded<P> next = arrived(at.load(0), at.zero());
+  LionLoaded<P> next = arrived(at.load(0), at.tensor.blocks);
   for (int round = 0; round < at.rounds; ++round, at.next()) {
     const LionLoaded<P> loaded = next;
     at.find_next();

@@ -71,22 +71,6 @@ template <class Type> MEMKERN_DEVICE Raw load_raw(const void* array, Type type, 
   return raw;
 }
 
-// What was loaded before a loop that loads a vector ahead, after a wait for it. `zero`: 0, which the compiler
-// must not know.
-//
-// ptxas waits for a loaded register at its first use, on one of six barriers that loads count on. For the
-// first vector that use would be inside of the loop: every turn would wait there, on a barrier that the loads
-// of the same turn count on too, and none would be ahead. On an H200 Adam spent 40 % of its time in that
-// wait.
-template <class Loaded> MEMKERN_DEVICE Loaded arrived(Loaded loaded, uint32_t zero) {
-  uint32_t words[sizeof(Loaded) / sizeof(uint32_t)];
-  memcpy(words, &loaded, sizeof(Loaded));
-#pragma unroll
-  for (uint32_t& word : words) word ^= zero;
-  memcpy(&loaded, words, sizeof(Loaded));
-  return loaded;
-}
-
 template <class Type> MEMKERN_DEVICE void to_floats(const Raw& raw, Type type, float (&x)[kVector]) {
   if (type == FloatType::kFp32) {
 #pragma unroll

@@ -89,8 +89,6 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
     here = ahead;
   }
 
-  // 0, though the compiler cannot know it: for arrived().
-  MEMKERN_DEVICE uint32_t zero() const { return static_cast<uint32_t>(blocks.block >> 31); }
   // The position of the lane's first element in its block.
   MEMKERN_DEVICE int position() const { return lane * kVector; }
   // False for a group of lanes that has no block left: it loads its last block again, or the tile's first,

@@ -123,7 +123,7 @@ def test_loads_are_a_vector_ahead(arch: str) -> None:
     ):
         way = ways[path]
         assert sass.loads_before_use(way), path
-        # None of the turn's loads is waited for before its end: `arrived` in csrc/cuda/vector.cuh.
+        # None of the turn's loads is waited for before its end: `arrived` in csrc/cuda/tile.cuh.
         assert sass.in_flight(way) > 0.75 * len(way), f"{path}: {sass.in_flight(way)} of {len(way)}"
         # Before its last load each loop computes addresses, copies the vector that the turn before has loaded, and has
         # the words of a gradient that starts anywhere: 30 to 70 instructions, of 570 in Adam and of 300 to 360 in the
