@@ -79,10 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         say(line)
     outcomes: list[Outcome] = []
 
-    def one(part: Part, named: bool) -> None:
+    def one(part: Part) -> None:
         say(f"== {part.name}: {part.what}")
         left = min(args.patience * part.seconds, end - time.monotonic())
-        name = f"{part.name}:" if named else ""
+        name = f"{part.name}:" if part.beside else ""
         outcome = run(part, left, results, lambda line: say(name + line), gpu=gpu is not None)
         outcomes.append(outcome)
         results.add(part.name, row_of(outcome))
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         for turn in turns(todo):
             with ThreadPoolExecutor(len(turn)) as pool:
                 try:
-                    list(pool.map(one, turn, [len(turn) > 1] * len(turn)))
+                    list(pool.map(one, turn))
                 except BaseException:  # SIGTERM's too: the pool waits for its threads
                     end_all()
                     raise

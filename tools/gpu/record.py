@@ -28,17 +28,8 @@ RECIPE = (
     *("tokens_per_s", "losses", "error"),
 )
 PROFILE = (
-    *(
-        "group",
-        "kernel",
-        "time",
-        "read",
-        "written",
-        "dram_percent",
-        "issue_slots_percent",
-        "occupancy_percent",
-    ),
-    *("registers", "instructions", "blocks", "stalls"),
+    *("group", "kernel", "time", "read", "written", "dram_percent", "issue_slots_percent"),
+    *("occupancy_percent", "registers", "instructions", "blocks", "stalls"),
 )
 TUNE = ("kind", "setting", "case", "ms", "copy_share", "copy_rate_gbps")
 PARTS = ("part", "result", "seconds", "equal", "near", "failed", "reason")
@@ -68,14 +59,18 @@ def provenance(path: Path, about: Row, commit: str | None, dirty: bool) -> dict[
 
 
 def text(row: Row, columns: Iterable[str]) -> dict[str, str]:
-    stalls = {k.removeprefix("stalled "): v for k, v in row.items() if k.startswith("stalled ")}
-    said = [f"{name} {stalls[name]}" for name in sorted(stalls, key=lambda name: -stalls[name])]
-    values = {"stalls": "; ".join(said) or None} | {name: row[name] for name in columns if name in row}
-    values = {name: values.get(name) for name in columns}
+    values = {name: row.get(name) for name in columns}
     return {
         name: "" if x is None else " ".join(map(str, x)) if isinstance(x, list) else str(x)
         for name, x in values.items()
     }
+
+
+def with_stalls(row: Row) -> Row:
+    """A row of profile.py with its stalls in one column, the longest first."""
+    stalls = {k.removeprefix("stalled "): v for k, v in row.items() if k.startswith("stalled ")}
+    longest = sorted(stalls, key=lambda name: -stalls[name])
+    return row | {"stalls": "; ".join(f"{name} {stalls[name]}" for name in longest)}
 
 
 def outcomes(rows: list[Row]) -> Iterator[Row]:
@@ -111,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
             ("profile", "kernel", PROFILE),
             ("tune", "copy_share", TUNE),
         ):
-            found = [of | text(row, columns) for row in rows if row["part"] == part and key in row]
+            of_part = [row for row in rows if row["part"] == part and key in row]
+            found = [of | text(with_stalls(row) if part == "profile" else row, columns) for row in of_part]
             if found:
                 report.append(args.out / f"gpu-{part}.csv", found, (*report.PROVENANCE, *columns))
         found = [of | text(row, PARTS) for row in outcomes(rows)]

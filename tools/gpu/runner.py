@@ -80,11 +80,16 @@ def _member(file: Path, folder: Path) -> tuple[tarfile.TarInfo, object]:
 _running: set[subprocess.Popen[str]] = set()
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def end_all() -> None:
     """Ends the parts that are running."""
     for process in [*_running]:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
 
 
 def run(part: Part, seconds: float, results: Results, say: Callable[[str], object], gpu: bool) -> Outcome:
@@ -118,8 +123,7 @@ def run(part: Part, seconds: float, results: Results, say: Callable[[str], objec
 
         def end() -> None:
             expired.set()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
 
         timer = threading.Timer(max(seconds, 1), end)
         timer.start()
@@ -134,8 +138,7 @@ def run(part: Part, seconds: float, results: Results, say: Callable[[str], objec
         finally:
             timer.cancel()
             _running.discard(process)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
     spent = time.monotonic() - start
     if expired.is_set():
         return Outcome(part.name, "timed out", spent, f"after {seconds:.0f} s")
