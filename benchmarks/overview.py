@@ -45,9 +45,9 @@ def _last(name: str, *columns: str) -> dict[tuple[str, ...], report.Row]:
         return {tuple(row[column] for column in columns): row for row in csv.DictReader(file)}
 
 
-def _topic(topic: str) -> dict[str, dict[tuple[str, str], report.Row]]:
+def _topic(topic: str) -> dict[str, dict[tuple[str, ...], report.Row]]:
     """The last run of each case and contender of a topic, by processor."""
-    found = {}
+    found: dict[str, dict[tuple[str, ...], report.Row]] = {}
     for path in sorted(RESULTS.glob(f"{topic}_*.csv")):
         processor = next(title for start, title in PROCESSORS.items() if start in path.stem)
         cases = report.latest(path)
@@ -55,7 +55,7 @@ def _topic(topic: str) -> dict[str, dict[tuple[str, str], report.Row]]:
     return found
 
 
-def _state(processor_rows: dict[tuple[str, str], report.Row], case: str, contender: str) -> float:
+def _state(processor_rows: dict[tuple[str, ...], report.Row], case: str, contender: str) -> float:
     return float(processor_rows[case, contender]["state_bytes_per_param"])
 
 
@@ -145,7 +145,7 @@ def _speed_columns(head: str, rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in lines)
 
 
-def _ratio(rows: dict[tuple[str, str], report.Row], case: str, ours: str, peer: str) -> str:
+def _ratio(rows: dict[tuple[str, ...], report.Row], case: str, ours: str, peer: str) -> str:
     """Empty where one of the two was not measured."""
     mine, theirs = rows.get((case, ours)), rows.get((case, peer))
     if not mine or not theirs or not theirs["ms_median"]:
@@ -195,6 +195,7 @@ def wheels_table() -> str:
     return "\n".join(lines)
 
 
+HEADLINE = "headline_nvidia-h200.csv"
 # case, ours, peer
 GPU_TIMES = (
     ("AdamW8bit, one tensor, bf16", "memkern AdamW8bit", "torch AdamW fused"),
@@ -209,8 +210,7 @@ GPU_TIMES = (
 
 def gpu_table() -> str:
     """Times on a GPU over those of a peer, and the share of the copy bandwidth: `make gpu`'s headline."""
-    (path,) = RESULTS.glob("headline_*.csv")
-    rows = {(case, row["contender"]): row for case, of in report.latest(path).items() for row in of}
+    rows = _last(HEADLINE, "case", "contender")
     hardware = next(iter(rows.values()))["hardware"]
     lines = [
         f"| {hardware}: time of | over that of | case | ratio | ms | share of copy bandwidth |",
@@ -224,12 +224,8 @@ def gpu_table() -> str:
     return "\n".join(lines)
 
 
-GPU_MODES = {
-    "torch": "torch",
-    "checkpointing": "checkpoints of every block",
-    **MODES,
-    "compress": "`compress(model)`",
-}
+GPU_BYTES = ("saved_mib", "peak_mib")
+GPU_MODES = {"torch": "torch", "checkpointing": "checkpoints of every block", **MODES}
 
 
 def gpu_models_table() -> str:
@@ -241,26 +237,16 @@ def gpu_models_table() -> str:
     ]
     for (model, mode), row in found.items():
         torchs = found[model, "torch"]
-        saved, peak = (
-            f"{float(row[name]):,.0f} MiB"
-            if mode == "torch"
-            else f"{float(row[name]) / float(torchs[name]):.2f}"
-            for name in ("saved_mib", "peak_mib")
-        )
+        what, memory = "", [f"{float(row[name]) / float(torchs[name]):.2f}" for name in GPU_BYTES]
+        if mode == "torch":
+            what = f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {row['precision']}"
+            memory = [f"{float(row[name]):,.0f} MiB" for name in GPU_BYTES]
         if model.startswith("small"):
-            saved = peak = ""
+            memory = ["", ""]
         error = f"{100 * float(row['gradient_error']):.1f} %" if row["gradient_error"] else ""
         ms = float(row["ms"])
-        cells = [
-            *(
-                f"{model}, {row['sequences']} x {int(row['tokens']):,} tokens, {row['precision']}",
-                GPU_MODES[mode],
-            ),
-            *(f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"),
-            *(saved, peak, error),
-        ]
-        if mode != "torch":
-            cells[0] = ""
+        times = f"{ms:.1f}", f"{ms / float(torchs['ms']):.2f}", f"{float(row['kernels_ms']):.1f}"
+        cells = [what, GPU_MODES[mode], *times, *memory, error]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -268,21 +268,15 @@ def shares() -> dict[str, dict[str, float]]:
 
 
 MEASURED = {
-    **{
-        f"AdamW {dtype}": (f"AdamW8bit, one tensor, {dtype}", "memkern AdamW8bit")
-        for dtype in ("fp32", "bf16")
-    },
-    **{
-        f"AdamW {dtype}, v in 4 bits": (f"AdamW8bit, one tensor, {dtype}", "memkern AdamW, 8 and 4 bits")
-        for dtype in ("fp32", "bf16")
-    },
-    **{
-        f"{name} {dtype}": (f"{name}8bit, one tensor, {dtype}", f"memkern {name}8bit")
-        for name in ("Lion",)
-        for dtype in ("fp32", "bf16")
-    },
-    **{f"grad norm {d}": (f"grad norm, 1 tensors, {d}", "memkern grad norm") for d in ("fp32", "bf16")},
-    **{f"power codes {d}": (f"saved tensors, {d}", "memkern power codes") for d in ("fp32", "bf16")},
+    f"{kernel} {dtype}{ending}": (f"{case}, {dtype}", contender)
+    for kernel, ending, case, contender in (
+        ("AdamW", "", "AdamW8bit, one tensor", "memkern AdamW8bit"),
+        ("AdamW", ", v in 4 bits", "AdamW8bit, one tensor", "memkern AdamW, 8 and 4 bits"),
+        ("Lion", "", "Lion8bit, one tensor", "memkern Lion8bit"),
+        ("grad norm", "", "grad norm, 1 tensors", "memkern grad norm"),
+        ("power codes", "", "saved tensors", "memkern power codes"),
+    )
+    for dtype in ("fp32", "bf16")
 }
 """Kernels that a case of tools/gpu/headline.py consists of: the case and the contender."""
 
@@ -302,10 +296,9 @@ def rows_for_docs() -> list[str]:
     for path in KERNELS | OTHERS:
         flying = bytes_in_flight(CARDS["H200"], path) / 1e3
         ranges = (range_of_share(CARDS[card], path) for card in ("H200", "B200"))
-        shares_of_cards = " | ".join(f"{low:.2f} to {high:.2f}" for low, high in ranges)
+        h200, b200 = (f"{low:.2f} to {high:.2f}" for low, high in ranges)
         tenths = math.floor(10 * counts[path]["sm_90"] + 0.5) / 10  # counts are eighths
         share = f"{reached[path]:.2f}" if path in reached else ""
-        h200, b200 = shares_of_cards.split(" | ")
         rows.append(f"| {path} | {tenths} | {flying:.0f} | {h200} | {share} | {b200} |")
     return rows
 
