@@ -37,6 +37,9 @@ class StepInBackward(Optimizer):
     Bytes: about two of the largest gradients exist at a time, and not all. Time: one call of the op for each parameter,
     and not one for all.
 
+    The groups' options (lr and all others) count as they are in ``backward()``: ones that are set between
+    ``backward()`` and ``step()`` count from the next ``backward()`` on.
+
     ``step()`` takes a closure, which is called once. A gradient that did not come from ``backward()``, because it was
     set by hand or its parameter needed none when it was added, is stepped and freed by ``step()``.
 

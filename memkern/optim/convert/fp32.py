@@ -29,12 +29,6 @@ def _check_model(model: Any, optimizer: Any) -> None:
         )
 
 
-def _host_weight(optimizer: Any, p: Tensor) -> Tensor | None:
-    """HostOffload's own fp32 weight of a half-precision parameter, which an inner optimizer's state does not keep."""
-    weight = getattr(optimizer, "_weights", {}).get(p)
-    return weight.host_param.detach() if weight is not None and weight.host_param.dtype != p.dtype else None
-
-
 @torch.no_grad()
 def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOffload) -> dict[str, Tensor]:
     """``model.state_dict()`` with its bf16 parameters in fp32, as the optimizer knows them.
@@ -59,7 +53,8 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     for name, p in model.named_parameters(remove_duplicate=False):
         if name not in state_dict:
             continue
-        if (host := _host_weight(optimizer, p)) is not None:
+        host = optimizer._host_weight(p) if isinstance(optimizer, HostOffload) else None
+        if host is not None:
             x = host.to(p.device, torch.float32)
             state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
         elif p.dtype == torch.bfloat16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -52,7 +53,7 @@ _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may
 
 
 _COPIED = (
-    "inner", "_class", "_options", "_host_dtype", "_hooks_gradients", "_steps_in_backward", "_room", "_weights",
+    "_inner", "_class", "_options", "_host_dtype", "_hooks_gradients", "_steps_in_backward", "_room", "_weights",
 )  # fmt: skip
 
 
@@ -98,6 +99,11 @@ class HostOffload(Optimizer):
     ``step()`` returns when the host is done; copies of weights may be under way, and the device's current stream waits
     for them. ``offload_gradients`` and ``step_in_backward`` consume a gradient in ``step()``.
 
+    With ``step_in_backward`` the groups' options (lr and all others) count as they are when ``backward()`` begins to
+    deliver gradients. Ones that are set between ``backward()`` and ``step()`` count from the next ``backward()`` on,
+    and in ``step()`` for gradients that were set by hand. The methods of this class wait for the steps that
+    ``backward()`` began; ``model.state_dict()`` and others that read weights belong after ``step()``.
+
     It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
     load it. Weights of another dtype than the model's are in a parameter's state as ``master_weight``, or as
     ``host_weight`` where the optimizer is not memkern's or the model is fp16. A step goes on from the model's weights,
@@ -125,8 +131,7 @@ class HostOffload(Optimizer):
     """
 
     wraps_a_class = True
-    inner: Optimizer
-    """The optimizer of the host's weights."""
+    _inner: Optimizer  # the worker's while it steps: others take ``inner``
 
     def __init__(
         self,
@@ -155,17 +160,25 @@ class HostOffload(Optimizer):
         """What is not copied or pickled."""
         self._transfers: dict[torch.device, Transfers] = {}
         self._worker: ThreadPoolExecutor | None = None
-        self._pending: list[Future[list[tuple[Weight, Any]]]] = []  # the worker's steps
+        self._pending: list[Future[None]] = []  # the worker's steps
+        self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
         self._adding: Future[Any] | None = None  # what the worker adds to a gradient
         self._arrived: dict[int, list[Weight]] = {}  # by bucket, while it waits for the rest of its gradients
         self._stepped: set[Tensor] = set()  # in the backward pass, since the last step()
         self._lock = threading.Lock()  # each device has its own thread in the backward pass
         self._hooks = ParameterHooks(self._take_in_backward)
 
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer of the host's weights, after the steps that ``backward()`` has begun."""
+        self._finish_backward()
+        return self._inner
+
     # ---- parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's, and the inner optimizer's checks."""
+        self._finish_backward()
         given = set(param_group)  # before torch.optim adds the defaults
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -174,6 +187,8 @@ class HostOffload(Optimizer):
             given.add("master_weights")
         made: list[Weight] = []
         try:
+            if self._weights:
+                self._hand_options()
             if self._steps_in_backward:
                 check_no_reductions(self._class, group["params"], {**self._options, **group})
             made += (self._weight_of(p, group) for p in group["params"])
@@ -183,15 +198,15 @@ class HostOffload(Optimizer):
             # What the group was not given, the inner optimizer's class decides or asks for.
             options = {k: x for k, x in group.items() if k in given - {"params", "param_names"}}
             if len(self.param_groups) == 1:
-                self.inner = self._class([{"params": host_params, **options}], **self._options)
+                self._inner = self._class([{"params": host_params, **options}], **self._options)
             else:
-                self.inner.add_param_group({"params": host_params, **options})
+                self._inner.add_param_group({"params": host_params, **options})
         except BaseException:
             self.param_groups.pop()
             raise
-        self.defaults = self.inner.defaults
+        self.defaults = self._inner.defaults
         self._weights.update(zip(group["params"], made, strict=True))
-        copy_options(self.inner, self)
+        copy_options(self._inner, self)
         self._make_buckets()
         self._hook_parameters()
 
@@ -261,8 +276,9 @@ class HostOffload(Optimizer):
             w.p.grad = None
 
     def _join_adding(self) -> None:
-        adding, self._adding = self._adding, None
-        if adding is not None:
+        if self._adding is not None:
+            wait([self._adding])  # where Ctrl-C comes here, it is waited for again
+            adding, self._adding = self._adding, None
             adding.result()
 
     def _take_in_backward(self, p: Tensor) -> None:
@@ -273,9 +289,10 @@ class HostOffload(Optimizer):
             if self._steps_in_backward:
                 check_first_gradient(p, self._stepped)
                 if not self._stepped:
+                    self._finish_backward()  # of one that was interrupted
                     for group in self.param_groups:
                         check_no_reductions(self._class, group["params"], group)
-                    copy_options(self, self.inner)
+                    self._follow()
                 self._stepped.add(p)
                 w.fetch(self._transfers_to(p.device))
             self._take(w)
@@ -291,11 +308,37 @@ class HostOffload(Optimizer):
             self._worker = ThreadPoolExecutor(1, "memkern-offload")
         return self._worker.submit(function, *args)
 
-    def _join(self) -> list[tuple[Weight, Any]]:
-        """Waits for the worker's steps, and returns the copies that they began. Raises what they raised."""
+    def _finish_backward(self) -> None:
+        """Ends the steps that ``backward()`` began, by the options that it began with. Raises what they raised.
+
+        The worker steps the inner optimizer until then, so everything that another thread does with it comes after.
+        """
+        wait(self._pending)  # where Ctrl-C comes here, they are waited for again
         pending, self._pending = self._pending, []
-        wait(pending)
-        return [copy for future in pending for copy in future.result()]
+        rest = [w for of_bucket in self._arrived.values() for w in of_bucket]
+        self._arrived.clear()
+        try:
+            for future in pending:
+                future.result()
+            if rest:
+                self._step_bucket(rest)
+            if pending or rest:
+                self._wait_for_copies()
+                self._share_state()
+        except BaseException:
+            self._forget_gradients()
+            raise
+
+    def _wait_for_copies(self) -> None:
+        """What the device's current stream does from now on finds the new weights."""
+        for w, event in self._copies:
+            self._transfers_to(w.p.device).device_waits(event)
+
+    def _forget_gradients(self) -> None:
+        self._stepped.clear()
+        self._arrived.clear()
+        for w in self._weights.values():
+            w.gradient = None
 
     # ---- steps
 
@@ -312,6 +355,7 @@ class HostOffload(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._finish_backward()
         self._follow()
         self._hook_parameters()
         self._scale_inner()
@@ -319,12 +363,16 @@ class HostOffload(Optimizer):
             self._step_buckets()
         finally:
             self._scale_inner(False)
-            self._stepped.clear()
-            self._arrived.clear()
-            for w in self._weights.values():
-                w.gradient = None
+            self._forget_gradients()
+            self._wait_for_copies()
+            self._copies.clear()
         self._share_state()
         return loss
+
+    def _hand_options(self) -> None:
+        """Hands copies of the groups' options to the inner optimizer: a schedule may fill tensors in place."""
+        for given, group in zip(self.param_groups, self._inner.param_groups, strict=False):
+            group.update((key, copy.deepcopy(x)) for key, x in given.items() if key != "params")
 
     def _follow(self) -> None:
         """Hands the groups' options to the inner optimizer, before its first bucket is stepped."""
@@ -334,22 +382,21 @@ class HostOffload(Optimizer):
                 "params of HostOffload were replaced, and the host has weights of the ones that it was given: make a "
                 "new HostOffload of the new ones, and load_state_dict() of this one's state"
             )
-        copy_options(self, self.inner)
-        if isinstance(self.inner, BlockwiseOptimizer):
+        self._hand_options()
+        if isinstance(self._inner, BlockwiseOptimizer):
             before = self.defaults.get("max_grad_norm")
             if self._steps_in_backward:
                 for group in self.param_groups:
                     check_no_norm(group["max_grad_norm"])
-            self.inner._follow_groups()
+            self._inner._follow_groups()
             if before != self.defaults["max_grad_norm"]:
                 self._make_buckets()
 
     def _step_buckets(self) -> None:
         """Steps what has a gradient. The gradients of a bucket are on their way while the one before is stepped."""
-        copies = self._join()
         buckets = [some for bucket in self._buckets if (some := [*filter(has_gradient, bucket)])]
         ready = [w for bucket in buckets for w in bucket]
-        if isinstance(self.inner, BlockwiseOptimizer):  # before the first bucket is changed
+        if isinstance(self._inner, BlockwiseOptimizer):  # before the first bucket is changed
             for p in (w.p for w in ready):
                 if p.grad is not None:
                     check_gradient(p, p.grad)
@@ -362,13 +409,11 @@ class HostOffload(Optimizer):
                     if w.p.grad is not None:
                         self._take(w)
             self._join_adding()
-            copies += self._step_bucket(bucket)
-        for w, event in copies:
-            self._transfers_to(w.p.device).device_waits(event)
+            self._step_bucket(bucket)
 
     @torch.no_grad()
-    def _step_bucket(self, bucket: list[Weight]) -> list[tuple[Weight, Any]]:
-        """Steps weights whose gradients have come, begins the copies back, and returns those under way."""
+    def _step_bucket(self, bucket: list[Weight]) -> None:
+        """Steps weights whose gradients have come, and begins the copies back."""
         for w in bucket:
             if w.arrived is not None:
                 self._transfers_to(w.p.device).host_waits(w.arrived)
@@ -377,28 +422,29 @@ class HostOffload(Optimizer):
             self._step_inner(bucket)
         except torch.OutOfMemoryError:
             # memkern's optimizers make all states before they change anything.
-            if not isinstance(self.inner, BlockwiseOptimizer) or not any(w.resident for w in bucket):
+            if not isinstance(self._inner, BlockwiseOptimizer) or not any(w.resident for w in bucket):
                 raise
             self._move_to_host(bucket)
             self._step_inner(bucket)
         for w in bucket:
             w.gradient = None
-        copies = [(w, w.copy_back(self._transfers_to(w.p.device))) for w in bucket if w.own]
-        return [(w, event) for w, event in copies if event is not None]
+        for w in bucket:
+            if w.own and (event := w.copy_back(self._transfers_to(w.p.device))) is not None:
+                self._copies.append((w, event))
 
     def _step_inner(self, bucket: list[Weight]) -> None:
         """The inner optimizer's step of these weights alone, as only they have gradients."""
-        takes_any = _TAKES_OTHER_GRADIENTS and isinstance(self.inner, BlockwiseOptimizer)
+        takes_any = _TAKES_OTHER_GRADIENTS and isinstance(self._inner, BlockwiseOptimizer)
         for w in bucket:
             g = w.gradient
             assert g is not None
             if g.dtype != w.host_param.dtype and takes_any:
                 w.host_param.grad_dtype = g.dtype
             w.host_param.grad = g if g.dtype == w.host_param.dtype or takes_any else g.to(w.host_param.dtype)
-        if isinstance(self.inner, Muon):
-            self.inner.product_devices = {w.host_param: w.p.device for w in bucket}
+        if isinstance(self._inner, Muon):
+            self._inner.product_devices = {w.host_param: w.p.device for w in bucket}
         try:
-            without_hooks(self.inner.step)()
+            without_hooks(self._inner.step)()
         finally:
             for w in bucket:
                 w.host_param.grad = None
@@ -408,7 +454,7 @@ class HostOffload(Optimizer):
         for after in self._buckets[self._bucket_of[bucket[0].p] :]:
             for w in after:
                 if w.resident:
-                    w.move_to_host(self.inner, self._transfers_to(w.p.device))
+                    w.move_to_host(self._inner, self._transfers_to(w.p.device))
         self._room = 0
         self._share_state()
         self._hook_parameters()
@@ -417,18 +463,19 @@ class HostOffload(Optimizer):
         """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it away."""
         for name in ("grad_scale", "found_inf"):
             if scaled and (given := getattr(self, name, None)) is not None:
-                setattr(self.inner, name, torch.as_tensor(given, dtype=torch.float32, device="cpu"))
+                setattr(self._inner, name, torch.as_tensor(given, dtype=torch.float32, device="cpu"))
             else:
-                vars(self.inner).pop(name, None)
+                vars(self._inner).pop(name, None)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # Else GradScaler unscales the device's gradients itself.
-        takes = getattr(self.inner, "_step_supports_amp_scaling", False)
+        takes = getattr(self._inner, "_step_supports_amp_scaling", False)
         return self._hooks_gradients or (takes and not lightning_asks())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim's, for gradients on the device and on the host."""
+        self._finish_backward()
         check_not_stepped(self._stepped)
         self._join_adding()
         for w in self._weights.values():
@@ -440,16 +487,25 @@ class HostOffload(Optimizer):
 
     # ---- loading and saving
 
+    def _host_weight(self, p: Tensor) -> Tensor | None:
+        """The host's weight of a parameter where it has another dtype, and so more bits."""
+        self._finish_backward()
+        weight = self._weights.get(p)
+        return (
+            weight.host_param.detach() if weight is not None and weight.host_param.dtype != p.dtype else None
+        )
+
     def _share_state(self) -> None:
         """state[p] is the inner optimizer's own dict, on the host."""
         for w in self._weights.values():
-            if w.host_param in self.inner.state:
-                self.state[w.p] = self.inner.state[w.host_param]
+            if w.host_param in self._inner.state:
+                self.state[w.p] = self._inner.state[w.host_param]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with a ``host_weight`` in the state of a parameter of another dtype."""
-        copy_options(self, self.inner)
-        self.inner.state_dict()  # converts states whose group's options have changed
+        self._finish_backward()
+        self._hand_options()
+        self._inner.state_dict()  # converts states whose group's options have changed
         self._share_state()
         found = super().state_dict()
         for i, w in enumerate(self._weights.values()):
@@ -463,6 +519,8 @@ class HostOffload(Optimizer):
         Raises:
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
+        self._finish_backward()
+        self._hand_options()  # what they are now wins over the state's, where the inner optimizer says so
         given = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
@@ -480,22 +538,23 @@ class HostOffload(Optimizer):
                         f"{HOST_WEIGHT} of the state_dict does not fit parameter {i}: its shape is {tuple(x.shape)}, "
                         f"expected {tuple(w.p.shape)}"
                     )
-        self.inner.load_state_dict({"state": state, "param_groups": given["param_groups"]})
+        self._inner.load_state_dict({"state": state, "param_groups": given["param_groups"]})
         with torch.no_grad():
             for w in weights:
                 if w.own:
                     local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
-        copy_options(self.inner, self)
+        copy_options(self._inner, self)
         self.state.clear()
         host_params = {w.host_param for w in weights}
         self.state.update(
-            (key, x) for key, x in self.inner.state.items() if key not in host_params
+            (key, x) for key, x in self._inner.state.items() if key not in host_params
         )  # of no parameter
         self._share_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._finish_backward()
         return {**super().__getstate__(), **{key: vars(self)[key] for key in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
