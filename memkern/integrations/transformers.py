@@ -24,6 +24,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..optim.base import BlockwiseOptimizer
+from ..optim.foreign import unclipped
 from . import names
 from .summary import Compressing
 
@@ -82,16 +83,12 @@ def optimizer_cls_and_kwargs(
 
 
 def _check_clipping(args: TrainingArguments, optimizer: Any) -> None:
-    """Raises ValueError where the Trainer would clip gradients that a step in backward has freed."""
-    from ..optim import StepInBackward
-
-    while not isinstance(optimizer, StepInBackward) and hasattr(optimizer, "optimizer"):
+    """Raises ValueError where the Trainer would clip gradients that were freed in the backward pass."""
+    while not hasattr(optimizer, "frees_gradients") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # accelerate's wrapper
-    if isinstance(optimizer, StepInBackward) and args.max_grad_norm:
-        raise ValueError(
-            f"max_grad_norm={args.max_grad_norm} given with StepInBackward, whose gradients are freed before the "
-            "Trainer clips them; allowed: TrainingArguments(max_grad_norm=0), or an optimizer without StepInBackward"
-        )
+    if args.max_grad_norm and getattr(optimizer, "frees_gradients", False):
+        given = f"max_grad_norm={args.max_grad_norm}"
+        raise unclipped(optimizer, given, "the Trainer", "TrainingArguments(max_grad_norm=0)")
 
 
 class CompressCallback(TrainerCallback):
@@ -104,8 +101,9 @@ class CompressCallback(TrainerCallback):
     the first process prints. ``memkern.restore(model)`` undoes it.
 
     Raises:
-        ValueError: when training begins, for :class:`memkern.optim.StepInBackward` with ``args.max_grad_norm``: the
-            Trainer would clip nothing.
+        ValueError: when training begins with ``args.max_grad_norm`` and an optimizer that frees gradients in the
+            backward pass (:class:`memkern.optim.StepInBackward`, :class:`memkern.optim.HostOffload` with
+            ``offload_gradients``): the Trainer would clip nothing. Without the callback the first step raises.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .foreign import refuse_clipping
+
 
 class StepInBackward(Optimizer):
     r"""An optimizer whose steps are taken inside ``backward()``, so that there is one gradient at a time.
@@ -48,7 +50,8 @@ class StepInBackward(Optimizer):
     ``backward()`` and ``step()`` (the step cannot be undone), optimizers whose step needs a closure (LBFGS), parameters
     on several devices (each has its own thread in the backward pass), and DistributedDataParallel (gradients are
     reduced after the hooks). Cannot work and cannot be noticed: torch.nn.utils.clip_grad_norm_ after ``backward()``,
-    which finds no gradients. A GradScaler is noticed at its first ``step()``, after one step on scaled gradients.
+    which finds no gradients. A GradScaler is noticed at its first ``step()``, after one step on scaled gradients, and
+    so is the clipping of transformers' Trainer and of Lightning.
 
     Raises:
         ValueError, TypeError: from ``optimizer_class`` for its options, and for what is said above.
@@ -60,6 +63,8 @@ class StepInBackward(Optimizer):
 
     optimizer_class: type[Optimizer]
     wraps_a_class = True
+    frees_gradients = True
+    clips_by_norm = False
     # All groups, the group that is alone now, and its parameters (_alone).
     _whole: tuple[list[dict[str, Any]], dict[str, Any], list[Tensor]] | None = None
     _step_supports_amp_scaling = (
@@ -173,6 +178,7 @@ class StepInBackward(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends a step that ``backward()`` has taken. ``closure``: computes the loss with gradients; called once."""
         refuse_scaler(self, "use bfloat16, or the optimizer without StepInBackward")
+        refuse_clipping(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

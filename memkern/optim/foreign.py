@@ -75,6 +75,45 @@ def lightning_asks() -> bool:
     return caller.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
+_CLIPPING = {  # a framework's package: where its loop has the largest norm, and how to leave its clipping out
+    "transformers": ("args.max_grad_norm", "TrainingArguments(max_grad_norm=0)"),
+    "lightning": ("trainer.gradient_clip_val", "lightning.Trainer(gradient_clip_val=None)"),
+    "pytorch_lightning": ("trainer.gradient_clip_val", "pytorch_lightning.Trainer(gradient_clip_val=None)"),
+}
+
+
+def refuse_clipping(optimizer: Any) -> None:
+    """Raises ValueError where a framework's loop calls ``step()`` and clips gradients, which were not there to clip.
+
+    For optimizers that free gradients in the backward pass: torch's clip_grad_norm_ leaves out parameters without a
+    gradient, so that the run would be unclipped without an error.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").split(".")[0]
+        if package in _CLIPPING:
+            path, cure = _CLIPPING[package]
+            norm = frame.f_locals.get("self")
+            for name in path.split("."):
+                norm = getattr(norm, name, None)
+            if norm:
+                raise unclipped(optimizer, f"{path.split('.')[1]}={norm}", package, cure)
+        frame = frame.f_back
+
+
+def unclipped(optimizer: Any, given: str, framework: str, cure: str) -> ValueError:
+    """The error for a framework's clipping. ``given``: its option. ``cure``: what leaves it out."""
+    way = (
+        "and the optimizer's own max_grad_norm"
+        if optimizer.clips_by_norm
+        else "or an optimizer that keeps them"
+    )
+    return ValueError(
+        f"{given} given with {type(optimizer).__name__}, which frees gradients in the backward pass, before "
+        f"{framework} clips them; allowed: {cure}, {way}"
+    )
+
+
 class GlobalOptimManager:
     """bitsandbytes' registry of options by parameter, which parameter groups stand for: every use raises."""
 

@@ -94,6 +94,19 @@ def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
     assert_same(parameters_of(module), parameters_of(plain))
 
 
+@pytest.mark.parametrize("mode", ["StepInBackward", "offload_gradients", "step_in_backward"])
+def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, tmp_path: Path) -> None:
+    class Freed(Module):
+        def configure_optimizers(self) -> Any:
+            if mode == "StepInBackward":
+                return optim.StepInBackward(optim.AdamW8bit, self.parameters())
+            return optim.HostOffload(optim.AdamW8bit, self.parameters(), **{mode: True})
+
+    with pytest.raises(ValueError, match=r"gradient_clip_val=1\.0 given with (StepInBackward|HostOffload)"):
+        fit(Freed(), tmp_path, 1, gradient_clip_val=1.0)
+    fit(Freed(), tmp_path, 1)
+
+
 @pytest.mark.feature("lightning", "callback: compresses and prints what is saved")
 def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, callback = Module(), CompressCallback(example=tokens(4))

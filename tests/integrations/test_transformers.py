@@ -197,20 +197,32 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=0.02)  # bf16's own rounding is 0.4 %
 
 
-def test_a_step_in_backward_is_not_silently_unclipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("callback", [True, False])
+@pytest.mark.parametrize("mode", ["StepInBackward", "offload_gradients", "step_in_backward"])
+def test_gradients_that_are_gone_are_not_silently_unclipped(
+    mode: str, callback: bool, tmp_path: Path
+) -> None:
     """The Trainer clips what is left of the gradients, by default to 1.0: nothing."""
 
-    def made(**options: Any) -> Any:
+    def made(inner_norm: float | None = None, **options: Any) -> Any:
         model = gpt2()
-        optimizer = optim.StepInBackward(optim.AdamW8bit, model.parameters(), lr=1e-3)
+        clip = {} if inner_norm is None else {"max_grad_norm": inner_norm}
+        if mode == "StepInBackward":
+            optimizer: Any = optim.StepInBackward(optim.AdamW8bit, model.parameters(), lr=1e-3)
+        else:
+            optimizer = optim.HostOffload(
+                optim.AdamW8bit, model.parameters(), lr=1e-3, **{mode: True}, **clip
+            )
         args = arguments(tmp_path, max_steps=1, **options)
-        return trainer(args, model, optimizers=(optimizer, None), callbacks=[CompressCallback()])
+        callbacks = [CompressCallback()] if callback else []
+        return trainer(args, model, optimizers=(optimizer, None), callbacks=callbacks)
 
     before = parameters_of(gpt2())
     refused = made()
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 given with StepInBackward"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 given with (StepInBackward|HostOffload)"):
         refused.train()
-    assert_same(parameters_of(refused.model), before)
-    unclipped = made(max_grad_norm=0.0)
-    unclipped.train()
-    assert any((a != b).any() for a, b in zip(parameters_of(unclipped.model), before, strict=True))
+    if callback or mode == "offload_gradients":
+        assert_same(parameters_of(refused.model), before)
+    allowed = made(1.0 if mode == "offload_gradients" else None, max_grad_norm=0.0)
+    allowed.train()
+    assert any((a != b).any() for a, b in zip(parameters_of(allowed.model), before, strict=True))

@@ -25,7 +25,7 @@ from ..backward import (
 )
 from ..base import BlockwiseOptimizer
 from ..dtensor.shards import local, placed
-from ..foreign import lightning_asks
+from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
 from ..options import check_gradient
 from .transfers import Transfers, transfers_of
@@ -93,7 +93,7 @@ class HostOffload(Optimizer):
     | the transfer of gradients overlaps | the step | the backward pass | the backward pass |
     | the CPU's step overlaps | transfers | transfers of weights | transfers and the backward pass |
     | accumulation | on the device | on the host | raises |
-    | clipping | by max_grad_norm or by torch's functions | by max_grad_norm | raises |
+    | clipping | by max_grad_norm or by torch's functions | by max_grad_norm; a framework's raises | raises |
     | GradScaler | yes | raises | raises |
 
     ``step()`` returns when the host is done; copies of weights may be under way, and the device's current stream waits
@@ -131,6 +131,17 @@ class HostOffload(Optimizer):
     """
 
     wraps_a_class = True
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether gradients leave the device in the backward pass, so that nobody else can clip them."""
+        return self._hooks_gradients
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether ``max_grad_norm`` can be given."""
+        return not self._steps_in_backward
+
     _inner: Optimizer  # the worker's while it steps: others take ``inner``
 
     def __init__(
@@ -348,9 +359,11 @@ class HostOffload(Optimizer):
 
         Raises:
             RuntimeError: a GradScaler's step where gradients were offloaded; what the inner optimizer raises.
+            ValueError: transformers' Trainer or Lightning would clip gradients that were offloaded.
         """
         if self._hooks_gradients:
             refuse_scaler(self, "leave offload_gradients and step_in_backward False")
+            refuse_clipping(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
