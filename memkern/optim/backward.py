@@ -90,14 +90,22 @@ class StepInBackward(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; raises before the group is added where its parameters are on another device."""
         super().add_param_group(param_group)
-        devices = {p.device for p in self._parameters()}
-        if len(devices) > 1:
+        try:
+            self._hook_parameters()
+        except ValueError:
             self.param_groups.pop()
+            raise
+
+    def _hook_parameters(self) -> None:
+        """Hooks the parameters that need a gradient and have no hook yet."""
+        params = [p for p in self._parameters() if p.requires_grad]
+        devices = {p.device for p in params}
+        if len(devices) > 1:
             raise ValueError(
                 f"params must be on one device, got {', '.join(sorted(map(str, devices)))}: the backward pass has a "
                 "thread for each; make an optimizer for each device"
             )
-        self._hooks.add(self._parameters())
+        self._hooks.add(params)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -190,7 +198,7 @@ class StepInBackward(Optimizer):
             p.grad = None
         self._stepped.clear()
         self._places.clear()  # groups may change until the next pass
-        self._hooks.add(self._parameters())
+        self._hook_parameters()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -204,7 +212,7 @@ class StepInBackward(Optimizer):
         super().__setstate__(state)
         if "_hooks" not in vars(self):  # a copy
             self._start()
-        self._hooks.add(self._parameters())
+        self._hook_parameters()
 
     def __reduce__(self) -> Any:
         return _new, (self.optimizer_class,), self.__getstate__()

@@ -42,6 +42,7 @@ class BlockwiseOptimizer(Optimizer):
     found_inf: Tensor | None
     _looks: list[following.Look]  # the groups at the last step
     _stored: dict[Tensor, dict[str, Any]]  # the options that each state is stored with
+    _frozen: set[int]  # ids of parameters that no step was prepared for, as they need no gradient
     _multi_call = False  # whether a step needs several calls of ops
     _sharded = False  # whether there are DTensors
     _ranks: dict[Tensor, shards.Ranks]  # the ranks that hold other elements of a parameter
@@ -70,15 +71,11 @@ class BlockwiseOptimizer(Optimizer):
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
             foreign.check_arguments(type(self), param_group)
-            self._check_group({**self.defaults, **param_group})
-            norm = self.defaults["max_grad_norm"]
-            check_norm_of_group(param_group, norm)
             tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             foreign.check_overrides(tensors)
-            for p in tensors:
-                if isinstance(p, Tensor):
-                    check_param(p, {**self.defaults, **param_group})
-                    shards.check_flat_shard(p, self._needs_norms(norm))
+            norm = self.defaults["max_grad_norm"]
+            self._check_params({**self.defaults, **param_group, "params": tensors}, norm)
+            check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
         place_lr(self.param_groups[-1])
         self.param_groups[-1]["state_bits"] = bits.of(self.param_groups[-1])
@@ -91,9 +88,11 @@ class BlockwiseOptimizer(Optimizer):
 
     def _look_at_groups(self) -> None:
         """Finds out which kinds of parameters there are, which decides how a step is taken."""
-        self._multi_call = any(map(multi_call.is_needed, self.param_groups))
+        self._multi_call = any(multi_call.is_needed(g, self._trained(g)) for g in self.param_groups)
         self._lr_buffers, self._strided_buffers = [], {}
-        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        pairs = [(p, group) for group in self.param_groups for p in self._trained(group)]
+        stepped = {id(p) for p, _ in pairs}
+        self._frozen = {id(p) for group in self.param_groups for p in group["params"]} - stepped
         self._sharded = any(shards.is_dtensor(p) for p, _ in pairs)
         self._ranks = shards.ranks_of_each([p for p, _ in pairs]) if self._sharded else {}
         for p, group in pairs if self._ranks else ():
@@ -105,7 +104,29 @@ class BlockwiseOptimizer(Optimizer):
         return None if max_grad_norm is None else "max_grad_norm"
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Checks a group's options."""
         check_group(group, self._op_of(group))
+
+    def _check_shape(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Checks what the group's options ask of a parameter's shape."""
+
+    def _check_param(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Checks a parameter, for a step with the group's options."""
+        check_param(p, group)
+        self._check_shape(p, group)
+
+    def _trained(self, group: dict[str, Any]) -> list[Tensor]:
+        """The group's parameters, without frozen ones, which may be of any kind (4-bit weights under adapters)."""
+        return [
+            p for p in group["params"] if isinstance(p, Tensor) and (p.requires_grad or self.state.get(p))
+        ]
+
+    def _check_params(self, group: dict[str, Any], max_grad_norm: float | None) -> None:
+        """Checks a group's options and parameters."""
+        self._check_group(group)
+        for p in self._trained(group):
+            self._check_param(p, group)
+            shards.check_flat_shard(p, self._needs_norms(max_grad_norm))
 
     # ---- state
 
@@ -139,10 +160,7 @@ class BlockwiseOptimizer(Optimizer):
         following.check_not_flattened(self.param_groups, self._looks, self._needs_norms(norm))
         for group in self.param_groups:
             group["state_bits"] = bits.of(group)
-            self._check_group(group)
-            for p in group["params"]:
-                check_param(p, group)
-                shards.check_flat_shard(p, self._needs_norms(norm))
+            self._check_params(group, norm)
         moves = [*following.moves(self.param_groups, self.state, self._looks)]
         states = [
             following.moved(self.state[old], self._stored.get(old, group), new) for old, new, group in moves
@@ -194,10 +212,26 @@ class BlockwiseOptimizer(Optimizer):
 
     def _init_states(self, group: dict[str, Any]) -> None:
         """Makes the states of the group's parameters that have a gradient and none yet."""
-        for p in group["params"]:
-            if p.grad is not None and not (state := self.state[p]):
-                state.update(self._init_state(p, group))
-                self._stored[p] = self._storage_of(group)
+        new = [p for p in group["params"] if p.grad is not None and not self.state[p]]
+        thawed = [p for p in new if id(p) in self._frozen]
+        if thawed:
+            self._check_thawed(thawed, group)
+        for p in new:
+            self.state[p].update(self._init_state(p, group))
+            self._stored[p] = self._storage_of(group)
+        if thawed:
+            self._look_at_groups()
+
+    def _check_thawed(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        """Checks parameters that were frozen when the groups were looked at."""
+        needs_norms = self._needs_norms(self.defaults["max_grad_norm"])
+        p = params[0]
+        try:
+            for p in params:
+                self._check_param(p, group)
+                shards.check_flat_shard(p, needs_norms)
+        except step_errors.OP_ERRORS as error:
+            raise step_errors.of_parameter(error, p, self.param_groups) from None
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -283,7 +317,7 @@ class BlockwiseOptimizer(Optimizer):
         """The step of parameters on several devices, or of which some need another op, a copy or a reduction."""
         groups = [self.param_groups[number] for number in args.group]
         for p, g, group in zip(args.params, args.grads, groups, strict=True):
-            check_param(p, group)
+            self._check_param(p, group)
             check_gradient(p, g)
         for p, group in zip(args.params, groups, strict=True):
             self._convert_storage(p, group)
@@ -301,9 +335,8 @@ class BlockwiseOptimizer(Optimizer):
         checks of groups, parameters and gradients, which say more than an op's.
         """
         for group in self.param_groups:
-            self._check_group(group)
+            self._check_params(group, self.defaults["max_grad_norm"])
             for p in group["params"]:
-                check_param(p, group)
                 if p.grad is not None:
                     check_gradient(p, p.grad)
         changed = False
@@ -372,7 +405,7 @@ class BlockwiseOptimizer(Optimizer):
 
         target = loading.Target(
             type(self).__name__, self.param_groups, self.defaults, self.fixed_options, self.converters,
-            self._op_of, self._check_group,
+            self._op_of, self._check_loaded,
         )  # fmt: skip
 
         def hide(_: Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
@@ -394,6 +427,12 @@ class BlockwiseOptimizer(Optimizer):
                 f"the state was converted: {'; '.join(changes)}",
                 stacklevel=2,
             )
+
+    def _check_loaded(self, group: dict[str, Any]) -> None:
+        """Checks a group with the options of a state_dict, whose parameters may have been of another dtype."""
+        self._check_group(group)
+        for p in self._trained(group):
+            self._check_shape(p, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -31,7 +31,7 @@ def _marked(model: nn.Module) -> dict[Tensor, int]:
 def param_groups(
     model: nn.Module, *, weight_decay: float | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """The groups of all parameters of a model, for any optimizer of memkern or torch.
+    """The groups of a model's parameters that require a gradient, for any optimizer of memkern or torch.
 
     Parameters of modules that ask for it (:class:`memkern.nn.StableEmbedding`, embeddings after
     ``memkern.compress(model, embeddings=True)``) get the option ``state_bits=32``; a parameter that such a module
@@ -52,6 +52,8 @@ def param_groups(
     bits_of = _marked(model)
     groups: dict[tuple[bool, int | None], dict[str, Any]] = {}
     for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         decays, bits = weight_decay is None or parameter.dim() >= 2, bits_of.get(parameter)
         if (decays, bits) not in groups:
             group = dict(params=[], **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .base import BlockwiseOptimizer
@@ -38,10 +37,9 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
         layers = group["layers"]
         if layers != "rows" and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
             raise ValueError(f"layers must be a number of layers, 1 or more, or 'rows', got {layers!r}")
-        for item in group["params"]:
-            p = item[1] if isinstance(item, tuple) else item
-            if isinstance(p, Tensor) and p.layout == torch.strided:
-                layers_of(p, group)
+
+    def _check_shape(self, p: Tensor, group: dict[str, Any]) -> None:
+        layers_of(p, group)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
         return type(self).__name__

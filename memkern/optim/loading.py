@@ -88,7 +88,7 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
             fixed["codec"] = "power"  # the only one with 4 bits
         if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
             changes.append(f"group {k}: {', '.join(differing)}")
-        whole = {"max_grad_norm": target.defaults["max_grad_norm"], "capturable": own["capturable"]}
+        whole = {"max_grad_norm": own["max_grad_norm"], "capturable": own["capturable"]}
         newer.append({**older[k], **fixed, **whole})
         target.check_group({**newer[k], "params": own["params"]})
     of_index = {

@@ -48,8 +48,8 @@ class Call(NamedTuple):
     product_devices: list[torch.device | None]
 
 
-def is_needed(group: Group) -> bool:
-    """Whether a group has parameters that one call of the optimizer's op does not take."""
+def is_needed(group: Group, params: Sequence[Tensor]) -> bool:
+    """Whether one call of the optimizer's op does not take all ``params``, which are the group's."""
     return (
         bool(group.get("amsgrad"))
         or "algorithm" in group
@@ -57,7 +57,7 @@ def is_needed(group: Group) -> bool:
             p.dtype == torch.float64
             or not is_dense(p.shape, p.stride())
             or shards.needs_reference(p, group, takes_8bit_state(p, group))
-            for p in group["params"]
+            for p in params
         )
     )
 

@@ -178,11 +178,11 @@ class Muon(BlockwiseOptimizer):
             )
         if group["algorithm"] == "muon":
             check_newton_schulz(group["ns_coefficients"], group["ns_steps"], group["eps"])
-            for item in group.get("params", ()):
-                p = item[1] if isinstance(item, tuple) else item
-                if isinstance(p, Tensor):
-                    _check_matrix(p)
-                    check_split(group, p.shape)
+
+    def _check_shape(self, p: Tensor, group: dict[str, Any]) -> None:
+        if group["algorithm"] == "muon":
+            _check_matrix(p)
+            check_split(group, p.shape)
 
 
 def _check_matrix(p: Tensor) -> None:

@@ -22,8 +22,10 @@ def state_args(states: dict[str, list[Tensor]], op: StepOp) -> dict[str, Any]:
 
 def place_lr(group: dict[str, Any]) -> None:
     """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
-    if group["capturable"] and group["params"] and not group["params"][0].is_meta:
-        device, lr = group["params"][0].device, group["lr"]
+    # Frozen parameters may be elsewhere.
+    first = next((p for p in group["params"] if p.requires_grad), next(iter(group["params"]), None))
+    if group["capturable"] and first is not None and not first.is_meta:
+        device, lr = first.device, group["lr"]
         dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
         group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from ..schemas import WEIGHT_STATES, StepArgs
 
 OP_ERRORS = (RuntimeError, ValueError, TypeError)
@@ -19,6 +21,14 @@ _LISTS = {
     "trust_ratios": "trust_ratio of parameter",
     "weight_states": "the rounding error or fp32 copy of parameter",
 }
+
+
+def of_parameter(error: Exception, p: Tensor, groups: Sequence[dict[str, Any]]) -> Exception:
+    """An error of a check as one that says which parameter it is, as :func:`in_words` does."""
+    names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+    number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
+    name = "" if names[number] is None else f" ({names[number]!r})"
+    return type(error)(f"parameter {number}{name}: {error}")
 
 
 def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]]) -> Exception:

@@ -202,8 +202,11 @@ PARAMS: dict[str, tuple[Callable[[], Any], type, str]] = {
     "expanded": (lambda: torch.ones(8, 1).expand(8, 16).requires_grad_(), ValueError, "a place of its own"),
     "sparse": (lambda: torch.eye(4).to_sparse().requires_grad_(), ValueError, "dense"),
     "complex": (lambda: DENSE.to(torch.complex64).requires_grad_(), TypeError, "got torch.complex64"),
-    "fp8": (lambda: DENSE.to(torch.float8_e5m2), TypeError, "float64, got torch.float8_e5m2"),
-    "integer": (lambda: DENSE.int(), TypeError, "got torch.int32"),
+    "fp8": (
+        lambda: DENSE.to(torch.float8_e5m2).requires_grad_(),
+        TypeError,
+        "float64, got torch.float8_e5m2",
+    ),
     "not a leaf": (lambda: DENSE.clone().requires_grad_() * 2, ValueError, "non-leaf"),
     "no tensor": (lambda: 3, TypeError, "can only optimize Tensors"),
 }

@@ -37,8 +37,10 @@ from .weight import (
     check_options,
     copy_options,
     elements_of,
+    frozen_weight_of,
     has_gradient,
     host_weight_of,
+    put_in_place,
 )
 
 BUCKET_ELEMENTS = 2**22
@@ -227,12 +229,14 @@ class HostOffload(Optimizer):
         return (
             issubclass(self._class, BlockwiseOptimizer)
             and self._host_dtype == torch.float32
-            and all(p.dtype == torch.bfloat16 for p in group["params"])
+            and all(p.dtype == torch.bfloat16 for p in group["params"] if p.requires_grad)
             and not given.get("master_weights")
             and not given.get("stochastic_rounding")
         )
 
     def _weight_of(self, p: Tensor, group: Options) -> Weight:
+        if not p.requires_grad and p.grad is None:
+            return frozen_weight_of(p)
         given = {**self._options, **group}
         own = given.get("master_weights") or given.get("stochastic_rounding") or p.element_size() >= 4
         dtype = p.dtype if own or self._host_dtype is None else self._host_dtype
@@ -260,7 +264,7 @@ class HostOffload(Optimizer):
         at_once = self.defaults.get("max_grad_norm") is not None
         self._buckets: list[list[Weight]] = [[]]
         elements = 0
-        for w in self._weights.values():
+        for w in (w for w in self._weights.values() if not w.frozen):
             last = self._buckets[-1]
             own = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
             full = elements >= BUCKET_ELEMENTS or own >= BUCKET_ELEMENTS
@@ -396,6 +400,7 @@ class HostOffload(Optimizer):
                 "new HostOffload of the new ones, and load_state_dict() of this one's state"
             )
         self._hand_options()
+        self._thaw()
         if isinstance(self._inner, BlockwiseOptimizer):
             before = self.defaults.get("max_grad_norm")
             if self._steps_in_backward:
@@ -404,6 +409,22 @@ class HostOffload(Optimizer):
             self._inner._follow_groups()
             if before != self.defaults["max_grad_norm"]:
                 self._make_buckets()
+
+    def _thaw(self) -> None:
+        """Makes host weights of parameters that were frozen when they were added."""
+        thawed = {
+            w for w in self._weights.values() if w.frozen and (w.p.requires_grad or w.p.grad is not None)
+        }
+        if not thawed:
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (old := self._weights[p]) in thawed:
+                    if self._steps_in_backward:
+                        check_no_reductions(self._class, [p], group)
+                    self._weights[p] = new = self._weight_of(p, group)
+                    put_in_place(self._inner, old.host_param, new.host_param)
+        self._make_buckets()
 
     def _step_buckets(self) -> None:
         """Steps what has a gradient. The gradients of a bucket are on their way while the one before is stepped."""

@@ -38,6 +38,8 @@ class Weight:
     """Whether host_param and state stay on the parameter's device."""
     own: bool
     """Whether host_param has memory of its own, which is copied to p after a step."""
+    frozen: bool = False
+    """Whether host_param only stands in the groups for p, which needs no gradient."""
     current: Tensor | None = None
     """p's values before a step, on the host where host_param is there; not needed where host_param has p's dtype."""
     buffer: Tensor | None = None
@@ -135,17 +137,17 @@ class Weight:
         values = transfers.empty_like(old.detach())
         local(values).copy_(local(old).detach())
         self.host_param = nn.Parameter(values, requires_grad=old.requires_grad)
-        for group in inner.param_groups:
-            group["params"] = [self.host_param if p is old else p for p in group["params"]]
-        if state := inner.state.pop(old, {}):
-            inner.state[self.host_param] = {
-                k: x.cpu() if isinstance(x, Tensor) else x for k, x in state.items()
-            }
+        put_in_place(inner, old, self.host_param)
         if self.gradient is not None:
             self.buffer = transfers.empty_like(self.p.detach(), self.gradient.dtype)
             self.arrived = transfers.to_host(local(self.buffer), local(self.gradient))
             transfers.host_waits(self.arrived)
             self.gradient = self.buffer
+
+
+def frozen_weight_of(p: Tensor) -> Weight:
+    """A parameter that needs no gradient: nothing is copied to the host."""
+    return Weight(p, nn.Parameter(p.detach(), requires_grad=False), resident=True, own=False, frozen=True)
 
 
 def host_weight_of(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Transfers) -> Weight:
@@ -157,6 +159,14 @@ def host_weight_of(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Tra
     )
     local(values).copy_(local(p).detach())
     return Weight(p, nn.Parameter(values, requires_grad=p.requires_grad), resident, own=True)
+
+
+def put_in_place(inner: Optimizer, old: Tensor, new: Tensor) -> None:
+    """Puts a parameter in another's place in an optimizer, with its state on the new one's device."""
+    for group in inner.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    if state := inner.state.pop(old, {}):
+        inner.state[new] = {k: x.to(new.device) if isinstance(x, Tensor) else x for k, x in state.items()}
 
 
 def _set_data(p: Tensor, own: Tensor) -> None:
@@ -212,6 +222,8 @@ def check_no_reductions(optimizer_class: type[Optimizer], params: Sequence[Any],
     ``params``: tensors, or pairs of names and tensors. ``group``: their options.
     """
     for p in (item[1] if isinstance(item, tuple) else item for item in params):
+        if not p.requires_grad:
+            continue
         if shards.ranks_of(p) is None:
             continue
         if not issubclass(optimizer_class, BlockwiseOptimizer):
