@@ -46,6 +46,8 @@ class BlockwiseOptimizer(Optimizer):
     _multi_call = False  # whether a step needs several calls of ops
     _sharded = False  # whether there are DTensors
     _ranks: dict[Tensor, shards.Ranks]  # the ranks that hold other elements of a parameter
+    _elsewhere: set[int]  # ids of DTensors on meshes that this rank is no part of
+    _all_ranks: collectives.AllRanks  # of all parameters: what one rank decides, all do
     _lr_buffers: list[Tensor]  # memory that steps use again
     _strided_buffers: dict[Any, Tensor]
 
@@ -95,6 +97,10 @@ class BlockwiseOptimizer(Optimizer):
         self._frozen = {id(p) for group in self.param_groups for p in group["params"]} - stepped
         self._sharded = any(shards.is_dtensor(p) for p, _ in pairs)
         self._ranks = shards.ranks_of_each([p for p, _ in pairs]) if self._sharded else {}
+        self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
+        if self._sharded:
+            self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
+            self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs])
         for p, group in pairs if self._ranks else ():
             if storage.takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
                 shards.note_cut_blocks(p)
@@ -194,7 +200,7 @@ class BlockwiseOptimizer(Optimizer):
                 for each in self.param_groups:
                     self._init_states(each)
         for p in group["params"]:
-            if (g := p.grad) is not None:
+            if (g := p.grad) is not None and id(p) not in self._elsewhere:
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
@@ -212,7 +218,8 @@ class BlockwiseOptimizer(Optimizer):
 
     def _init_states(self, group: dict[str, Any]) -> None:
         """Makes the states of the group's parameters that have a gradient and none yet."""
-        new = [p for p in group["params"] if p.grad is not None and not self.state[p]]
+        here = (p for p in group["params"] if id(p) not in self._elsewhere)
+        new = [p for p in here if p.grad is not None and not self.state[p]]
         thawed = [p for p in new if id(p) in self._frozen]
         if thawed:
             self._check_thawed(thawed, group)
@@ -286,7 +293,7 @@ class BlockwiseOptimizer(Optimizer):
         if not args.params:
             return loss
         if self._sharded and args.found_inf is not None:
-            self.found_inf = collectives.reduced_found_inf(args.found_inf, args.params)
+            self.found_inf = collectives.largest(args.found_inf, self._all_ranks)
             args = args._replace(found_inf=self.found_inf)
         if not self._multi_call and len({p.device for p in args.params}) == 1:
             try:
@@ -309,7 +316,7 @@ class BlockwiseOptimizer(Optimizer):
         args = scaler_on(args, args.params[0].device)
         if self._sharded:
             ranks = [self._ranks.get(p) for p in args.params]
-            dtensor_step.step(self.op, args, self.defaults["max_grad_norm"], ranks)
+            dtensor_step.step(self.op, args, self.defaults["max_grad_norm"], ranks, self._all_ranks)
         else:
             _ops.step_(self.op, args._replace(grad_norm=self._grad_norm(args)))
 
@@ -323,7 +330,15 @@ class BlockwiseOptimizer(Optimizer):
             self._convert_storage(p, group)
         entries = [self._entry(p, group) for p, group in zip(args.params, groups, strict=True)]
         norm = self.defaults["max_grad_norm"]
-        multi_call.step(args, entries, self.param_groups, norm, self._strided_buffers, self._hyperparameters)
+        multi_call.step(
+            args,
+            entries,
+            self.param_groups,
+            norm,
+            self._all_ranks,
+            self._strided_buffers,
+            self._hyperparameters,
+        )
 
     def _entry(self, p: Tensor, group: dict[str, Any]) -> multi_call.Entry:
         return multi_call.Entry(p, group, self.state[p], self._op_of(group))

@@ -45,6 +45,7 @@ class Call(NamedTuple):
     args: StepArgs  # with DTensors where the parameters are
     by_reference: bool
     cut: bool  # other ranks have elements of its blocks
+    exchanged: bool  # Muon's matrices of which other ranks have parts
     product_devices: list[torch.device | None]
 
 
@@ -67,6 +68,7 @@ def step(
     entries: Sequence[Entry],
     groups: Sequence[Group],
     max_grad_norm: float | None,
+    all_ranks: collectives.AllRanks,
     buffers: dict[Any, Tensor],
     hyperparameters: Callable[[StepOp], list[float]],
 ) -> None:
@@ -76,13 +78,15 @@ def step(
         args: parameters, gradients and groups' numbers; its states and hyperparameters are not used.
         groups: the optimizer's, for messages.
         max_grad_norm: the optimizer's option.
+        all_ranks: those that have a part of the optimizer's parameters.
         buffers: memory for parameters with gaps, kept from one step to the next.
         hyperparameters: those of an op, for all groups.
     """
-    sharded = any(shards.is_dtensor(entry.param) for entry in entries)
-    norms = _grad_norms(args, max_grad_norm, sharded)
-    args = _skipped_if_not_finite(args, entries, norms, sharded)
-    together: dict[Any, tuple[StepOp, list[int]]] = {}  # by device, op and whether the reference runs it
+    sharded = bool(all_ranks.meshes)
+    norms = _grad_norms(args, max_grad_norm, all_ranks)
+    args = _skipped_if_not_finite(args, entries, norms, all_ranks)
+    # By device, op, whether the reference runs it, and whether other ranks have a part.
+    together: dict[Any, tuple[StepOp, list[int]]] = {}
     reductions: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone
     strided = []
     for i, (p, group, state, own, _) in enumerate(entries):
@@ -95,18 +99,24 @@ def step(
             _, some, each = reductions.setdefault(own.name, (own, [], []))
             (each if alone or by_reference else some).append(i)
         else:
-            together.setdefault((p.device, own.name, by_reference, alone), (own, []))[1].append(i)
+            # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
+            exchanged = own is MUON_STEP and shards.ranks_of(p) is not None
+            key = p.device, own.name, by_reference, alone, exchanged
+            together.setdefault(key, (own, []))[1].append(i)
 
-    def call(own: StepOp, numbers: list[int], by_reference: bool, cut: bool = False) -> Call:
+    def call(
+        own: StepOp, numbers: list[int], by_reference: bool, cut: bool = False, exchanged: bool = False
+    ) -> Call:
         found = _part(args, entries, own, numbers)
         norm = norms.get(found.params[0].device)
         found = found._replace(grad_norm=norm, hyperparameters=hyperparameters(own))
-        return Call(own, found, by_reference, cut, [entries[i].product_device for i in numbers])
+        devices = [entries[i].product_device for i in numbers]
+        return Call(own, found, by_reference, cut, exchanged, devices)
 
     params = [entry.param for entry in entries]
     calls = [
-        call(own, some, by_reference, cut)
-        for (_, _, by_reference, cut), (own, numbers) in together.items()
+        call(own, some, by_reference, cut, exchanged)
+        for (_, _, by_reference, cut, exchanged), (own, numbers) in together.items()
         # Muon's updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
         for some in (
             buckets(numbers, params, dtensor_muon.bytes_of_update) if own is MUON_STEP else [numbers]
@@ -124,13 +134,10 @@ def step(
         for one, p in with_gaps:
             _check(one, groups, sharded, [_buffer(buffers, p)])
 
-    matrices = []
     for one in calls:
-        if sharded and one.op is MUON_STEP:
-            matrices.append(one)
-        else:
+        if not one.exchanged:
             _run(one, groups, sharded)
-    dtensor_muon.steps([(c.args, c.by_reference, c.product_devices) for c in matrices], groups)
+    dtensor_muon.steps([one for one in calls if one.exchanged], groups)
     for first, rest in reduced:
         own = (first or rest[0]).op
         dtensor_step.step_with_reduction(own, first and first.args, [c.args for c in rest])
@@ -173,6 +180,8 @@ def _run(call: Call, groups: Sequence[Group], sharded: bool, params: list[Tensor
         if torch.compiler.is_compiling():
             raise
         raise step_errors.in_words(error, call.args, groups) from None
+    if sharded:
+        torch.autograd.graph.increment_version(call.args.params)
 
 
 def _part(args: StepArgs, entries: Sequence[Entry], op: StepOp, own: list[int]) -> StepArgs:
@@ -203,15 +212,17 @@ def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
     return buffers[key].as_strided(like.shape, like.stride())
 
 
-def _grad_norms(args: StepArgs, max_grad_norm: float | None, sharded: bool) -> dict[torch.device, Tensor]:
+def _grad_norms(
+    args: StepArgs, max_grad_norm: float | None, all_ranks: collectives.AllRanks
+) -> dict[torch.device, Tensor]:
     """max_grad_norm: the norm of all gradients, fp64, on each device; else nothing."""
     if max_grad_norm is None:
         return {}
     grads = args.grads
     first = grads[0].device
-    if sharded:
+    if all_ranks.meshes:
         own = dtensor_step.local_args(scaler_on(args, first))
-        total = collectives.grad_norm(own, [*map(shards.ranks_of, args.params)])
+        total = collectives.grad_norm(own, [*map(shards.ranks_of, args.params)], all_ranks)
     else:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(first) for g in grads]
         total = torch.linalg.vector_norm(torch.stack(norms))
@@ -221,12 +232,16 @@ def _grad_norms(args: StepArgs, max_grad_norm: float | None, sharded: bool) -> d
 
 
 def _skipped_if_not_finite(
-    args: StepArgs, entries: Sequence[Entry], norms: dict[torch.device, Tensor], sharded: bool
+    args: StepArgs,
+    entries: Sequence[Entry],
+    norms: dict[torch.device, Tensor],
+    all_ranks: collectives.AllRanks,
 ) -> StepArgs:
     """The step with a ``found_inf`` of its own where a gradient that reaches one of Muon's matrices is not finite.
 
-    Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. Nothing waits for
-    the device. The gradients are read once more, 0.3 % of a step of GPT-2's matrices on a CPU.
+    Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. All ranks skip the
+    step, or none. Nothing waits for the device. The gradients are read once more, 0.3 % of a step of GPT-2's matrices
+    on a CPU.
 
     Args:
         norms: with max_grad_norm, those of all gradients, of which a NaN reaches every matrix.
@@ -236,13 +251,12 @@ def _skipped_if_not_finite(
         return args
     device = args.grads[0].device
     if norms:
-        norm = norms[device]
+        finite = norms[device].isfinite()
     else:
-        grads = dtensor_step.local_args(args).grads if sharded else args.grads
-        ranks = [shards.ranks_of(args.params[i]) if sharded else None for i in numbers]
-        own = args._replace(grads=[grads[i] for i in numbers], grad_scale=None)
-        norm = collectives.grad_norm(own, ranks).to(device)
-    found = norm.isfinite().logical_not().float()
+        grads = dtensor_step.local_args(args).grads if all_ranks.meshes else args.grads
+        own = args._replace(grads=[grads[i] for i in numbers])
+        finite = collectives.is_finite(own, all_ranks).to(device)
+    found = finite.logical_not().float()
     if args.found_inf is not None:
         found = torch.maximum(found, args.found_inf.to(found).reshape(()))
     return args._replace(found_inf=found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -82,7 +81,7 @@ class Muon(BlockwiseOptimizer):
     op = ADAM_STEP
     converters = ("from_torch_muon_state_dict",)
     storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
-    product_devices: Mapping[Tensor, torch.device] = MappingProxyType({})
+    product_devices: Mapping[Tensor, torch.device] | None = None
     """Where the matrix products of a parameter are computed, if not on its own device. HostOffload sets it."""
 
     def __init__(
@@ -146,7 +145,8 @@ class Muon(BlockwiseOptimizer):
         return MUON_STEP if group["algorithm"] == "muon" else ADAM_STEP
 
     def _entry(self, p: Tensor, group: dict[str, Any]) -> Entry:
-        return super()._entry(p, group)._replace(product_device=self.product_devices.get(p))
+        devices = self.product_devices
+        return super()._entry(p, group)._replace(product_device=None if devices is None else devices.get(p))
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)

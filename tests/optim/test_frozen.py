@@ -105,6 +105,7 @@ def test_a_thawed_parameter_that_no_step_can_take_is_named(build: type) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_thawed_parameter_trains(build: type, dtype: torch.dtype) -> None:
     """Also where its step needs another call of the op, as fp64 does."""
+
     def run(requires_grad: bool) -> list[Tensor]:
         params = [
             adapter(),

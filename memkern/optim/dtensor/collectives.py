@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _ops
 from ...schemas import StepArgs
-from .shards import Ranks, ranks_of
+from .shards import Ranks, is_dtensor, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh
@@ -28,6 +28,8 @@ def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None
         if found is not None:
             of_mesh.setdefault(found[0], []).append(i)
     for mesh, own in of_mesh.items():
+        if mesh.get_coordinate() is None:
+            continue  # this rank has no part of these tensors
         parts = [values[i].reshape(-1).double() for i in own]
         sizes = [x.numel() for x in parts]
         flat = torch.cat(parts).to(mesh.device_type)
@@ -43,28 +45,93 @@ def all_reduce(kind: str, values: Sequence[Tensor], ranks: Sequence[Ranks | None
             values[i].copy_(x.reshape(values[i].shape))
 
 
-def reduced_found_inf(found: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """The largest of all ranks' ``found_inf`` of a GradScaler: all ranks skip the step, or none does."""
-    found = found.clone()
-    dims: dict[DeviceMesh, set[int]] = {}
-    for p in params:
-        if ranks := ranks_of(p):
-            dims.setdefault(ranks[0], set()).update(ranks[1])
-    for mesh, own in dims.items():
-        all_reduce("max", [found], [(mesh, tuple(sorted(own)))])
-    return found
+class AllRanks(NamedTuple):
+    """All ranks that have a part of some parameters, the same on each of them."""
+
+    meshes: tuple[DeviceMesh, ...]
+    """Reductions over these, one after the other, bring a value of any rank to all."""
+    kinds: tuple[Ranks | None, ...]
+    """Who holds other elements: of each parameter, once."""
+
+    @property
+    def have_equal_sums(self) -> bool:
+        """Whether sums over the ranks of each tensor are over all ranks: one mesh shards every parameter."""
+        if len(self.meshes) != 1 or len(self.kinds) != 1:
+            return False
+        (mesh,), (kind,) = self.meshes, self.kinds
+        every = tuple(k for k in range(mesh.ndim) if mesh.size(k) > 1)
+        return not every or kind == (mesh, every)
 
 
-def grad_norm(args: StepArgs, ranks: Sequence[Ranks | None]) -> Tensor:
-    """The norm of all gradients, fp64 and unscaled. ``ranks``: who holds other elements of each tensor."""
-    of_ranks: dict[Ranks | None, list[Tensor]] = {}
-    for g, found in zip(args.grads, ranks, strict=True):
-        of_ranks.setdefault(found, []).append(g)
+NO_OTHERS = AllRanks((), (None,))
+
+
+def all_ranks_of(params: Sequence[Tensor]) -> AllRanks:
+    """All ranks that have a part of ``params``, of which some are DTensors.
+
+    Of meshes the largest serves where it has all ranks. Otherwise all of them in turn, as often as there are meshes: a
+    value may have to go through each.
+    """
+    meshes = sorted(
+        dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)),
+        key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()),
+    )
+    ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    meshes = meshes[:1] if all(own <= ranks[0] for own in ranks) else meshes * len(meshes)
+    return AllRanks(tuple(meshes), tuple(dict.fromkeys(map(ranks_of, params))))
+
+
+def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
+    """The largest of all ranks' values, none of which is NaN.
+
+    What decides whether a rank steps, and how far, must be one decision of all: they exchange what they step.
+    """
+    for mesh in all_ranks.meshes:
+        if mesh.get_coordinate() is None:
+            continue
+        there = values.to(mesh.device_type, copy=True)
+        for k in range(mesh.ndim):
+            if mesh.size(k) > 1:
+                dist.all_reduce(there, dist.ReduceOp.MAX, group=mesh.get_group(k))
+        values = there.to(values.device)
+    return values
+
+
+def grad_norm(args: StepArgs, ranks: Sequence[Ranks | None], all_ranks: AllRanks) -> Tensor:
+    """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is not finite.
+
+    ``ranks``: who holds other elements of each tensor.
+    """
+    squares = _squares(args, ranks, all_ranks.kinds)
+    all_reduce("sum", squares, all_ranks.kinds)
+    total = torch.stack(squares).sum()
+    if all_ranks.have_equal_sums or not all_ranks.meshes:
+        return total.sqrt()
+    # Gradients of plain tensors beside DTensors, and of replicas, are as equal as their own reduction has made them.
+    finite = total.isfinite()
+    values = torch.stack([total.where(finite, torch.zeros_like(total)), (~finite).double()])
+    total, infinite = largest(values, all_ranks).unbind()
+    return total.sqrt().where(infinite == 0, torch.full_like(total, torch.nan))
+
+
+def is_finite(args: StepArgs, all_ranks: AllRanks) -> Tensor:
+    """Whether the gradients of all ranks are finite, a boolean for all ranks."""
+    squares = _squares(args._replace(grad_scale=None), [None] * len(args.grads), [None])
+    return largest((~torch.stack(squares).isfinite().all()).float(), all_ranks) == 0
+
+
+def _squares(args: StepArgs, ranks: Sequence[Ranks | None], kinds: Sequence[Ranks | None]) -> list[Tensor]:
+    """The sums of the squares of this rank's gradients, one for each of ``kinds``."""
+    of_ranks: dict[Ranks | None, list[Tensor]] = {kind: [] for kind in kinds}
+    for g, kind in zip(args.grads, ranks, strict=True):
+        of_ranks[kind].append(g)
     device = args.grads[0].device
     squares = []
     for grads in of_ranks.values():
         norm = torch.zeros((), dtype=torch.float64, device=device)
-        if all(g.dtype != torch.float64 and g.device == device for g in grads):
+        if not grads:
+            pass  # the other ranks may have some
+        elif all(g.dtype != torch.float64 and g.device == device for g in grads):
             _ops.grad_norm_(norm, grads, args.grad_scale)
         else:
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
@@ -72,5 +139,4 @@ def grad_norm(args: StepArgs, ranks: Sequence[Ranks | None]) -> Tensor:
             if args.grad_scale is not None:
                 norm = norm / args.grad_scale.to(device).double().reshape(())
         squares.append(norm.square())
-    all_reduce("sum", squares, [*of_ranks])
-    return torch.stack(squares).sum().sqrt()
+    return squares

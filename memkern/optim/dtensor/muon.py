@@ -7,19 +7,22 @@ another. While one bucket is orthogonalized, the next one is on its way to the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import _ops, reference
-from ...reference.shard import ShardArgs, ShardLayout
+from ...reference.shard import ShardArgs
 from ...schemas import StepArgs
 from ..muon_step import orthogonalize_, ratios_of, squares_of
 from .blocks import layout_of_shard, reduce_magnitudes
-from .shards import cuts_blocks, local, ranks_of
+from .shards import local, ranks_of
 from .step import copies, local_args
+
+if TYPE_CHECKING:
+    from ..multi_call import Call
 
 Group = dict[str, Any]
 Loads = dict[Any, list[float]]
@@ -53,19 +56,10 @@ def bytes_of_update(p: Tensor) -> int:
     return 2 * p.numel() // count
 
 
-def steps(
-    buckets: Sequence[tuple[StepArgs, bool, Sequence[torch.device | None]]], groups: Sequence[Group]
-) -> None:
-    """The steps of buckets of matrices. Every rank has the same buckets in the same order.
-
-    ``buckets``: arguments, whether the reference is to run them, and the device of each matrix's products, None for
-    its own. ``groups``: the optimizer's.
-    """
+def steps(buckets: Sequence[Call], groups: Sequence[Group]) -> None:
+    """The steps of buckets of matrices, the same in the same order on every rank. ``groups``: the optimizer's."""
     loads: Loads = {}
-    waiting = [
-        _phases(args, [groups[k] for k in args.group], alone, devices, loads)
-        for args, alone, devices in buckets
-    ]
+    waiting = [_phases(bucket, [groups[k] for k in bucket.args.group], loads) for bucket in buckets]
     running: list[Iterator[None]] = []
     while waiting or running:
         # The newest first: what it sends is under way while an older one is orthogonalized.
@@ -82,21 +76,18 @@ def _device_of(p: Any, device: torch.device | None) -> torch.device | str:
     return p.device_mesh.device_type if away else p.device
 
 
-def _phases(
-    args: StepArgs,
-    groups: Sequence[Group],
-    by_reference: bool,
-    devices: Sequence[torch.device | None],
-    loads: Loads,
-) -> Iterator[None]:
+def _phases(bucket: Call, groups: Sequence[Group], loads: Loads) -> Iterator[None]:
     """The step of one bucket, in three parts: up to what is sent to owners, up to what is sent back, and the rest."""
-    params = args.params
-    own, layouts = local_args(args), _cut(args)
-    if layouts:
+    args, params = bucket.args, bucket.args.params
+    own, layouts = local_args(args), []
+    if bucket.cut:
+        layouts = [layout_of_shard(p, args.block_size[k], 1) for p, k in zip(params, args.group, strict=True)]
         shaped = zip(own.scales, layouts, strict=True)
         own = ShardArgs.of(own._replace(scales=[s.view(x.scale_shape) for s, x in shaped]), layouts)
-    updates = [torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in own.params]
-    sums = _momentum(own, updates, by_reference, params)
+    # Zeros, so that a step which is skipped sends nothing that was in memory.
+    updates = [torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False) for p in own.params]
+    sums = _momentum(own, updates, bucket.by_reference, params)
+    devices = bucket.product_devices
     there = [u.to(_device_of(p, device)) for u, p, device in zip(updates, params, devices, strict=True)]
     exchanges = _exchanges(params, there, loads)
     for exchange in exchanges:
@@ -130,20 +121,11 @@ def _phases(
     if layouts:
         reference.muon_apply_(own, updates, ratios)
     else:
-        _ops.muon_apply_(own, updates, ratios, by_reference)
+        _ops.muon_apply_(own, updates, ratios, bucket.by_reference)
     torch.autograd.graph.increment_version([*params, *own.params])
 
 
 # ---- momentum
-
-
-def _cut(args: StepArgs) -> list[ShardLayout]:
-    """The layouts of parameters whose blocks other ranks have elements of. A bucket has only such, or none."""
-    sizes = [args.block_size[k] for k in args.group]
-    pairs = [*zip(args.params, sizes, strict=True)]
-    if not args.scales or not any(cuts_blocks(p, size) for p, size in pairs):
-        return []
-    return [layout_of_shard(p, size, 1) for p, size in pairs]
 
 
 def _momentum(

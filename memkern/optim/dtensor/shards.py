@@ -81,6 +81,11 @@ def ranks_of(p: Tensor) -> Ranks | None:
     return (mesh, tuple(dims)) if dims else None
 
 
+def is_elsewhere(p: Tensor) -> bool:
+    """Whether p is on a mesh that this rank is no part of."""
+    return is_dtensor(p) and p.device_mesh.get_coordinate() is None
+
+
 def ranks_of_each(params: Sequence[Tensor]) -> dict[Tensor, Ranks]:
     """:func:`ranks_of` of the parameters that have some, one object for ranks that are equal."""
     equal: dict[Ranks, Ranks] = {}

@@ -13,7 +13,7 @@ from ... import _ops, reference
 from ...reference.shard import ShardArgs, ShardLayout
 from ...schemas import StepArgs, StepOp
 from .blocks import layout_of_shard, reduce_magnitudes
-from .collectives import all_reduce, grad_norm
+from .collectives import AllRanks, all_reduce, grad_norm
 from .shards import Ranks, is_dtensor, local, locals_of, ranks_of
 
 
@@ -43,11 +43,17 @@ def local_args(args: StepArgs) -> StepArgs:
     )
 
 
-def step(op: StepOp, args: StepArgs, max_grad_norm: float | None, ranks: Sequence[Ranks | None]) -> None:
+def step(
+    op: StepOp,
+    args: StepArgs,
+    max_grad_norm: float | None,
+    ranks: Sequence[Ranks | None],
+    all_ranks: AllRanks,
+) -> None:
     """A step that needs no reduction but those of norms: one call of the op, or one for each of its passes."""
     own = local_args(args)
     if max_grad_norm is not None:
-        own = own._replace(grad_norm=grad_norm(own, ranks))
+        own = own._replace(grad_norm=grad_norm(own, ranks, all_ranks))
     if op.has_trust_ratios:
         own = own._replace(squares=_new_squares(own))
         _ops.step_(op, own._replace(squares_only=True))

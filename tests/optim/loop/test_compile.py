@@ -314,3 +314,20 @@ def test_inductor(build: type) -> None:
     expected = run(build, "changing float", lambda o: o.step)
     assert_same(run(build, "changing float", lambda o: compiled(o, "inductor")), expected)
     assert graphs() <= 2
+
+
+@pytest.mark.parametrize("build", [optim.Muon, optim.Muon8bit], ids=name_of)
+def test_muon(build: type) -> None:
+    """Both algorithms, in one graph."""
+
+    def run(through: Callable[[Any], Callable[..., Any]]) -> Any:
+        params = make_params([(64, 96), (96, 64), (80,)])
+        groups = [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw", "lr": 1e-3}]
+        optimizer = build(groups, min_8bit_size=0)
+        step = through(optimizer)
+        for i in range(3):
+            give_gradients(params, i)
+            step()
+        return snapshot(optimizer)
+
+    assert_same(run(compiled), run(lambda optimizer: optimizer.step))

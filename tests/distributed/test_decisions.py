@@ -1,0 +1,228 @@
+"""What decides whether a rank steps, and how far, is one decision of all ranks that share parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parameter import Parameter
+
+from memkern import optim
+from memkern.optim import muon_step
+from tests.support.helpers import assert_same
+from tests.support.ranks import Ranks
+
+Placed = Callable[[Tensor, int], Any]
+"""Places the whole tensor of a number; None where this rank has no such parameter."""
+
+
+def _shard(mesh: DeviceMesh, *placements: Any) -> Callable[[Tensor], DTensor]:
+    return lambda x: distribute_tensor(x, mesh, [*placements] or [Shard(0)], src_data_rank=None)
+
+
+def beside_plain() -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [_shard(mesh), lambda x: x.clone(), _shard(mesh)]
+
+
+def replicas_of_shards() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return [_shard(mesh, Replicate(), Shard(0)), _shard(mesh, Replicate(), Shard(0))]
+
+
+def replicated() -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [_shard(mesh), _shard(mesh, Replicate())]
+
+
+def part_of_a_mesh() -> list[Any]:
+    """As experts: the second parameter is on the ranks of this one's column alone."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    return [_shard(mesh, Shard(0), Shard(1)), _shard(mesh["a"]), _shard(mesh["b"])]
+
+
+def two_dimensions() -> list[Any]:
+    """Meshes none of which has all ranks."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    return [_shard(mesh["a"]), _shard(mesh["b"])]
+
+
+def chain() -> list[Any]:
+    """Meshes that share one rank: the first has no part of the last parameter, and the last none of the first."""
+    world = dist.get_world_size()
+    # Names of their own: DTensor caches meshes that are equal, and another test has one of ranks 0 and 1.
+    meshes = [DeviceMesh("cpu", [k, k + 1], mesh_dim_names=(f"pair{k}",)) for k in range(world - 1)]
+    return [_shard(mesh) for mesh in meshes]
+
+
+LAYOUTS = {
+    f.__name__: f
+    for f in (beside_plain, replicas_of_shards, replicated, part_of_a_mesh, two_dimensions, chain)
+}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Muon8bit": (optim.Muon8bit, {}),
+    "Muon, clipped": (optim.Muon, {"max_grad_norm": 1.0}),
+    "AdamW8bit, clipped": (optim.AdamW8bit, {"max_grad_norm": 1.0}),
+    "LAMB8bit, clipped": (optim.LAMB8bit, {"max_grad_norm": 1.0}),
+    "AdamW8bit, scaled": (optim.AdamW8bit, {}),
+}
+
+
+def own(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def made(layout: str, name: str) -> tuple[list[Any], list[Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    places = LAYOUTS[layout]()
+    params = [Parameter(place(torch.randn(64, 64, generator=generator))) for place in places]
+    build, options = OPTIMIZERS[name]
+    return places, params, build(params, lr=0.02, min_8bit_size=0, weight_decay=0.0, **options)
+
+
+def give_gradients(places: list[Any], params: list[Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for place, p in zip(places, params, strict=True):
+        p.grad = place(torch.randn(64, 64, generator=generator))
+
+
+def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
+    """Two steps, in the second of which one rank has a value that is not finite in the gradient of a number."""
+    places, params, optimizer = made(layout, name)
+    scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
+    result: list[Any] = []
+    for step in range(3):
+        give_gradients(places, params, step)
+        there = [own(p.grad) for p in params]
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1 and there[at].numel():
+            there[at][0, 0] = value
+        before = [own(p).clone() for p in params]
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.scale(torch.ones(()))  # makes the scale
+            scaler.step(optimizer)
+            scaler.update()
+        moved = [
+            (own(p) - old).abs().max().item() for p, old in zip(params, before, strict=True) if old.numel()
+        ]
+        result.append((moved, [state["step"].item() for state in optimizer.state.values()]))
+    return result
+
+
+@pytest.mark.parametrize("value", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("layout", "world", "at"),
+    [
+        ("beside_plain", 2, 1),
+        ("beside_plain", 2, 2),
+        pytest.param("beside_plain", 3, 1, marks=pytest.mark.full),
+        pytest.param("replicated", 2, 1, marks=pytest.mark.full),
+        pytest.param("replicas_of_shards", 4, 1, marks=pytest.mark.full),
+        pytest.param("part_of_a_mesh", 4, 0, marks=pytest.mark.full),
+        pytest.param("part_of_a_mesh", 4, 1, marks=pytest.mark.full),
+        pytest.param("part_of_a_mesh", 4, 2, marks=pytest.mark.full),
+        pytest.param("two_dimensions", 4, 0, marks=pytest.mark.full),
+        pytest.param("two_dimensions", 4, 1, marks=pytest.mark.full),
+        pytest.param("chain", 4, 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_value_that_is_not_finite_on_one_rank(
+    ranks: Ranks, layout: str, world: int, at: int, name: str, value: float
+) -> None:
+    """All ranks skip the step, or none; clipping by a norm that is not finite makes no rank step as if it were."""
+    if "scaled" in name and layout == "beside_plain":
+        layout, at = "replicated", 1  # GradScaler refuses plain tensors beside DTensors
+    found = ranks(world, run_with_fault, layout, name, at, value)
+    skips = "Muon" in name or "scaled" in name
+    for rank in found:
+        for moved, steps in rank[:1] + rank[2:] if skips else rank[:1]:
+            assert all(0 < x < 1 for x in moved), (moved, steps)
+    for moved, steps in (rank[1] for rank in found):
+        if skips:
+            assert moved == [0.0] * len(moved)
+            assert set(steps) == {1.0}
+        else:  # as in one process: the norm is NaN, and so is every update
+            assert all(x != x for x in moved)
+
+
+def run_with_other_gradient(name: str) -> Any:
+    """The plain gradient is ten times as large on one rank."""
+    places, params, optimizer = made("beside_plain", name)
+    give_gradients(places, params, 0)
+    if dist.get_rank() == 1:
+        params[1].grad *= 10
+    optimizer.step()
+    return [p.detach().full_tensor() for p in (params[0], params[2])]
+
+
+@pytest.mark.parametrize("name", ["Muon, clipped", "AdamW8bit, clipped", "LAMB8bit, clipped"])
+def test_the_norm_is_one_for_all_ranks(ranks: Ranks, name: str) -> None:
+    """That of the rank with the largest: the shards of a tensor are clipped alike."""
+    build, options = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
+    optimizer = build(params, lr=0.02, min_8bit_size=0, weight_decay=0.0, **options)
+    give_gradients([lambda x: x.clone()] * 3, params, 0)
+    assert params[1].grad is not None
+    params[1].grad *= 10
+    optimizer.step()
+    for rank in ranks(2, run_with_other_gradient, name):
+        for x, p in zip(rank, (params[0], params[2]), strict=True):
+            torch.testing.assert_close(x, p.detach(), rtol=0, atol=1e-6)
+
+
+def run_without_a_plain_gradient(bucket: int) -> Any:
+    """A plain matrix, whose gradient one rank lacks, between sharded ones."""
+    places, params, optimizer = made("beside_plain", "Muon8bit")
+    muon_step.BUCKET_BYTES, before = bucket, muon_step.BUCKET_BYTES
+    try:
+        give_gradients(places, params, 0)
+        if dist.get_rank() == 1:
+            params[1].grad = None
+        optimizer.step()
+    finally:
+        muon_step.BUCKET_BYTES = before
+    return [p.detach().full_tensor() for p in (params[0], params[2])]
+
+
+@pytest.mark.parametrize("bucket", [2**26, 3 * 64 * 64])
+def test_a_plain_matrix_changes_nothing_of_what_is_exchanged(ranks: Ranks, bucket: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(64, 64, generator=generator)) for _ in range(3)]
+    optimizer = optim.Muon8bit(params, lr=0.02, min_8bit_size=0, weight_decay=0.0)
+    give_gradients([lambda x: x.clone()] * 3, params, 0)
+    optimizer.step()
+    for rank in ranks(2, run_without_a_plain_gradient, bucket):
+        assert_same(rank, [params[0].detach(), params[2].detach()])
+
+
+def run_mixed(least: int) -> Any:
+    """Shards that end inside blocks, one with codes and one with a momentum in fp32."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        Parameter(_shard(mesh)(torch.randn(shape, generator=generator)))
+        for shape in ((16, 40), (40, 256), (17, 40))
+    ]
+    optimizer = optim.Muon8bit(params, lr=0.02, min_8bit_size=least)
+    for _ in range(2):
+        for p in params:
+            p.grad = _shard(mesh)(torch.randn(p.shape, generator=generator))
+        optimizer.step()
+    return [p.detach().full_tensor() for p in params]
+
+
+@pytest.mark.parametrize("least", [650, 4096])
+def test_codes_and_floats_beside_each_other(ranks: Ranks, least: int) -> None:
+    (expected,) = ranks(1, run_mixed, least)
+    for rank in ranks(2, run_mixed, least):
+        assert_same(rank, expected)
