@@ -86,12 +86,12 @@ def new_optimizer(name: str, params: Any) -> torch.optim.Optimizer:
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> tuple[Tensor, Tensor]:
     """|m| and sqrt(v) as they are stored."""
-    from memkern.optim.storage import load_moment
+    from memkern.optim.state import load_moment
 
-    state, group = optimizer.state[p], optimizer.param_groups[0]
+    state: Any = optimizer.state[p]
     if isinstance(optimizer, Nearest):
         return state["m"].abs(), state["w"]
-    return load_moment("exp_avg", state, group).abs(), load_moment("exp_avg_sq", state, group).sqrt()
+    return load_moment("exp_avg", state).abs(), load_moment("exp_avg_sq", state).sqrt()
 
 
 def run(name: str, steps: int, every: int, lr: float = 3e-3) -> Iterator[tuple[str, int, str, float]]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepOp
-from . import bits
 from .base import BlockwiseOptimizer
+from .format import Format
 from .options import check_torch_options
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
@@ -121,7 +121,7 @@ class Adam(BlockwiseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if group["amsgrad"] and bits.are_codes(group):
+        if group["amsgrad"] and Format.of(group).has_codes:
             raise ValueError(f"amsgrad needs 32-bit states: state_bits must be 32, got {group['state_bits']}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,11 +15,13 @@ from torch.optim import Optimizer
 
 from .. import _ops
 from ..schemas import StepArgs, StepOp
-from . import bits, following, foreign, loading, multi_call, step_errors, storage, weights
+from . import following, foreign, loading, multi_call, step_errors, weights
 from .dtensor import collectives, shards
 from .dtensor import step as dtensor_step
+from .format import Format, takes_8bit_state
 from .options import check_gradient, check_group, check_norm_of_group, check_param
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
+from .state import State, converted, initial_state, state_keys
 from .step_args import learning_rates, place_lr, scaler_on, state_args
 
 if TYPE_CHECKING:
@@ -41,7 +44,6 @@ class BlockwiseOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _looks: list[following.Look]  # the groups at the last step
-    _stored: dict[Tensor, dict[str, Any]]  # the options that each state is stored with
     _frozen: set[int]  # ids of parameters that no step was prepared for, as they need no gradient
     _multi_call = False  # whether a step needs several calls of ops
     _sharded = False  # whether there are DTensors
@@ -59,6 +61,7 @@ class BlockwiseOptimizer(Optimizer):
         """``defaults``: the class's own options. ``options``: the shared ones that were given."""
         check_names(getattr(type(self), "optimizer_class", type(self)).__name__, options)
         super().__init__(params, {**defaults, **self.option_defaults, **options})
+        self.state = defaultdict(State, self.state)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         foreign.check_arguments(cls, options)  # before Python's own error, which names no way out
@@ -80,9 +83,8 @@ class BlockwiseOptimizer(Optimizer):
             check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
         place_lr(self.param_groups[-1])
-        self.param_groups[-1]["state_bits"] = bits.of(self.param_groups[-1])
+        self.param_groups[-1]["state_bits"] = Format.of(self.param_groups[-1]).state_bits
         self._looks = [*getattr(self, "_looks", []), self._look()[-1]]
-        self._stored = getattr(self, "_stored", {})
         self._look_at_groups()
 
     def _look(self) -> list[following.Look]:
@@ -102,7 +104,7 @@ class BlockwiseOptimizer(Optimizer):
             self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
             self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs])
         for p, group in pairs if self._ranks else ():
-            if storage.takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
+            if takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
                 shards.note_cut_blocks(p)
 
     def _needs_norms(self, max_grad_norm: float | None) -> str | None:
@@ -147,11 +149,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
-        return storage.initial_state(self._op_of(group), p, group)
-
-    def _storage_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options that say how the group's states are stored."""
-        return {key: group[key] for key in self.storage_options}
+        return initial_state(self._op_of(group), p, group)
 
     def _follow_groups(self) -> None:
         """Where groups have changed since the last step: checks them, moves states to new parameters, converts states.
@@ -165,15 +163,14 @@ class BlockwiseOptimizer(Optimizer):
         norm = following.max_grad_norm(self.param_groups, self.defaults["max_grad_norm"])
         following.check_not_flattened(self.param_groups, self._looks, self._needs_norms(norm))
         for group in self.param_groups:
-            group["state_bits"] = bits.of(group)
+            group["state_bits"] = Format.of(group).state_bits
             self._check_params(group, norm)
         moves = [*following.moves(self.param_groups, self.state, self._looks)]
         states = [
-            following.moved(self.state[old], self._stored.get(old, group), new) for old, new, group in moves
+            following.moved(State.of(self.state[old], Format.of(group)), new) for old, new, group in moves
         ]
         for (old, new, _), state in zip(moves, states, strict=True):
             del self.state[old]
-            self._stored[new] = self._stored.pop(old, {})
             if state:
                 self.state[new] = state
         self.defaults["max_grad_norm"] = norm
@@ -204,14 +201,14 @@ class BlockwiseOptimizer(Optimizer):
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
-        if not all(states):
+        if not all("step" in state for state in states):
             self._init_states(group)
         if self._multi_call:
             return
         scaled = f"{next(iter(self.op.moments))}_scale"
         coded = [state for state in states if scaled in state]
         *lists_by_key, weight_states = lists
-        for key, tensors in zip(storage.state_keys(self.op), lists_by_key, strict=True):
+        for key, tensors in zip(state_keys(self.op), lists_by_key, strict=True):
             tensors += map(itemgetter(key), coded if key.endswith("_scale") else states)
         for key in weights.keys_of(group):
             weight_states += map(itemgetter(key), states)
@@ -219,13 +216,15 @@ class BlockwiseOptimizer(Optimizer):
     def _init_states(self, group: dict[str, Any]) -> None:
         """Makes the states of the group's parameters that have a gradient and none yet."""
         here = (p for p in group["params"] if id(p) not in self._elsewhere)
-        new = [p for p in here if p.grad is not None and not self.state[p]]
+        new = [p for p in here if p.grad is not None and "step" not in self.state[p]]
         thawed = [p for p in new if id(p) in self._frozen]
         if thawed:
             self._check_thawed(thawed, group)
         for p in new:
-            self.state[p].update(self._init_state(p, group))
-            self._stored[p] = self._storage_of(group)
+            # Beside entries that a wrapper has made already.
+            made = {**self.state[p], **self._init_state(p, group)}
+            self.state[p] = self._known(p, group)
+            self.state[p].replace(made, Format.of(group))
         if thawed:
             self._look_at_groups()
 
@@ -244,15 +243,17 @@ class BlockwiseOptimizer(Optimizer):
     @torch.inference_mode(False)
     def _convert_storage(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Converts a state that is stored otherwise than its parameter and its group ask for; whether it was."""
-        if not (state := self.state.get(p)):
+        if not self.state.get(p) or (state := self._known(p, group)).format is None:
             return False
-        before = self._stored.get(p) or group
-        new = storage.convert_storage(self._op_of(group), state, p, group, before)
-        if new:
-            state.clear()
-            state.update(new)
-        self._stored[p] = self._storage_of(group)
+        new = converted(self._op_of(group), state, p, group)
+        state.replace(new or {**state}, Format.of(group))
         return new is not None
+
+    def _known(self, p: Tensor, group: dict[str, Any]) -> State:
+        """The state of a parameter, which knows its format: the group's, where somebody else has put a dict there."""
+        if type(state := self.state[p]) is not State:
+            self.state[p] = state = State.of(state, Format.of(group))
+        return state
 
     # ---- step
 
@@ -364,7 +365,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def _step_args(self) -> StepArgs:
         """The arguments of the op for all parameters that have a gradient, as if they were on one device."""
-        groups, keys = self.param_groups, storage.state_keys(self.op)
+        groups, keys = self.param_groups, state_keys(self.op)
         params: list[Tensor] = []
         grads: list[Tensor] = []
         numbers: list[int] = []
@@ -382,7 +383,7 @@ class BlockwiseOptimizer(Optimizer):
             group=numbers,
             lr=learning_rates(groups, self._lr_buffers),
             hyperparameters=self._hyperparameters(self.op),
-            codec=[bits.codec_number(g) for g in groups],
+            codec=[Format.of(g).codec_number for g in groups],
             block_size=[g["block_size"] for g in groups],
             weight_states=weight_states,
             weight_storage=[weights.storage_of(g) for g in groups],
@@ -452,14 +453,12 @@ class BlockwiseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
-            group["state_bits"] = bits.of(group)
-        for p, values in self.state.items():
-            if isinstance(values, dict):
-                for key, value in values.items():
-                    if isinstance(value, loading.HiddenTensor):
-                        values[key] = value.for_parameter(p)
+            group["state_bits"] = Format.of(group).state_bits
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        self.state = defaultdict(
+            State, {p: loading.restored(values, p, groups.get(p)) for p, values in self.state.items()}
+        )
         self._looks = self._look()
-        self._stored = {p: self._storage_of(g) for g in self.param_groups for p in g["params"]}
         self._look_at_groups()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -469,4 +468,4 @@ class BlockwiseOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: plain tensors, stored as the groups' options say."""
         self._follow_groups()
-        return loading.without_flat_codes(super().state_dict(), self.param_groups, self._op_of)
+        return loading.saved(super().state_dict(), self.param_groups, self._op_of)

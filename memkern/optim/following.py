@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import bits
 from .dtensor import shards
-from .storage import ENTRIES
+from .state import ENTRIES, State
 
 Group = dict[str, Any]
 Look = tuple[list[int], list[Any]]
@@ -105,11 +103,13 @@ def _no_place(k: int, i: int, old: Tensor) -> ValueError:
     )
 
 
-def moved(state: dict[str, Tensor], stored: Group, new: Tensor) -> dict[str, Tensor]:
-    """A state for the parameter ``new``, on its device and ranks. ``stored``: the options the state is stored with."""
+def moved(state: State, new: Tensor) -> State:
+    """The state for the parameter ``new``, on its device and ranks."""
+    found, format = State(), state.format
+    found.format = format
     if not new.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in state.values()):
-        return {}  # a step on meta has made no values
-    found = {}
+        return found  # a step on meta has made no values
+    assert format is not None
     for key, x in state.items():
         if key not in ENTRIES:  # a wrapper's
             found[key] = x
@@ -119,7 +119,6 @@ def moved(state: dict[str, Tensor], stored: Group, new: Tensor) -> dict[str, Ten
                 f"the state of a parameter of shape {tuple(new.shape)} has strides {x.stride()}, and sharded params "
                 "must be contiguous; call .contiguous() before they are sharded"
             )
-        packed = bits.has_4bit_codes(stored) and x.dtype == torch.uint8
         x = x if shards.is_dtensor(x) else x.to(new.device)
-        found[key] = shards.placed(key, x, new, stored["block_size"], packed).to(new.device)
+        found[key] = shards.placed(key, x, new, format.block_size, format.packs(x)).to(new.device)
     return found

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .base import BlockwiseOptimizer
-from .storage import layers_number, layers_of
+from .state import layers_number, layers_of
 
 
 class LayerwiseOptimizer(BlockwiseOptimizer):

@@ -11,18 +11,20 @@ from torch import Tensor
 
 from ..quant.layout import is_dense, layout_of, same_layout
 from ..schemas import StepOp
-from . import bits, weights
+from . import weights
 from .dtensor.shards import is_dtensor, is_flat_shard, local, placed
-from .storage import (
+from .format import Format, takes_8bit_state
+from .state import (
     ENTRIES,
-    convert_storage,
+    SIGNED,
+    State,
+    converted,
     dense_like,
     layers_of,
     load_moment,
     moment_dtype,
     own_entries,
     state_keys,
-    takes_8bit_state,
 )
 
 Group = dict[str, Any]
@@ -42,22 +44,31 @@ class Target(NamedTuple):
     check_group: Callable[[Group], None]  # raises for options that it does not support
 
 
-class HiddenTensor:
-    """Hides a tensor from torch's load_state_dict, which would cast it to the parameter's dtype."""
+class HiddenState:
+    """Hides a state from torch's load_state_dict, which would cast its tensors to the parameter's dtype."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, state: State) -> None:
+        self.state = state
 
-    def for_parameter(self, p: Tensor) -> Tensor:
-        """A copy on the parameter's device, with its strides where it has its shape."""
-        tensor = self.tensor.detach()
-        if is_dtensor(tensor):
-            return (
-                tensor.clone() if tensor.device == p.device else tensor.to(p.device)
-            )  # HostOffload's is on the host
-        like = p if tensor.shape == p.shape else tensor
-        fresh = torch.empty_like(like, dtype=tensor.dtype, device=p.device)
-        return fresh.requires_grad_(False).copy_(tensor)
+
+def restored(values: Any, p: Any, group: Group | None) -> Any:
+    """What torch's load_state_dict, or a pickle, has left in ``optimizer.state[p]``, as the optimizer keeps it.
+
+    Tensors that were hidden are copied to the parameter's device, with its strides where they have its shape.
+    """
+    if isinstance(values, HiddenState):
+        state = State((key, _copied(x, p) if isinstance(x, Tensor) else x) for key, x in values.state.items())
+        state.format = values.state.format
+        return state
+    return State.of(values, Format.of(group)) if group is not None and isinstance(values, dict) else values
+
+
+def _copied(x: Tensor, p: Tensor) -> Tensor:
+    x = x.detach()
+    if is_dtensor(x):
+        return x.clone() if x.device == p.device else x.to(p.device)  # HostOffload's is on the host
+    like = p if x.shape == p.shape else x
+    return torch.empty_like(like, dtype=x.dtype, device=p.device).requires_grad_(False).copy_(x)
 
 
 def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -81,10 +92,10 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
                 f"the state_dict's group {k} has algorithm {algorithm!r}, and this optimizer's has "
                 f"{own.get('algorithm')!r}, whose states are others: give the optimizer the groups that were saved"
             )
-        older.append({**given, "state_bits": bits.of(given)})
+        older.append({**given, "state_bits": Format.of(given).state_bits})
         target.check_group({**older[k], "params": own["params"]})
         fixed = {key: own[key] for key in OWN_OPTIONS} | target.fixed_options
-        if bits.has_4bit_codes(fixed):
+        if fixed["state_bits"] == (8, 4):
             fixed["codec"] = "power"  # the only one with 4 bits
         if differing := [f"{key} {older[k][key]} -> {x}" for key, x in fixed.items() if older[k][key] != x]:
             changes.append(f"group {k}: {', '.join(differing)}")
@@ -97,12 +108,7 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
         for p, i in zip(own["params"], older[k]["params"], strict=True)
     }
     state = {
-        i: {
-            key: HiddenTensor(value) if isinstance(value, Tensor) else value
-            for key, value in _state(target, i, values, *of_index[i]).items()
-        }
-        if i in of_index and values != {}
-        else values
+        i: HiddenState(_state(target, i, values, *of_index[i])) if i in of_index and values != {} else values
         for i, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": newer}, changes
@@ -124,52 +130,81 @@ def _check_options(target: Target, k: int, saved: Group) -> None:
         )
 
 
-def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: Group) -> dict[str, Tensor]:
+def _state(target: Target, i: Any, state: Any, p: Tensor, older: Group, newer: Group) -> State:
     """A parameter's state, checked, and stored as the optimizer's group asks for."""
     if not isinstance(state, dict):
         does_not_fit(target.name, i, f"it must be a dict of tensors, got {state!r}")
-    op = target.op_of(older)
+    op, format = target.op_of(older), Format.of(older)
     if isinstance(step := state.get("step"), (int, float)):  # as torch.optim once had it
         state = {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     elif isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
         state = {**state, "step": step.float()}
     state = {
-        key: placed(key, x, p, older["block_size"], _is_packed(op, key, x, older))
+        key: placed(key, x, p, format.block_size, key in op.moments and format.packs(x))
         if isinstance(x, Tensor) and key in ENTRIES
         else x
         for key, x in state.items()
     }
-    like = _as_saved(op, state, p)
+    like, state = _as_saved(target.name, op, i, state, p)
     check_state(target.name, op, i, state, like, older)
+    found = State(state)
+    found.format = format
     in_other_bits = any(older[key] != newer[key] for key in OWN_OPTIONS)
     first = state[next(iter(op.moments))]
     in_other_dtype = first.is_floating_point() and first.dtype != moment_dtype(p)
     if in_other_bits or in_other_dtype or like is not p or is_flat_shard(p):
-        state = convert_storage(target.op_of(newer), state, p, newer, older) or state
-    return state
+        new = converted(target.op_of(newer), found, p, newer)
+        found.replace(new or {**found}, Format.of(newer))
+    return found
 
 
-def _as_saved(op: StepOp, state: dict[str, Any], p: Tensor) -> Tensor:
-    """The parameter, or a meta tensor with the strides of codes that were saved in another memory format.
+BLOCK_ORDER = "block_order"
+"""In a saved state with codes: the parameter's dimensions from the outermost in memory to the innermost, int64.
 
-    Blocks are cut in memory order, so codes of other strides belong to other scales. Strides that are not contiguous
-    are those of the save. Contiguous ones may also be what a file format has made of others: such codes are refused.
+Blocks are cut in memory order, so that codes belong to other scales where they lie otherwise. Strides do not say it: a
+file format, or a checkpoint that is loaded into another model's state, may have made the codes contiguous.
+"""
+
+
+def block_order(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The entry of that name for a state's codes; nothing where there are none, or of one dimension."""
+    codes = next((state[key] for key in SIGNED if f"{key}_scale" in state), None)
+    if codes is None or codes.dim() < 2:
+        return {}
+    stride = codes.stride()
+    order = sorted(range(codes.dim()), key=lambda k: (-stride[k], k))
+    return {BLOCK_ORDER: torch.tensor(order, dtype=torch.int64, device="cpu")}
+
+
+def _as_saved(
+    name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """The parameter, or a meta tensor like it in the memory format that codes were saved in; and the state in that.
+
+    States without a block_order have the memory format that the codes' strides say.
     """
-    codes = state.get(next(iter(op.moments)))
+    order, codes = state.get(BLOCK_ORDER), state.get(next(iter(op.moments)))
+    state = {key: x for key, x in state.items() if key != BLOCK_ORDER}
     if not isinstance(codes, Tensor) or codes.is_floating_point() or is_dtensor(p) or codes.shape != p.shape:
-        return p
-    if (
-        codes.is_contiguous()
-        or not is_dense(codes.shape, codes.stride())
-        or same_layout(codes, dense_like(p))
-    ):
-        return p
-    return torch.empty_strided(codes.shape, codes.stride(), dtype=p.dtype, device="meta")
-
-
-def _is_packed(op: StepOp, key: str, x: Tensor, group: Group) -> bool:
-    """Whether an entry of a state has codes of 4 bits."""
-    return bits.has_4bit_codes(group) and op.moments.get(key) is False and x.dtype == torch.uint8
+        return p, state
+    if order is not None and _has_values(order):
+        if not isinstance(order, Tensor) or sorted(order.tolist()) != [*range(p.dim())]:
+            does_not_fit(name, i, f"{BLOCK_ORDER} must be an order of {p.dim()} dimensions, got {order}")
+        dims = order.tolist()
+        like = torch.empty([p.shape[k] for k in dims], dtype=p.dtype, device="meta")
+        like = like.permute([dims.index(k) for k in range(p.dim())])
+    elif is_dense(codes.shape, codes.stride()) and not codes.is_contiguous():
+        like = torch.empty_strided(codes.shape, codes.stride(), dtype=p.dtype, device="meta")
+    else:
+        return p, state
+    if same_layout(like, dense_like(p)):
+        like = p
+    stride = dense_like(like).stride()
+    for key in op.moments:
+        x = state.get(key)
+        if isinstance(x, Tensor) and x.shape == p.shape and x.stride() != stride:
+            state[key] = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+    return like, state
 
 
 def does_not_fit(name: str, i: Any, what: str) -> NoReturn:
@@ -211,7 +246,7 @@ def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor,
                     i,
                     f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
                 )
-        elif coded and _is_packed(op, key, value, group):
+        elif coded and key in op.moments and Format.of(group).packs(value):
             shape = layout_of(dense_like(p), group["block_size"]).packed_shape
             if tuple(value.shape) != shape:
                 does_not_fit(
@@ -245,9 +280,9 @@ def _check_scale(name: str, i: Any, key: str, scale: Tensor, shape: Any) -> None
         does_not_fit(name, i, f"{key} has entries that are negative or not finite")
 
 
-def _has_values(x: Tensor) -> bool:
+def _has_values(x: Any) -> bool:
     """False on meta and under FakeTensorMode."""
-    return not x.is_meta and type(x).__name__ != "FakeTensor"
+    return not getattr(x, "is_meta", False) and type(x).__name__ != "FakeTensor"
 
 
 def _are_codes(x: Tensor, signed: bool) -> bool:
@@ -281,24 +316,23 @@ def _check_moment(name: str, i: Any, key: str, value: Tensor, p: Tensor, coded: 
         does_not_fit(name, i, f"{key}, a second moment, has negative entries")
 
 
-def without_flat_codes(
+def saved(
     state_dict: dict[str, Any], groups: Sequence[Group], op_of: Callable[[Group], StepOp]
 ) -> dict[str, Any]:
-    """A state dict with the moments of FSDP1's flat shards as floats.
+    """torch's state_dict as it is saved: plain dicts, with the order of blocks beside codes (:data:`BLOCK_ORDER`).
 
-    FullyShardedDataParallel.optim_state_dict gathers entries that have one number per element, and makes the states of
-    the model's own tensors of them. Loading quantizes them again.
+    Moments of FSDP1's flat shards are floats: FullyShardedDataParallel.optim_state_dict gathers entries that have one
+    number per element, and makes the states of the model's own tensors of them. Loading quantizes them again.
     """
     params = [(p, group) for group in groups for p in group["params"]]
     numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-    changed = {}
+    found = {i: dict(x) if isinstance(x, dict) else x for i, x in state_dict["state"].items()}
     for (p, group), i in zip(params, numbers, strict=True):
         state = state_dict["state"].get(i, {})
+        moments = op_of(group).moments
         if is_flat_shard(p) and any(key.endswith("_scale") for key in state):
-            moments = op_of(group).moments
-            changed[i] = {
-                key: load_moment(key, state, group) if key in moments else x
-                for key, x in state.items()
-                if not key.endswith("_scale")
-            }
-    return {**state_dict, "state": {**state_dict["state"], **changed}} if changed else state_dict
+            floats = {key: load_moment(key, state) for key in moments}
+            found[i] = {key: floats.get(key, x) for key, x in state.items() if not key.endswith("_scale")}
+        elif state:
+            found[i] |= block_order(state)
+    return {**state_dict, "state": found}

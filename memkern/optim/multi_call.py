@@ -21,9 +21,11 @@ from . import step_errors, weights
 from .dtensor import collectives, shards
 from .dtensor import muon as dtensor_muon
 from .dtensor import step as dtensor_step
+from .dtensor.step import Call
+from .format import takes_8bit_state
 from .muon_step import buckets, muon_step
+from .state import state_keys
 from .step_args import scaler_on, state_args
-from .storage import state_keys, takes_8bit_state
 
 Group = dict[str, Any]
 
@@ -36,17 +38,6 @@ class Entry(NamedTuple):
     state: dict[str, Tensor]
     op: StepOp  # which the group's options ask for
     product_device: torch.device | None = None  # of Muon's matrix products, where not the parameter's
-
-
-class Call(NamedTuple):
-    """A call of an op."""
-
-    op: StepOp
-    args: StepArgs  # with DTensors where the parameters are
-    by_reference: bool
-    cut: bool  # other ranks have elements of its blocks
-    exchanged: bool  # Muon's matrices of which other ranks have parts
-    product_devices: list[torch.device | None]
 
 
 def is_needed(group: Group, params: Sequence[Tensor]) -> bool:

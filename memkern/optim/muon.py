@@ -153,9 +153,11 @@ class Muon(BlockwiseOptimizer):
 
     def _follow_groups(self) -> None:
         for number, group in enumerate(self.param_groups):
+            other = "adamw" if group["algorithm"] == "muon" else "muon"
+            first = next(iter(self._op_of({"algorithm": other}).moments))
             for p in group["params"]:
-                before = self._stored.get(p, {}).get("algorithm", group["algorithm"])
-                if before != group["algorithm"]:
+                if first in self.state.get(p, ()):
+                    before = other
                     raise ValueError(
                         f"algorithm of group {number} was {before!r} and is now {group['algorithm']!r}, whose states "
                         "are others: make a new optimizer, or take its parameters' states out of optimizer.state and "

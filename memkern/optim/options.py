@@ -12,9 +12,9 @@ from torch import Tensor
 from ..quant.blockwise import check_codec
 from ..quant.layout import FLOATS, check_block_size, overlaps
 from ..schemas import StepOp
-from . import bits, weights
+from . import weights
 from .dtensor.shards import check_placements, cuts_blocks
-from .storage import takes_8bit_state
+from .format import Format, check_state_bits, takes_8bit_state
 
 
 def check_torch_options(optimizer: str, **options: bool) -> None:
@@ -82,7 +82,7 @@ def check_group(group: dict[str, Any], op: StepOp) -> None:
     weights.check_options(group)
     check_block_size(group["block_size"])
     check_codec(group["codec"])
-    bits.check(group, op)
+    check_state_bits(group, op)
     norm = group["max_grad_norm"]
     if norm is not None and not (isinstance(norm, Real) and float(norm) > 0):
         raise ValueError(f"max_grad_norm must be None or more than 0, got {norm!r}")
@@ -109,7 +109,7 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
         raise TypeError(
             f"params must be float32, bfloat16, float16 or float64, got {p.dtype} of shape {tuple(p.shape)}"
         )
-    if p.dtype == torch.float64 and bits.are_codes(group):
+    if p.dtype == torch.float64 and Format.of(group).has_codes:
         raise ValueError(
             "state_bits must be 32 for float64 parameters, whose moments are float64, got "
             f"{group['state_bits']} for shape {tuple(p.shape)}"
@@ -123,7 +123,7 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
             f"params must have each element at a place of its own in memory, got shape {tuple(p.shape)} with strides "
             f"{p.stride()}; use tensor.contiguous() or clone()"
         )
-    if bits.has_4bit_codes(group) and takes_8bit_state(p, group) and cuts_blocks(p, group["block_size"]):
+    if Format.of(group).has_4bit_codes and takes_8bit_state(p, group) and cuts_blocks(p, group["block_size"]):
         raise ValueError(
             "state_bits must be 8 or 32 where shards end inside blocks, got (8, 4) for a parameter of shape "
             f"{tuple(p.shape)} with placements {p.placements} and block_size={group['block_size']}: two ranks would "  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ from ...quant.layout import layout_of
 from .. import weights
 from ..adam import Adam
 from ..base import BlockwiseOptimizer
+from ..format import Format, takes_8bit_state
 from ..lion import Lion
-from ..storage import load_moment, store_moment, takes_8bit_state
+from ..state import load_moment, store_moment
 from .states import (
     BNB_ONLY,
     check_keys,
@@ -23,6 +24,7 @@ from .states import (
     entries_of,
     groups_from,
     groups_to,
+    loadable,
     own_entries,
     step_number,
 )
@@ -76,7 +78,7 @@ def from_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer, state_dict: dict
         for name in optimizer.moments:
             state[i] |= _from_bnb(where, name, values, p, group, int(step))
         state[i] |= weights.initial_state(p, group)
-    return {"state": state, "param_groups": groups}
+    return loadable(state, groups)
 
 
 @torch.no_grad()
@@ -110,7 +112,7 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
             )
     maps: dict[tuple[bool, torch.device], Tensor] = {}
     state: dict[Any, dict[str, Any]] = {}
-    for i, p, group, values in own_entries(optimizer):
+    for i, p, _, values in own_entries(optimizer):
         state[i] = {"step": int(values["step"])}
         for name, dtype in optimizer.moments.items():
             codes, k, signed = values[name], BNB_SUFFIX[name], dtype == torch.int8
@@ -118,8 +120,8 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
                 state[i][f"state{k}"] = codes.float().clone(memory_format=torch.contiguous_format)
                 continue
             scale = values[f"{name}_scale"].clone()
-            if not same_blocks(p, group):
-                flat = load_moment(name, values, group).reshape(-1)  # row-major, whatever the strides
+            if not same_blocks(codes, values.format):
+                flat = load_moment(name, values).reshape(-1)  # row-major, whatever the strides
                 codes, scale = quantize_blockwise(flat, codec="dynamic", signed=signed, block_size=BNB_BLOCK)
             if (signed, p.device) not in maps:
                 maps[signed, p.device] = torch.tensor(dynamic_map(signed), device=p.device)
@@ -136,11 +138,11 @@ def to_bitsandbytes_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def same_blocks(p: Tensor, group: dict[str, Any]) -> bool:
-    """Whether the group stores the parameter as bitsandbytes does: its map, on the same runs of elements."""
-    if group["codec"] != "dynamic" or not takes_8bit_state(p, group) or not p.is_contiguous():
+def same_blocks(x: Tensor, format: Format) -> bool:
+    """Whether codes of a tensor, in a format, are as bitsandbytes has them: its map, on the same runs of elements."""
+    if format.codec != "dynamic" or not x.is_contiguous():
         return False
-    layout = layout_of(p, group["block_size"])
+    layout = layout_of(x, format.block_size)
     return layout.block == BNB_BLOCK and (layout.segment == layout.numel or layout.segment % BNB_BLOCK == 0)
 
 
@@ -169,7 +171,8 @@ def _from_bnb(
     block = counts[scale.numel()]
     data = data.to(p.device)
     own = torch.tensor(dynamic_map(signed), device=p.device)
-    if block == BNB_BLOCK and same_blocks(p, group) and torch.equal(table, own):
+    taken = takes_8bit_state(p, group) and same_blocks(p, Format.of(group))
+    if block == BNB_BLOCK and taken and torch.equal(table, own):
         codes = data - dynamic_zero(signed)  # modulo 256, as uint8 does
         scale = scale.reshape(layout_of(p, group["block_size"]).scale_shape).clone()
         return {name: codes.view(torch.int8) if signed else codes, f"{name}_scale": scale}

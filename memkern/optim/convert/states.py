@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...schemas import StepOp
 from ..base import BlockwiseOptimizer
+from ..format import Format
+from ..loading import block_order
+from ..state import State, load_moment, moment_dtype
 
 # memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
 OPTIONS = (
@@ -18,7 +22,7 @@ OPTIONS = (
 TORCH_ONLY = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 BNB_ONLY = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # AdEMAMix's, in every group
 
-Entry = tuple[Any, Tensor, dict[str, Any], dict[str, Any]]  # key, parameter, memkern's group, state
+Entry = tuple[Any, Tensor, dict[str, Any], Any]  # key, parameter, memkern's group, state
 
 
 # ---- groups and entries
@@ -57,11 +61,11 @@ def groups_to(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict
 
 
 def own_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
-    """Every parameter that has a state, numbered as state_dict() does."""
+    """Every parameter that has a state, which knows its format; numbered as state_dict() does."""
     pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for i, (p, group) in enumerate(pairs):
         if values := optimizer.state.get(p):
-            yield i, p, group, values
+            yield i, p, group, State.of(values, Format.of(group))
 
 
 def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> list[Entry]:
@@ -82,6 +86,19 @@ def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> lis
     if extra := {*state_dict["state"]} - {i for i, _, _ in places}:
         raise ValueError(f'state_dict["state"] has entries of no parameter: {sorted(extra, key=str)}')
     return [(i, p, group, state_dict["state"][i]) for i, p, group in places if state_dict["state"].get(i)]
+
+
+def loadable(state: dict[Any, dict[str, Tensor]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """States and groups of memkern's as one state dict."""
+    return {"state": {i: {**x, **block_order(x)} for i, x in state.items()}, "param_groups": groups}
+
+
+def floats_of(op: StepOp, values: State, p: Tensor) -> dict[str, Tensor]:
+    """An op's moments as floats; zeros for one that an option has added since the last step."""
+    return {
+        name: load_moment(name, values) if name in values else torch.zeros_like(p, dtype=moment_dtype(p))
+        for name in op.moments
+    }
 
 
 # ---- checks

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import bits, weights
+from .. import weights
 from ..adam import Adam
-from ..storage import load_moment, store_moment
+from ..format import Format
+from ..state import store_moment
 from .states import (
     TORCH_ONLY,
     check_keys,
     check_moment,
     check_optimizer,
     entries_of,
+    floats_of,
     groups_from,
     groups_to,
+    loadable,
     own_entries,
     step_number,
 )
@@ -53,7 +56,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     entries = entries_of(optimizer, state_dict)
     groups = groups_from(optimizer, state_dict)
     for k, converted in enumerate(groups):
-        if converted["amsgrad"] and bits.are_codes(converted):
+        if converted["amsgrad"] and Format.of(converted).has_codes:
             raise ValueError(
                 f'state_dict["param_groups"][{k}] has amsgrad=True, which needs 32-bit states: '
                 f"state_bits must be 32 in the optimizer's group, got {converted['state_bits']}"
@@ -63,7 +66,7 @@ def from_torch_state_dict(optimizer: Adam, state_dict: dict[str, Any]) -> dict[s
     for i, p, group, values in entries:
         where = f'state_dict["state"][{i!r}]'
         state[i] = adam_state(where, values, p, group, optimizer._op_of(of_parameter[i]).moments)
-    return {"state": state, "param_groups": groups}
+    return loadable(state, groups)
 
 
 def adam_state(
@@ -101,8 +104,8 @@ def to_torch_state_dict(optimizer: Adam) -> dict[str, Any]:
     state = {
         i: {
             "step": values["step"].detach().to("cpu", copy=True),
-            **{name: load_moment(name, values, group) for name in optimizer._op_of(group).moments},
+            **floats_of(optimizer._op_of(group), values, p),
         }
-        for i, _, group, values in own_entries(optimizer)
+        for i, p, group, values in own_entries(optimizer)
     }
     return {"state": state, "param_groups": groups_to(optimizer, TORCH_ONLY)}

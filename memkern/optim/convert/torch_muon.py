@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from .. import weights
+from ..format import Format
 from ..muon import Muon
-from ..storage import load_moment, store_moment
-from .states import OPTIONS, TORCH_ONLY, check_keys, check_moment, check_optimizer
+from ..state import State, store_moment
+from .states import OPTIONS, TORCH_ONLY, check_keys, check_moment, check_optimizer, floats_of, loadable
 from .torch import adam_state
 
 TORCHS = (
@@ -81,7 +82,7 @@ def from_torch_muon_state_dict(
                 f"{name} must have {seen[algorithm]} groups, as optimizer with algorithm={algorithm!r}, "
                 f"got {len(source['param_groups'])}"
             )
-    return {"state": state, "param_groups": groups}
+    return loadable(state, groups)
 
 
 def _group_of(name: str, source: Any, k: int, count: int) -> dict[str, Any]:
@@ -126,8 +127,7 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
         own["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
         for i, p in enumerate(group["params"], first):
             if values := optimizer.state.get(p):
-                names = optimizer._op_of(group).moments
-                moments = {name: load_moment(name, values, group) for name in names}
+                moments = floats_of(optimizer._op_of(group), State.of(values, Format.of(group)), p)
                 step = {} if is_muon else {"step": values["step"].detach().to("cpu", copy=True)}
                 own["state"][i] = {**step, **moments}
     return found["muon"], found["adamw"]

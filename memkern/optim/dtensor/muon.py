@@ -7,7 +7,7 @@ another. While one bucket is orthogonalized, the next one is on its way to the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,7 @@ from ...schemas import StepArgs
 from ..muon_step import orthogonalize_, ratios_of, squares_of
 from .blocks import layout_of_shard, reduce_magnitudes
 from .shards import local, ranks_of
-from .step import copies, local_args
-
-if TYPE_CHECKING:
-    from ..multi_call import Call
+from .step import Call, copies, local_args
 
 Group = dict[str, Any]
 Loads = dict[Any, list[float]]

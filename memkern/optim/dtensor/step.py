@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from ...schemas import StepArgs, StepOp
 from .blocks import layout_of_shard, reduce_magnitudes
 from .collectives import AllRanks, all_reduce, grad_norm
 from .shards import Ranks, is_dtensor, local, locals_of, ranks_of
+
+
+class Call(NamedTuple):
+    """A call of an op."""
+
+    op: StepOp
+    args: StepArgs  # with DTensors where the parameters are
+    by_reference: bool
+    cut: bool  # other ranks have elements of its blocks
+    exchanged: bool  # Muon's matrices of which other ranks have parts
+    product_devices: list[torch.device | None]
 
 
 def matching(g: Tensor, p: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import accumulation
+from .. import accumulation, loading
 from ..backward import (
     ParameterHooks,
     check_class,
@@ -542,6 +542,8 @@ class HostOffload(Optimizer):
         self._inner.state_dict()  # converts states whose group's options have changed
         self._share_state()
         found = super().state_dict()
+        if isinstance(self._inner, BlockwiseOptimizer):
+            found = loading.saved(found, self.param_groups, self._inner._op_of)
         for i, w in enumerate(self._weights.values()):
             if w.host_param.dtype != w.p.dtype and i in found["state"]:
                 found["state"][i] = {**found["state"][i], HOST_WEIGHT: w.host_param.detach()}

@@ -16,8 +16,8 @@ from ..base import BlockwiseOptimizer
 from ..dtensor import shards
 from ..dtensor.shards import is_dtensor, local
 from ..dtensor.step import matching
+from ..format import takes_8bit_state
 from ..muon import Muon
-from ..storage import takes_8bit_state
 from .transfers import Transfers
 
 Options = dict[str, Any]

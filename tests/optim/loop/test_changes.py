@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memkern import optim
-from memkern.optim.storage import load_moment
+from memkern.optim.state import load_moment
 from tests.support.helpers import (
     assert_same,
     first_moment,
@@ -32,7 +32,7 @@ over_full = pytest.mark.parametrize("build", FULL, ids=name_of)
 def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None) -> list[torch.Tensor]:
     group = group or optimizer.param_groups[0]
     return [
-        load_moment(name, optimizer.state[p], group)
+        load_moment(name, optimizer.state[p])
         for p in optimizer.param_groups[0]["params"]
         for name in optimizer.moments
     ]

@@ -156,10 +156,9 @@ def test_a_parameter_between_groups_of_other_storage() -> None:
 
 
 def _moments(optimizer: Any, p: Tensor) -> list[Tensor]:
-    from memkern.optim.storage import load_moment
+    from memkern.optim.state import load_moment
 
-    (group,) = (g for g in optimizer.param_groups if any(p is q for q in g["params"]))
-    return [load_moment(name, optimizer.state[p], group) for name in ("exp_avg", "exp_avg_sq")]
+    return [load_moment(name, optimizer.state[p]) for name in ("exp_avg", "exp_avg_sq")]
 
 
 def by_load(optimizer: Any) -> Any:

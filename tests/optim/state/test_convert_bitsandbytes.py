@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memkern import _ops, optim
-from memkern.optim.storage import takes_8bit_state
+from memkern.optim.format import takes_8bit_state
 from memkern.quant.codec import dynamic_map, dynamic_zero
 from tests.support.convert_helpers import (
     DROP,

@@ -213,22 +213,6 @@ def test_codes_of_another_memory_format_are_converted(was: Any, becomes: Any) ->
     assert_same(snapshot(loaded_then), snapshot(loaded_first))
 
 
-def test_contiguous_codes_are_refused_by_another_memory_format() -> None:
-    # A file format may have made them contiguous: then their scales are of other blocks.
-    x = hard((8, 16, 8, 8), 0)
-    flat = torch.nn.Parameter(x.clone())
-    last = torch.nn.Parameter(x.contiguous(memory_format=torch.channels_last))
-    source, target = optim.AdamW8bit([flat]), optim.AdamW8bit([last])
-    train(source)
-    before = snapshot(target)
-    with pytest.raises(ValueError, match="strides"):
-        target.load_state_dict(saved(source.state_dict()))
-    assert_same(snapshot(target), before)
-    same = optim.AdamW8bit([torch.nn.Parameter(flat.detach().clone())])
-    same.load_state_dict(saved(source.state_dict()))
-    assert_same(train(same, 1), train(source, 1, first=0))
-
-
 @pytest.mark.parametrize("build", [optim.AdamW, optim.Lion], ids=name_of)
 def test_fp32_states_move_between_memory_formats(build: type) -> None:
     x = hard((8, 16, 8, 8), 0)

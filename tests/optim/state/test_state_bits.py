@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.studies import streams
 from memkern import memory, optim
-from memkern.optim.storage import load_moment
+from memkern.optim.state import load_moment
 from memkern.quant.codec import POWER4
 from memkern.quant.layout import layout_of
 from memkern.reference import blockwise
@@ -108,7 +108,7 @@ def test_codes_are_those_of_the_formula(backend: str, columns: int) -> None:
         assert near.double().mean() < 0.02
     if columns % 2:
         assert (optimizer.state[p]["exp_avg_sq"][:, -1] >> 4 == 0).all()
-    w = load_moment("exp_avg_sq", optimizer.state[p], optimizer.param_groups[0]).sqrt()
+    w = load_moment("exp_avg_sq", optimizer.state[p]).sqrt()
     unit = scale.repeat_interleave(128, 1)[:, :columns] / 225
     torch.testing.assert_close(w, unit * codes.float().square(), rtol=1e-6, atol=0)
 
@@ -232,7 +232,7 @@ def test_states_of_other_bits_are_converted(given: Any, own: Any, way: str) -> N
     params = make_params([(64, 128), (38, 301)])
     source = optim.AdamW8bit(params, lr=1e-2, state_bits=given)
     train(source, 3)
-    moments = [load_moment("exp_avg_sq", source.state[p], source.param_groups[0]).sqrt() for p in params]
+    moments = [load_moment("exp_avg_sq", source.state[p]).sqrt() for p in params]
     if way == "load":
         target = optim.AdamW8bit(copy.deepcopy(params), state_bits=own)
         with warnings.catch_warnings(record=True) as said:
@@ -258,7 +258,7 @@ def test_states_of_other_bits_are_converted(given: Any, own: Any, way: str) -> N
         assert {k: (x.shape, x.dtype) for k, x in state.items()} == {
             k: (x.shape, x.dtype) for k, x in fresh.items()
         }
-        found = load_moment("exp_avg_sq", state, group).sqrt()
+        found = load_moment("exp_avg_sq", state).sqrt()
         # A dithered code of w at the largest is 2 / N of it.
         limit = {8: 2.01 / 255, 32: 1e-6, (8, 4): 2.1 / 15}[own] * w.amax(1, keepdim=True)
         assert ((found - w).abs() <= limit).all()
@@ -282,13 +282,13 @@ def test_channels_last_after_a_step(backend: str) -> None:
     optimizer = optim.AdamW([p], lr=1e-2, min_8bit_size=0, **BITS)
     with on(backend):
         train(optimizer, 2)
-        before = load_moment("exp_avg_sq", optimizer.state[p], optimizer.param_groups[0]).sqrt()
+        before = load_moment("exp_avg_sq", optimizer.state[p]).sqrt()
         p.data = p.data.contiguous(memory_format=torch.channels_last)
         p.grad = torch.zeros_like(p)
         optimizer.step()
     state = optimizer.state[p]
     assert state["exp_avg"].stride() == p.stride()
-    after = load_moment("exp_avg_sq", state, optimizer.param_groups[0]).sqrt()
+    after = load_moment("exp_avg_sq", state).sqrt()
     # Three dithered roundings, in other blocks.
     assert ((after - before).abs() <= 3 * 2.1 / 15 * before.amax()).all()
     assert not torch.equal(after, torch.zeros_like(after))
@@ -369,9 +369,7 @@ def test_from_and_to_torch() -> None:
         assert_same(converted["state"][i], {key: expected[i][key] for key in converted["state"][i]})
     back = optim.to_torch_state_dict(ours)
     for i, p in enumerate(copies):
-        assert_same(
-            back["state"][i]["exp_avg_sq"], load_moment("exp_avg_sq", ours.state[p], ours.param_groups[0])
-        )
+        assert_same(back["state"][i]["exp_avg_sq"], load_moment("exp_avg_sq", ours.state[p]))
         assert back["state"][i]["exp_avg_sq"].shape == p.shape
 
 
@@ -457,7 +455,7 @@ def test_the_ops_check_shapes_and_codecs(namespace: str, name: str) -> None:
 
 
 def sqrt_v(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
-    return load_moment("exp_avg_sq", optimizer.state[p], optimizer.param_groups[0]).sqrt()
+    return load_moment("exp_avg_sq", optimizer.state[p]).sqrt()
 
 
 @pytest.mark.parametrize(("stream", "error"), [("base", 0.345), ("heterogeneous", 0.658), ("sparse", 0.214)])

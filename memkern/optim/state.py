@@ -1,23 +1,23 @@
-"""A parameter's state: its entries, how moments are stored (codes or floats), and the conversion between the ways."""
+"""A parameter's state: its entries, the format that it knows, and the conversion to another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
 from ..quant.layout import EVERY_ROW, is_dense, layer_count, same_layout
 from ..reference.blockwise import dequantize_packed, quantize_packed, sqrt
 from ..schemas import AMSGRAD_STEP, STEP_OPS, StepOp
-from . import bits, weights
+from . import weights
 from .dtensor import blocks, shards
+from .format import Format, takes_8bit_state
 
-# 1-D tensors stay fp32 up to this many times min_8bit_size: biases and norms are small and matter, while the flat
-# shards that data-parallel wrappers make are far larger.
-MIN_1D_FACTOR = 16
 SIGNED = {name: signed for op in STEP_OPS.values() for name, signed in op.moments.items()}
 """Whether a moment's codes have a sign."""
 ENTRIES = {
@@ -28,14 +28,43 @@ ENTRIES = {
 """memkern's own entries of a state. Wrappers may add others (timm's Lookahead), which stay as they are."""
 
 
+class State(dict[str, Any]):
+    """A parameter's tensors by name, as ``optimizer.state[p]`` has them, and the format of its codes.
+
+    format: None before the first step, where a wrapper's entries may be there already.
+    """
+
+    format: Format | None = None
+
+    @classmethod
+    def of(cls, entries: dict[str, Any], format: Format) -> State:
+        """These entries. They have this format, unless they are a state that knows its own."""
+        if isinstance(entries, State) and entries.format is not None:
+            return entries
+        state = cls(entries)
+        state.format = format
+        return state
+
+    def replace(self, entries: dict[str, Any], format: Format) -> None:
+        """Puts entries of a format in place of all."""
+        self.clear()
+        self.update(entries)
+        self.format = format
+
+
+def _unflatten(values: Iterable[Any], context: tuple[list[str], Format | None]) -> State:
+    keys, format = context
+    state = State(zip(keys, values, strict=True))
+    state.format = format
+    return state
+
+
+# As a dict is: torch and its users map functions over the tensors of optimizer.state.
+register_pytree_node(State, lambda state: ([*state.values()], ([*state], state.format)), _unflatten)
+
+
 def own_entries(state: dict[str, Any]) -> dict[str, Any]:
     return state if ENTRIES.issuperset(state) else {key: x for key, x in state.items() if key in ENTRIES}
-
-
-def takes_8bit_state(p: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter's moments are stored in 8 bits: the group asks for it and the tensor is large enough."""
-    least = group["min_8bit_size"] * (MIN_1D_FACTOR if p.dim() <= 1 else 1)
-    return bits.are_codes(group) and p.numel() >= least
 
 
 def moment_dtype(p: Tensor) -> torch.dtype:
@@ -79,7 +108,7 @@ def initial_state(op: StepOp, p: Tensor, group: dict[str, Any]) -> dict[str, Ten
     coded = takes_8bit_state(p, group)
     for name, signed in op.moments.items():
         dtype = (torch.int8 if signed else torch.uint8) if coded else moment_dtype(p)
-        if dtype == torch.uint8 and bits.has_4bit_codes(group):
+        if dtype == torch.uint8 and Format.of(group).has_4bit_codes:
             state[name] = shards.new_packed(p, dense_like(p), group["block_size"])
         else:
             state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
@@ -109,7 +138,7 @@ def store_moment(
         return {name: x}
     codec, signed, block_size = group["codec"], SIGNED[name], group["block_size"]
     rooted = codec == "power" and not signed
-    if rooted and bits.has_4bit_codes(group):
+    if rooted and Format.of(group).has_4bit_codes:
         pack = blocks.quantize_packed if shards.is_dtensor(p) else quantize_packed
         codes, scale = pack(sqrt(x), block_size, step)
         return {name: codes, f"{name}_scale": scale}
@@ -118,13 +147,14 @@ def store_moment(
     return {name: codes, f"{name}_scale": scale}
 
 
-def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+def load_moment(name: str, state: State) -> Tensor:
     """A moment of memkern's as new float values with its own strides."""
-    codes, codec = state[name], group["codec"]
+    codes, format = state[name], state.format
     if codes.is_floating_point():
         return codes.clone()
-    scale, block_size = state[f"{name}_scale"], group["block_size"]
-    if bits.has_4bit_codes(group) and codes.dtype == torch.uint8:
+    assert format is not None
+    scale, codec, block_size = state[f"{name}_scale"], format.codec, format.block_size
+    if format.packs(codes):
         unpack = blocks.dequantize_packed if shards.is_dtensor(codes) else dequantize_packed
         w = unpack(codes, scale, state["exp_avg"], block_size)  # which lies in memory as the parameter did
         return w * w
@@ -138,59 +168,54 @@ def load_moment(name: str, state: dict[str, Tensor], group: dict[str, Any]) -> T
 # ---- conversion
 
 
-def convert_storage(
-    op: StepOp, state: dict[str, Tensor], p: Tensor, group: dict[str, Any], before: dict[str, Any]
-) -> dict[str, Tensor] | None:
-    """The state as its parameter and its group now ask for it, or None where it is stored so already.
+def converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor] | None:
+    """The entries as the parameter and its group ask for them, or None where they are so already.
 
-    Codes are read with the options of ``before`` and in their own memory format. A state of codes stays so while the
-    group's ``state_bits`` are not 32, whatever the parameter's size: shards are smaller than the tensor they were cut
-    from.
+    Codes are read in the state's format and in their own memory format. A state of codes stays so while the group's
+    ``state_bits`` are not 32, whatever the parameter's size: shards are smaller than the tensor they were cut from.
     """
-    new = _converted(op, state, p, group, before)
+    new = _converted(op, state, p, group)
     if op.has_trust_ratios and len(state["trust_ratio"]) != layers_of(p, group):
         return {**(new or state), "trust_ratio": _ones(p, group)}
     return new
 
 
-def _converted(
-    op: StepOp, state: dict[str, Tensor], p: Tensor, group: dict[str, Any], before: dict[str, Any]
-) -> dict[str, Tensor] | None:
-    """As :func:`convert_storage`, with the trust ratios that there are."""
-    given = state
-    state = own_entries(state)
-    was_coded = any(key.endswith("_scale") for key in state)
-    coded = bits.are_codes(group) and (was_coded or takes_8bit_state(p, group))
+def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor] | None:
+    """As :func:`converted`, with the trust ratios that there are."""
+    before, wanted = state.format, Format.of(group)
+    assert before is not None
+    own = own_entries(state)
+    was_coded = any(key.endswith("_scale") for key in own)
+    coded = wanted.has_codes and (was_coded or takes_8bit_state(p, group))
     like = dense_like(p)
-    stored = [name for name in op.moments if name in state]  # amsgrad may have come or gone
-    if was_coded and bits.has_4bit_codes(before):
-        stored.remove("exp_avg_sq")  # its codes have a shape of their own, and the blocks of the others
-    if any(state[name].shape != p.shape for name in stored):
+    stored = [name for name in op.moments if name in own]  # amsgrad may have come or gone
+    if was_coded:  # packed codes have a shape of their own, and the blocks of the others
+        stored = [name for name in stored if not before.packs(own[name])]
+    if any(own[name].shape != p.shape for name in stored):
         return None  # the op has a message for this
-    same_place = all(same_layout(state[name], like) for name in stored)
+    same_place = all(same_layout(own[name], like) for name in stored)
     if coded:
-        same_form = was_coded and all(before[key] == group[key] for key in ("block_size", "codec"))
-        same_form = same_form and bits.of(before) == bits.of(group)
+        same_form = was_coded and before._replace(master_weights=None) == wanted._replace(master_weights=None)
     else:
-        same_form = all(state[name].dtype == moment_dtype(p) for name in stored)
+        same_form = all(own[name].dtype == moment_dtype(p) for name in stored)
     others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments), *weights.KEYS}
-    weight = weights.convert_storage(p, state, group)
-    same_weight = [*weight] == [key for key in weights.KEYS if key in state] and all(
-        x is state[key] for key, x in weight.items()
+    weight = weights.convert_storage(p, own, group)
+    same_weight = [*weight] == [key for key in weights.KEYS if key in own] and all(
+        x is own[key] for key, x in weight.items()
     )
-    same_moments = same_place and same_form and {*state} - others == {*op.moments}
+    same_moments = same_place and same_form and {*own} - others == {*op.moments}
     if same_moments and same_weight:
         return None
-    others_own = {key: x for key, x in given.items() if key not in state}
+    foreign = {key: x for key, x in state.items() if key not in own}
     if same_moments:
-        return {key: x for key, x in state.items() if key not in weights.KEYS} | weight | others_own
-    step = int(state["step"]) if "step" in state else 0
+        return {key: x for key, x in own.items() if key not in weights.KEYS} | weight | foreign
+    step = int(own["step"]) if "step" in own else 0
     new: dict[str, Tensor] = {}
     for name in op.moments:
-        x = load_moment(name, state, before) if name in state else torch.zeros_like(p, dtype=moment_dtype(p))
+        x = load_moment(name, state) if name in own else torch.zeros_like(p, dtype=moment_dtype(p))
         new |= store_moment(name, x, p, group, step, coded)
-    rest = {key: x for key, x in state.items() if key in ("step", "trust_ratio")}
+    rest = {key: x for key, x in own.items() if key in ("step", "trust_ratio")}
     if "trust_ratio" in rest:
         rest["trust_ratio"] = rest["trust_ratio"].to(moment_dtype(p))
     moments = {key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}
-    return {**moments, **rest, **weight, **others_own}
+    return {**moments, **rest, **weight, **foreign}

@@ -1,0 +1,164 @@
+"""A state knows its format: codes in files of any memory format, exports, copies, and what others put beside them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from memkern import optim
+from memkern.optim.state import load_moment
+from tests.support.generic_optimizers import saved
+from tests.support.helpers import OPTIMIZERS, assert_same, hard, name_of, snapshot, train
+
+
+def through_a_file(optimizer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+ORDERS = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("state_bits", [8, (8, 4)])
+@pytest.mark.parametrize("target_order", ORDERS)
+@pytest.mark.parametrize("source_order", ORDERS)
+def test_a_file_that_makes_codes_contiguous(source_order: str, target_order: str, state_bits: Any) -> None:
+    """As safetensors does: codes belong to blocks of the memory format that they were saved in."""
+    x = hard((8, 16, 8, 8), 0)
+    source = optim.AdamW8bit([torch.nn.Parameter(ORDERS[source_order](x))], state_bits=state_bits)
+    train(source)
+    made = saved(source.state_dict())
+    made["state"][0] = {key: x.contiguous() for key, x in made["state"][0].items()}
+    p = torch.nn.Parameter(ORDERS[target_order](source.param_groups[0]["params"][0].detach().clone()))
+    target = optim.AdamW8bit([p], state_bits=state_bits)
+    target.load_state_dict(made)
+    for name in ("exp_avg", "exp_avg_sq"):
+        expected = load_moment(name, source.state[source.param_groups[0]["params"][0]])
+        found = load_moment(name, target.state[p])
+        off = ((found - expected).norm() / expected.norm()).item()
+        assert off == 0 if source_order == target_order else off < (0.03 if state_bits == 8 else 0.3)
+    if source_order == target_order:
+        assert_same(train(target, 1), train(source, 1, first=0))
+
+
+def test_a_block_order_that_does_not_fit() -> None:
+    source = optim.AdamW8bit([torch.nn.Parameter(torch.ones(64, 128))])
+    train(source)
+    for bad in (torch.tensor([0, 0]), torch.tensor([0, 1, 2]), torch.tensor([0.5, 1]), "01"):
+        made = saved(source.state_dict())
+        made["state"][0]["block_order"] = bad
+        before = snapshot(source)
+        with pytest.raises(ValueError, match="block_order must be an order of 2 dimensions"):
+            source.load_state_dict(made)
+        assert_same(snapshot(source), before)
+
+
+def test_codes_without_an_order_are_refused_by_another_memory_format() -> None:
+    x = hard((8, 16, 8, 8), 0)
+    source = optim.AdamW8bit([torch.nn.Parameter(x.clone())])
+    target = optim.AdamW8bit([torch.nn.Parameter(ORDERS["channels_last"](x))])
+    train(source)
+    made = saved(source.state_dict())
+    del made["state"][0]["block_order"]
+    before = snapshot(target)
+    with pytest.raises(ValueError, match="strides"):
+        target.load_state_dict(made)
+    assert_same(snapshot(target), before)
+
+
+CHANGES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (optim.AdamW8bit, {}, {"codec": "dynamic"}),
+    (optim.AdamW8bit, {}, {"block_size": 64}),
+    (optim.AdamW8bit, {}, {"state_bits": (8, 4)}),
+    (optim.AdamW8bit, {}, {"state_bits": 32}),
+    (optim.AdamW8bit, {"state_bits": (8, 4)}, {"state_bits": 8}),
+    (optim.AdamW, {}, {"amsgrad": True}),
+    (optim.Muon8bit, {}, {"codec": "dynamic"}),
+    (optim.Muon8bit, {}, {"block_size": 64}),
+    (optim.Lion8bit, {}, {"codec": "dynamic"}),
+]
+
+
+@pytest.mark.parametrize(("build", "options", "change"), CHANGES)
+def test_exports_between_a_change_of_options_and_the_next_step(
+    build: Any, options: dict[str, Any], change: dict[str, Any]
+) -> None:
+    """A state knows its own format, whatever the group's options are now."""
+    p = torch.nn.Parameter(hard((64, 128), 0))
+    optimizer = build([p], min_8bit_size=0, **options)
+    train(optimizer)
+
+    def exports() -> list[Any]:
+        found: list[Any] = []
+        if isinstance(optimizer, optim.Muon):
+            found += [x["state"] for x in optim.to_torch_muon_state_dict(optimizer)]
+        elif isinstance(optimizer, optim.Adam):
+            found.append(optim.to_torch_state_dict(optimizer)["state"])
+        if not isinstance(optimizer, optim.Muon) and "amsgrad" not in change:
+            found.append(optim.to_bitsandbytes_state_dict(optimizer)["state"])
+        return found
+
+    before = exports()
+    for group in optimizer.param_groups:
+        group.update(change)
+    after = exports()
+    if "amsgrad" in change:
+        assert not after[0][0].pop("max_exp_avg_sq").any()
+    assert_same(after, before)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "tree_map"])
+def test_copies_of_a_state_know_its_format(way: str) -> None:
+    p = torch.nn.Parameter(hard((64, 128), 0))
+    optimizer = optim.AdamW8bit([p], codec="dynamic", block_size=64)
+    train(optimizer)
+    if way == "tree_map":
+        copied: Any = torch.utils._pytree.tree_map(torch.clone, optimizer.state[p])
+    else:
+        ways = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}
+        other = ways.get(way, through_a_file)(optimizer)
+        copied = other.state[other.param_groups[0]["params"][0]]
+    assert_same(load_moment("exp_avg", copied), load_moment("exp_avg", optimizer.state[p]))
+
+
+def test_removed_parameters_are_freed() -> None:
+    optimizer = optim.AdamW8bit([torch.nn.Parameter(torch.zeros(4, 4))])
+    gone = []
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.zeros(64, 128))
+        optimizer.add_param_group({"params": [p]})
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.param_groups.pop()
+        optimizer.state.pop(p)
+        gone.append(weakref.ref(p))
+        del p
+        train(optimizer, 1)
+    gc.collect()
+    assert [r() for r in gone] == [None, None]
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
+def test_entries_of_a_wrapper_before_the_first_step(build: type) -> None:
+    """As wrappers for schedule-free training keep them."""
+    p = torch.nn.Parameter(hard((64, 128), 0))
+    optimizer = build([p], min_8bit_size=0)
+    optimizer.state[p]["z"] = z = torch.ones(3)
+    train(optimizer)
+    assert optimizer.state[p]["z"] is z
+    twin = build([torch.nn.Parameter(hard((64, 128), 0))], min_8bit_size=0)
+    train(twin)
+    assert_same(p.detach(), twin.param_groups[0]["params"][0].detach())
