@@ -99,8 +99,10 @@ _PRODUCTS = {
     ),
     # Their gradient is a constant and says nothing of the values; they save log-probabilities for the shape.
     **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), User("product", (), ("self",))),
-    **dict.fromkeys(("EmbeddingBackward0", "memkern.RandomizedLinear"), User("product")),
-    **_rows("product", ("saved_tensors",), "memkern.MLP", "memkern.LinearCrossEntropy"),
+    **dict.fromkeys(
+        ("EmbeddingBackward0", "memkern.RandomizedLinear", "memkern.LinearCrossEntropy"), User("product")
+    ),
+    **_rows("product", ("saved_tensors",), "memkern.MLP"),
     **_rows("product", ("saved_tensors",), "torch.checkpoint"),  # a block of a model
 }
 
