@@ -7,7 +7,6 @@ large one of the probabilities: then queries, keys, values and output stay exact
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..quant.layout import FLOATS
+from .attention import is_attention
 from .codecs import BLOCK_SIZE
 from .saved_value import Value, saved_by
 from .users import operation, user
@@ -52,7 +52,7 @@ def _read(node: Any, name: str) -> tuple[Tensor, Tensor] | None:
 
 LARGEST_MEAN = 4.0
 """Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation."""
-_ATTENTION = ("_saved_key", "_saved_value", "_saved_output")
+_ATTENTION = ("_saved_key", "_saved_value")
 """The gradient takes differences of these between tokens, in which their mean cancels."""
 
 
@@ -69,7 +69,7 @@ def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
 
 def normal_before_views(node: Any, data: Tensor) -> Affine | None:
     """As :func:`normal`, of the tensor of which attention's keys or values are a view: by its last dimension."""
-    if operation(node) not in _LOG_SUMS or data.dim() < 2:
+    if not is_attention(node) or data.dim() < 2:
         return None
     mean = _token_mean(data, tuple(range(data.dim() - 1)))
     return None if mean is None else (mean, None)
@@ -84,7 +84,7 @@ def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
     its statistics. waiting: what the node has saved of x.
     """
     name = operation(node)
-    if name in _LOG_SUMS:
+    if is_attention(node):
         shown = any(waiting in (saved_by(node, attribute) or ()) for attribute in _ATTENTION)
         mean = _token_mean(x, (-2,)) if shown else None
         return None if mean is None else (mean, None)
@@ -109,38 +109,6 @@ def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:
         each = each.reshape(x.shape[0], -1)
         return each.repeat_interleave(x.shape[1] // each.shape[1], 1).view(*x.shape[:2], *rest)
     return each.view(1, -1, *rest)
-
-
-_LOG_SUMS = {
-    "ScaledDotProductFlashAttentionForCpuBackward0": "_saved_logsumexp",
-    "ScaledDotProductFlashAttentionBackward0": "_saved_logsumexp",
-    "ScaledDotProductEfficientAttentionBackward0": "_saved_log_sumexp",
-    "ScaledDotProductCudnnAttentionBackward0": "_saved_logsumexp",
-}
-LARGEST_SCORE = 100.0
-_SATURATED = "memkern saturated"
-
-
-def saturated(node: Any) -> bool:
-    """Whether attention's scores exceed LARGEST_SCORE. On a CPU only: elsewhere asking would wait for the device."""
-    attribute = _LOG_SUMS.get(operation(node))
-    if attribute is None or node._input_metadata[0].device.type != "cpu":
-        return False
-    known = node.metadata.get(_SATURATED)
-    if known is None:
-        found = saved_by(node, attribute)
-        sums = _of(found[0]) if found else None
-        known = sums is not None and not isinstance(sums, FakeTensor) and _finite_max(sums) > LARGEST_SCORE
-        node.metadata[_SATURATED] = known
-    return known
-
-
-def _finite_max(x: Tensor) -> float:
-    """Of the magnitudes; rows of nothing but masks have -inf."""
-    low, high = (each.item() for each in x.aminmax())
-    if math.isfinite(low) and math.isfinite(high):  # aminmax carries NaN on
-        return max(-low, high)
-    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax().item()
 
 
 _BOUNDED_RESULTS = {

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 
 from ..quant.layout import FLOATS, is_dense
-from . import callers, codecs, ranges, resolve, saved_value
+from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
 from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
@@ -81,6 +81,10 @@ class _Packed:
             self.value = (
                 _USED  # frees codes before the operation allocates gradients; torch frees when it is done
             )
+        return self.fitted(x)
+
+    def fitted(self, x: Tensor) -> Tensor:
+        """A value's tensor in the dtype and with the strides of the one that was packed."""
         if x.dtype != self.dtype:
             x = x.to(self.dtype)
         if self.stride is None or x.stride() == self.stride:
@@ -238,7 +242,7 @@ class Session:
         return packed
 
     def unpack(self, packed: _Packed) -> Tensor:
-        if saved_value.peeked(packed.value):
+        if saved_value.peeked(packed):
             return torch.empty(0)
         if not torch.is_grad_enabled():  # as in any backward pass without create_graph
             return packed.tensor()
@@ -269,6 +273,8 @@ class Session:
             edge = waiting.edge_of(node)
             if edge is None:
                 packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.offload)
+            elif use == CODED and not self.exact and attention.is_output(node, waiting):
+                packed.value = attention.run_again(node)
             else:
                 packed.value = self._value(waiting.x, edge, use, node, waiting)
             packed.value.uses += 1
@@ -278,7 +284,7 @@ class Session:
         views_only = x._version > 0
         coarse, normal = True, None
         if use == CODED and node is not None and not self.exact:
-            if ranges.saturated(node):
+            if attention.stays_exact(node, waiting):
                 use = EXACTLY
             elif (mask := self._mask(x, edge, node)) is not None:
                 return mask
@@ -329,7 +335,7 @@ class Session:
             old.clipped = False
             return old
         stored = Stored(data, root.dtype, codec, self.outer, self.offload)
-        stored.clipped = stored.codec is codecs.LOGARITHM
+        stored.clipped = stored.codec is bounded.LOGARITHM
         register(root, stored)
         self._note(stored)
         return stored
@@ -344,8 +350,8 @@ class Session:
             or root.dtype not in FLOATS
         ):
             return None
-        codec = codecs.CODECS.get(resolve.codec_of(root) or "")
-        return None if codec is codecs.LOGARITHM and use != ANY else codec
+        codec = bounded.CODECS.get(resolve.codec_of(root) or "")
+        return None if codec is bounded.LOGARITHM and use != ANY else codec
 
     def _note(self, stored: Stored) -> None:
         if stored.codec is not None:
