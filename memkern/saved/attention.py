@@ -70,46 +70,91 @@ LARGEST_SCORE_DEVIATION = 2.2
 Codes are off by .7 % of a normal distribution's deviation, so the difference of two scores by .0068 * 2 of this, and
 the gradient by as much of itself: 3 % at 2.2.
 """
-_LARGE = "memkern large scores"
+LARGEST_SURENESS = 1.5
+"""Of what an error of 1 in each score is to the gradient of the scores, in norms; 1 for equal probabilities.
+
+Output and log-sum-exp of the exact tensors put the codes' errors, .7 to 1 %, into the gradient so many times.
+"""
+_SAMPLE = 16  # queries of each head
+_FOUND = "memkern scores"
+
+
+class _Scores(NamedTuple):
+    """large: too large for codes of queries and keys. sure: the forward pass is to run again."""
+
+    large: bool
+    sure: bool
 
 
 def is_attention(node: Any) -> bool:
     return operation(node) in _FORWARD
 
 
-def runs_again(node: Any) -> bool:
-    """Whether it is attention whose forward pass can run again: with dropout it would draw another mask."""
-    return is_attention(node) and node._saved_dropout_p == 0
-
-
 def stays_exact(node: Any, waiting: Value | None) -> bool:
     """Whether codes would be too coarse for what attention has saved in ``waiting``.
 
-    They are for queries and keys with large scores, and for everything if the forward pass cannot run again.
+    They are for queries and keys with large scores, and with dropout, as a second forward pass draws another mask.
     """
     if not is_attention(node):
         return False
-    if not runs_again(node):
+    if node._saved_dropout_p > 0:
         return True
-    if not any(waiting in (saved_by(node, name) or ()) for name in _INPUTS[:2]):
-        return False
-    known = node.metadata.get(_LARGE)
+    return any(waiting in (saved_by(node, name) or ()) for name in _INPUTS[:2]) and _scores(node).large
+
+
+def runs_again(node: Any, waiting: Value) -> bool:
+    """Whether a waiting tensor is attention's output, to be computed again."""
+    return (
+        is_attention(node)
+        and node._saved_dropout_p == 0
+        and waiting in (saved_by(node, "_saved_output") or ())
+        and _scores(node).sure
+    )
+
+
+def _scores(node: Any) -> _Scores:
+    known = node.metadata.get(_FOUND)
     if known is None:
-        node.metadata[_LARGE] = known = _has_large_scores(node)
+        node.metadata[_FOUND] = known = _look(node)
     return known
 
 
-def _has_large_scores(node: Any) -> bool:
-    """On a CPU only: elsewhere asking would wait for the device."""
+def _look(node: Any) -> _Scores:
+    """Elsewhere than on a CPU asking would wait for the device: there every forward pass runs again."""
     found = [saved_by(node, name) for name in _INPUTS[:2]]
     if node._input_metadata[0].device.type != "cpu" or not all(found):
-        return False
+        return _Scores(False, True)
     query, key = (each[0].tensor(_of) for each in found)  # type: ignore[index]
     if isinstance(query, FakeTensor) or isinstance(key, FakeTensor) or not query.numel() or not key.numel():
-        return False
+        return _Scores(False, False)  # as of a model before training
     width = query.shape[-1]
-    scale = width**-0.5 if node._saved_scale is None else abs(node._saved_scale)
-    return not _row_norm(query) * _row_norm(key) * scale <= LARGEST_SCORE_DEVIATION * width**0.5
+    scale = width**-0.5 if node._saved_scale is None else float(node._saved_scale)
+    deviation = _row_norm(query) * _row_norm(key) * abs(scale) / width**0.5
+    p = _probabilities(node, query, key, scale)
+    squares = p.square().sum(-1, keepdim=True)
+    gradient = p.square().mul(1 - 2 * p + squares).sum()
+    large = not deviation <= LARGEST_SCORE_DEVIATION
+    return _Scores(large, large or not float(squares.sum()) <= LARGEST_SURENESS**2 * float(gradient))
+
+
+def _probabilities(node: Any, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Of a few queries of each head, evenly over the sequence."""
+    step = -(-query.shape[-2] // _SAMPLE)
+    rows = torch.arange(
+        step // 2, query.shape[-2], step
+    )  # the first one of a causal mask stands for itself alone
+    some = query[..., rows, :].float() * scale
+    grouped = some.reshape(
+        *key.shape[:2], -1, key.shape[-1]
+    )  # grouped-query attention: heads that share their keys
+    scores = (grouped @ key.float().transpose(-1, -2)).view(*some.shape[:-1], -1)
+    if node._saved_is_causal:
+        scores = scores.masked_fill(torch.arange(key.shape[-2]) > rows[:, None], -torch.inf)
+    elif (name := _FORWARD[operation(node)].mask) and (masks := saved_by(node, name)):
+        mask = masks[0].tensor(_of)
+        mask = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1).nan_to_num_(0.0)  # rows that see nothing
 
 
 def _of(value: Value) -> Tensor:
@@ -122,7 +167,7 @@ def _row_norm(x: Tensor) -> float:
 
 
 class _Run:
-    """One forward pass from what a node has saved. The output is asked for first, the log-sum-exp after it."""
+    """A forward pass from what a node has saved, for two results that the node asks for one after the other."""
 
     def __init__(self, node: Any) -> None:
         forward = _FORWARD[operation(node)]
@@ -133,9 +178,17 @@ class _Run:
         self.inputs = [(each.value, each.fitted) for each in packed]
         for value, _ in self.inputs:
             value.uses += 1
-        self.logsumexp: Tensor | None = None
+        self.left: dict[int, Tensor] = {}
 
-    def results(self, of: Callable[[Value], Tensor]) -> tuple[Tensor, Tensor]:
+    def result(self, nr: int, of: Callable[[Value], Tensor]) -> Tensor:
+        """The output (0) or the log-sum-exp (1). The other one is held until it is asked for."""
+        if (found := self.left.pop(nr, None)) is not None:
+            return found
+        results = self._results(of)
+        self.left[1 - nr] = results[1 - nr]
+        return results[nr]
+
+    def _results(self, of: Callable[[Value], Tensor]) -> tuple[Tensor, Tensor]:
         q, k, v, *mask = (fitted(of(value)) for value, fitted in self.inputs)
         with torch.no_grad(), without_autocast(q.device):
             output, logsumexp, *_ = self.function(q, k, v, mask[0] if mask else None, self.causal, self.scale)
@@ -147,33 +200,19 @@ class Result(Value):
 
     lossy = True
 
-    def __init__(self, run: _Run, dtype: torch.dtype, is_output: bool) -> None:
-        self.run, self.dtype, self.precision, self.is_output = run, dtype, dtype, is_output
+    def __init__(self, run: _Run, nr: int, dtype: torch.dtype) -> None:
+        self.run, self.nr, self.dtype, self.precision = run, nr, dtype, dtype
 
     def fresh(self) -> bool:
         return all(value.fresh() for value, _ in self.run.inputs)
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
-        run = self.run
-        if not self.is_output and run.logsumexp is not None:
-            logsumexp, run.logsumexp = run.logsumexp, None
-            return logsumexp
-        output, logsumexp = run.results(of)
-        if not self.is_output:
-            return logsumexp
-        run.logsumexp = logsumexp
-        return output
-
-
-def is_output(node: Any, waiting: Value) -> bool:
-    """Whether a waiting tensor is the output of an attention that can run again."""
-    return runs_again(node) and waiting in (saved_by(node, "_saved_output") or ())
+        return self.run.result(self.nr, of)
 
 
 def run_again(node: Any) -> Value:
     """The value of the output. The node's log-sum-exp is replaced as well."""
     run = _Run(node)
-    dtype = node._input_metadata[0].dtype
     for packed in packed_by(node, _FORWARD[operation(node)].logsumexp):
-        packed.value = Result(run, packed.dtype, is_output=False)
-    return Result(run, dtype, is_output=True)
+        packed.value = Result(run, 1, packed.dtype)
+    return Result(run, 0, node._input_metadata[0].dtype)

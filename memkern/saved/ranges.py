@@ -1,8 +1,7 @@
-"""Finds data for which plain codes are too coarse, by the statistics that norms and attention save anyway.
+"""Finds data for which plain codes are too coarse, by its range and by the statistics that norms save anyway.
 
 The mean of a norm's input, or of attention's keys, values or output over all tokens, may be large beside the deviation:
-then the difference from the mean is coded. Attention's scores may be so large that a small relative error of them is a
-large one of the probabilities: then queries, keys, values and output stay exact.
+then the difference from the mean is coded.
 """
 
 from __future__ import annotations
@@ -51,9 +50,11 @@ def _read(node: Any, name: str) -> tuple[Tensor, Tensor] | None:
 
 
 LARGEST_MEAN = 4.0
-"""Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation."""
+"""Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation.
+
+Gradients take differences of them between tokens, in which their mean cancels.
+"""
 _ATTENTION = ("_saved_key", "_saved_value")
-"""The gradient takes differences of these between tokens, in which their mean cancels."""
 
 
 def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
@@ -75,10 +76,16 @@ def normal_before_views(node: Any, data: Tensor) -> Affine | None:
     return None if mean is None else (mean, None)
 
 
+def normal_of_output(node: Any, data: Tensor) -> Affine | None:
+    """As :func:`normal`, of attention's output, whoever uses it: its mean over the tokens, if it is large."""
+    mean = _token_mean(data, (-2,)) if is_attention(node) else None
+    return None if mean is None else (mean, None)
+
+
 def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
     """What is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
 
-    For attention's keys, values and output: the mean over tokens, if it is large, and no inverse. For a norm's input:
+    For attention's keys and values: the mean over tokens, if it is large, and no inverse. For a norm's input:
     the norm's statistics, if a mean is large or a block of codes would hold values of large and of small deviation.
     Only on a CPU is this asked, as elsewhere the answer would wait for the device: there a norm's input always has
     its statistics. waiting: what the node has saved of x.

@@ -273,7 +273,7 @@ class Session:
             edge = waiting.edge_of(node)
             if edge is None:
                 packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.offload)
-            elif use == CODED and not self.exact and attention.is_output(node, waiting):
+            elif use == CODED and not self.exact and attention.runs_again(node, waiting):
                 packed.value = attention.run_again(node)
             else:
                 packed.value = self._value(waiting.x, edge, use, node, waiting)
@@ -306,6 +306,8 @@ class Session:
             if root is not edge:
                 normal = ranges.normal_before_views(node, data)
             codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
+        elif codec is not None and (normal := ranges.normal_of_output(root.node, data)) is not None:
+            codec = codecs.normalized(*normal)
         stored = self._store(root, data, codec)
         if stored.coarse and not coarse:
             stored.upgrade(data)
