@@ -175,4 +175,29 @@ def inside(low: float, high: float, dtype: torch.dtype) -> Codec | None:
     return Codec("inside", False, encode, decode)
 
 
+def sides(low: float, high: float) -> Codec:
+    """Two bits, exact: decoded to -1 for x <= low, 1 for x >= high and 0 between them."""
+    below_high = torch.nextafter(torch.tensor(high), torch.tensor(low)).item()
+    levels = Levels(2, (), (low, below_high), (1, 2))
+
+    def encode(x: Tensor) -> Encoded:
+        return Encoded((_ops.few_bit_encode(dense(x), levels),))
+
+    def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
+        return _ops.few_bit_backward(ones, data[0], (-1.0, 0.0, 0.0, 1.0)).as_strided(
+            layout.shape, layout.stride
+        )
+
+    return Codec("sides", False, encode, decode)
+
+
+def to_side(low: float, high: float, x: Tensor, side: Tensor) -> Tensor:
+    """x, moved back to the side of the limits on which it was before it was coded."""
+    limits = torch.tensor((low, high), dtype=x.dtype)
+    first, last = torch.nextafter(limits, limits.flip(0)).tolist()
+    outside = torch.where(side < 0, x.clamp(max=low), x.clamp(min=high))
+    return torch.where(side == 0, x.clamp(first, last), outside)
+
+
 CONSTANT = Codec("constant", False, _encode_constant, _decode_constant)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..quant.layout import FLOATS
 from .attention import is_attention
 from .codecs import BLOCK_SIZE
+from .rules import signed
 from .saved_value import Value, saved_by
 from .users import operation, user
 
@@ -118,6 +119,34 @@ def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:
     return each.view(1, -1, *rest)
 
 
+_TAILS = {
+    **dict.fromkeys(
+        ("SiluBackward0", "MishBackward0", "SoftplusBackward0", "EluBackward0", "CeluBackward0"), -3.0
+    ),
+    **dict.fromkeys(("GeluBackward0", "memkern.Glu", "memkern.Recompute"), -1.5),
+    "GluBackward0": -3.0,
+}
+"""Below these the derivative of a function is nearly 0: that of its logarithm is 1, of GELU's -x."""
+
+
+def in_tail(node: Any, x: Tensor) -> bool:
+    """Whether all values are where a function's derivative is so small that codes of x are too coarse for it.
+
+    The derivative is about e ** x there, so that codes' errors, .5 % of x, are relative ones of it. Where there are
+    larger values, too, their derivatives are larger and hide it. On a CPU only, as above.
+    """
+    name = operation(node)
+    limit = _TAILS.get(name)
+    if limit is None or x.device.type != "cpu" or isinstance(x, FakeTensor) or not x.numel():
+        return False
+    if name == "GluBackward0":  # the sigmoid of the second half has two tails
+        low, high = (each.item() for each in x.chunk(2, signed(node._saved_dim))[1].aminmax())
+        return high < limit or low > -limit
+    if name == "memkern.Glu" and x.shape != torch.Size(node._input_metadata[0].shape):
+        x = x.chunk(2, -1)[0]  # gate and up
+    return x.amax().item() < limit
+
+
 _BOUNDED_RESULTS = {
     f"{name}Backward0" for name in ("Softmax", "SafeSoftmax", "LogSoftmax", "Sigmoid", "Tanh")
 }
@@ -139,3 +168,11 @@ def limits(node: Any) -> tuple[float, float] | None:
     if name == "HardtanhBackward0":
         return float(node._saved_min_val), float(node._saved_max_val)
     return (-3.0, 3.0) if name == "HardsigmoidBackward0" else None
+
+
+def jumps(node: Any) -> tuple[float, float] | None:
+    """Where the derivative of a node's function jumps: a value whose code is on the other side is off by the jump.
+
+    ReLU, leaky ReLU and ELU jump at 0, which codes do not cross.
+    """
+    return (-3.0, 3.0) if operation(node) == "HardswishBackward0" else None

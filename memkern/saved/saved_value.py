@@ -155,10 +155,8 @@ def check_version(what: str, counter: Tensor, version: int, shape: Sequence[int]
         raise RuntimeError(CHANGED.format(what=what, shape=tuple(shape), now=counter._version, then=version))
 
 
-_is_lossy, _is_fresh = (
-    operator.attrgetter("lossy"),
-    operator.methodcaller("fresh"),
-)  # no generator at every look
+_is_lossy = operator.attrgetter("lossy")  # no generator at every look
+_is_fresh = operator.methodcaller("fresh")
 
 
 class Computed(Value):

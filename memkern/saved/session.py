@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -21,7 +22,7 @@ from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
 from .resolve import Resolver
-from .saved_value import Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
+from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
 from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
 from .undecided import EXACT as EXACTLY
 from .users import BOUNDED, UNKNOWN
@@ -276,15 +277,24 @@ class Session:
             elif use == CODED and not self.exact and attention.runs_again(node, waiting):
                 packed.value = attention.run_again(node)
             else:
-                packed.value = self._value(waiting.x, edge, use, node, waiting)
+                value = self._value(waiting.x, edge, use, node, waiting)
+                packed.value = self._to_its_side(value, waiting.x, node) if value.lossy else value
             packed.value.uses += 1
+
+    def _to_its_side(self, value: Value, x: Tensor, node: Any) -> Value:
+        """The decoded value on the side of a jump on which x was, where the node's derivative has jumps."""
+        if (limits := ranges.jumps(node)) is None:
+            return value
+        sides = Stored(x, x.dtype, codecs.sides(*limits), self.outer, self.offload)
+        function = functools.partial(codecs.to_side, *limits)
+        return Computed(function, (value, sides), value.dtype, value.precision, 1)
 
     def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
         coarse, normal = True, None
         if use == CODED and node is not None and not self.exact:
-            if attention.stays_exact(node, waiting):
+            if attention.stays_exact(node, waiting) or ranges.in_tail(node, x):
                 use = EXACTLY
             elif (mask := self._mask(x, edge, node)) is not None:
                 return mask

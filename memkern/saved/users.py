@@ -177,6 +177,8 @@ USERS: dict[str, User] = {**_PRODUCTS, **_SMOOTH, **_LINEAR}
 
 UNKNOWN_USER, _SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
+MOST_EXPONENT = 4
+"""Of powers from codes: their derivative is off by so many times, less one, what the codes are off."""
 _MANY = 32  # elements of a sum, each of them a small part of it
 
 
@@ -229,6 +231,8 @@ def user(node: Any, name: str) -> User:
         exponent = node._saved_exponent
         if isinstance(exponent, complex) or exponent < 1 or exponent != int(exponent):
             return UNKNOWN_USER
+        if exponent > MOST_EXPONENT:
+            return User("smooth")
     elif name == "DivBackward0" and node.next_functions[1][0] is None:
         other = node._saved_other
         if other is not None and other.dim() == 0:

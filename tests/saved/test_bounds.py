@@ -71,6 +71,31 @@ def test_saturated_gates(name: str, limit: float, side: int) -> None:
     assert off(forward, [first])[0] < (MOST if limit < 0.999 else 0.03)  # in fp32 1 - 1e-6 is right to 3 %
 
 
+TAILS: dict[str, Function] = {
+    "silu": lambda z, v: F.silu(z),
+    "gelu": lambda z, v: F.gelu(z),
+    "softplus": lambda z, v: F.softplus(z),
+    "elu": lambda z, v: F.elu(z),
+    "mish": lambda z, v: F.mish(z),
+    "glu": lambda z, v: F.glu(torch.cat((v, z), -1), -1),
+    "swiglu": lambda z, v: memkern.functional.swiglu(torch.cat((z, v), -1)),
+    "geglu": lambda z, v: memkern.functional.geglu(z, v),
+    "hardswish": lambda z, v: F.hardswish(z + 6),  # around its limits, where its derivative jumps
+    "power": lambda z, v: (z / 8) ** 12,
+}
+
+
+@pytest.mark.parametrize("bias", [-9.0, -6.0, -3.0, 0.0, 3.0, 9.0])
+@pytest.mark.parametrize("name", TAILS)
+def test_functions_that_are_nearly_constant(name: str, bias: float) -> None:
+    first, second = weights()
+
+    def forward() -> Tensor:
+        return ((TAILS[name](X @ first + bias, X @ second) @ second) * X).square().mean()
+
+    assert off(forward, [first])[0] < 0.03
+
+
 def test_gates_of_all_kinds_in_one_block() -> None:
     """Each unit's gradient: units of one layer share blocks of codes."""
     first, second = weights()
