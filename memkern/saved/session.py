@@ -25,7 +25,7 @@ from .resolve import Resolver
 from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
 from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
 from .undecided import EXACT as EXACTLY
-from .users import BOUNDED, UNKNOWN
+from .users import BOUNDED, SPARSE, UNKNOWN
 
 EXACT = "exact"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -234,7 +234,8 @@ class Session:
         use = callers.use(sys._getframe(1))
         if use == CODED:
             callers.note_cast(edge, seq)
-        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq)
+        elements = SPARSE if use == ANY else 0  # of a loss of classes
+        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq, elements)
         value = self._at_once(x, edge, use)
         if value is not None:
             return _Packed(value, x)

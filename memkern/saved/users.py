@@ -21,6 +21,11 @@ REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
 
+# Of which elements it is: 0 where nothing tells.
+SPARSE = 1  # a few of each row: of a loss of classes, or gathered
+DENSE = 2
+
+
 class User(NamedTuple):
     """An operation that saves tensors.
 
@@ -179,6 +184,12 @@ UNKNOWN_USER, _SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
 MOST_EXPONENT = 4
 """Of powers from codes: their derivative is off by so many times, less one, what the codes are off."""
+_PICKING = ("NllLossBackward0", "NllLoss2DBackward0", "GatherBackward0")
+LOG_SOFTMAX = "LogSoftmaxBackward0"
+"""Its gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of soft targets q it is p - q.
+
+So codes of p serve losses of classes, and not soft targets, to which p comes close.
+"""
 _MANY = 32  # elements of a sum, each of them a small part of it
 
 
@@ -263,6 +274,13 @@ def passed_on(row: User, node: Any, name: str, state: int) -> int:
         many = source is not None and _numel(source, nr) >= _MANY * _numel(node, 0)
         return REDUCED if many else AMPLIFIED
     return state
+
+
+def spread(row: User, name: str, elements: int) -> int:
+    """Of which elements the gradient at a node's inputs is, given that at its output (0, SPARSE or DENSE)."""
+    if name in _PICKING:
+        return SPARSE
+    return DENSE if row.kind != "linear" or name in MEANS else elements
 
 
 def _numel(node: Any, nr: int) -> int:

@@ -147,6 +147,53 @@ def test_cross_entropy_of_a_model_that_is_right(loss: float, classes: int) -> No
     assert off(forward, [w])[0] < MOST
 
 
+SOFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "label_smoothing": lambda z, q: F.cross_entropy(z, q.argmax(-1), label_smoothing=0.1),
+    "soft targets": lambda z, q: F.cross_entropy(z, q),
+    "kl_div": lambda z, q: F.kl_div(z.log_softmax(-1), q, reduction="batchmean"),
+    "by hand": lambda z, q: -(z.log_softmax(-1) * q).sum(-1).mean(),
+    "nll and the mean": lambda z, q: (
+        0.9 * F.nll_loss(logp := z.log_softmax(-1), q.argmax(-1)) - 0.1 * logp.mean(-1).mean()
+    ),
+    "the mean and gather": lambda z, q: (
+        -0.1 * (logp := z.log_softmax(-1)).mean(-1) - 0.9 * logp.gather(1, q.argmax(-1)[:, None])[:, 0]
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("distance", [1.0, 1e-2, 1e-3])
+@pytest.mark.parametrize("name", SOFT)
+def test_losses_of_soft_targets_that_are_nearly_met(name: str, distance: float) -> None:
+    """Their gradient is p - q, and p comes close to q."""
+    weight, last = weights()
+    target = torch.arange(N) % W
+    q = torch.full((N, W), 0.1 / W).scatter_(1, target[:, None], 0.9 + 0.1 / W)
+
+    def forward() -> Tensor:
+        loss = SOFT[name]((X @ weight) * distance + q.log(), q)
+        return loss + 1e-9 * (X @ last).square().mean() * loss  # shows the operation before it
+
+    assert off(forward, [weight])[0] < MOST
+
+
+def test_log_probabilities_of_classes_are_coded() -> None:
+    (weight,) = weights(1)
+    target = torch.arange(N) % W
+    losses: list[Callable[[Tensor], Tensor]] = [
+        lambda z: F.cross_entropy(z, target),
+        lambda z: F.nll_loss(z.log_softmax(-1), target),
+        lambda z: F.nll_loss(z.view(2, -1, W).log_softmax(-1).view(-1, W), target),
+        lambda z: -z.log_softmax(-1).gather(1, target[:, None]).mean(),
+    ]
+    for loss in losses:
+
+        def forward(loss: Callable[[Tensor], Tensor] = loss) -> Tensor:
+            with memkern.quantize_saved(8):
+                return loss(X @ weight).square()  # what the square saves shows the operations before it
+
+        assert memory.saved_bytes(forward, X, weight, target) <= 1.17 * N * W + 512
+
+
 @pytest.mark.parametrize("deviation", [1.0, 5.0, 15.0, 50.0])
 def test_linear_cross_entropy(deviation: float) -> None:
     body, head = weights(2)
