@@ -36,7 +36,8 @@ def use(frame: FrameType) -> str | None:
     if frame.f_globals.get("__name__") == _CHECKPOINT:
         return CODED  # a checkpoint's input, which no node saves
     if code is F.cross_entropy.__code__:
-        return None if frame.f_locals["target"].is_floating_point() else ANY
+        soft = frame.f_locals["target"].is_floating_point() or frame.f_locals["label_smoothing"] > 0
+        return None if soft else ANY
     return None
 
 

@@ -44,7 +44,7 @@ class Codec(NamedTuple):
     decode: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
 
 
@@ -63,9 +63,9 @@ def _is_coarse(x: Tensor, codes: Tensor) -> bool:
     return bool((2 * lost > there).any())
 
 
-def _encode_power(signed: bool, x: Tensor) -> Encoded | None:
+def encode_power(signed: bool, x: Tensor) -> Encoded | None:
     """None for a NaN or inf, on the CPU; on a device, which asking would wait for, their blocks are decoded to NaN."""
-    x = _dense(x)
+    x = dense(x)
     on_device = not x.is_cpu or isinstance(x, FakeTensor)
     codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=on_device)
     if on_device:
@@ -84,27 +84,12 @@ def _encode_power(signed: bool, x: Tensor) -> Encoded | None:
     return Encoded((codes, scale), _is_coarse(x, codes))  # squares that overflow, as of a mask of finfo.min
 
 
-def _decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+def decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     return _ops.dequantize_blockwise(data[0], data[1], "power", BLOCK_SIZE, dtype)
 
 
-POWER = Codec("power", True, functools.partial(_encode_power, True), _decode_power)
-UNSIGNED = Codec("unsigned power", True, functools.partial(_encode_power, False), _decode_power)
-
-MOST_NEGATIVE = -20.0
-"""Of log-probabilities: exp of it is 2e-9, and what is smaller, such as what a mask has left out, adds no more."""
-
-
-def _encode_logarithm(x: Tensor) -> Encoded | None:
-    found = _encode_power(False, x.clamp_min(MOST_NEGATIVE).neg_())
-    return None if found is None else Encoded(found.data)
-
-
-def _decode_logarithm(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    return _decode_power(data, layout, dtype).neg_()
-
-
-LOGARITHM = Codec("log-probability", True, _encode_logarithm, _decode_logarithm)
+POWER = Codec("power", True, functools.partial(encode_power, True), decode_power)
+UNSIGNED = Codec("unsigned power", True, functools.partial(encode_power, False), decode_power)
 
 
 def normalized(mean: Tensor, inverse: Tensor | None) -> Codec:
@@ -112,11 +97,11 @@ def normalized(mean: Tensor, inverse: Tensor | None) -> Codec:
 
     def encode(x: Tensor) -> Encoded | None:
         y = x.float() - mean
-        found = _encode_power(True, y if inverse is None else y.mul_(inverse))
+        found = encode_power(True, y if inverse is None else y.mul_(inverse))
         return None if found is None else Encoded((*found.data, mean), found.coarse)
 
     def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-        y = _decode_power(data[:2], layout, torch.float32)
+        y = decode_power(data[:2], layout, torch.float32)
         return (y if inverse is None else y.div_(inverse)).add_(data[2]).to(dtype)
 
     return Codec("normalized", True, encode, decode)
@@ -180,7 +165,7 @@ def inside(low: float, high: float, dtype: torch.dtype) -> Codec | None:
     levels = hardtanh_levels(low, high)
 
     def encode(x: Tensor) -> Encoded:
-        return Encoded((_ops.few_bit_encode(_dense(x), levels),))
+        return Encoded((_ops.few_bit_encode(dense(x), levels),))
 
     def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
         ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
@@ -190,5 +175,29 @@ def inside(low: float, high: float, dtype: torch.dtype) -> Codec | None:
     return Codec("inside", False, encode, decode)
 
 
+def sides(low: float, high: float) -> Codec:
+    """Two bits, exact: decoded to -1 for x <= low, 1 for x >= high and 0 between them."""
+    below_high = torch.nextafter(torch.tensor(high), torch.tensor(low)).item()
+    levels = Levels(2, (), (low, below_high), (1, 2))
+
+    def encode(x: Tensor) -> Encoded:
+        return Encoded((_ops.few_bit_encode(dense(x), levels),))
+
+    def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
+        return _ops.few_bit_backward(ones, data[0], (-1.0, 0.0, 0.0, 1.0)).as_strided(
+            layout.shape, layout.stride
+        )
+
+    return Codec("sides", False, encode, decode)
+
+
+def to_side(low: float, high: float, x: Tensor, side: Tensor) -> Tensor:
+    """x, moved back to the side of the limits on which it was before it was coded."""
+    limits = torch.tensor((low, high), dtype=x.dtype)
+    first, last = torch.nextafter(limits, limits.flip(0)).tolist()
+    outside = torch.where(side < 0, x.clamp(max=low), x.clamp(min=high))
+    return torch.where(side == 0, x.clamp(first, last), outside)
+
+
 CONSTANT = Codec("constant", False, _encode_constant, _decode_constant)
-CODECS = {codec.name: codec for codec in (POWER, UNSIGNED, LOGARITHM)}

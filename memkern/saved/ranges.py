@@ -1,13 +1,11 @@
-"""Finds data for which plain codes are too coarse, by the statistics that norms and attention save anyway.
+"""Finds data for which plain codes are too coarse, by its range and by the statistics that norms save anyway.
 
 The mean of a norm's input, or of attention's keys, values or output over all tokens, may be large beside the deviation:
-then the difference from the mean is coded. Attention's scores may be so large that a small relative error of them is a
-large one of the probabilities: then queries, keys, values and output stay exact.
+then the difference from the mean is coded.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..quant.layout import FLOATS
+from .attention import is_attention
 from .codecs import BLOCK_SIZE
+from .rules import signed
 from .saved_value import Value, saved_by
 from .users import operation, user
 
@@ -51,9 +51,11 @@ def _read(node: Any, name: str) -> tuple[Tensor, Tensor] | None:
 
 
 LARGEST_MEAN = 4.0
-"""Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation."""
-_ATTENTION = ("_saved_key", "_saved_value", "_saved_output")
-"""The gradient takes differences of these between tokens, in which their mean cancels."""
+"""Of attention's keys, values and output, in deviations: codes are then off by 2 % of a deviation.
+
+Gradients take differences of them between tokens, in which their mean cancels.
+"""
+_ATTENTION = ("_saved_key", "_saved_value")
 
 
 def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
@@ -69,22 +71,28 @@ def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
 
 def normal_before_views(node: Any, data: Tensor) -> Affine | None:
     """As :func:`normal`, of the tensor of which attention's keys or values are a view: by its last dimension."""
-    if operation(node) not in _LOG_SUMS or data.dim() < 2:
+    if not is_attention(node) or data.dim() < 2:
         return None
     mean = _token_mean(data, tuple(range(data.dim() - 1)))
+    return None if mean is None else (mean, None)
+
+
+def normal_of_output(node: Any, data: Tensor) -> Affine | None:
+    """As :func:`normal`, of attention's output, whoever uses it: its mean over the tokens, if it is large."""
+    mean = _token_mean(data, (-2,)) if is_attention(node) else None
     return None if mean is None else (mean, None)
 
 
 def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
     """What is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
 
-    For attention's keys, values and output: the mean over tokens, if it is large, and no inverse. For a norm's input:
+    For attention's keys and values: the mean over tokens, if it is large, and no inverse. For a norm's input:
     the norm's statistics, if a mean is large or a block of codes would hold values of large and of small deviation.
     Only on a CPU is this asked, as elsewhere the answer would wait for the device: there a norm's input always has
     its statistics. waiting: what the node has saved of x.
     """
     name = operation(node)
-    if name in _LOG_SUMS:
+    if is_attention(node):
         shown = any(waiting in (saved_by(node, attribute) or ()) for attribute in _ATTENTION)
         mean = _token_mean(x, (-2,)) if shown else None
         return None if mean is None else (mean, None)
@@ -111,36 +119,32 @@ def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:
     return each.view(1, -1, *rest)
 
 
-_LOG_SUMS = {
-    "ScaledDotProductFlashAttentionForCpuBackward0": "_saved_logsumexp",
-    "ScaledDotProductFlashAttentionBackward0": "_saved_logsumexp",
-    "ScaledDotProductEfficientAttentionBackward0": "_saved_log_sumexp",
-    "ScaledDotProductCudnnAttentionBackward0": "_saved_logsumexp",
+_TAILS = {
+    **dict.fromkeys(
+        ("SiluBackward0", "MishBackward0", "SoftplusBackward0", "EluBackward0", "CeluBackward0"), -3.0
+    ),
+    **dict.fromkeys(("GeluBackward0", "memkern.Glu", "memkern.Recompute"), -1.5),
+    "GluBackward0": -3.0,
 }
-LARGEST_SCORE = 100.0
-_SATURATED = "memkern saturated"
+"""Below these the derivative of a function is nearly 0: that of its logarithm is 1, of GELU's -x."""
 
 
-def saturated(node: Any) -> bool:
-    """Whether attention's scores exceed LARGEST_SCORE. On a CPU only: elsewhere asking would wait for the device."""
-    attribute = _LOG_SUMS.get(operation(node))
-    if attribute is None or node._input_metadata[0].device.type != "cpu":
+def in_tail(node: Any, x: Tensor) -> bool:
+    """Whether all values are where a function's derivative is so small that codes of x are too coarse for it.
+
+    The derivative is about e ** x there, so that codes' errors, .5 % of x, are relative ones of it. Where there are
+    larger values, too, their derivatives are larger and hide it. On a CPU only, as above.
+    """
+    name = operation(node)
+    limit = _TAILS.get(name)
+    if limit is None or x.device.type != "cpu" or isinstance(x, FakeTensor) or not x.numel():
         return False
-    known = node.metadata.get(_SATURATED)
-    if known is None:
-        found = saved_by(node, attribute)
-        sums = _of(found[0]) if found else None
-        known = sums is not None and not isinstance(sums, FakeTensor) and _finite_max(sums) > LARGEST_SCORE
-        node.metadata[_SATURATED] = known
-    return known
-
-
-def _finite_max(x: Tensor) -> float:
-    """Of the magnitudes; rows of nothing but masks have -inf."""
-    low, high = (each.item() for each in x.aminmax())
-    if math.isfinite(low) and math.isfinite(high):  # aminmax carries NaN on
-        return max(-low, high)
-    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax().item()
+    if name == "GluBackward0":  # the sigmoid of the second half has two tails
+        low, high = (each.item() for each in x.chunk(2, signed(node._saved_dim))[1].aminmax())
+        return high < limit or low > -limit
+    if name == "memkern.Glu" and x.shape != torch.Size(node._input_metadata[0].shape):
+        x = x.chunk(2, -1)[0]  # gate and up
+    return x.amax().item() < limit
 
 
 _BOUNDED_RESULTS = {
@@ -164,3 +168,11 @@ def limits(node: Any) -> tuple[float, float] | None:
     if name == "HardtanhBackward0":
         return float(node._saved_min_val), float(node._saved_max_val)
     return (-3.0, 3.0) if name == "HardsigmoidBackward0" else None
+
+
+def jumps(node: Any) -> tuple[float, float] | None:
+    """Where the derivative of a node's function jumps: a value whose code is on the other side is off by the jump.
+
+    ReLU, leaky ReLU and ELU jump at 0, which codes do not cross.
+    """
+    return (-3.0, 3.0) if operation(node) == "HardswishBackward0" else None

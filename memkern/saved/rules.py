@@ -291,8 +291,8 @@ RULES: dict[str, Rule] = {
     "SiluBackward0": _function(F.silu),
     "GeluBackward0": Rule("function", "bits", _gelu),
     "ReluBackward0": _function(torch.relu),
-    "SigmoidBackward0": _function(torch.sigmoid),
-    "TanhBackward0": _function(torch.tanh),
+    "SigmoidBackward0": Rule("function", "bits", _same(torch.sigmoid), uncoded=True),
+    "TanhBackward0": Rule("function", "bits", _same(torch.tanh), uncoded=True),
     "MishBackward0": _function(F.mish),
     "HardswishBackward0": _function(F.hardswish),
     "LeakyReluBackward0": Rule("function", "bits", _leaky_relu),
@@ -318,7 +318,8 @@ RULES: dict[str, Rule] = {
 MOST_FUNCTIONS = 12
 """So many one after another are computed anew at most; a value further from what is stored is stored itself."""
 
-POWER, UNSIGNED, LOGARITHM = "power", "unsigned power", "log-probability"
+POWER, UNSIGNED = "power", "unsigned power"
+PROBABILITY, TANH, LOGARITHM = "probability", "tanh", "log-probability"
 CODED: dict[str, str] = {
     # matrix products and convolutions
     **dict.fromkeys(
@@ -332,7 +333,7 @@ CODED: dict[str, str] = {
     "ScaledDotProductFlashAttentionBackward0": POWER,
     "ScaledDotProductEfficientAttentionBackward0": POWER,
     "ScaledDotProductCudnnAttentionBackward0": POWER,
-    **dict.fromkeys(("SoftmaxBackward0", "SafeSoftmaxBackward0"), UNSIGNED),
+    **dict.fromkeys(("SoftmaxBackward0", "SafeSoftmaxBackward0", "SigmoidBackward0"), PROBABILITY),
     # norms
     **dict.fromkeys(("NativeLayerNormBackward0", "FusedRmsNormBackward0", "NativeGroupNormBackward0"), POWER),
     **dict.fromkeys(("NativeBatchNormBackward0", "CudnnBatchNormBackward0"), POWER),
@@ -340,9 +341,10 @@ CODED: dict[str, str] = {
     **dict.fromkeys(("AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "NegBackward0"), POWER),
     **dict.fromkeys(("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"), POWER),
     **dict.fromkeys(("SiluBackward0", "GeluBackward0", "MishBackward0", "HardswishBackward0"), POWER),
-    **dict.fromkeys(("LeakyReluBackward0", "EluBackward0", "CeluBackward0", "TanhBackward0"), POWER),
+    **dict.fromkeys(("LeakyReluBackward0", "EluBackward0", "CeluBackward0"), POWER),
     **dict.fromkeys(("HardtanhBackward0", "HardsigmoidBackward0", "SoftplusBackward0"), POWER),
-    **dict.fromkeys(("ReluBackward0", "SigmoidBackward0"), UNSIGNED),
+    "TanhBackward0": TANH,
+    "ReluBackward0": UNSIGNED,
     "NativeDropoutBackward0": POWER,
     # the same values elsewhere
     **dict.fromkeys(

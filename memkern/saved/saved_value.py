@@ -155,10 +155,8 @@ def check_version(what: str, counter: Tensor, version: int, shape: Sequence[int]
         raise RuntimeError(CHANGED.format(what=what, shape=tuple(shape), now=counter._version, then=version))
 
 
-_is_lossy, _is_fresh = (
-    operator.attrgetter("lossy"),
-    operator.methodcaller("fresh"),
-)  # no generator at every look
+_is_lossy = operator.attrgetter("lossy")  # no generator at every look
+_is_fresh = operator.methodcaller("fresh")
 
 
 class Computed(Value):
@@ -359,9 +357,9 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def peeking() -> Iterator[list[Value]]:
+def peeking() -> Iterator[list[Any]]:
     """Inside, what autograd asks the unpack hook for is noted and not computed."""
-    found: list[Value] = []
+    found: list[Any] = []
     _local.found = found
     try:
         yield found
@@ -369,18 +367,18 @@ def peeking() -> Iterator[list[Value]]:
         _local.found = None
 
 
-def peeked(value: Value) -> bool:
-    """For the unpack hook: notes the value and says True if it is only to be noted."""
+def peeked(packed: Any) -> bool:
+    """For the unpack hook: notes what autograd holds and says True if it is only to be noted."""
     found = getattr(_local, "found", None)
     if found is None:
         return False
-    found.append(value)
+    found.append(packed)
     return True
 
 
 def saved_by(node: Any, attribute: str) -> list[Value] | None:
     """The values of what a node has saved; [] where that is None, None where it is freed or unknown."""
-    found: list[Value] = []
+    found: list[Any] = []
     _local.found = found  # as peeking() does, in a third of the time
     try:
         shown = getattr(node, attribute)
@@ -389,6 +387,13 @@ def saved_by(node: Any, attribute: str) -> list[Value] | None:
     finally:
         _local.found = None
     if shown is None or found:
-        return found
+        return [packed.value for packed in found]
     # Autograd packs no numbers.
     return [Number(shown)] if isinstance(shown, Tensor) and shown.dim() == 0 else None
+
+
+def packed_by(node: Any, attribute: str) -> list[Any]:
+    """What autograd holds in place of what a node has saved; [] where that is None."""
+    with peeking() as found:
+        getattr(node, attribute)
+    return found

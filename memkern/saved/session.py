@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -16,15 +17,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 
 from ..quant.layout import FLOATS, is_dense
-from . import callers, codecs, ranges, resolve, saved_value
+from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
 from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
 from .resolve import Resolver
-from .saved_value import Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
+from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
 from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
 from .undecided import EXACT as EXACTLY
-from .users import BOUNDED, UNKNOWN
+from .users import BOUNDED, SPARSE, UNKNOWN
 
 EXACT = "exact"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -81,6 +82,10 @@ class _Packed:
             self.value = (
                 _USED  # frees codes before the operation allocates gradients; torch frees when it is done
             )
+        return self.fitted(x)
+
+    def fitted(self, x: Tensor) -> Tensor:
+        """A value's tensor in the dtype and with the strides of the one that was packed."""
         if x.dtype != self.dtype:
             x = x.to(self.dtype)
         if self.stride is None or x.stride() == self.stride:
@@ -229,7 +234,8 @@ class Session:
         use = callers.use(sys._getframe(1))
         if use == CODED:
             callers.note_cast(edge, seq)
-        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq)
+        elements = SPARSE if use == ANY else 0  # of a loss of classes
+        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq, elements)
         value = self._at_once(x, edge, use)
         if value is not None:
             return _Packed(value, x)
@@ -238,7 +244,7 @@ class Session:
         return packed
 
     def unpack(self, packed: _Packed) -> Tensor:
-        if saved_value.peeked(packed.value):
+        if saved_value.peeked(packed):
             return torch.empty(0)
         if not torch.is_grad_enabled():  # as in any backward pass without create_graph
             return packed.tensor()
@@ -269,16 +275,27 @@ class Session:
             edge = waiting.edge_of(node)
             if edge is None:
                 packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.offload)
+            elif use == CODED and not self.exact and attention.runs_again(node, waiting):
+                packed.value = attention.run_again(node)
             else:
-                packed.value = self._value(waiting.x, edge, use, node, waiting)
+                value = self._value(waiting.x, edge, use, node, waiting)
+                packed.value = self._to_its_side(value, waiting.x, node) if value.lossy else value
             packed.value.uses += 1
+
+    def _to_its_side(self, value: Value, x: Tensor, node: Any) -> Value:
+        """The decoded value on the side of a jump on which x was, where the node's derivative has jumps."""
+        if (limits := ranges.jumps(node)) is None:
+            return value
+        sides = Stored(x, x.dtype, codecs.sides(*limits), self.outer, self.offload)
+        function = functools.partial(codecs.to_side, *limits)
+        return Computed(function, (value, sides), value.dtype, value.precision, 1)
 
     def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
         coarse, normal = True, None
         if use == CODED and node is not None and not self.exact:
-            if ranges.saturated(node):
+            if attention.stays_exact(node, waiting) or ranges.in_tail(node, x):
                 use = EXACTLY
             elif (mask := self._mask(x, edge, node)) is not None:
                 return mask
@@ -300,6 +317,8 @@ class Session:
             if root is not edge:
                 normal = ranges.normal_before_views(node, data)
             codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
+        elif codec is not None and (normal := ranges.normal_of_output(root.node, data)) is not None:
+            codec = codecs.normalized(*normal)
         stored = self._store(root, data, codec)
         if stored.coarse and not coarse:
             stored.upgrade(data)
@@ -329,7 +348,7 @@ class Session:
             old.clipped = False
             return old
         stored = Stored(data, root.dtype, codec, self.outer, self.offload)
-        stored.clipped = stored.codec is codecs.LOGARITHM
+        stored.clipped = stored.codec is bounded.LOGARITHM
         register(root, stored)
         self._note(stored)
         return stored
@@ -344,8 +363,8 @@ class Session:
             or root.dtype not in FLOATS
         ):
             return None
-        codec = codecs.CODECS.get(resolve.codec_of(root) or "")
-        return None if codec is codecs.LOGARITHM and use != ANY else codec
+        codec = bounded.CODECS.get(resolve.codec_of(root) or "")
+        return None if codec is bounded.LOGARITHM and use != ANY else codec
 
     def _note(self, stored: Stored) -> None:
         if stored.codec is not None:

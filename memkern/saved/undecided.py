@@ -18,7 +18,20 @@ import torch
 from torch import Tensor
 
 from .saved_value import Computed, Edge, Hooks, Stored, Value, check_version, saved_by
-from .users import BOUNDED, REDUCED, UNKNOWN, User, is_square, operation, passed_on, user
+from .users import (
+    BOUNDED,
+    DENSE,
+    LOG_SOFTMAX,
+    REDUCED,
+    SPARSE,
+    UNKNOWN,
+    User,
+    is_square,
+    operation,
+    passed_on,
+    spread,
+    user,
+)
 
 EXACT, CODED, ANY = "exact", "coded", "any"
 """How an operation uses a value: exactly, from codes, or its shape alone."""
@@ -75,50 +88,58 @@ class Undecided(threading.local):
             del self.entries[next(iter(self.entries))]
         self.entries.setdefault(seq, []).append(weakref.ref(packed))
 
-    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, building: int = -1) -> None:
+    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, building: int = -1, elements: int = 0) -> None:
         """Walks up the graph from ``nodes`` and decides the waiting tensors of the nodes that it meets.
 
-        state: of the gradients that arrive at the outputs of ``nodes``. building: the sequence number of the node that
-        torch is building now; it is skipped, as it has not saved everything yet.
+        state, elements: of the gradients that arrive at the outputs of ``nodes`` (users.py). building: the sequence
+        number of the node that torch is building now; it is skipped, as it has not saved everything yet.
         """
         if not self.entries:
             return
         oldest = next(iter(self.entries))
-        stack = [(node, state) for node in nodes]
+        stack = [(node, state, elements) for node in nodes]
         found: list[tuple[Any, str, Any]] = []
         while stack:
-            node, state = stack.pop()
+            node, state, elements = stack.pop()
             seq = node._sequence_nr()
             # A division below may concern what was coded already; nothing else does.
-            if seq > _NEVER or seq == building or (seq < oldest and state < REDUCED):
+            if seq > _NEVER or seq == building or (seq < oldest and state < REDUCED and elements != DENSE):
                 continue
             about = node.metadata
-            if about.get(_STATE, -1) >= state:
-                continue
-            about[_STATE] = state
+            if (known := about.get(_STATE)) is not None:
+                if known[0] >= state and known[1] >= elements:
+                    continue
+                state, elements = max(state, known[0]), max(elements, known[1])
+            about[_STATE] = state, elements
             name = operation(node)
             row = user(node, name)
             if seq in self.entries:
-                found += self._decided(node, name, row, state, seq)
-            elif row.kind == "smooth" and state >= REDUCED and not is_square(node, name):
+                found += self._decided(node, name, row, seq)
+            elif _is_too_late_for_codes(node, name, row):
                 _exact_again(node, row)
-            below = passed_on(row, node, name, state)
-            stack += [(source, below) for source, _ in node.next_functions if source is not None]
+            below, of = passed_on(row, node, name, state), spread(row, name, elements)
+            stack += [(source, below, of) for source, _ in node.next_functions if source is not None]
         found.sort(key=lambda each: each[0].value.order)
         for packed, how, node in found:
+            if how == ANY and operation(node) == LOG_SOFTMAX:  # of which another user may have been met since
+                how = _use_of_logarithms(node) or how
             packed.value.session.settle(packed, how, node)
 
-    def _decided(self, node: Any, name: str, row: User, state: int, seq: int) -> list[tuple[Any, str, Any]]:
+    def _decided(self, node: Any, name: str, row: User, seq: int) -> list[tuple[Any, str, Any]]:
         """The waiting tensors of this node whose use is known now: (packed, use, node)."""
         waiting = [packed for ref in self.entries[seq] if (packed := ref()) is not None]
+        state = node.metadata[_STATE][0]
         coded, shape = _saved(node, row.coded), _saved(node, row.shape)
         found, left = [], []
         for packed in waiting:
             value = packed.value
-            if value in shape or (value in coded and name == "LogSoftmaxBackward0" and state < REDUCED):
-                how: str | None = ANY
+            how: str | None
+            if value in shape:
+                how = ANY
             elif value not in coded:
                 how = EXACT
+            elif name == LOG_SOFTMAX:
+                how = _use_of_logarithms(node)
             elif row.kind == "product" or state == BOUNDED or (state == REDUCED and is_square(node, name)):
                 how = CODED
             else:
@@ -147,6 +168,21 @@ class Undecided(threading.local):
         for seq, refs in self.entries.items():
             self.entries[seq] = [ref for ref in refs if ref() not in given]
         self.forget_the_dead()
+
+
+def _use_of_logarithms(node: Any) -> str | None:
+    """How log-softmax uses its log-probabilities; None if no operation after it tells."""
+    state, elements = node.metadata[_STATE]
+    if state >= REDUCED or elements == DENSE:
+        return EXACT
+    return ANY if elements == SPARSE else None
+
+
+def _is_too_late_for_codes(node: Any, name: str, row: User) -> bool:
+    """Whether a node whose tensors have been decided is now seen to need them exactly."""
+    if name == LOG_SOFTMAX:
+        return _use_of_logarithms(node) == EXACT
+    return row.kind == "smooth" and node.metadata[_STATE][0] >= REDUCED and not is_square(node, name)
 
 
 def _saved(node: Any, attributes: tuple[str, ...]) -> set[Value]:

@@ -21,6 +21,11 @@ REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
 
+# Of which elements it is: 0 where nothing tells.
+SPARSE = 1  # a few of each row: of a loss of classes, or gathered
+DENSE = 2
+
+
 class User(NamedTuple):
     """An operation that saves tensors.
 
@@ -99,8 +104,10 @@ _PRODUCTS = {
     ),
     # Their gradient is a constant and says nothing of the values; they save log-probabilities for the shape.
     **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), User("product", (), ("self",))),
-    **dict.fromkeys(("EmbeddingBackward0", "memkern.RandomizedLinear"), User("product")),
-    **_rows("product", ("saved_tensors",), "memkern.MLP", "memkern.LinearCrossEntropy"),
+    **dict.fromkeys(
+        ("EmbeddingBackward0", "memkern.RandomizedLinear", "memkern.LinearCrossEntropy"), User("product")
+    ),
+    **_rows("product", ("saved_tensors",), "memkern.MLP"),
     **_rows("product", ("saved_tensors",), "torch.checkpoint"),  # a block of a model
 }
 
@@ -175,6 +182,14 @@ USERS: dict[str, User] = {**_PRODUCTS, **_SMOOTH, **_LINEAR}
 
 UNKNOWN_USER, _SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
+MOST_EXPONENT = 4
+"""Of powers from codes: their derivative is off by so many times, less one, what the codes are off."""
+_PICKING = ("NllLossBackward0", "NllLoss2DBackward0", "GatherBackward0")
+LOG_SOFTMAX = "LogSoftmaxBackward0"
+"""Its gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of soft targets q it is p - q.
+
+So codes of p serve losses of classes, and not soft targets, to which p comes close.
+"""
 _MANY = 32  # elements of a sum, each of them a small part of it
 
 
@@ -227,6 +242,8 @@ def user(node: Any, name: str) -> User:
         exponent = node._saved_exponent
         if isinstance(exponent, complex) or exponent < 1 or exponent != int(exponent):
             return UNKNOWN_USER
+        if exponent > MOST_EXPONENT:
+            return User("smooth")
     elif name == "DivBackward0" and node.next_functions[1][0] is None:
         other = node._saved_other
         if other is not None and other.dim() == 0:
@@ -257,6 +274,13 @@ def passed_on(row: User, node: Any, name: str, state: int) -> int:
         many = source is not None and _numel(source, nr) >= _MANY * _numel(node, 0)
         return REDUCED if many else AMPLIFIED
     return state
+
+
+def spread(row: User, name: str, elements: int) -> int:
+    """Of which elements the gradient at a node's inputs is, given that at its output (0, SPARSE or DENSE)."""
+    if name in _PICKING:
+        return SPARSE
+    return DENSE if row.kind != "linear" or name in MEANS else elements
 
 
 def _numel(node: Any, nr: int) -> int:
