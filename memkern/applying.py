@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterable
@@ -112,27 +113,41 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def _group(blocks: list[nn.Module]) -> None:
-    """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments."""
+    """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments.
+
+    They return what they were given. So the model must hand each block that very tensor, which is seen at every call.
+    """
     forwards = [block.forward for block in blocks]
     calls: list[tuple[Any, Any]] = []
+    given: list[Tensor] = []
 
     def run(x: Tensor, calls: list[tuple[Any, Any]]) -> Tensor:
         for forward, (args, kwargs) in zip(forwards, calls, strict=True):
             x = forward(x, *args, **kwargs)
         return x
 
-    def record(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def record(index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index == 0:  # also after a forward pass that was interrupted
+            calls.clear()
+            given[:] = [x]
+        elif len(calls) != index or given[0] is not x:
+            raise RuntimeError(
+                "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
+                f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
+            )
         calls.append(_without_cache(args, kwargs))
-        return x
 
-    def last(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        recorded = [*calls, _without_cache(args, kwargs)]
+    def forward(index: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        record(index, x, args, kwargs)
+        if index < len(blocks) - 1:
+            return x
+        recorded = [*calls]
         calls.clear()
+        given.clear()
         return checkpoint(run, x, recorded, use_reentrant=False)
 
-    for block in blocks[:-1]:
-        block.forward = record
-    blocks[-1].forward = last
+    for index, block in enumerate(blocks):
+        block.forward = functools.partial(forward, index)
 
 
 def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:

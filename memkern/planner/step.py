@@ -60,7 +60,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
         model = source.build(weight_dtype(techniques))
-    apply(model, techniques)  # outside the mode: compress compares values of activations
+    apply(model, techniques)  # outside the mode: compress measures what activations save
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
         if techniques.precision == "bf16":

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .leaves import leaves
-from .saved_value import Computed, Edge, Leaf, Value, is_plain
+from .saved_value import Computed, Edge, Leaf, Value
+from .storage import is_plain
 from .undecided import ANY, CODED
 from .users import is_leaf, operation
 
@@ -68,7 +69,7 @@ def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
         return None
     dtype = x.dtype
     function = (lambda w: w.to(dtype).t()) if transpose else (lambda w: w.to(dtype))
-    return Computed(function, [Leaf(weight)], dtype, dtype, 0)
+    return Computed(function, [Leaf(weight).as_it_is()], dtype, dtype, 0)
 
 
 def note_cast(edge: Edge, seq: int) -> None:

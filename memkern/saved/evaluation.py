@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .saved_value import Value, spared
+from .storage import check_present
 
 MOST_CACHED = 8
 
@@ -28,6 +29,7 @@ class _Pass:
         x, version = self.cached.get(value, (None, 0))
         if x is None or x._version != version:
             x = value.tensor(self)
+        check_present(x)
         if value.uses <= 0:
             self.cached.pop(value, None)
         elif value.is_work() and (not value.lossy or self._is_worth(x)):
@@ -64,7 +66,9 @@ def evaluate(value: Value) -> Tensor:
     """The tensor of a value that autograd asks for."""
     if value.is_at_hand():  # nothing to compute, and nothing to cache
         value.uses -= 1
-        return value.tensor(evaluate)
+        x = value.tensor(evaluate)
+        check_present(x)
+        return x
     current = _pass()
     try:
         return current(value)

@@ -1,7 +1,8 @@
-"""Versions of parameters and other leaves, and when they were read.
+"""Versions and memory of parameters and other leaves, and when they were read.
 
 An operation such as x + p saves neither x nor p. Its result can be recomputed only if p still has the value that the
-operation used. A version that is read after the operation may already belong to another value.
+operation used. A version that is read after the operation may already belong to another value, and so may memory that
+``p.data = ...`` has exchanged, which changes no version.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .storage import is_plain, is_present
+
 
 class Leaves(threading.local):
-    """By id of the leaf: a weak reference, its version, and the sequence number of the next node at that time."""
+    """By id of the leaf: a weak reference, version, storage, and the sequence number of the next node at that time."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[weakref.ref, int, int]] = {}
+        self.known: dict[int, tuple[weakref.ref, int, weakref.ref, int]] = {}
 
     def note(self, leaf: Tensor, seq: int) -> None:
-        """Notes the current version. seq: of the operation that uses the leaf now, or of the next one."""
-        known, version = self.known.get(id(leaf)), leaf._version
-        if known is None or known[0]() is not leaf or known[1] != version:
-            self.known[id(leaf)] = weakref.ref(leaf), version, seq
+        """Notes the current version and storage. seq: of the operation that uses the leaf now, or of the next one."""
+        if not is_plain(leaf):
+            return
+        known, version, storage = self.known.get(id(leaf)), leaf._version, leaf.untyped_storage()
+        if known is None or known[0]() is not leaf or known[1] != version or known[2]() is not storage:
+            self.known[id(leaf)] = weakref.ref(leaf), version, weakref.ref(storage), seq
 
     def note_all(self, more: Iterable[Tensor] = ()) -> None:
         """Notes the current versions of all known leaves and of ``more``, before the next operation."""
@@ -39,7 +44,14 @@ class Leaves(threading.local):
     def unchanged_since(self, leaf: Tensor, seq: int) -> bool:
         """Whether the leaf certainly has the value that it had when node ``seq`` was built."""
         known = self.known.get(id(leaf))
-        return known is not None and known[0]() is leaf and known[1] == leaf._version and known[2] <= seq
+        return (
+            known is not None
+            and known[0]() is leaf
+            and known[1] == leaf._version
+            and known[2]() is leaf.untyped_storage()
+            and known[3] <= seq
+            and is_present(leaf)
+        )
 
 
 leaves = Leaves()

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..quant.layout import is_dense
 from .codecs import Layout
 from .host_pool import ALIGNMENT, HostPool, Piece
+from .storage import is_present
 
 LEAST_BYTES = 2**18
 """Smaller tensors stay: over PCIe 4 x16 this many bytes take 10 us, about as long as the host needs for the calls."""
@@ -327,7 +328,7 @@ class Link:
 
     def _find_host_memory(self, record: Record, leave: list[Record]) -> None:
         assert record.tensors is not None
-        if all(map(is_held_elsewhere, record.tensors)):
+        if all(map(is_held_elsewhere, record.tensors)) or not all(map(is_present, record.tensors)):
             record.state = HELD
             self.held.append(record)
             return

@@ -143,6 +143,11 @@ class Resolver:
                 values += found
         if rule.exactness == "rounding" and self.exact and values[1].dtype != torch.float32:
             return None  # statistics in bf16: the rows would be off by more than rounding
+        if not all(value.fresh() for value in values):
+            return None
+        # A later layer's backward pass may ask when the memory is empty. A cast is autocast's, for the layer itself.
+        if any(value.managed for value in values) and operation(edge.node) != "ToCopyBackward0":
+            return None
         value = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
         value.rounded = rule.exactness == "rounding" or any(each.rounded for each in values)
         value.clipped = any(each.clipped for each in values)
@@ -155,13 +160,13 @@ class Resolver:
         """A leaf with the value that it had when the node was built; None if its version then is not known."""
         attribute = rule.inputs[i] if rule.inputs is not None and i < len(rule.inputs) else ""
         found = saved_by(node, attribute.removeprefix("*")) if attribute else None
-        if found:
+        if found and not isinstance(found[0], Leaf):
             return found if found[0].fresh() else None
         value = self._unchanged(leaf, node)
         return None if value is None else [value]
 
     def _unchanged(self, leaf: Tensor, node: Any) -> Leaf | None:
-        return Leaf(leaf) if leaves.unchanged_since(leaf, node._sequence_nr()) else None
+        return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node._sequence_nr()) else None
 
     def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
         """An argument that needs no gradient, as the node saved it; None if it did not."""

@@ -21,10 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .codecs import Codec, Layout
 from .offload import Away, Offload, is_parameter, put
-
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of shape "
-    "{shape} is at version {now}, it was saved at version {then}"
+from .storage import (
+    check_place,
+    check_version,
+    extent,
+    is_managed,
+    is_plain,
+    is_present,
+    place_of,
+    version_of,
 )
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -74,27 +79,13 @@ def register(edge: Edge, value: Value) -> None:
     edge.node.metadata[_key(edge.nr)] = weakref.ref(value)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def is_plain(x: Tensor) -> bool:
-    """Neither sparse nor of a subclass, such as nested tensors and DTensor."""
-    return type(x) in _PLAIN and x.layout == torch.strided
-
-
-def version_of(x: Tensor) -> Tensor:
-    """A tensor without memory that has ``x``'s version counter: it tells of in-place changes and holds nothing."""
-    counter = x.detach()
-    counter.data = counter.new_empty(0)
-    return counter
-
-
 class Value:
     """What is saved for one edge.
 
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
-    whether it is log-probabilities whose codes end at a smallest one. depth: functions between it and what is stored.
+    whether it is log-probabilities whose codes end at a smallest one. managed: whether it is, or views, memory that
+    others free and fill again (:func:`is_managed`). depth: functions between it and what is stored.
     bases: what it is made of in the end, if it is a function of others. uses: how many users are left, a hint that
     affects speed only.
     """
@@ -105,12 +96,13 @@ class Value:
     coarse = False
     rounded = False
     clipped = False
+    managed = False
     depth = 0
     bases: tuple[Value, ...] = ()
     uses = 0
 
     def fresh(self) -> bool:
-        """Whether nothing that it is made of has been changed in place since."""
+        """Whether nothing that it is made of has been changed in place or freed since."""
         raise NotImplementedError
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
@@ -130,14 +122,24 @@ class Value:
 
 
 class Leaf(Value):
-    """A parameter, or another leaf: the graph holds it anyway."""
+    """A parameter, or another leaf: the graph holds it anyway.
+
+    torch saves the variable itself, so it follows ``.data`` to other memory. What is derived needs the value of the
+    forward pass, which :meth:`as_it_is` holds.
+    """
 
     def __init__(self, leaf: Tensor) -> None:
-        self.leaf, self.version = leaf, leaf._version
+        self.leaf, self.version, self.place = leaf, leaf._version, place_of(leaf)
         self.dtype = self.precision = leaf.dtype
 
+    def as_it_is(self) -> Leaf:
+        """The leaf with the memory that it has now, whatever its ``.data`` is later."""
+        value = Leaf(self.leaf.detach())
+        value.managed = is_managed(self.leaf)
+        return value
+
     def fresh(self) -> bool:
-        return self.leaf._version == self.version
+        return self.leaf._version == self.version and is_present(self.leaf)
 
     def is_work(self) -> bool:
         return False
@@ -147,12 +149,8 @@ class Leaf(Value):
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
         check_version("a parameter or another leaf", self.leaf, self.version, self.leaf.shape)
+        check_place(self.leaf, self.place)
         return self.leaf.detach()
-
-
-def check_version(what: str, counter: Tensor, version: int, shape: Sequence[int]) -> None:
-    if counter._version != version:
-        raise RuntimeError(CHANGED.format(what=what, shape=tuple(shape), now=counter._version, then=version))
 
 
 _is_lossy = operator.attrgetter("lossy")  # no generator at every look
@@ -189,6 +187,10 @@ class Computed(Value):
     @property
     def coarse(self) -> bool:  # type: ignore[override]
         return any(value.coarse for value in self.bases)
+
+    @property
+    def managed(self) -> bool:  # type: ignore[override]
+        return any(value.managed for value in self.bases)
 
     def stay_exact(self) -> None:
         if not self.stays_exact:
@@ -249,6 +251,8 @@ class Stored(Value):
         offload: Offload | None = None,
     ) -> None:
         self.dtype, self.precision, self.outer = dtype, x.dtype, outer
+        if is_managed(x):
+            self.managed = True
         if offload is not None and outer is None and not is_parameter(x):
             self.offload = offload
         if codec is None and outer is None and self.offload is None:
@@ -304,7 +308,7 @@ class Stored(Value):
         return self.data.tensors() if isinstance(self.data, Away) else self.data
 
     def fresh(self) -> bool:
-        return self.counter._version == self.version
+        return self.counter._version == self.version and (not self.is_at_hand() or is_present(self.data[0]))
 
     def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
         data = self._take()
@@ -330,6 +334,8 @@ class Stored(Value):
         storage, offset = self.source[0](), self.source[1]
         if storage is not None and storage._cdata not in passing:
             shape, stride, dtype = self.layout
+            if storage.nbytes() < extent(shape, stride, offset, dtype):  # set_ would enlarge what was freed
+                return
             x, codec = torch.empty(0, dtype=dtype, device=storage.device), self.codec
             self.hold(x.set_(storage, offset, shape, stride), may_leave=False)
             self.source, self.codec_before = None, codec

@@ -22,7 +22,8 @@ from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
 from .resolve import Resolver
-from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, is_plain, register, registered
+from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, register, registered
+from .storage import is_plain
 from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
 from .undecided import EXACT as EXACTLY
 from .users import BOUNDED, SPARSE, UNKNOWN
@@ -271,7 +272,7 @@ class Session:
         """Stores a waiting tensor in the way that its user, ``node``, allows."""
         waiting = packed.value
         assert isinstance(waiting, Waiting)
-        if waiting.fresh():  # else it was changed in place, and the backward pass raises as torch's does
+        if waiting.fresh():  # else it was changed in place or freed: it stays what torch would hold
             edge = waiting.edge_of(node)
             if edge is None:
                 packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.offload)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .saved_value import Computed, Edge, Hooks, Stored, Value, check_version, saved_by
+from .saved_value import Computed, Edge, Hooks, Stored, Value, saved_by
+from .storage import check_version, is_present
 from .users import (
     BOUNDED,
     DENSE,
@@ -64,7 +65,7 @@ class Waiting(Value):
         return self.edge
 
     def fresh(self) -> bool:
-        return self.x._version == self.version
+        return self.x._version == self.version and is_present(self.x)
 
     def is_work(self) -> bool:
         return False

@@ -57,12 +57,13 @@ def compress(
             save their input and are run again in the backward pass, which gives the bits of torch; None leaves them
             alone. Default ``"auto"``: 3 bits, and ``"recompute"`` in modules that ``saved_bits`` covers, where
             recomputing the output saves more than bits do and rounds less. Swapped are torch.nn's GELU, SiLU, Mish,
-            Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if they compute what the name says,
-            transformers' (gelu_new and the other composites, GELUActivation, QuickGELUActivation, SiLUActivation,
-            MishActivation, BloomGelu), minGPT's NewGELU, CLIP's QuickGELU and timm's. With bits or ``"output"`` a
-            composite's forward changes in the last bits: it becomes torch's fused one. Outside of ``saved_bits``,
-            gated units whose gate and up come out of one layer (Phi-3's MLP, Mixtral's experts) become
-            :func:`memkern.functional.swiglu` or ``geglu``, exactly.
+            Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if the operations of their forward are
+            those of the function (as torch.fx records them; nothing is run, and an attribute that could be set later
+            is no constant), transformers' (gelu_new and the other composites, GELUActivation, QuickGELUActivation,
+            SiLUActivation, MishActivation, BloomGelu), minGPT's NewGELU, CLIP's QuickGELU and timm's. With bits or
+            ``"output"`` a composite's forward changes in the last bits: it becomes torch's fused one. Outside of
+            ``saved_bits``, gated units whose gate and up come out of one layer (Phi-3's MLP, Mixtral's experts) become
+            :func:`memkern.functional.swiglu` or ``geglu``, exactly, if their forward is proved in the same way.
         linear: share of the tokens that linear layers save (see :class:`memkern.nn.RandomizedLinear`), or a dict of
             its options; None leaves them alone. Default None. Swapped are torch.nn.Linear and GPT-2's Conv1D.
         embeddings: marks embeddings for 32-bit optimizer states, see :func:`memkern.optim.param_groups`; nothing else

@@ -7,14 +7,14 @@ alone. A few-bit activation would add its codes and free nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from .class_swap import original_class
+from . import match
+from .class_swap import ORIGINAL, original_class
+from .proof import is_as_defined, is_called_plainly, is_gate, is_gated_mlp
 
 Gate = Callable[[Tensor], Tensor]
 
@@ -44,68 +44,44 @@ class Unit(NamedTuple):
     width: tuple[int, str] | None
 
 
-_APPROXIMATE = {
-    "NewGELUActivation": "tanh",
-    "FastGELUActivation": "tanh",
-    "AccurateGELUActivation": "tanh",
-    "GELUTanh": "tanh",
-    "PytorchGELUTanh": "tanh",
-    "GELUActivation": "none",
-}
+_GATES: dict[str, Gate] = {"silu": F.swiglu, "gelu": F.geglu, "gelu_tanh": geglu_tanh}
 
 
 def _gate_of(activation: nn.Module) -> Gate | None:
     cls = original_class(activation)
-    if cls is nn.SiLU or cls.__name__ == "SiLUActivation":
+    if not is_called_plainly(activation):  # hooks would never run
+        return None
+    if cls in (nn.SiLU, nn.GELU) and not is_as_defined(cls):
+        return None
+    if cls is nn.SiLU:
         return F.swiglu
     if cls is nn.GELU:
-        approximate = vars(activation)["approximate"]
-    elif cls.__name__ in _APPROXIMATE:
-        approximate = _APPROXIMATE[cls.__name__]
-    else:
-        return None
-    return geglu_tanh if approximate == "tanh" else F.geglu
-
-
-def _activation_of(module: nn.Module) -> nn.Module | None:
-    children = dict(module.named_children())
-    return children.get("activation_fn", children.get("act_fn"))
-
-
-def _computes_the_same(cls: type[nn.Module], module: Any, stand_in: Any) -> bool:
-    """Whether the module's own forward gives what GatedMLP's gives, on two rows of numbers."""
-    up = stand_in.gate_up_proj
-    if up.weight.device.type == "meta":
-        return False
-    width, options = up.in_features, {"dtype": up.weight.dtype, "device": up.weight.device}
-    x = torch.linspace(-1, 1, 2 * width, **options).view(1, 2, width)
-    try:
-        with torch.no_grad():
-            theirs, ours = cls.forward(module, x), GatedMLP.forward(stand_in, x)
-            return torch.allclose(theirs, ours, rtol=1e-2, atol=1e-5)
-    except (
-        Exception
-    ):  # a forward of unknown code may raise anything: then it is not the unit that its children suggest
-        return False
+        return geglu_tanh if vars(activation)["approximate"] == "tanh" else F.geglu
+    return _GATES.get(match.kind_of(cls, activation) or "")
 
 
 def find_gated_unit(cls: type[nn.Module], module: nn.Module) -> Unit | None:
-    """What a gated unit, whose class is or was ``cls``, becomes; None where the module is none.
+    """What a gated unit, whose class is or was ``cls``, becomes; None where its graph is not that of one.
 
-    A module with a Phi-3 MLP's children is run once without gradients, to see that it computes what they suggest.
-    Nothing about it is changed.
+    Nothing about the module is changed, and it is not run.
     """
-    activation = _activation_of(module)
-    gate = None if activation is None else _gate_of(activation)
-    if activation is None or gate is None:
-        return None
-    experts = getattr(cls, "_apply_gate", None)
-    if getattr(experts, "__module__", "") == "transformers.integrations.moe":  # Mixtral's and its kin
-        return Unit(cls, {"_apply_gate": gate}, activation, None)
     children = dict(module.named_children())
+    act = next((name for name in ("activation_fn", "act_fn") if name in children), None)
+    gate = None if act is None else _gate_of(children[act])
+    if act is None or gate is None:
+        return None
+    if is_gate(cls, module, "_apply_gate", act) and _is_own_gate(module):  # Mixtral's experts and their kin
+        return Unit(cls, {"_apply_gate": gate}, children[act], None)
     up, down = children.get("gate_up_proj"), children.get("down_proj")
     if not (isinstance(up, nn.Linear) and isinstance(down, nn.Linear)) or len(children) != 3:
         return None
-    if not _computes_the_same(cls, module, SimpleNamespace(gate=gate, gate_up_proj=up, down_proj=down)):
+    if not is_gated_mlp(cls, module, act):
         return None
-    return Unit(GatedMLP, {"gate": gate}, activation, (down.in_features, "down_proj"))
+    return Unit(GatedMLP, {"gate": gate}, children[act], (down.in_features, "down_proj"))
+
+
+def _is_own_gate(module: nn.Module) -> bool:
+    """Whether the instance has the method of its class, or what an earlier call of compress has set."""
+    return "_apply_gate" not in vars(module) or (
+        original_class(module) is type(module) and ORIGINAL in vars(module)
+    )

@@ -1,4 +1,4 @@
-"""Finds the counterpart that saves less: of torch's modules by class, of others by name and by what they compute."""
+"""Finds the counterpart that saves less: of torch's modules by class, of others by name and their forward's graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from ..library import is_own
 from ..nn import activation as ours
 from ..nn.linear import RandomizedConv1D, RandomizedLinear
+from . import proof
 from .class_swap import original_class
 
 Maker = Callable[..., nn.Module]
@@ -38,30 +39,32 @@ TORCH: dict[type[nn.Module], Maker] = {
 SAVE_THEIR_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
-def _tanh_gelu(m: nn.Module, bits: int, keep: str) -> nn.Module:
-    return ours.GELU("tanh", bits=bits, keep=keep)
-
-
-BY_NAME: dict[str, Maker] = {
-    "NewGELUActivation": _tanh_gelu,  # transformers' gelu_new: four tensors saved
-    "FastGELUActivation": _tanh_gelu,
-    "AccurateGELUActivation": _tanh_gelu,
-    "GELUTanh": _tanh_gelu,
-    "PytorchGELUTanh": _tanh_gelu,
-    "BloomGelu": _tanh_gelu,
-    "NewGELU": _tanh_gelu,  # minGPT's
-    "GELUActivation": lambda m, bits, keep: ours.GELU(bits=bits, keep=keep),
-    "QuickGELUActivation": lambda m, bits, keep: ours.QuickGELU(bits=bits),
-    "QuickGELU": lambda m, bits, keep: ours.QuickGELU(bits=bits),  # CLIP's own, open_clip's, timm's
-    "SiLUActivation": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
-    "MishActivation": lambda m, bits, keep: ours.Mish(bits=bits),
-    "GELU": lambda m, bits, keep: ours.GELU(
-        bits=bits, keep=keep
-    ),  # timm's, which are no subclasses of torch's
-    "Swish": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
-    "Mish": lambda m, bits, keep: ours.Mish(bits=bits),
-    "HardSwish": lambda m, bits, keep: ours.Hardswish(bits=bits),
+_KINDS: dict[str, Maker] = {
+    "gelu": lambda m, bits, keep: ours.GELU(bits=bits, keep=keep),
+    "gelu_tanh": lambda m, bits, keep: ours.GELU("tanh", bits=bits, keep=keep),
+    "quick_gelu": lambda m, bits, keep: ours.QuickGELU(bits=bits),
+    "silu": lambda m, bits, keep: ours.SiLU(bits=bits, keep=keep),
+    "mish": lambda m, bits, keep: ours.Mish(bits=bits),
+    "hardswish": lambda m, bits, keep: ours.Hardswish(bits=bits),
 }
+
+_TANH_GELU = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")  # transformers' composites
+BY_NAME: dict[str, str] = {
+    **dict.fromkeys((*_TANH_GELU, "GELUTanh", "PytorchGELUTanh", "BloomGelu"), "gelu_tanh"),
+    "NewGELU": "gelu_tanh",  # minGPT's
+    "GELUActivation": "gelu",
+    "QuickGELUActivation": "quick_gelu",
+    "QuickGELU": "quick_gelu",  # CLIP's own, open_clip's, timm's
+    "SiLUActivation": "silu",
+    "MishActivation": "mish",
+    **{
+        "GELU": "gelu",
+        "Swish": "silu",
+        "Mish": "mish",
+        "HardSwish": "hardswish",
+    },  # timm's, no subclasses of torch's
+}
+"""The kind of activation that a class's name suggests; its graph proves it (proof.py)."""
 
 
 # Activations and layers that save much and have no counterpart here.
@@ -85,18 +88,13 @@ NO_COUNTERPART = (
 FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
 
 
-def _computes_the_same(cls: type[nn.Module], module: nn.Module, new: nn.Module) -> bool:
-    """Whether both compute the same on 97 points, to rounding: the name alone proves nothing."""
-    if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
-        return False
-    x = torch.linspace(-8, 8, 97, dtype=torch.float32, device="cpu")
-    try:
-        with torch.no_grad():
-            return torch.allclose(cls.forward(module, x), new(x), rtol=1e-4, atol=1e-5)
-    except (
-        Exception
-    ):  # a forward of unknown code may raise anything: then it is not the function that its name says
-        return False
+_REPLACED = "its class's forward has been replaced"
+
+
+def kind_of(cls: type[nn.Module], module: nn.Module) -> str | None:
+    """What an activation that is not torch's is proved to compute; None where it is not."""
+    kind = BY_NAME.get(proof.defining_class(cls).__name__)
+    return kind if kind is not None and proof.computes(cls, module, kind) else None
 
 
 def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Module | str | None:
@@ -107,12 +105,14 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
     if is_own(cls):
         return None
     if cls in TORCH:
+        if not proof.is_as_defined(cls):
+            return _REPLACED
         if cls is nn.Softplus and module.beta <= 0:
             return f"beta is {module.beta}, allowed: above 0"
         return TORCH[cls](module, bits, keep)
-    if cls.__name__ in BY_NAME:
-        new = BY_NAME[cls.__name__](module, bits, keep)
-        if _computes_the_same(cls, module, new):
+    if (kind := BY_NAME.get(proof.defining_class(cls).__name__)) is not None:
+        new = _KINDS[kind](module, bits, keep)
+        if proof.computes(cls, module, kind):
             return new
         return f"its name is known, and it does not compute what {type(new).__name__} does"
     base = next((base for base in TORCH if issubclass(cls, base) and not is_own(cls)), None)
@@ -120,10 +120,8 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
 
 
 def is_composite(cls: type[nn.Module], module: nn.Module) -> bool:
-    """Whether the module is in BY_NAME and computes what its name says, so that its forward may run a second time."""
-    if cls.__name__ not in BY_NAME or getattr(module, "inplace", False):  # a second run would change it again
-        return False
-    return isinstance(activation(cls, module, 3, "codes"), nn.Module)
+    """Whether the module is in BY_NAME and proved, so that its forward may run a second time: not in place."""
+    return cls not in TORCH and not is_own(cls) and kind_of(cls, module) is not None
 
 
 def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
@@ -139,9 +137,11 @@ def _randomized_conv1d(cls: type[nn.Module]) -> type[RandomizedConv1D]:
 def linear(cls: type[nn.Module], module: Any, options: dict[str, Any]) -> nn.Module | str | None:
     """As :func:`activation`, for linear layers; the counterpart has no memory of its own."""
     if cls is nn.Linear:
+        if not proof.is_as_defined(cls):
+            return _REPLACED
         shape = (module.in_features, module.out_features, module.bias is not None)
         return RandomizedLinear(*shape, device="meta", **options)
-    if cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers."):
+    if cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils":
         return _randomized_conv1d(cls)(**options)
     if issubclass(cls, nn.Linear) and not is_own(cls):
         return "a subclass of torch.nn.Linear may do more"

@@ -17,6 +17,7 @@ class Recomputed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         function = functools.partial(original_class(self).forward, self)
         traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if traced or not (torch.is_grad_enabled() and x.requires_grad):
+        changes_its_input = getattr(self, "inplace", False)  # set since: a second run would change it again
+        if traced or changes_its_input or not (torch.is_grad_enabled() and x.requires_grad):
             return function(x)
         return Recompute.apply(x, function)

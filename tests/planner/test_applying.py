@@ -122,3 +122,29 @@ def test_what_cannot_be_applied_changes_nothing() -> None:
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+class Adds(nn.Module):
+    """Changes what a block gives before the next one gets it."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.blocks, self.between = model()[0], between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) + 1 if self.between else block(x)
+        return x
+
+
+def test_groups_of_blocks_need_nothing_between_them() -> None:
+    x = torch.randn(2, 8)
+    plain = Adds(False)
+    expected = plain(x)
+    memkern.checkpoint_blocks(plain, "sqrt")
+    plain.blocks[0](x)  # a forward pass that is interrupted here leaves nothing behind
+    assert torch.equal(plain(x), expected)
+    other = Adds(True)
+    memkern.checkpoint_blocks(other, "sqrt")
+    with pytest.raises(RuntimeError, match=r"does something between blocks 0 and 1.*'blocks' does not mind"):
+        other(x)

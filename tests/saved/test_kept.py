@@ -271,9 +271,12 @@ def test_one_block_around_a_whole_loop_keeps_no_notes() -> None:
         assert len(session.coded) + len(session.constants) <= 100
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 11), ("exact", 9)])
+@pytest.mark.parametrize(("bits", "most"), [(8, 11.5), ("exact", 9.5)])
 def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
-    """Of each saved tensor, until the backward pass: they decide how often Python looks through all its objects."""
+    """Of each saved tensor, until the backward pass: they decide how often Python looks through all its objects.
+
+    Half an object is for the weights: what is derived from one holds its memory of the forward pass.
+    """
     model, x = Model(4), ids()
     memkern.compress(model, saved_bits=bits)
     model(x).mean().backward()

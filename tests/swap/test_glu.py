@@ -161,25 +161,70 @@ def test_where_the_rules_see_through_it_stays() -> None:
     assert (type(model), type(model.activation_fn)) == (Phi3MLP, nn.SiLU)
 
 
-def test_finding_a_gated_unit_changes_nothing() -> None:
-    seen = []
-
-    class Watched(Phi3MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append({*vars(self)})
-            return super().forward(x)
-
-    model = Watched(nn.SiLU())
-    before = {*vars(model)}
-    assert gated.find_gated_unit(Watched, model) is not None
-    assert seen == [before]
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_finding_a_gated_unit_runs_and_changes_nothing(device: str) -> None:
+    model, called = Phi3MLP(nn.SiLU()).to(device), []
+    for child in (model.gate_up_proj, model.down_proj):
+        child.register_forward_hook(lambda *_: called.append(1))
+    before = {name: copy.copy(value) for name, value in vars(model).items()}
+    assert gated.find_gated_unit(Phi3MLP, model) is not None
+    assert vars(model) == before
+    assert not called
 
 
-@pytest.mark.parametrize("model", [Other(nn.SiLU()), Phi3MLP(nn.Tanh()), Phi3MLP(nn.SiLU()).to("meta")])
-def test_what_only_looks_like_it_is_left_alone(model: nn.Module) -> None:
-    was = type(model)
-    memkern.compress(model)
-    assert type(model) is was
+class Clamped(Phi3MLP):
+    """Differs from the unit on large inputs alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up.clamp(-7, 7) * self.activation_fn(gate.clamp(max=7)))
+
+
+class WithDropout(Phi3MLP):
+    """Differs from the unit in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.dropout(up * self.activation_fn(gate), 0.5, self.training))
+
+
+class InHalf(Phi3MLP):
+    """Rounds otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj((up.bfloat16() * self.activation_fn(gate.bfloat16())).to(x.dtype))
+
+
+class WithHook(Phi3MLP):
+    """Its activation is not called plainly."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__(act)
+        act.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+class OfTanh(Phi3MLP):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__(nn.Tanh())
+
+
+@pytest.mark.parametrize("cls", [Other, Clamped, WithDropout, InHalf, WithHook, OfTanh])
+def test_what_only_looks_like_it_is_left_alone(cls: type[Phi3MLP]) -> None:
+    """Also where every probe gives the same, as the weights are 0 when it is compressed."""
+    model = cls(nn.SiLU())
+    state = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    memkern.compress(model.eval())
+    assert type(model) is cls
+    model.load_state_dict(state)
+    x, results = 20 * torch.randn(2, 64, 32), []
+    for _ in range(2):
+        torch.manual_seed(1)
+        results.append(model.train()(x))
+        memkern.restore(model)
+    assert torch.equal(*results)
 
 
 @pytest.mark.full
