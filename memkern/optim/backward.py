@@ -105,7 +105,7 @@ class StepInBackward(Optimizer):
                 f"params must be on one device, got {', '.join(sorted(map(str, devices)))}: the backward pass has a "
                 "thread for each; make an optimizer for each device"
             )
-        self._hooks.add(params)
+        self._hooks.follow(params)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -113,20 +113,18 @@ class StepInBackward(Optimizer):
     # ---- one parameter in place of all
 
     @contextlib.contextmanager
-    def _alone(self, p: Tensor) -> Iterator[bool]:
-        """In its scope the optimizer has one group, of one parameter; yields whether a group has the parameter.
+    def _alone(self, p: Tensor) -> Iterator[None]:
+        """In its scope the optimizer has one group, of one parameter.
 
         So a step takes constant time, and other gradients, which were set by hand, wait for step().
         """
         place = self._place_of(p)
-        if place is None:
-            yield False
-            return
+        assert place is not None
         groups, group = self.param_groups, place[0]
         self._whole = groups, group, group["params"]
         try:
             self.param_groups, group["params"] = [group], [p]
-            yield True
+            yield
         finally:
             self.param_groups, group["params"], self._whole = groups, self._whole[2], None
 
@@ -163,6 +161,9 @@ class StepInBackward(Optimizer):
 
     def _step_one(self, p: Tensor) -> None:
         """The hook: the step of one parameter, whose gradient is complete."""
+        if self._place_of(p) is None:  # it has left the groups, and others may want its gradient
+            self._hooks.remove(p)
+            return
         check_first_gradient(p, self._stepped)
         check_not_reduced_later(p)
         first = not self._stepped
@@ -170,9 +171,8 @@ class StepInBackward(Optimizer):
         try:
             if first and hasattr(super(), "_follow_groups"):
                 self._follow_groups()
-            with self._alone(p) as is_there:
-                if is_there:
-                    self._step_all()
+            with self._alone(p):
+                self._step_all()
         finally:
             p.grad = None
 
@@ -187,6 +187,7 @@ class StepInBackward(Optimizer):
         """Ends a step that ``backward()`` has taken. ``closure``: computes the loss with gradients; called once."""
         refuse_scaler(self, "use bfloat16, or the optimizer without StepInBackward")
         refuse_clipping(self)
+        self._hooks.check_newest()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -218,26 +219,69 @@ class StepInBackward(Optimizer):
         return _new, (self.optimizer_class,), self.__getstate__()
 
 
+_HOOKS: dict[int, list[weakref.ref[ParameterHooks]]] = {}
+"""Of all optimizers, by the id of a parameter. Weak references to parameters would forbid torch.utils.swap_tensors."""
+
+
 class ParameterHooks:
-    """Calls a method with each parameter whose gradient is complete, once per backward pass."""
+    """Calls a method with each parameter whose gradient is complete, once per backward pass.
+
+    Of several optimizers over one parameter the one that was made last has the gradient, as long as it is alive: a
+    scheduler may keep an older one.
+    """
 
     def __init__(self, method: Callable[[Tensor], None]) -> None:
         # Weak, so that the parameters do not keep the optimizer: one that is dropped must not step any more.
         self.method = weakref.WeakMethod(method)
-        self.hooked: set[Tensor] = set()
+        self.handles: dict[Tensor, Any] = {}
+        self.newer: weakref.ref[ParameterHooks] | None = None  # that has taken a parameter over
 
-    def add(self, params: Iterable[Tensor]) -> None:
-        """Hooks those that need a gradient and have no hook yet."""
-        reference = self.method
+    def follow(self, params: Iterable[Tensor]) -> None:
+        """Hooks those of ``params`` that need a gradient, and removes the hooks of others."""
+        now = [*params]
+        if len(self.handles) != len(now) or any(p not in self.handles for p in now):
+            for p in {*self.handles} - {*now}:
+                self.remove(p)
+            for p in now:
+                if p.requires_grad and p not in self.handles:
+                    self._add(p)
+
+    def remove(self, p: Tensor) -> None:
+        self.handles.pop(p).remove()
+
+    def _add(self, p: Tensor) -> None:
+        own = weakref.ref(self)
 
         def hook(p: Tensor) -> None:
-            if (method := reference()) is not None:
+            hooks = own()
+            if hooks is not None and (method := hooks.method()) is not None and hooks._is_newest(p):
                 method(p)
 
-        for p in params:
-            if p.requires_grad and p not in self.hooked:
-                p.register_post_accumulate_grad_hook(hook)
-                self.hooked.add(p)
+        before = _HOOKS[id(p)] = [ref for ref in _HOOKS.get(id(p), ()) if _hooks_of(ref, p) is not None]
+        for ref in before:
+            if (other := _hooks_of(ref, p)) is not None:
+                other.newer = own
+        self.handles[p] = p.register_post_accumulate_grad_hook(hook)
+        before.append(own)
+
+    def _is_newest(self, p: Tensor) -> bool:
+        return next(x for ref in reversed(_HOOKS[id(p)]) if (x := _hooks_of(ref, p)) is not None) is self
+
+    def check_newest(self) -> None:
+        """Raises RuntimeError where an optimizer that was made later has the gradients."""
+        newer = None if self.newer is None else self.newer()
+        optimizer = None if newer is None else getattr(newer.method(), "__self__", None)
+        if optimizer is not None:
+            raise RuntimeError(
+                f"another optimizer, a {type(optimizer).__name__}, was made of the same parameters later, and takes "
+                "their gradients in the backward pass: step that one, or drop it"
+            )
+
+
+def _hooks_of(ref: weakref.ref[ParameterHooks], p: Tensor) -> ParameterHooks | None:
+    """An optimizer's hooks, if it is alive and has one on p."""
+    hooks = ref()
+    return hooks if hooks is not None and hooks.method() is not None and p in hooks.handles else None
 
 
 def check_class(optimizer_class: Any) -> None:

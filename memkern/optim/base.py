@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _ops
@@ -44,10 +45,13 @@ class BlockwiseOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _looks: list[following.Look]  # the groups at the last step
-    _frozen: set[int]  # ids of parameters that no step was prepared for, as they need no gradient
+    _frozen: set[
+        int
+    ]  # ids of parameters that no step was prepared for: they need no gradient, or have no shape yet
     _multi_call = False  # whether a step needs several calls of ops
     _sharded = False  # whether there are DTensors
     _ranks: dict[Tensor, shards.Ranks]  # the ranks that hold other elements of a parameter
+    _rounds: dict[int, int]  # of parameters over one memory
     _elsewhere: set[int]  # ids of DTensors on meshes that this rank is no part of
     _all_ranks: collectives.AllRanks  # of all parameters: what one rank decides, all do
     _lr_buffers: list[Tensor]  # memory that steps use again
@@ -93,6 +97,8 @@ class BlockwiseOptimizer(Optimizer):
     def _look_at_groups(self) -> None:
         """Finds out which kinds of parameters there are, which decides how a step is taken."""
         self._multi_call = any(multi_call.is_needed(g, self._trained(g)) for g in self.param_groups)
+        self._rounds = multi_call.rounds_of([p for g in self.param_groups for p in self._trained(g)])
+        self._multi_call |= bool(self._rounds)
         self._lr_buffers, self._strided_buffers = [], {}
         pairs = [(p, group) for group in self.param_groups for p in self._trained(group)]
         stepped = {id(p) for p, _ in pairs}
@@ -124,9 +130,11 @@ class BlockwiseOptimizer(Optimizer):
         self._check_shape(p, group)
 
     def _trained(self, group: dict[str, Any]) -> list[Tensor]:
-        """The group's parameters, without frozen ones, which may be of any kind (4-bit weights under adapters)."""
+        """The group's parameters without frozen ones, of any kind (4-bit weights under adapters), and lazy ones."""
         return [
-            p for p in group["params"] if isinstance(p, Tensor) and (p.requires_grad or self.state.get(p))
+            p
+            for p in group["params"]
+            if isinstance(p, Tensor) and (p.requires_grad or self.state.get(p)) and not is_lazy(p)
         ]
 
     def _check_params(self, group: dict[str, Any], max_grad_norm: float | None) -> None:
@@ -225,8 +233,8 @@ class BlockwiseOptimizer(Optimizer):
             made = {**self.state[p], **self._init_state(p, group)}
             self.state[p] = self._known(p, group)
             self.state[p].replace(made, Format.of(group))
-        if thawed:
-            self._look_at_groups()
+        if thawed or (len(new) > 1 and not torch.compiler.is_compiling()):
+            self._look_at_groups()  # memory may have been tied since the group was added
 
     def _check_thawed(self, params: list[Tensor], group: dict[str, Any]) -> None:
         """Checks parameters that were frozen when the groups were looked at."""
@@ -324,25 +332,36 @@ class BlockwiseOptimizer(Optimizer):
     def _step_in_calls(self, args: StepArgs) -> None:
         """The step of parameters on several devices, or of which some need another op, a copy or a reduction."""
         groups = [self.param_groups[number] for number in args.group]
-        for p, g, group in zip(args.params, args.grads, groups, strict=True):
+        moved = [
+            (p, group)
+            for p, group in zip(args.params, groups, strict=True)
+            if not self._known(p, group).is_as_converted(p)
+        ]
+        for p, group in moved:
             self._check_param(p, group)
+        for p, g in zip(args.params, args.grads, strict=True):
             check_gradient(p, g)
-        for p, group in zip(args.params, groups, strict=True):
+        for p, group in moved:
             self._convert_storage(p, group)
-        entries = [self._entry(p, group) for p, group in zip(args.params, groups, strict=True)]
-        norm = self.defaults["max_grad_norm"]
+            self._known(p, group).note_converted(p)
+        entries = self._entries(args.params, groups)
         multi_call.step(
             args,
             entries,
             self.param_groups,
-            norm,
+            self.defaults["max_grad_norm"],
             self._all_ranks,
+            self._rounds,
             self._strided_buffers,
             self._hyperparameters,
         )
 
-    def _entry(self, p: Tensor, group: dict[str, Any]) -> multi_call.Entry:
-        return multi_call.Entry(p, group, self.state[p], self._op_of(group))
+    def _entries(self, params: Sequence[Tensor], groups: list[dict[str, Any]]) -> list[multi_call.Entry]:
+        states = self.state
+        return [
+            multi_call.Entry(p, group, states[p], self._op_of(group))
+            for p, group in zip(params, groups, strict=True)
+        ]
 
     def _convert_misfits(self) -> bool:
         """Converts states that do not fit their parameters any more, as after ``model.to(channels_last)``.

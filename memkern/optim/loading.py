@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -226,8 +225,10 @@ def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor,
         if key == "step":
             if value.numel() != 1 or value.dtype != torch.float32:
                 does_not_fit(name, i, f"step must be one float32 number, got {value}")
-            if _has_values(value) and not 0 <= float(value) < math.inf:
-                does_not_fit(name, i, f"step must be one finite number, 0 or more, got {value}")
+            if _has_values(value) and not 0 <= float(value) < 2**63:  # as the kernels count
+                does_not_fit(
+                    name, i, f"step must be one finite number, 0 or more and below 2^63, got {value}"
+                )
         elif key.endswith("_scale"):
             _check_scale(name, i, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
         elif key == "trust_ratio":

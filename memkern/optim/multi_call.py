@@ -6,7 +6,9 @@ call, the caller has checked everything before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +56,37 @@ def is_needed(group: Group, params: Sequence[Tensor]) -> bool:
     )
 
 
+def rounds_of(params: Sequence[Tensor]) -> dict[int, int]:
+    """By a parameter's id: how many earlier ones over the same memory are to be stepped before it, if any.
+
+    An op steps its tensors at the same time. Tied by ``.data``, they are stepped one after the other, as torch does.
+    """
+    spans = []
+    for i, p in enumerate(params):
+        x = shards.local(p)
+        if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel():
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), i))
+    spans.sort()
+    ends = [0, *itertools.accumulate((end for _, end, _ in spans), max)]
+    if all(start >= before for (start, _, _), before in zip(spans, ends, strict=False)):
+        return {}
+    rounds: dict[int, int] = {}
+    seen: list[tuple[int, int, int]] = []
+    for start, end, i in sorted(spans, key=itemgetter(2)):
+        over = [rounds[id(params[k])] for first, last, k in seen if first < end and start < last]
+        rounds[id(params[i])] = 1 + max(over, default=-1)
+        seen.append((start, end, i))
+    return rounds
+
+
 def step(
     args: StepArgs,
     entries: Sequence[Entry],
     groups: Sequence[Group],
     max_grad_norm: float | None,
     all_ranks: collectives.AllRanks,
+    rounds: Mapping[int, int],
     buffers: dict[Any, Tensor],
     hyperparameters: Callable[[StepOp], list[float]],
 ) -> None:
@@ -70,21 +97,21 @@ def step(
         groups: the optimizer's, for messages.
         max_grad_norm: the optimizer's option.
         all_ranks: those that have a part of the optimizer's parameters.
+        rounds: see :func:`rounds_of`.
         buffers: memory for parameters with gaps, kept from one step to the next.
         hyperparameters: those of an op, for all groups.
     """
     sharded = bool(all_ranks.meshes)
     norms = _grad_norms(args, max_grad_norm, all_ranks)
     args = _skipped_if_not_finite(args, entries, norms, all_ranks)
-    # By device, op, whether the reference runs it, and whether other ranks have a part.
+    # By round, device, op, whether the reference runs it, and whether other ranks have a part.
     together: dict[Any, tuple[StepOp, list[int]]] = {}
     reductions: dict[str, tuple[StepOp, list[int], list[int]]] = {}  # by op: together, and each alone
     strided = []
     for i, (p, group, state, own, _) in enumerate(entries):
         by_reference = own is AMSGRAD_STEP or p.dtype == torch.float64
-        coded = any(key.endswith("_scale") for key in state)
-        alone = shards.needs_reference(p, group, coded)
-        if not is_dense(p.shape, p.stride()):
+        alone = sharded and shards.needs_reference(p, group, any(key.endswith("_scale") for key in state))
+        if not p.is_contiguous() and not is_dense(p.shape, p.stride()):
             strided.append((i, p, own, by_reference))
         elif own is not MUON_STEP and (alone or (own.has_trust_ratios and shards.ranks_of(p) is not None)):
             _, some, each = reductions.setdefault(own.name, (own, [], []))
@@ -92,7 +119,7 @@ def step(
         else:
             # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
             exchanged = own is MUON_STEP and shards.ranks_of(p) is not None
-            key = p.device, own.name, by_reference, alone, exchanged
+            key = rounds.get(id(p), 0), p.device, own.name, by_reference, alone, exchanged
             together.setdefault(key, (own, []))[1].append(i)
 
     def call(
@@ -107,7 +134,9 @@ def step(
     params = [entry.param for entry in entries]
     calls = [
         call(own, some, by_reference, cut, exchanged)
-        for (_, _, by_reference, cut, exchanged), (own, numbers) in together.items()
+        for (_, _, _, by_reference, cut, exchanged), (own, numbers) in sorted(
+            together.items(), key=lambda item: item[0][0]
+        )
         # Muon's updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
         for some in (
             buckets(numbers, params, dtensor_muon.bytes_of_update) if own is MUON_STEP else [numbers]

@@ -144,9 +144,11 @@ class Muon(BlockwiseOptimizer):
     def _op_of(self, group: dict[str, Any]) -> StepOp:
         return MUON_STEP if group["algorithm"] == "muon" else ADAM_STEP
 
-    def _entry(self, p: Tensor, group: dict[str, Any]) -> Entry:
-        devices = self.product_devices
-        return super()._entry(p, group)._replace(product_device=None if devices is None else devices.get(p))
+    def _entries(self, params: Sequence[Tensor], groups: list[dict[str, Any]]) -> list[Entry]:
+        entries, devices = super()._entries(params, groups), self.product_devices
+        if devices is None:
+            return entries
+        return [entry._replace(product_device=devices.get(entry.param)) for entry in entries]
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)

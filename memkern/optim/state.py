@@ -35,6 +35,18 @@ class State(dict[str, Any]):
     """
 
     format: Format | None = None
+    _seen: Any = None
+
+    def note_converted(self, p: Tensor) -> None:
+        """Notes that the entries are as the parameter, which is as it is now, asks for."""
+        self._seen = self._look(p)
+
+    def is_as_converted(self, p: Tensor) -> bool:
+        """Whether neither the parameter nor the entries have changed since then, but for their values."""
+        return self._seen is not None and self._seen == self._look(p)
+
+    def _look(self, p: Tensor) -> Any:
+        return p.dtype, p.device, p.shape, p.stride(), [*map(id, self.values())]
 
     @classmethod
     def of(cls, entries: dict[str, Any], format: Format) -> State:
@@ -49,7 +61,7 @@ class State(dict[str, Any]):
         """Puts entries of a format in place of all."""
         self.clear()
         self.update(entries)
-        self.format = format
+        self.format, self._seen = format, None
 
 
 def _unflatten(values: Iterable[Any], context: tuple[list[str], Format | None]) -> State:

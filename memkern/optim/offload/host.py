@@ -257,7 +257,7 @@ class HostOffload(Optimizer):
 
     def _hook_parameters(self) -> None:
         if self._hooks_gradients:
-            self._hooks.add(w.p for w in self._weights.values() if not w.resident)
+            self._hooks.follow(w.p for w in self._weights.values() if not w.resident)
 
     def _make_buckets(self) -> None:
         """Puts neighbours whose states are in one place together, and all where a step needs the norm of all."""
@@ -368,6 +368,7 @@ class HostOffload(Optimizer):
         if self._hooks_gradients:
             refuse_scaler(self, "leave offload_gradients and step_in_backward False")
             refuse_clipping(self)
+            self._hooks.check_newest()
         loss = None
         if closure is not None:
             with torch.enable_grad():
