@@ -165,7 +165,7 @@ class StepInBackward(Optimizer):
             self._hooks.remove(p)
             return
         check_first_gradient(p, self._stepped)
-        check_not_reduced_later(p)
+        check_not_reduced_later(p, StepInBackward, "use the optimizer without StepInBackward")
         first = not self._stepped
         self._stepped.add(p)
         try:
@@ -347,7 +347,8 @@ def refuse_scaler(optimizer: Optimizer, cure: str) -> None:
         )
 
 
-def check_not_reduced_later(p: Tensor) -> None:
+def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
+    """Raises RuntimeError for a plain parameter in a job of several processes. ``cure``: what else to do."""
     distributed = torch.distributed
     if (
         not distributed.is_available()
@@ -357,8 +358,9 @@ def check_not_reduced_later(p: Tensor) -> None:
         return
     if not isinstance(p, distributed.tensor.DTensor):
         raise RuntimeError(
-            "StepInBackward steps on this process's own gradients, before DistributedDataParallel reduces them; use "
-            "fully_shard, or the optimizer without StepInBackward"
+            f"{cls.__name__} takes this process's own gradients, here of a parameter of shape {tuple(p.shape)}, before "
+            "DistributedDataParallel reduces them; in a job of several processes shard the model with fully_shard, or "
+            f"{cure}"
         )
 
 

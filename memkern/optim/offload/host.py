@@ -298,7 +298,7 @@ class HostOffload(Optimizer):
 
     def _take_in_backward(self, p: Tensor) -> None:
         """The hook of a parameter whose gradient is complete."""
-        check_not_reduced_later(p)
+        check_not_reduced_later(p, HostOffload, "leave offload_gradients and step_in_backward False")
         w = self._weights[p]
         with self._lock:
             if self._steps_in_backward:

@@ -186,14 +186,20 @@ def bytes_on_device(
     """
     leave = ("params", "param_names", "max_grad_norm")
     like = torch.empty(p.shape, device="meta") if is_dtensor(p) else p
-    meta = nn.Parameter(torch.empty_like(like, dtype=dtype, device="meta"))
     given = {key: x for key, x in group.items() if key not in leave}
-    probe = optimizer_class(
-        [{**given, "params": [meta]}], **{key: x for key, x in options.items() if key not in leave}
-    )
-    meta.grad = torch.empty_like(meta)
-    probe.step()
-    found = optimizer_bytes(probe) + (0 if dtype == p.dtype else meta.nbytes)
+    rest = {key: x for key, x in options.items() if key not in leave}
+
+    def bytes_of_step(device: str) -> int:
+        probe = nn.Parameter(torch.zeros_like(like, dtype=dtype, device=device))
+        optimizer = optimizer_class([{**given, "params": [probe]}], **rest)
+        probe.grad = torch.zeros_like(probe)
+        optimizer.step()
+        return optimizer_bytes(optimizer) + (0 if dtype == p.dtype else probe.nbytes)
+
+    try:
+        found = bytes_of_step("meta")
+    except RuntimeError:  # torch's ASGD and Adafactor read a counter, which meta has no value of
+        found = bytes_of_step("cpu")
     return -(-found * elements_of(p) // max(1, p.numel()))
 
 

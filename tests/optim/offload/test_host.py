@@ -229,6 +229,25 @@ def test_where_nothing_is_transferred_a_step_is_one_call(wrapper: type[HostOfflo
     assert Counted.steps == calls
 
 
+@pytest.mark.parametrize("build", [torch.optim.ASGD, torch.optim.Adafactor, torch.optim.NAdam], ids=name_of)
+def test_states_of_any_class_on_the_device(build: type) -> None:
+    """Bytes are counted by a step on meta, or on the CPU where the class reads a value."""
+
+    def trained(make: Callable[[Any], Any]) -> Any:
+        model = model_of()
+        optimizer = make(model.parameters())
+        for _ in range(3):
+            sum(losses(model, 2)).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer, [p.detach() for p in model.parameters()]
+
+    _, expected = trained(lambda params: build(params, lr=1e-2))
+    optimizer, found = trained(lambda params: HostOffload(build, params, lr=1e-2, device_state_bytes=3000))
+    assert_same(found, expected)
+    assert next(iter(optimizer._weights.values())).resident
+
+
 def test_the_first_states_stay_on_the_device() -> None:
     model = model_of(torch.bfloat16)
     first = model[0].weight
