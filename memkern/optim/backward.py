@@ -98,8 +98,8 @@ class StepInBackward(Optimizer):
 
     def _hook_parameters(self) -> None:
         """Hooks the parameters that need a gradient and have no hook yet."""
-        params = [p for p in self._parameters() if p.requires_grad]
-        devices = {p.device for p in params}
+        params = self._parameters()
+        devices = {p.device for p in params if p.requires_grad}
         if len(devices) > 1:
             raise ValueError(
                 f"params must be on one device, got {', '.join(sorted(map(str, devices)))}: the backward pass has a "

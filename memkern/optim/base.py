@@ -37,7 +37,9 @@ class BlockwiseOptimizer(Optimizer):
     """Defaults of the options that all optimizers share."""
     fixed_options: ClassVar[dict[str, Any]] = {}
     """Options that make the class what it is: a loaded state does not change them."""
-    storage_options: ClassVar[tuple[str, ...]] = ("state_bits", "block_size", "codec", "master_weights")
+    storage_options: ClassVar[tuple[str, ...]] = (
+        "state_bits", "block_size", "codec", "master_weights", "min_8bit_size",
+    )  # fmt: skip
     """Options that say how a group's states are stored."""
     converters: ClassVar[tuple[str, ...]] = ()
     """Functions of memkern.optim that convert other libraries' states for the class."""
@@ -332,10 +334,11 @@ class BlockwiseOptimizer(Optimizer):
     def _step_in_calls(self, args: StepArgs) -> None:
         """The step of parameters on several devices, or of which some need another op, a copy or a reduction."""
         groups = [self.param_groups[number] for number in args.group]
+        compiling = torch.compiler.is_compiling()  # a look would be a guard for each state
         moved = [
             (p, group)
             for p, group in zip(args.params, groups, strict=True)
-            if not self._known(p, group).is_as_converted(p)
+            if compiling or not self._known(p, group).is_as_converted(p)
         ]
         for p, group in moved:
             self._check_param(p, group)
@@ -343,7 +346,8 @@ class BlockwiseOptimizer(Optimizer):
             check_gradient(p, g)
         for p, group in moved:
             self._convert_storage(p, group)
-            self._known(p, group).note_converted(p)
+            if not compiling:
+                self._known(p, group).note_converted(p)
         entries = self._entries(args.params, groups)
         multi_call.step(
             args,
@@ -477,6 +481,8 @@ class BlockwiseOptimizer(Optimizer):
         self.state = defaultdict(
             State, {p: loading.restored(values, p, groups.get(p)) for p, values in self.state.items()}
         )
+        norm = self.defaults.get("max_grad_norm")
+        self.defaults["max_grad_norm"] = following.max_grad_norm(self.param_groups, norm)
         self._looks = self._look()
         self._look_at_groups()
 

@@ -261,7 +261,7 @@ class HostOffload(Optimizer):
 
     def _make_buckets(self) -> None:
         """Puts neighbours whose states are in one place together, and all where a step needs the norm of all."""
-        at_once = self.defaults.get("max_grad_norm") is not None
+        self._at_once = at_once = self.defaults.get("max_grad_norm") is not None
         self._buckets: list[list[Weight]] = [[]]
         elements = 0
         for w in (w for w in self._weights.values() if not w.frozen):
@@ -374,7 +374,8 @@ class HostOffload(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._finish_backward()
-        self._follow()
+        if not self._steps_in_backward or any(map(has_gradient, self._weights.values())):
+            self._follow()
         self._hook_parameters()
         self._scale_inner()
         try:
@@ -402,14 +403,19 @@ class HostOffload(Optimizer):
             )
         self._hand_options()
         self._thaw()
+        self._follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
-            before = self.defaults.get("max_grad_norm")
             if self._steps_in_backward:
                 for group in self.param_groups:
                     check_no_norm(group["max_grad_norm"])
             self._inner._follow_groups()
-            if before != self.defaults["max_grad_norm"]:
+            if self._at_once != (self.defaults["max_grad_norm"] is not None):
                 self._make_buckets()
+
+    def _follow_memory(self) -> None:
+        for w in self._weights.values():
+            if not w.frozen:
+                w.follow(self._transfers_to(w.p.device))
 
     def _thaw(self) -> None:
         """Makes host weights of parameters that were frozen when they were added."""
@@ -536,11 +542,17 @@ class HostOffload(Optimizer):
             if w.host_param in self._inner.state:
                 self.state[w.p] = self._inner.state[w.host_param]
 
+    def _convert_states(self) -> None:
+        """Converts states whose group's options have changed, before they are saved or copied."""
+        self._hand_options()
+        self._follow_memory()
+        if isinstance(self._inner, BlockwiseOptimizer):
+            self._inner._follow_groups()
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with a ``host_weight`` in the state of a parameter of another dtype."""
         self._finish_backward()
-        self._hand_options()
-        self._inner.state_dict()  # converts states whose group's options have changed
+        self._convert_states()
         self._share_state()
         found = super().state_dict()
         if isinstance(self._inner, BlockwiseOptimizer):
@@ -581,6 +593,7 @@ class HostOffload(Optimizer):
                 if w.own:
                     local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
         copy_options(self._inner, self)
+        self._make_buckets()
         self.state.clear()
         host_params = {w.host_param for w in weights}
         self.state.update(
@@ -592,6 +605,7 @@ class HostOffload(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._finish_backward()
+        self._convert_states()
         return {**super().__getstate__(), **{key: vars(self)[key] for key in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

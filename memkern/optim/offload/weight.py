@@ -52,8 +52,8 @@ class Weight:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "current": None, "buffer": None, "gradient": None, "arrived": None}
 
-    def fetch(self, transfers: Transfers) -> None:
-        """Begins the copy of p's values to where host_param is: a step goes on from them, whoever has written them."""
+    def follow(self, transfers: Transfers) -> None:
+        """Where p has got other memory, another shape or memory format: host_param has it, too."""
         p, host_param = local(self.p).detach(), local(self.host_param)
         if not self.own:
             if (
@@ -63,10 +63,18 @@ class Weight:
             ):
                 _set_data(self.host_param, p)
             return
-        if host_param.shape != p.shape:
-            new = torch.empty_like(p, dtype=host_param.dtype, device=host_param.device).copy_(p)
-            _set_data(self.host_param, new)
-            host_param = local(self.host_param)
+        like = torch.empty_like(p, device="meta")  # memory without gaps, in p's memory format
+        if host_param.shape != p.shape or host_param.stride() != like.stride():
+            values = p if host_param.shape != p.shape else host_param.detach()
+            made = torch.empty_like(p, dtype=host_param.dtype) if self.resident else None
+            made = transfers.empty_like(p, host_param.dtype) if made is None else made
+            _set_data(self.host_param, made.copy_(values))
+
+    def fetch(self, transfers: Transfers) -> None:
+        """Begins the copy of p's values to where host_param is: a step goes on from them, whoever has written them."""
+        if not self.own:
+            return
+        p, host_param = local(self.p).detach(), local(self.host_param)
         if self.resident or transfers.shares_memory:
             self.current = p
         elif host_param.dtype == p.dtype:
