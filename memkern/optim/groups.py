@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn.embedding import state_bits_of
-from .dtensor.shards import is_flat_shard
+from .dtensor.shards import check_whole
 from .roles import WITHOUT_DECAY, roles
 
 
@@ -144,11 +144,7 @@ def muon_groups(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if is_flat_shard(p):
-            raise ValueError(
-                f"model: {name} is a flat shard of FullyShardedDataParallel ({p.numel()} elements), which is no matrix "
-                "for Muon; shard the model with torch.distributed.fsdp.fully_shard"
-            )
+        check_whole(f"model: {name}", p)
         algorithm, reason, sure = role_of[p]
         decay = 0.0 if reason in WITHOUT_DECAY else weight_decay
         asked = [key for key, ask in (("adamw", adamw), ("muon", muon)) if ask is not None and ask(name, p)]

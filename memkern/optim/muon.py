@@ -10,6 +10,7 @@ from torch import Tensor
 from ..reference.muon import ADJUST_LR_FNS, NS_COEFFICIENTS, check_newton_schulz
 from ..schemas import ADAM_STEP, MUON_STEP, StepOp
 from .base import BlockwiseOptimizer
+from .dtensor.shards import check_whole
 from .muon_step import check_split
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
@@ -198,6 +199,7 @@ class Muon(BlockwiseOptimizer):
 
 
 def _check_matrix(p: Tensor) -> None:
+    check_whole("a parameter of a group with algorithm='muon'", p)
     if p.dim() < 2:
         raise ValueError(
             f"params of a group with algorithm='muon' must have two dimensions or more, got shape {tuple(p.shape)}; "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
-from memkern.optim import muon_groups
+from memkern.optim import Muon, muon_groups
 
 
 class Own(nn.Module):
@@ -207,3 +207,5 @@ def test_flat_shards_are_no_matrices() -> None:
     model.weight._fsdp_flattened = True
     with pytest.raises(ValueError, match=r"weight is a flat shard of FullyShardedDataParallel .*fully_shard"):
         muon_groups(model)
+    with pytest.raises(ValueError, match=r"'muon' is a flat shard of FullyShardedDataParallel .*fully_shard"):
+        Muon([model.weight])
