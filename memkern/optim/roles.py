@@ -141,13 +141,14 @@ def _owner(modules: dict[str, nn.Module], name: str, own_name: str) -> tuple[str
         unknown = [type(each).__name__ for each in module if type(each) not in _SCALED]
         return parent.rpartition(".")[0], last, ", ".join(unknown)
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and name:
-        return parent, last, ""
-    if own_name in (
-        "weight_g",
-        "weight_v",
-        "weight_orig",
-    ):  # of the older weight_norm, spectral_norm and prune
-        return name, "weight", ""
+        return parent, last if isinstance(module, nn.ParameterList) else f"{last}_{own_name}", ""
+    for end in (
+        "_g",
+        "_v",
+        "_orig",
+    ):  # of the older weight_norm, spectral_norm and prune, which make the tensor of it
+        if own_name.endswith(end) and own_name.removesuffix(end) in vars(module):
+            return name, own_name.removesuffix(end), ""
     return name, own_name, ""
 
 

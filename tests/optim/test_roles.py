@@ -193,6 +193,21 @@ def test_doubts_are_decided_by_name_and_strict_raises() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_names_in_lists_and_dicts_and_of_older_norms() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([weight_norm(Own("up_proj", 8, 8), "up_proj"), nn.Module()])
+    model.blocks[1].weights = nn.ParameterList([torch.ones(8, 8)])
+    model.blocks[1].own = nn.ParameterDict({"w1": torch.ones(8, 8), "b_bias": torch.ones(8, 8)})
+    assert {name: where for name, (where, _) in muon_groups(model).reasons.items()} == {
+        "blocks.0.up_proj_g": "adamw",
+        "blocks.0.up_proj_v": "muon",
+        "blocks.1.weights.0": "muon",
+        "blocks.1.own.w1": "muon",
+        "blocks.1.own.b_bias": "adamw",
+    }
+
+
 def test_one_of_several_uses_decides_for_adamw() -> None:
     model = nn.ModuleDict(
         {"a": nn.Linear(8, 9, bias=False), "table": nn.Embedding(9, 8), "head": nn.Linear(8, 8)}
