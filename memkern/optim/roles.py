@@ -34,7 +34,8 @@ class _Site(NamedTuple):
     behind: str  # the class of a parametrization that it goes through, where that is not known
 
 
-WITHOUT_DECAY = ("a vector", "a bias", "a norm")
+WITHOUT_DECAY = ("a vector", "a bias", "a norm", "a norm, by its class's name")
+"""The reasons of parameters that are not to decay."""
 
 # ---- modules
 
@@ -57,15 +58,9 @@ _HEADS = (
     *("lm_head", "lm_heads", "embed_out", "head", "heads", "classifier", "score", "qa_outputs"),
     *("text_projection", "visual_projection", "seq_relationship", "output_projection", "last_layer"),
 )
-_LAST = (
-    "output",
-    "fc",
-    "proj_out",
-    "out",
-    "output_layer",
-    "logits",
-)  # heads where they are not in a list of layers
-_ENDS_OF_HEADS = ("_head", "_classifier", "_logits", "_predictor")  # likewise
+# Heads where they are not in a list of layers:
+_LAST = ("output", "fc", "proj_out", "out", "output_layer", "logits")
+_ENDS_OF_HEADS = ("_head", "_classifier", "_logits", "_predictor")
 _TABLES = ("embed", "pos", "token")  # in the name of a parameter that no module of torch's looks up
 _NORM = re.compile(r"norm(\d+d?)?$")  # in lower case
 _WEIGHTS = re.compile(r"(^|_)(weight|kernel|proj|projection|w\d*|lora_[ab]|experts?)s?$", re.IGNORECASE)
@@ -104,8 +99,10 @@ def _role(site: _Site, heads: set[Place]) -> Role:
         return Role("adamw", "a bias")
     if name != "weight" and any(part in name for part in _TABLES):
         return Role("adamw", "an embedding, by its name")
-    if any(_NORM.search(kind) or "embed" in kind for kind in kinds):
-        return Role("adamw", "a norm or an embedding, by its class's name")
+    if any(map(_NORM.search, kinds)):
+        return Role("adamw", "a norm, by its class's name")
+    if any("embed" in kind for kind in kinds):
+        return Role("adamw", "an embedding, by its class's name")
     if p.dim() > 2 and p.shape[0] == 1:
         return Role("adamw", "one matrix of three dimensions")
     if any("expert" in kind for kind in (name, *kinds)) and p.dim() > 2:

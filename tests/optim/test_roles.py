@@ -144,7 +144,9 @@ def test_kinds_of_modules() -> None:
     }
     assert groups.doubts == []
     undecayed = {p for g in groups if not g["weight_decay"] for p in g["params"]}
-    assert {model.get_parameter(f"{name}.weight") for name in ("norm", "rms", "column")} < undecayed
+    assert {
+        model.get_parameter(f"{name}.weight") for name in ("norm", "rms", "own_norm", "column")
+    } < undecayed
     assert model.get_parameter("classifier.2.weight") not in undecayed
 
 
