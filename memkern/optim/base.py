@@ -299,10 +299,24 @@ class BlockwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.compiler.is_compiling() and self._reads_tensors():
+            self._untraced_step()
+        else:
+            self._take_step()
+        return loss
 
+    def _reads_tensors(self) -> bool:
+        """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
+        return any(isinstance(b, Tensor) for group in self.param_groups for b in group.get("betas", ()))
+
+    @torch._disable_dynamo
+    def _untraced_step(self) -> None:
+        self._take_step()
+
+    def _take_step(self) -> None:
         args = self._step_args()
         if not args.params:
-            return loss
+            return
         if self._sharded and args.found_inf is not None:
             self.found_inf = collectives.largest(args.found_inf, self._all_ranks)
             args = args._replace(found_inf=self.found_inf)
@@ -318,9 +332,8 @@ class BlockwiseOptimizer(Optimizer):
                     raise step_errors.in_words(error, args, self.param_groups) from None
                 args = self._step_args()
             else:
-                return loss
+                return
         self._step_in_calls(args)
-        return loss
 
     def _step_in_one_call(self, args: StepArgs) -> None:
         """The step of parameters on one device, all of which the op takes."""

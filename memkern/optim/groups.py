@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn.embedding import state_bits_of
+from .dtensor.shards import check_whole
+from .roles import WITHOUT_DECAY, roles
 
 
 def _marked(model: nn.Module) -> dict[Tensor, int]:
@@ -70,9 +72,11 @@ class MuonGroups(list[dict[str, Any]]):
     """The groups of :func:`muon_groups`; ``print`` shows which parameter went where, and why.
 
     reasons: by the parameter's name, its group's algorithm and the reason.
+    doubts: names of the parameters that only a rule for unknown modules has decided.
     """
 
     reasons: dict[str, tuple[str, str]]
+    doubts: list[str]
 
     def __str__(self) -> str:
         lines: dict[tuple[str, str], list[str]] = {}
@@ -83,36 +87,6 @@ class MuonGroups(list[dict[str, Any]]):
         )
 
 
-_HEADS = ("lm_head", "embed_out", "head", "classifier", "score")
-_LAST = ("output", "fc", "proj_out")  # heads where they are not in a list of layers
-_TABLES = ("embed", "pos", "token")  # in the name of a parameter that no module of torch's looks up
-
-
-def _reasons_for_adamw(model: nn.Module) -> dict[Tensor, str]:
-    """Matrices that Muon is not for, and why."""
-    found: dict[Tensor, str] = {}
-    models: list[Any] = [*model.modules()]
-    heads = [m.get_output_embeddings() for m in models if hasattr(m, "get_output_embeddings")]
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        in_list = any(part.isdigit() for part in name.split("."))
-        for own_name, p in module.named_parameters(recurse=False):
-            if own_name != "weight" and any(part in own_name for part in _TABLES):
-                found.setdefault(p, "an embedding, by its name")
-        own = module.parameters(recurse=False)
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            reason = "an embedding"
-        elif any(module is head for head in heads) or last in _HEADS or (last in _LAST and not in_list):
-            reason = "an output head"
-        elif isinstance(module, (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)):
-            reason = "a convolution"
-        else:
-            continue
-        for p in own:
-            found.setdefault(p, reason)
-    return found
-
-
 def muon_groups(
     model: nn.Module,
     *,
@@ -120,56 +94,80 @@ def muon_groups(
     adamw_lr: float = 3e-4,
     weight_decay: float = 0.1,
     adamw: Callable[[str, Tensor], bool] | None = None,
+    muon: Callable[[str, Tensor], bool] | None = None,
     split: Callable[[str, Tensor], Sequence[int] | None] | None = None,
+    strict: bool = False,
     **options: Any,
 ) -> MuonGroups:
     """The groups of a model for :class:`memkern.optim.Muon`: matrices for Muon, everything else for AdamW.
 
-    AdamW gets embeddings (and heads that are tied to them; parameters with embed, pos or token in their own name too),
-    output heads (what ``get_output_embeddings()`` returns, modules whose last name is lm_head, embed_out, head,
-    classifier or score, and those named output, fc or proj_out outside of lists of layers), convolutions, vectors, and
-    tensors of three dimensions or more whose first has size 1, such as a ViT's positions. Other tensors of three
-    dimensions, such as the stacked experts of a mixture, are batches of matrices for Muon. Matrices that hold several,
-    such as those of query, key and value, are orthogonalized as one unless ``split`` gives their sizes; Jordan et al.
-    found it better to take query, key and value each by itself.
+    What a parameter is for decides, by the module it belongs to. Wrappers do not count: torch.compile, checkpoints,
+    DistributedDataParallel, PEFT's trained copies; a tensor of weight_norm or spectral_norm is its module's.
+
+    - Muon: matrices of Linear and its subclasses (LoRA's too), Bilinear, MultiheadAttention, LSTM, GRU, RNN and
+      transformers' Conv1D; experts (three dimensions) and their routers, by their name or their class's.
+    - AdamW: embeddings and what is tied to them, norms, convolutions, biases, vectors (also as a matrix of one row or
+      column), tensors of three dimensions whose first has size 1, parameters with embed, pos or token in their own
+      name; output heads.
+    - Output heads: what ``get_output_embeddings()`` returns; modules or parameters named lm_head, embed_out, head,
+      classifier, score, qa_outputs, text_projection, visual_projection and the like, of several layers the last;
+      outside of lists of layers output, out, fc, proj_out, logits, and what ends in _head, _classifier, _logits,
+      _predictor. Where there is none, the Linear that the model's own modules or its last Sequential end in.
+    - Of modules that are not known (``F.linear(x, self.weight)``, ``A_log``, codebooks), and behind parametrizations
+      that are not: Muon where the parameter's own name is weight, kernel, proj, w1 or ends in them, AdamW otherwise.
+      These are doubts: ``doubts`` has their names, and ``strict`` raises.
+
+    Matrices that hold several, such as those of query, key and value, are orthogonalized as one unless ``split`` gives
+    their sizes; Jordan et al. found it better to take query, key and value each by itself.
 
     Args:
         model: its parameters that require a gradient, each once, under its first name.
         lr, adamw_lr: of Muon's group and of AdamW's. With ``adjust_lr_fn="match_rms_adamw"`` both may be the same.
-        weight_decay: of tensors of two dimensions or more; others get 0.
-        adamw: ``adamw(name, parameter)`` is true for further parameters that AdamW is to have.
+        weight_decay: of matrices and more; vectors, biases and norms get 0.
+        adamw, muon: ``adamw(name, parameter)`` is true for parameters that AdamW is to have whatever they are for, and
+            ``muon(name, parameter)`` likewise; adamw is asked first.
         split: ``split(name, parameter)`` is the group's ``split`` for a matrix of Muon's, or None, see :class:`Muon`.
+        strict: raise where a parameter is in doubt and neither ``adamw`` nor ``muon`` names it.
         options: options that all groups get.
 
     Returns groups that are not empty; AdamW's parameters of modules that ask for it have 32-bit states, as by
     :func:`param_groups`. ``print`` shows what went where, and why.
 
     Raises:
-        ValueError: a wrapper has joined a marked module's parameters with others.
+        ValueError: a wrapper has joined a marked module's parameters with others; a model under FSDP1
+            (FullyShardedDataParallel), whose flat shards are no matrices; with strict, parameters in doubt.
         TypeError: options name params or algorithm.
     """
-    bits_of, reasons = _marked(model), _reasons_for_adamw(model)
+    bits_of, role_of = _marked(model), roles(model)
     found, groups = MuonGroups(), {}
-    found.reasons = {}
+    found.reasons, found.doubts = {}, []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        reason = "" if p.dim() >= 2 else "a vector"
-        reason = reason or reasons.get(p, "") or ("asked for" if adamw is not None and adamw(name, p) else "")
-        if not reason and p.dim() > 2 and p.shape[0] == 1:
-            reason = "one matrix of three dimensions"
-        algorithm = "adamw" if reason else "muon"
-        found.reasons[name] = algorithm, reason or ("a matrix" if p.dim() == 2 else "a batch of matrices")
-        bits = bits_of.get(p) if reason else None
-        decay = weight_decay if p.dim() >= 2 else 0.0
-        parts = None if reason or split is None else split(name, p)
+        check_whole(f"model: {name}", p)
+        algorithm, reason, sure = role_of[p]
+        decay = 0.0 if reason in WITHOUT_DECAY else weight_decay
+        asked = [key for key, ask in (("adamw", adamw), ("muon", muon)) if ask is not None and ask(name, p)]
+        if asked and (asked[0], sure) != (algorithm, True):
+            algorithm, reason, sure = asked[0], "asked for", True
+        found.reasons[name] = algorithm, reason
+        if not sure:
+            found.doubts.append(name)
+        bits = bits_of.get(p) if algorithm == "adamw" else None
+        parts = None if algorithm == "adamw" or split is None else split(name, p)
         if (key := (algorithm, decay, bits, parts and tuple(parts))) not in groups:
-            rate = adamw_lr if reason else lr
+            rate = adamw_lr if algorithm == "adamw" else lr
             groups[key] = dict(params=[], algorithm=algorithm, lr=rate, weight_decay=decay, **options)
             if bits is not None:
                 groups[key]["state_bits"] = bits
             if parts:
                 groups[key]["split"] = tuple(parts)
         groups[key]["params"].append(p)
+    if strict and found.doubts:
+        listed = ", ".join(f"{name} ({': '.join(found.reasons[name])})" for name in found.doubts)
+        raise ValueError(
+            f"model: no module that is known says what these are for: {listed}; name them with adamw= or muon=, or "
+            "leave strict=False to have them as in brackets"
+        )
     found += groups.values()
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..reference.muon import ADJUST_LR_FNS, NS_COEFFICIENTS, check_newton_schulz
 from ..schemas import ADAM_STEP, MUON_STEP, StepOp
 from .base import BlockwiseOptimizer
+from .dtensor.shards import check_whole
 from .muon_step import check_split
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
@@ -55,7 +56,8 @@ class Muon(BlockwiseOptimizer):
             those alone. All parts of a matrix must have the same ratio. Default None.
         algorithm: "muon" or "adamw": what a group is stepped by where it does not say so itself. Default "muon". The
             groups of the other algorithm need an lr of their own, except with "match_rms_adamw", whose lr is AdamW's.
-        betas: of AdamW's groups. Default (0.9, 0.999).
+        betas: of AdamW's groups. Default (0.9, 0.999). OneCycleLR and CyclicLR cycle ``momentum``, as of
+            torch.optim.Muon, and leave betas as they are; ``cycle_momentum=False`` leaves both.
         maximize: ascend instead of descend. Default False.
         state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding: as for
             :class:`memkern.optim.Adam`. max_grad_norm is the norm of all groups' gradients together.
@@ -81,6 +83,7 @@ class Muon(BlockwiseOptimizer):
     op = ADAM_STEP
     converters = ("from_torch_muon_state_dict",)
     storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
+    _betas: tuple[float, float]
     product_devices: Mapping[Tensor, torch.device] | None = None
     """Where the matrix products of a parameter are computed, if not on its own device. HostOffload sets it."""
 
@@ -113,10 +116,10 @@ class Muon(BlockwiseOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "split": split,
             "algorithm": algorithm,
-            "betas": betas,
             "maximize": maximize,
             "capturable": False,
         }
+        self._betas = betas
         super().__init__(params, defaults, options)
 
     # ---- groups
@@ -131,6 +134,9 @@ class Muon(BlockwiseOptimizer):
             group = {**self.defaults, **param_group}
             if group["eps"] is None:  # in a wrapper's group too, which has all defaults
                 param_group = {**param_group, "eps": _EPS.get(group["algorithm"], 0.0)}
+            if "betas" not in group:
+                # Not of defaults: torch's schedulers cycle betas where defaults have them, and momentum where not.
+                param_group = {**param_group, "betas": self._betas}
             other = group["algorithm"] != self.defaults["algorithm"]
             if other and "lr" not in param_group and group["adjust_lr_fn"] != "match_rms_adamw":
                 raise ValueError(
@@ -153,6 +159,9 @@ class Muon(BlockwiseOptimizer):
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_betas": self._betas}
+
     def _follow_groups(self) -> None:
         for number, group in enumerate(self.param_groups):
             other = "adamw" if group["algorithm"] == "muon" else "muon"
@@ -171,6 +180,8 @@ class Muon(BlockwiseOptimizer):
         if group["algorithm"] not in ALGORITHMS:
             raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {group['algorithm']!r}")
         super()._check_group(group)
+        if "betas" not in group:
+            raise ValueError(f"betas must be in every group, got only {', '.join(map(str, group))}")
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum must be from 0 to below 1, got {group['momentum']!r}")
         if group["adjust_lr_fn"] not in ADJUST_LR_FNS:
@@ -190,6 +201,7 @@ class Muon(BlockwiseOptimizer):
 
 
 def _check_matrix(p: Tensor) -> None:
+    check_whole("a parameter of a group with algorithm='muon'", p)
     if p.dim() < 2:
         raise ValueError(
             f"params of a group with algorithm='muon' must have two dimensions or more, got shape {tuple(p.shape)}; "

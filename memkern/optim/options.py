@@ -42,14 +42,11 @@ def check_lr(lr: Any) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Checks for two numbers, or two tensors of one element as torch.optim takes them."""
+    """Checks for numbers or tensors of one element, or one of each: OneCycleLR puts a number in the first place."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two floats from 0 to below 1, got {betas!r}")
-    tensors = [b for b in betas if isinstance(b, Tensor)]
-    if len(tensors) == 1:
-        raise ValueError(f"betas must be two floats or two tensors, got one of each: {betas}")
-    for b in tensors:
-        if b.numel() != 1 or not b.is_floating_point() or b.device.type != "cpu":
+    for b in betas:
+        if isinstance(b, Tensor) and (b.numel() != 1 or not b.is_floating_point() or b.device.type != "cpu"):
             raise ValueError(
                 "betas must be floats or tensors of one element on the CPU (a step that read them elsewhere would "
                 f"wait for the device), got {b.dtype} of shape {tuple(b.shape)} on {b.device}"

@@ -68,7 +68,7 @@ BETAS: list[tuple[dict[str, Any], str]] = [
     ({"betas": (0.9, 0.99, 0.999)}, "betas must be"),
     ({"betas": 0.9}, "betas must be two floats from 0 to below 1, got 0.9"),
     ({"betas": ("0.9", 0.99)}, "betas must be"),
-    ({"betas": (torch.tensor(0.9), 0.99)}, "two floats or two tensors, got one of each"),
+    ({"betas": (torch.tensor(0.9), 1.0)}, "betas must be two floats from 0 to below 1"),
     ({"betas": (torch.tensor(0.9), torch.tensor(1.0))}, "betas must be two floats from 0 to below 1"),
     (
         {"betas": (torch.tensor(0.9), torch.tensor([0.9, 0.99]))},

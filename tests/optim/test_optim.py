@@ -1,8 +1,7 @@
-"""The optimizers in use: which states are 8-bit, groups, learning rates, schedulers."""
+"""The optimizers in use: which states are 8-bit, groups, learning rates,"""
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
 
 from memkern import memory, optim
 from tests.support.helpers import (
@@ -169,7 +168,7 @@ def test_defaults_and_repr_are_those_of_torch() -> None:
     assert optim.Lion8bit(params, fused=True).param_groups
 
 
-# ---- learning rates and schedulers
+# ---- learning rates
 
 
 @over_optimizers
@@ -185,37 +184,3 @@ def test_lr_as_a_tensor(build: type, dtype: torch.dtype) -> None:
         train(by_float, 1, first=step)
     assert_same(snapshot(by_tensor), snapshot(by_float))
     assert by_tensor.param_groups[0]["lr"] is lr
-
-
-SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.7**step),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
-        o, 1e-2, total_steps=12, cycle_momentum="betas" in o.defaults
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
-def test_schedulers_drive_it_as_they_drive_torch(name: str, tensor_lr: bool) -> None:
-    runs = []
-    for build, options in ((optim.AdamW, {}), (torch.optim.AdamW, {"foreach": False, "fused": False})):
-        lr = torch.tensor(1e-2, dtype=torch.float64) if tensor_lr else 1e-2
-        optimizer = build(make_params(), lr=lr, **options)
-        scheduler = SCHEDULERS[name](optimizer)
-        path = []
-        for step in range(8):
-            train(optimizer, 1, first=step)
-            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-            path.append((float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["betas"]))
-        runs.append((path, snapshot(optimizer)["params"]))
-    (path, params), (torchs_path, torchs_params) = runs
-    assert path == torchs_path
-    assert len({lr for lr, _ in path}) > 1
-    for p, q in zip(params, torchs_params, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)

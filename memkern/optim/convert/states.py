@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def groups_from(
             {
                 **{key: own[key] for key in optimizer.defaults if key in own},
                 **{key: value for key, value in saved.items() if key not in left_out},
-                "betas": tuple(float(b) for b in saved["betas"]),
+                "betas": numbers(saved["betas"]),
                 "params": list(saved["params"]),
                 **fixed,
             }
@@ -49,11 +49,18 @@ def groups_from(
     return groups
 
 
+def numbers(betas: Iterable[Any]) -> tuple[float, ...]:
+    """Betas as numbers: they may be tensors, or one of each after OneCycleLR, which bitsandbytes cannot read."""
+    return tuple(float(b) for b in betas)
+
+
 def groups_to(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict[str, Any]]:
     """The optimizer's groups without memkern's options, parameters numbered as state_dict() does."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         kept = {key: value for key, value in group.items() if key not in (*OPTIONS, "params")}
+        if "betas" in kept:
+            kept["betas"] = numbers(kept["betas"])
         count = len(group["params"])
         groups.append({**kept, **added, "params": list(range(first, first + count))})
         first += count

@@ -10,7 +10,16 @@ from .. import weights
 from ..format import Format
 from ..muon import Muon
 from ..state import State, store_moment
-from .states import OPTIONS, TORCH_ONLY, check_keys, check_moment, check_optimizer, floats_of, loadable
+from .states import (
+    OPTIONS,
+    TORCH_ONLY,
+    check_keys,
+    check_moment,
+    check_optimizer,
+    floats_of,
+    loadable,
+    numbers,
+)
 from .torch import adam_state
 
 TORCHS = (
@@ -123,6 +132,7 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
         first = sum(len(each["params"]) for each in own["param_groups"])
         options = {key: group[key] for key in (TORCHS if is_muon else _OF_ADAMW)}
         if not is_muon:
+            options |= {"betas": numbers(group["betas"])}
             options |= {**TORCH_ONLY, "amsgrad": False, "decoupled_weight_decay": True}
         own["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
         for i, p in enumerate(group["params"], first):

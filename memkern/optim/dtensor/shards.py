@@ -143,6 +143,15 @@ def is_flat_shard(p: Tensor) -> bool:
     return getattr(p, "_fsdp_flattened", False)
 
 
+def check_whole(name: str, p: Tensor) -> None:
+    """Raises ValueError where Muon is to have p and FSDP1 has made it a flat shard."""
+    if is_flat_shard(p):
+        raise ValueError(
+            f"{name} is a flat shard of FullyShardedDataParallel ({p.numel()} elements), which is no matrix for Muon; "
+            "shard the model with torch.distributed.fsdp.fully_shard"
+        )
+
+
 def check_flat_shard(p: Tensor, needs_norms: str | None) -> None:
     """Raises RuntimeError where norms are needed (by the option or class of that name) and FSDP1 hides the tensors."""
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

@@ -1,0 +1,201 @@
+"""Every scheduler of torch over every optimizer: options and weights as with torch's; resumed, compiled, converted."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from memkern import optim
+from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.7**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 3], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=9),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4),
+}
+over_schedulers = pytest.mark.parametrize("name", SCHEDULERS)
+ALL = [*OPTIMIZERS, optim.Muon, optim.Muon8bit]
+WRITTEN = ("lr", "betas", "momentum")
+
+
+def twin(build: type) -> tuple[type, dict[str, Any], bool]:
+    """torch's optimizer with the same interface, options that make both alike, and whether it is the same algorithm."""
+    name = build.__name__.removesuffix("8bit")
+    eight = build.__name__.endswith("8bit")
+    if name in ("Muon", "Adam", "AdamW"):
+        return getattr(torch.optim, name), {}, not eight
+    if name in ("SGD", "LARS"):
+        return torch.optim.SGD, {"momentum": 0.9}, name == "SGD" and not eight
+    return torch.optim.AdamW, {"betas": (0.9, 0.99)}, False
+
+
+def trained(
+    optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: Any = None
+) -> list[dict[str, Any]]:
+    """The options that schedulers write, as the steps see them."""
+    seen = []
+    for seed in range(first, first + steps):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+        (step or optimizer.step)()
+        optimizer._opt_called = (
+            True  # else the scheduler warns that nobody has stepped, where the step is compiled
+        )
+        group = optimizer.param_groups[0]
+        seen.append(
+            {key: copy.deepcopy(group[key]) for key in WRITTEN if key in group} | {"lr": float(group["lr"])}
+        )
+        plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        scheduler.step(*([1.0] if plateau else []))
+    return seen
+
+
+def params() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(9)
+    return [torch.nn.Parameter(torch.randn(16, 24, generator=generator))]
+
+
+def test_the_table_has_every_scheduler() -> None:
+    assert {*SCHEDULERS} == {*lr_scheduler.__all__} - {LRScheduler.__name__}
+
+
+@over_schedulers
+@pytest.mark.parametrize(
+    "build", [*ALL, pytest.param((optim.AdamW, "lr"), id="AdamW, lr a tensor")], ids=name_of
+)
+def test_a_scheduler_does_what_it_does_to_torchs(build: Any, name: str) -> None:
+    build, *tensor_lr = build if isinstance(build, tuple) else (build,)
+    torchs, options, same = twin(build)
+    plain = {} if torchs is torch.optim.Muon else {"foreach": False}
+    lr = [torch.tensor(1e-2, dtype=torch.float64) if tensor_lr else 1e-2 for _ in range(2)]
+    ours, theirs = build(params(), lr=lr[0], **options), torchs(params(), lr=lr[1], **options, **plain)
+    cycled = [{key for key in ("betas", "momentum") if key in o.defaults} for o in (ours, theirs)]
+    assert cycled[0] == cycled[1]
+    path, expected = (trained(o, SCHEDULERS[name](o)) for o in (ours, theirs))
+    assert [{key: each[key] for key in expected[0]} for each in path] == expected
+    assert len({each["lr"] for each in path}) > 1
+    if same:
+        p, q = ours.param_groups[0]["params"][0], theirs.param_groups[0]["params"][0]
+        # The same formula in another order of operations, as in test_numerics.
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@over_schedulers
+@pytest.mark.parametrize("tensors", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.SGD, optim.Muon], ids=name_of)
+def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> None:
+    """With options as floats and as tensors, of which a scheduler replaces some."""
+    options = {"lr": 1e-2, **twin(build)[1]}
+    if tensors:
+        options["lr"] = torch.tensor(1e-2)
+        options |= {"betas": (torch.tensor(0.9), torch.tensor(0.99))} if build is optim.AdamW8bit else {}
+    whole = build(params(), **copy.deepcopy(options))
+    scheduler = SCHEDULERS[name](whole)
+    trained(whole, scheduler, steps=3)
+    file = io.BytesIO()
+    torch.save((whole.param_groups[0]["params"][0], whole.state_dict(), scheduler.state_dict()), file)
+    file.seek(0)
+    p, state, of_scheduler = torch.load(file, weights_only=False)
+    resumed = build([p], **copy.deepcopy(options))
+    other = SCHEDULERS[name](resumed)
+    resumed.load_state_dict(state)
+    other.load_state_dict(of_scheduler)
+    assert trained(resumed, other, 3, 2) == trained(whole, scheduler, 3, 2)
+    assert_same(snapshot(resumed), snapshot(whole))
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(
+    ("build", "name", "cycles"),
+    [
+        (optim.AdamW, "LinearLR", False),
+        (optim.AdamW, "OneCycleLR", True),
+        pytest.param(optim.Muon, "LinearLR", False, marks=pytest.mark.full),
+        pytest.param(optim.Muon, "OneCycleLR", True, marks=pytest.mark.full),
+    ],
+)
+def test_a_compiled_step_follows(build: type, name: str, cycles: bool) -> None:
+    """A changing lr compiles at most once more, and a changing beta or momentum at each change, as torch's."""
+
+    def run(compiles: bool) -> Any:
+        optimizer: Any = build(params(), lr=1e-2)
+        step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiles else None
+        path = trained(optimizer, SCHEDULERS[name](optimizer), steps=4, step=step)
+        return path, snapshot(optimizer)
+
+    assert_same(run(True), run(False))
+    assert counters["stats"]["unique_graphs"] == (4 if cycles else 2)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("first", [0.9, torch.tensor(0.9)], ids=["one of each", "tensors"])
+def test_betas_that_are_tensors_are_read_by_each_compiled_step(first: Any) -> None:
+    def run(compiles: bool) -> Any:
+        second = torch.tensor(0.99)
+        optimizer = optim.AdamW(params(), lr=1e-2, betas=(first, second))
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiles else optimizer.step
+        for value in (0.99, 0.9, 0.5):
+            second.fill_(value)
+            optimizer.param_groups[0]["params"][0].grad = torch.full((16, 24), value)
+            step()
+        return snapshot(optimizer)["params"]
+
+    assert_same(run(True), run(False))
+
+
+def test_one_beta_of_each_kind_is_converted() -> None:
+    betas: tuple[Any, Tensor] = (0.9, torch.tensor(0.99))
+    optimizer = optim.AdamW(params(), lr=1e-2, betas=betas)
+    trained(optimizer, lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9), steps=2)
+    saved = optim.to_torch_state_dict(optimizer)
+    assert [type(b) for b in saved["param_groups"][0]["betas"]] == [float, float]
+    loaded = optim.AdamW(params())
+    loaded.load_state_dict(optim.from_torch_state_dict(loaded, saved))
+    found, expected = ({**o.state_dict()["state"][0]} for o in (loaded, optimizer))
+    assert_same({key: found[key] for key in expected}, expected)
+
+
+def test_adamws_betas_in_muon() -> None:
+    """They are the groups' own: given once, kept by copies, and not cycled."""
+    (p,), (q,), (r,) = params(), params(), params()
+    groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [q], "algorithm": "adamw", "lr": 1e-3}]
+    optimizer = optim.Muon(groups, lr=0.02, betas=(0.8, 0.9))
+    trained(optimizer, lr_scheduler.OneCycleLR(optimizer, [0.02, 1e-3], total_steps=9), steps=2)
+    other = copy.deepcopy(optimizer)
+    other.add_param_group({"params": [r], "algorithm": "adamw", "lr": 1e-3})
+    assert [group["betas"] for group in other.param_groups] == [(0.8, 0.9)] * 3
+    momenta = [group["momentum"] for group in other.param_groups]
+    assert momenta[0] == momenta[1] != 0.95
