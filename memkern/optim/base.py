@@ -206,8 +206,9 @@ class BlockwiseOptimizer(Optimizer):
                 # TorchDynamo looks at self.state after the first group, and would not see what later ones add.
                 for each in self.param_groups:
                     self._init_states(each)
+        elsewhere = self._elsewhere
         for p in group["params"]:
-            if (g := p.grad) is not None and id(p) not in self._elsewhere:
+            if (g := p.grad) is not None and id(p) not in elsewhere:
                 params.append(p)
                 grads.append(g)
         states = [self.state[p] for p in params]
