@@ -166,7 +166,7 @@ class Resolver:
         return None if value is None else [value]
 
     def _unchanged(self, leaf: Tensor, node: Any) -> Leaf | None:
-        return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node._sequence_nr()) else None
+        return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node) else None
 
     def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
         """An argument that needs no gradient, as the node saved it; None if it did not."""

@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ..quant.layout import FLOATS, is_dense
 from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
+from .built import now
 from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
@@ -70,11 +71,11 @@ def _is_last_use() -> bool:
 class _Packed:
     """What autograd holds in place of a tensor."""
 
-    __slots__ = ("__weakref__", "dtype", "stride", "value")
+    __slots__ = ("__weakref__", "dtype", "stride", "time", "value")
 
     def __init__(self, value: Value, x: Tensor, plain: bool = True) -> None:
         value.uses += 1
-        self.value, self.dtype = value, x.dtype
+        self.value, self.dtype, self.time = value, x.dtype, now()
         self.stride = x.stride() if plain and (x.is_contiguous() or is_dense(x.shape, x.stride())) else None
 
     def tensor(self) -> Tensor:
@@ -227,20 +228,24 @@ class Session:
         if node is None:  # also where torch does not show it to the hooks: then nothing is coded
             if not x.requires_grad:
                 frame = sys._getframe(1)
-                callers.note_weight(frame, seq)
+                callers.note_weight(frame)
                 return _Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
-            leaves.note(x, seq)
+            leaves.note(x)
             return _Packed(Leaf(x), x)
         edge = Edge(node, x.output_nr)
-        use = callers.use(sys._getframe(1))
-        if use == CODED:
-            callers.note_cast(edge, seq)
-        elements = SPARSE if use == ANY else 0  # of a loss of classes
-        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq, elements)
+        frame = sys._getframe(1)
+        use = callers.use(frame)
+        callers.note_cast(frame, edge, seq)
+        if (
+            node._sequence_nr() != seq
+        ):  # else it may be the one that is being built, and has not saved everything yet
+            elements = SPARSE if use == ANY else 0  # of a loss of classes
+            undecided.look([node], BOUNDED if use == CODED else UNKNOWN, elements)
         value = self._at_once(x, edge, use)
         if value is not None:
             return _Packed(value, x)
-        packed = _Packed(Waiting(x, edge, self, seq), x)
+        rebuilt = sequence_nr() != seq
+        packed = _Packed(Waiting(x, None if rebuilt else edge, self, seq), x)
         undecided.add(seq, packed)
         return packed
 
