@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codecs import BLOCK_SIZE
 from .leaves import leaves
 from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
 from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
@@ -30,6 +31,7 @@ class Resolver:
     rounded: also values that are recomputed to within rounding, such as the rows of norms.
     shape: the user reads the shape alone, so any codes do. copies_only: views, casts and copies only.
     beside_codes: the session stores other values in codes. coarse: also codes that lose most of a block.
+    block_size: the largest of codes.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Resolver:
         copies_only: bool = False,
         beside_codes: bool = False,
         coarse: bool = True,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
         self.copies_only, self.beside_codes, self.coarse = copies_only, beside_codes, coarse
+        self.block_size = block_size
         self.failed: dict[tuple[Any, int, torch.dtype | None], int] = {}  # and how many functions were left
 
     def good(self, value: Value, need: torch.dtype | None) -> bool:
@@ -53,6 +57,7 @@ class Resolver:
             and (self.rounded or not value.rounded)
             and (self.shape or not value.clipped)
             and (self.coarse or not value.coarse)
+            and value.block_size <= self.block_size
             and (value.lossy or finer(value.precision, need or value.dtype))
         )
 

@@ -86,8 +86,8 @@ class Value:
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
     whether it is log-probabilities whose codes end at a smallest one. managed: whether it is, or views, memory that
     others free and fill again (:func:`is_managed`). depth: functions between it and what is stored.
-    bases: what it is made of in the end, if it is a function of others. uses: how many users are left, a hint that
-    affects speed only.
+    block_size: of its codes, the largest of several. bases: what it is made of in the end, if it is a function of
+    others. uses: how many users are left, a hint that affects speed only.
     """
 
     dtype: torch.dtype
@@ -97,6 +97,7 @@ class Value:
     rounded = False
     clipped = False
     managed = False
+    block_size = 0
     depth = 0
     bases: tuple[Value, ...] = ()
     uses = 0
@@ -191,6 +192,10 @@ class Computed(Value):
     @property
     def managed(self) -> bool:  # type: ignore[override]
         return any(value.managed for value in self.bases)
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        return max((value.block_size for value in self.bases), default=0)
 
     def stay_exact(self) -> None:
         if not self.stays_exact:
@@ -317,6 +322,10 @@ class Stored(Value):
         if self.outer is None:
             check_version("a tensor", self.counter, self.version, data[0].shape)
         return data[0].to(self.dtype)
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        return self.codec.block_size if self.codec is not None and self.lossy else 0
 
     def is_work(self) -> bool:
         return self.codec is not None

@@ -299,19 +299,23 @@ class Session:
     def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
-        coarse, normal = True, None
+        coarse, normal, block_size = True, None, codecs.BLOCK_SIZE
         if use == CODED and node is not None and not self.exact:
             if attention.stays_exact(node, waiting) or ranges.in_tail(node, x):
                 use = EXACTLY
             elif (mask := self._mask(x, edge, node)) is not None:
                 return mask
+            elif (size := ranges.block_size(node, x)) is None:
+                use = EXACTLY
             else:
-                coarse = ranges.bears_coarse(node)
+                coarse, block_size = ranges.bears_coarse(node), size
                 normal = ranges.normal(node, x, waiting)
         exact = self.exact or use == EXACTLY
 
         def find(exact: bool) -> Value | None:
-            resolver = Resolver(exact, views_only, use != EXACTLY, use == ANY, False, not self.exact, coarse)
+            resolver = Resolver(
+                exact, views_only, use != EXACTLY, use == ANY, False, not self.exact, coarse, block_size
+            )
             return resolver.resolve(edge, x.dtype)
 
         value = find(exact or normal is not None)
@@ -325,6 +329,8 @@ class Session:
             codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
         elif codec is not None and (normal := ranges.normal_of_output(root.node, data)) is not None:
             codec = codecs.normalized(*normal)
+        elif codec in (codecs.POWER, codecs.UNSIGNED) and block_size < codecs.BLOCK_SIZE:
+            codec = codecs.in_blocks_of(codec, block_size)
         stored = self._store(root, data, codec)
         if stored.coarse and not coarse:
             stored.upgrade(data)
@@ -352,6 +358,14 @@ class Session:
         if isinstance(old, Stored) and old.fresh() and codec is None:
             old.upgrade(data)  # the exact one serves all users
             old.clipped = False
+            return old
+        if (
+            isinstance(old, Stored)
+            and old.fresh()
+            and codec is not None
+            and codec.block_size < old.block_size
+        ):
+            old.encode(data, codec)  # smaller blocks serve all users, too
             return old
         stored = Stored(data, root.dtype, codec, self.outer, self.offload)
         stored.clipped = stored.codec is bounded.LOGARITHM
