@@ -21,7 +21,16 @@ _LONGEST = 40  # rules that are tried one after another, views and copies among 
 @functools.cache
 def finer(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether every value of dtype ``b`` is one of ``a``."""
-    return torch.promote_types(a, b) == a
+    if a == b or not is_float8(a, b):
+        return a == b or torch.promote_types(a, b) == a
+    if a.itemsize == 1 or not a.is_floating_point:
+        return False  # no float8 holds all of another
+    one, other = torch.finfo(a), torch.finfo(b)  # torch promotes no float8
+    return one.max >= other.max and one.smallest_normal * one.eps <= other.smallest_normal
+
+
+def is_float8(*dtypes: torch.dtype) -> bool:
+    return any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)
 
 
 class Resolver:
@@ -150,6 +159,8 @@ class Resolver:
             return None  # statistics in bf16: the rows would be off by more than rounding
         if not all(value.fresh() for value in values):
             return None
+        if is_float8(edge.dtype) and any(value.lossy for value in values):
+            return None  # the codes' errors would round to the next float8 value, 6 % or 12 % away
         # A later layer's backward pass may ask when the memory is empty. A cast is autocast's, for the layer itself.
         if any(value.managed for value in values) and operation(edge.node) != "ToCopyBackward0":
             return None
@@ -268,8 +279,8 @@ def _itself(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
 
 
 def _before_the_cast(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    if source.device != x.device or not source.dtype.is_floating_point:
-        return None
+    if source.device != x.device or not source.dtype.is_floating_point or is_float8(x.dtype):
+        return None  # float8 is coarser than codes, which the source may have for other users
     # Of a coarser dtype: its values, in it, so that nobody further up takes them for those of a finer one.
     return x if finer(source.dtype, x.dtype) else x.to(source.dtype)
 
