@@ -7,21 +7,19 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
 
-from ..quant.layout import FLOATS, is_dense
+from ..quant.layout import FLOATS
 from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
-from .built import now
-from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
+from .packed import Packed, is_last_use
 from .resolve import Resolver
 from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, register, registered
 from .storage import is_plain
@@ -40,59 +38,6 @@ def check_bits(bits: Any, name: str = "bits") -> None:
     """Raises ValueError unless ``bits`` is 8 or "exact"."""
     if isinstance(bits, bool) or bits not in (8, EXACT):
         raise ValueError(f"{name} must be 8 or 'exact', got {bits!r}")
-
-
-class _Used(Value):
-    """In place of a value whose last user has run, in a backward pass that keeps no graph."""
-
-    def fresh(self) -> bool:
-        return False
-
-    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time; specify retain_graph=True the first time"
-        )
-
-
-_USED = _Used()
-
-
-def _is_last_use() -> bool:
-    """Whether one of torch's own nodes asks, which does so once, in a backward pass that frees its graph."""
-    node = torch._C._current_autograd_node()
-    return (
-        node is not None
-        and not isinstance(node, BackwardCFunction)
-        and torch._C._current_graph_task_id() != -1
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
-    )
-
-
-class _Packed:
-    """What autograd holds in place of a tensor."""
-
-    __slots__ = ("__weakref__", "dtype", "stride", "time", "value")
-
-    def __init__(self, value: Value, x: Tensor, plain: bool = True) -> None:
-        value.uses += 1
-        self.value, self.dtype, self.time = value, x.dtype, now()
-        self.stride = x.stride() if plain and (x.is_contiguous() or is_dense(x.shape, x.stride())) else None
-
-    def tensor(self) -> Tensor:
-        x = evaluate(self.value)
-        if not isinstance(self.value, Waiting) and _is_last_use():
-            self.value = (
-                _USED  # frees codes before the operation allocates gradients; torch frees when it is done
-            )
-        return self.fitted(x)
-
-    def fitted(self, x: Tensor) -> Tensor:
-        """A value's tensor in the dtype and with the strides of the one that was packed."""
-        if x.dtype != self.dtype:
-            x = x.to(self.dtype)
-        if self.stride is None or x.stride() == self.stride:
-            return x
-        return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _top_hooks() -> Hooks | None:
@@ -222,16 +167,16 @@ class Session:
             or x.is_conj()
             or x.is_neg()
         ):
-            return _Packed(Stored(x, x.dtype, None, self.outer), x, is_plain(x))
+            return Packed(Stored(x, x.dtype, None, self.outer), x, is_plain(x))
         seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
         node = x.grad_fn
         if node is None:  # also where torch does not show it to the hooks: then nothing is coded
             if not x.requires_grad:
                 frame = sys._getframe(1)
                 callers.note_weight(frame)
-                return _Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
+                return Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
             leaves.note(x)
-            return _Packed(Leaf(x), x)
+            return Packed(Leaf(x), x)
         edge = Edge(node, x.output_nr)
         frame = sys._getframe(1)
         use = callers.use(frame)
@@ -243,19 +188,20 @@ class Session:
             undecided.look([node], BOUNDED if use == CODED else UNKNOWN, elements)
         value = self._at_once(x, edge, use)
         if value is not None:
-            return _Packed(value, x)
+            return Packed(value, x)
         rebuilt = sequence_nr() != seq
-        packed = _Packed(Waiting(x, None if rebuilt else edge, self, seq), x)
+        packed = Packed(Waiting(x, None if rebuilt else edge, self, seq), x)
         undecided.add(seq, packed)
         return packed
 
-    def unpack(self, packed: _Packed) -> Tensor:
+    def unpack(self, packed: Packed) -> Tensor:
         if saved_value.peeked(packed):
             return torch.empty(0)
+        is_last = is_last_use(sys._getframe().f_back)
         if not torch.is_grad_enabled():  # as in any backward pass without create_graph
-            return packed.tensor()
+            return packed.tensor(is_last)
         with torch.no_grad():
-            return packed.tensor()
+            return packed.tensor(is_last)
 
     # ---- what is stored
 
@@ -273,7 +219,7 @@ class Session:
         options = {"rounded": False, "copies_only": True, "beside_codes": True}
         return Resolver(True, x._version > 0, **options).resolve(edge, x.dtype)
 
-    def settle(self, packed: _Packed, use: str, node: Any) -> None:
+    def settle(self, packed: Packed, use: str, node: Any) -> None:
         """Stores a waiting tensor in the way that its user, ``node``, allows."""
         waiting = packed.value
         assert isinstance(waiting, Waiting)

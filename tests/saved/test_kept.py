@@ -19,7 +19,7 @@ import memkern
 from memkern import memory
 from memkern.memory import LiveBytes
 from memkern.saved import evaluation
-from memkern.saved.session import _Packed
+from memkern.saved.packed import Packed
 
 from .helpers import WIDTH, Model, ids
 
@@ -285,7 +285,7 @@ def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
     y = model(x)
     gc.collect()
     made = [o for o in gc.get_objects() if id(o) not in before]
-    saved = sum(isinstance(o, _Packed) for o in made)
+    saved = sum(isinstance(o, Packed) for o in made)
     assert saved > 100
     assert len(made) <= most * saved
     del y

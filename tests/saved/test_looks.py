@@ -1,0 +1,67 @@
+"""What looks at a node's saved tensors beside the node itself, or more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkern
+
+from .helpers import WIDTH
+
+
+def _weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(WIDTH, WIDTH, generator=generator) / 8).requires_grad_() for _ in range(2)]
+
+
+def _hook_on_the_result(h: Tensor, seen: list[Tensor]) -> None:
+    h.register_hook(lambda grad, node=h.grad_fn: seen.append(node._saved_result.clone()))
+
+
+def _hook_before_the_node(h: Tensor, seen: list[Tensor]) -> None:
+    node = h.grad_fn
+    node.register_prehook(lambda grads: seen.append(node._saved_result.clone()))
+
+
+def _hook_after_the_node(h: Tensor, seen: list[Tensor]) -> None:
+    node = h.grad_fn
+    node.register_hook(lambda *grads: seen.append(node._saved_result.clone()))
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("register", [_hook_on_the_result, _hook_before_the_node, _hook_after_the_node])
+def test_hooks_that_look_at_what_a_node_has_saved(register: Callable[..., None], bits: Any) -> None:
+    w, v = _weights()
+    x = torch.randn(WIDTH, WIDTH)
+    results = []
+    for mode in (None, bits):
+        seen: list[Tensor] = []
+
+        def forward() -> Tensor:
+            h = torch.tanh(x @ w)
+            register(h, seen)  # noqa: B023
+            return (torch.tanh(h @ v) @ v).square().sum()
+
+        if mode is None:
+            loss = forward()
+        else:
+            with memkern.quantize_saved(mode):
+                loss = forward()
+        results.append((*torch.autograd.grad(loss, [w, v]), *seen))
+    assert len(results[0]) == 3
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.02) * b.norm()
+
+
+def test_a_second_backward_pass_still_raises() -> None:
+    w, v = _weights()
+    with memkern.quantize_saved(8):
+        loss = (torch.tanh(torch.randn(WIDTH, WIDTH) @ w) @ v).square().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
