@@ -158,6 +158,10 @@ _is_lossy = operator.attrgetter("lossy")  # no generator at every look
 _is_fresh = operator.methodcaller("fresh")
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 class Computed(Value):
     """A function of other values, computed anew whenever it is asked for."""
 
@@ -169,8 +173,17 @@ class Computed(Value):
         precision: torch.dtype,
         cost: int,
     ) -> None:
-        self.function, self.inputs, self.dtype, self.precision = function, tuple(inputs), dtype, precision
+        self.function, self.dtype, self.precision = function, dtype, precision
         self.stays_exact = False
+        self._make_of(tuple(inputs), cost)
+
+    def become(self, value: Value) -> None:
+        """Is from now on the same as another value of its edge."""
+        self.function, self.precision, self.rounded = _itself, value.precision, value.rounded
+        self._make_of((value,), 0)
+
+    def _make_of(self, inputs: tuple[Value, ...], cost: int) -> None:
+        self.inputs = inputs
         for value in self.inputs:
             value.uses += 1
         if len(self.inputs) == 1:

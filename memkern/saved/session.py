@@ -243,6 +243,17 @@ class Session:
         return Computed(function, (value, sides), value.dtype, value.precision, 1)
 
     def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
+        """The value of an edge for a user, found or stored."""
+        before = registered(edge)
+        value = self._found_or_stored(x, edge, use, node, waiting)
+        # What an earlier user was to compute has lost its inputs to a change in place, and x is still what it saved.
+        if isinstance(before, Computed) and x._version == 0 and not before.fresh() and not value.lossy:
+            before.become(value)
+        return value
+
+    def _found_or_stored(
+        self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None
+    ) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
         coarse, normal, block_size = True, None, codecs.BLOCK_SIZE

@@ -65,3 +65,36 @@ def test_a_second_backward_pass_still_raises() -> None:
     loss.backward()
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
+
+
+DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "softmax": lambda h: h.softmax(-1),
+    "leaky relu": lambda h: torch.nn.functional.leaky_relu(h + 1),
+}
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_metric_s_tensor_may_change_in_place(name: str, bits: Any) -> None:
+    """torch keeps the function's result, and what the metric has saved is never asked for."""
+    w, v = _weights()
+    x, kept, results = torch.randn(WIDTH, WIDTH), [], []
+
+    def forward() -> Tensor:
+        h = x @ w
+        kept.append(h.norm())
+        y = DERIVED[name](h)
+        h.add_(1.0)
+        return (y @ v).square().sum()
+
+    for mode in (None, bits):
+        if mode is None:
+            loss = forward()
+        else:
+            with memkern.quantize_saved(mode):
+                loss = forward()
+        results.append(torch.autograd.grad(loss, [w, v]))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.03) * b.norm()
