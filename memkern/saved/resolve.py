@@ -15,7 +15,8 @@ from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transpose
 from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
 from .users import is_leaf, operation
 
-_LONGEST = 40  # rules that are tried one after another, views and copies among them
+_LONGEST = 40
+"""Rules that are tried, and values that are computed, one after another, views and copies among them: each recurs."""
 
 
 @functools.cache
@@ -127,6 +128,8 @@ class Resolver:
         precision = value.dtype if finer(value.precision, value.dtype) else value.precision
         seen = Computed(function, (value,), value.dtype, precision, 0)
         seen.rounded, seen.clipped = value.rounded, value.clipped
+        if seen.length > _LONGEST:
+            return None
         register(edge, seen)
         return seen
 
@@ -167,7 +170,7 @@ class Resolver:
         value = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
         value.rounded = rule.exactness == "rounding" or any(each.rounded for each in values)
         value.clipped = any(each.clipped for each in values)
-        if value.depth > MOST_FUNCTIONS:
+        if value.depth > MOST_FUNCTIONS or value.length > _LONGEST:
             return None
         register(edge, value)
         return value

@@ -85,7 +85,8 @@ class Value:
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
     whether it is log-probabilities whose codes end at a smallest one. managed: whether it is, or views, memory that
-    others free and fill again (:func:`is_managed`). depth: functions between it and what is stored.
+    others free and fill again (:func:`is_managed`). depth: functions between it and what is stored. length: the same
+    with views and copies.
     block_size: of its codes, the largest of several. bases: what it is made of in the end, if it is a function of
     others. uses: how many users are left, a hint that affects speed only.
     """
@@ -98,7 +99,7 @@ class Value:
     clipped = False
     managed = False
     block_size = 0
-    depth = 0
+    depth = length = 0
     bases: tuple[Value, ...] = ()
     uses = 0
 
@@ -184,7 +185,8 @@ class Computed(Value):
 
     def _make_of(self, inputs: tuple[Value, ...], cost: int) -> None:
         self.inputs = inputs
-        for value in self.inputs:
+        self.length = 1 + max((value.length for value in inputs), default=0)
+        for value in inputs:
             value.uses += 1
         if len(self.inputs) == 1:
             (value,) = self.inputs

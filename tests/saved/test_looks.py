@@ -98,3 +98,36 @@ def test_a_metric_s_tensor_may_change_in_place(name: str, bits: Any) -> None:
         results.append(torch.autograd.grad(loss, [w, v]))
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.03) * b.norm()
+
+
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": Tensor.t,
+    "gathered": lambda x: x[torch.arange(WIDTH).flip(0)],
+    "copied": Tensor.clone,
+    "cast": lambda x: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32),
+    "sliced": lambda x: torch.cat((x[1:], x[:1])),
+}
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("name", STEPS)
+def test_long_chains_of_views_and_copies(name: str, bits: Any) -> None:
+    w, v = _weights()
+    start, results = torch.randn(WIDTH, WIDTH), []
+
+    def forward() -> Tensor:
+        x, total = start @ w, torch.zeros(())
+        for _ in range(400):
+            x = STEPS[name](x)
+            total = total + (x.float() @ v).sum()
+        return total
+
+    for mode in (None, bits):
+        if mode is None:
+            loss = forward()
+        else:
+            with memkern.quantize_saved(mode):
+                loss = forward()
+        results.append(torch.autograd.grad(loss, [w, v]))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.03) * b.norm()
