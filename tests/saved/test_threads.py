@@ -115,3 +115,24 @@ def test_gradients_through_nodes_of_another_thread(program: Program, bits: Any) 
             if b is not None:
                 error = float((a - b).norm() / b.norm())
                 assert error <= (1e-5 if bits == "exact" else 0.03), (count, error)
+
+
+def test_one_object_in_two_threads() -> None:
+    """Each thread's block closes its own hooks, in whatever order the blocks end."""
+    context, entered, left = memkern.quantize_saved(8), threading.Event(), threading.Event()
+    open_after: list[bool] = []
+
+    def other() -> None:
+        with context:
+            entered.set()
+            left.wait(10)
+        open_after.append(torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+
+    thread = threading.Thread(target=other)
+    with context:
+        thread.start()
+        entered.wait(10)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    left.set()
+    thread.join()
+    assert open_after == [False]
