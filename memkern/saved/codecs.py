@@ -98,6 +98,7 @@ UNSIGNED = Codec("unsigned power", True, functools.partial(encode_power, False),
 SMALLEST_BLOCK = 8
 
 
+@functools.cache
 def in_blocks_of(codec: Codec, block_size: int) -> Codec:
     """POWER or UNSIGNED with blocks of another size."""
     encode = functools.partial(encode_power, codec is POWER, block_size=block_size)
