@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .built import note_built
 from .leaves import leaves
 from .saved_value import Computed, Edge, Leaf, Value
 from .storage import is_plain
@@ -42,12 +43,16 @@ def use(frame: FrameType) -> str | None:
     return None
 
 
-def note_weight(frame: FrameType, seq: int) -> None:
+def note_weight(frame: FrameType) -> None:
     """Notes the version of an embedding's weight, which the embedding itself does not save."""
     if frame.f_code is F.embedding.__code__:
         weight = frame.f_locals["weight"]
         if isinstance(weight, Tensor) and weight.is_leaf:
-            leaves.note(weight, seq)
+            leaves.note(weight)
+
+
+def _is_conv1d(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _CONV1D
 
 
 def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
@@ -57,7 +62,7 @@ def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
     """
     if frame.f_code is nn.Linear.forward.__code__:
         transpose = True
-    elif frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _CONV1D:
+    elif _is_conv1d(frame):
         transpose = False
     else:
         return None
@@ -72,10 +77,13 @@ def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
     return Computed(function, [Leaf(weight).as_it_is()], dtype, dtype, 0)
 
 
-def note_cast(edge: Edge, seq: int) -> None:
-    """Notes the version of a parameter whose cast the running function uses and has just made, as under autocast."""
-    name = operation(edge.node)
-    if name not in _CASTS:
+def note_cast(frame: FrameType, edge: Edge, seq: int) -> None:
+    """Notes the version of a parameter or argument whose cast a linear layer or convolution uses, as under autocast.
+
+    The layer was given the leaf itself, so that the cast is autocast's: of this thread, as autocast's cache is, and its
+    sequence number tells whether it has just been made.
+    """
+    if operation(edge.node) not in _CASTS or not (frame.f_code in _PRODUCTS or _is_conv1d(frame)):
         return
     last = node = edge.node
     while node is not None and seq - _FEW <= node._sequence_nr() <= seq:
@@ -84,5 +92,9 @@ def note_cast(edge: Edge, seq: int) -> None:
         if name not in _CASTS:
             return
         last, node = node, inner[0][0]
-    if node is not None and is_leaf(node):
-        leaves.note(node.variable, last._sequence_nr())
+    if node is None or not is_leaf(node):
+        return
+    given = (*vars(frame.f_locals["self"])["_parameters"].values(), *frame.f_locals.values())
+    if any(node.variable is each for each in given):
+        leaves.note(node.variable)
+        note_built(last)

@@ -42,32 +42,33 @@ class Codec(NamedTuple):
     lossy: bool
     encode: Callable[[Tensor], Encoded | None]
     decode: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
+    block_size: int = BLOCK_SIZE
 
 
 def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
 
 
-LARGEST_RATIO = 8.0
-"""Of the blocks' largest values to all values, both as root mean squares: 2.8 for a normal distribution, 11 at most."""
+LARGEST_SHARE = 0.7
+"""Of the norm of the blocks' largest values in that of all: .25 for a normal distribution, .7 at half of the energy."""
 _LOST = 2  # codes up to here are off by 20 % or more
 
 
-def _is_coarse(x: Tensor, codes: Tensor) -> bool:
+def _is_coarse(x: Tensor, codes: Tensor, block_size: int) -> bool:
     """Whether in some block more than half of the values other than 0 are lost beside its largest."""
     flat, codes = (each.as_strided((each.numel(),), (1,)) for each in (x, codes))
     there = flat != 0
     lost = there & ((codes if codes.dtype == torch.uint8 else codes.abs()) <= _LOST)
-    rest = -len(flat) % BLOCK_SIZE
-    lost, there = (F.pad(each, (0, rest)).view(-1, BLOCK_SIZE).sum(1) for each in (lost, there))
+    rest = -len(flat) % block_size
+    lost, there = (F.pad(each, (0, rest)).view(-1, block_size).sum(1) for each in (lost, there))
     return bool((2 * lost > there).any())
 
 
-def encode_power(signed: bool, x: Tensor) -> Encoded | None:
+def encode_power(signed: bool, x: Tensor, block_size: int = BLOCK_SIZE) -> Encoded | None:
     """None for a NaN or inf, on the CPU; on a device, which asking would wait for, their blocks are decoded to NaN."""
     x = dense(x)
     on_device = not x.is_cpu or isinstance(x, FakeTensor)
-    codes, scale = _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=on_device)
+    codes, scale = _ops.quantize_blockwise(x, "power", signed, block_size, None, mark_nonfinite=on_device)
     if on_device:
         return Encoded((codes, scale))
     flat = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
@@ -76,20 +77,33 @@ def encode_power(signed: bool, x: Tensor) -> Encoded | None:
     # vector_norm with a dtype makes a copy.
     norm = torch.linalg.vector_norm(flat).item()
     if norm <= LARGEST_MARKED_SCALE:  # as is no NaN, and then each value and scale is
-        largest = torch.linalg.vector_norm(scale).item() * BLOCK_SIZE**0.5
-        return Encoded((codes, scale), largest > LARGEST_RATIO * norm and _is_coarse(x, codes))
+        largest = torch.linalg.vector_norm(scale).item()
+        return Encoded((codes, scale), largest > LARGEST_SHARE * norm and _is_coarse(x, codes, block_size))
     if not flat.isfinite().all():
         return None
     scale.clamp_max_(LARGEST_MARKED_SCALE)
-    return Encoded((codes, scale), _is_coarse(x, codes))  # squares that overflow, as of a mask of finfo.min
+    return Encoded(
+        (codes, scale), _is_coarse(x, codes, block_size)
+    )  # squares that overflow, as of a mask of finfo.min
 
 
-def decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    return _ops.dequantize_blockwise(data[0], data[1], "power", BLOCK_SIZE, dtype)
+def decode_power(
+    data: Sequence[Tensor], layout: Layout, dtype: torch.dtype, block_size: int = BLOCK_SIZE
+) -> Tensor:
+    return _ops.dequantize_blockwise(data[0], data[1], "power", block_size, dtype)
 
 
 POWER = Codec("power", True, functools.partial(encode_power, True), decode_power)
 UNSIGNED = Codec("unsigned power", True, functools.partial(encode_power, False), decode_power)
+SMALLEST_BLOCK = 8
+
+
+@functools.cache
+def in_blocks_of(codec: Codec, block_size: int) -> Codec:
+    """POWER or UNSIGNED with blocks of another size."""
+    encode = functools.partial(encode_power, codec is POWER, block_size=block_size)
+    decode = functools.partial(decode_power, block_size=block_size)
+    return Codec(codec.name, True, encode, decode, block_size)
 
 
 def normalized(mean: Tensor, inverse: Tensor | None) -> Codec:

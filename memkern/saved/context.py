@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from .leaves import leaves
 from .offload import options_of
 from .session import Session, check_bits, close_interrupted
+
+
+class _Opened(threading.local):
+    """The sessions that one object has opened in this thread: hooks are a thread's own."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
 
 
 class quantize_saved:
@@ -77,15 +85,15 @@ class quantize_saved:
         check_bits(bits)
         self.bits = bits
         self.offload = options_of(offload, offload_ahead)
-        self._sessions: list[Session] = []
+        self._opened = _Opened()
 
     def __enter__(self) -> quantize_saved:
         session = Session(self.bits, offload=self.offload)
         leaves.note_all()
         session.enter()
-        self._sessions.append(session)
+        self._opened.sessions.append(session)
         return self
 
     def __exit__(self, *_: Any) -> None:
         close_interrupted()
-        self._sessions.pop().exit()
+        self._opened.sessions.pop().exit()

@@ -10,47 +10,47 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from .built import is_built_since, now
 from .storage import is_plain, is_present
 
 
 class Leaves(threading.local):
-    """By id of the leaf: a weak reference, version, storage, and the sequence number of the next node at that time."""
+    """By id of the leaf: a weak reference, version, storage, and when they were read first."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[weakref.ref, int, weakref.ref, int]] = {}
 
-    def note(self, leaf: Tensor, seq: int) -> None:
-        """Notes the current version and storage. seq: of the operation that uses the leaf now, or of the next one."""
+    def note(self, leaf: Tensor) -> None:
+        """Notes the current version and storage."""
         if not is_plain(leaf):
             return
         known, version, storage = self.known.get(id(leaf)), leaf._version, leaf.untyped_storage()
         if known is None or known[0]() is not leaf or known[1] != version or known[2]() is not storage:
-            self.known[id(leaf)] = weakref.ref(leaf), version, weakref.ref(storage), seq
+            self.known[id(leaf)] = weakref.ref(leaf), version, weakref.ref(storage), now()
 
     def note_all(self, more: Iterable[Tensor] = ()) -> None:
         """Notes the current versions of all known leaves and of ``more``, before the next operation."""
-        seq = torch.autograd._get_sequence_nr()
         alive = [leaf for known in self.known.values() if (leaf := known[0]()) is not None]
         if len(alive) < len(self.known):
             ids = {id(leaf) for leaf in alive}
             self.known = {key: known for key, known in self.known.items() if key in ids}
         for leaf in (*alive, *more):
-            self.note(leaf, seq)
+            self.note(leaf)
 
-    def unchanged_since(self, leaf: Tensor, seq: int) -> bool:
-        """Whether the leaf certainly has the value that it had when node ``seq`` was built."""
+    def unchanged_since(self, leaf: Tensor, node: Any) -> bool:
+        """Whether the leaf certainly has the value that it had when ``node`` was built."""
         known = self.known.get(id(leaf))
         return (
             known is not None
             and known[0]() is leaf
             and known[1] == leaf._version
             and known[2]() is leaf.untyped_storage()
-            and known[3] <= seq
             and is_present(leaf)
+            and is_built_since(node, known[3])
         )
 
 

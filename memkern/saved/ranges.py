@@ -6,6 +6,8 @@ then the difference from the mean is coded.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..quant.layout import FLOATS
 from .attention import is_attention
-from .codecs import BLOCK_SIZE
+from .codecs import BLOCK_SIZE, SMALLEST_BLOCK
 from .rules import signed
 from .saved_value import Value, saved_by
-from .users import operation, user
+from .users import is_leaf, is_square, operation, user
 
 Affine = tuple[Tensor, Tensor | None]
 """A mean and an inverse deviation; None for 1."""
@@ -103,10 +105,72 @@ def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
         return None
     mean, inverse = (each.float() for each in statistics)
     if x.device.type == "cpu" and not (mean.abs() * inverse > LARGEST).any():
-        values = x.numel() // mean.numel() if "BatchNorm" not in name else x.shape[2:].numel()
-        if values % BLOCK_SIZE == 0 or inverse.amax() <= LARGEST_SPREAD * inverse.amin():
+        is_whole = _run(x, _shared(mean, name, x)) % BLOCK_SIZE == 0
+        if is_whole or inverse.amax() <= LARGEST_SPREAD * inverse.amin():
             return None
     return _broadcast(mean, name, x), _broadcast(inverse, name, x)
+
+
+def _shared(mean: Tensor, name: str, x: Tensor) -> list[int]:
+    """By dimension of a norm's input: the number of neighbours that have one mean and deviation."""
+    if name == "NativeLayerNormBackward0":
+        return [size // groups for size, groups in zip(x.shape, mean.shape, strict=True)]
+    if name == "NativeGroupNormBackward0":
+        return [1, x.numel() // mean.numel() // max(1, x.shape[2:].numel()), *x.shape[2:]]
+    return [x.shape[0], 1, *x.shape[2:]]
+
+
+def _run(x: Tensor, shared: Sequence[int]) -> int:
+    """The length of the runs in x's memory that belong together, given the same by dimension."""
+    length = 1
+    for dim in sorted((dim for dim in range(x.dim()) if x.shape[dim] > 1), key=x.stride):
+        length *= shared[dim]
+        if shared[dim] < x.shape[dim]:
+            break
+    return length
+
+
+def row(node: Any, name: str, x: Tensor) -> int | None:
+    """The length in memory of the rows of x that an RMS norm scales, each by its own deviation; None for no norm.
+
+    Such as the norms of queries and keys, whose rows are heads. Written in several operations, a norm is a square and a
+    product with one factor for each row.
+    """
+    if name == "FusedRmsNormBackward0":
+        dims = len(node._saved_normalized_shape)
+    elif is_square(node, name) or _is_product_of_rows(node, name):
+        dims = 1
+    else:
+        return None
+    first = x.dim() - dims
+    return None if first <= 0 else _run(x, [1] * first + list(x.shape[first:]))
+
+
+def _is_product_of_rows(node: Any, name: str) -> bool:
+    if name != "MulBackward0" or any(source is None for source, _ in node.next_functions):
+        return False
+    shapes = [
+        torch.Size(source._input_metadata[nr].shape)
+        for source, nr in node.next_functions
+        if not is_leaf(source)
+    ]
+    return len(shapes) == 2 and all(map(len, shapes)) and (shapes[0][-1] == 1) != (shapes[1][-1] == 1)
+
+
+def block_size(node: Any, x: Tensor) -> int | None:
+    """The block size for which no block of x's codes holds values of several rows of a norm; None if there is none."""
+    length = row(node, operation(node), x)
+    return BLOCK_SIZE if length is None else _block_size(x, length)
+
+
+def _block_size(x: Tensor, length: int) -> int | None:
+    size = math.gcd(length, BLOCK_SIZE)
+    if size >= SMALLEST_BLOCK:
+        return size
+    if x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return None
+    largest = x.abs().amax(-1).float()  # on a CPU, where asking is free, rows of about one size share a block
+    return BLOCK_SIZE if largest.amax() <= LARGEST_SPREAD * largest.amin() else None
 
 
 def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:

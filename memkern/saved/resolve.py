@@ -9,18 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codecs import BLOCK_SIZE
 from .leaves import leaves
 from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
 from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
 from .users import is_leaf, operation
 
-_LONGEST = 40  # rules that are tried one after another, views and copies among them
+_LONGEST = 40
+"""Rules that are tried, and values that are computed, one after another, views and copies among them: each recurs."""
 
 
 @functools.cache
 def finer(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether every value of dtype ``b`` is one of ``a``."""
-    return torch.promote_types(a, b) == a
+    if a == b or not is_float8(a, b):
+        return a == b or torch.promote_types(a, b) == a
+    if a.itemsize == 1 or not a.is_floating_point:
+        return False  # no float8 holds all of another
+    one, other = torch.finfo(a), torch.finfo(b)  # torch promotes no float8
+    return one.max >= other.max and one.smallest_normal * one.eps <= other.smallest_normal
+
+
+def is_float8(*dtypes: torch.dtype) -> bool:
+    return any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)
 
 
 class Resolver:
@@ -30,6 +41,7 @@ class Resolver:
     rounded: also values that are recomputed to within rounding, such as the rows of norms.
     shape: the user reads the shape alone, so any codes do. copies_only: views, casts and copies only.
     beside_codes: the session stores other values in codes. coarse: also codes that lose most of a block.
+    block_size: the largest of codes.
     """
 
     def __init__(
@@ -41,9 +53,11 @@ class Resolver:
         copies_only: bool = False,
         beside_codes: bool = False,
         coarse: bool = True,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.exact, self.views_only, self.rounded, self.shape = exact, views_only, rounded, shape
         self.copies_only, self.beside_codes, self.coarse = copies_only, beside_codes, coarse
+        self.block_size = block_size
         self.failed: dict[tuple[Any, int, torch.dtype | None], int] = {}  # and how many functions were left
 
     def good(self, value: Value, need: torch.dtype | None) -> bool:
@@ -53,6 +67,7 @@ class Resolver:
             and (self.rounded or not value.rounded)
             and (self.shape or not value.clipped)
             and (self.coarse or not value.coarse)
+            and value.block_size <= self.block_size
             and (value.lossy or finer(value.precision, need or value.dtype))
         )
 
@@ -113,6 +128,8 @@ class Resolver:
         precision = value.dtype if finer(value.precision, value.dtype) else value.precision
         seen = Computed(function, (value,), value.dtype, precision, 0)
         seen.rounded, seen.clipped = value.rounded, value.clipped
+        if seen.length > _LONGEST:
+            return None
         register(edge, seen)
         return seen
 
@@ -145,13 +162,15 @@ class Resolver:
             return None  # statistics in bf16: the rows would be off by more than rounding
         if not all(value.fresh() for value in values):
             return None
+        if is_float8(edge.dtype) and any(value.lossy for value in values):
+            return None  # the codes' errors would round to the next float8 value, 6 % or 12 % away
         # A later layer's backward pass may ask when the memory is empty. A cast is autocast's, for the layer itself.
         if any(value.managed for value in values) and operation(edge.node) != "ToCopyBackward0":
             return None
         value = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
         value.rounded = rule.exactness == "rounding" or any(each.rounded for each in values)
         value.clipped = any(each.clipped for each in values)
-        if value.depth > MOST_FUNCTIONS:
+        if value.depth > MOST_FUNCTIONS or value.length > _LONGEST:
             return None
         register(edge, value)
         return value
@@ -166,7 +185,7 @@ class Resolver:
         return None if value is None else [value]
 
     def _unchanged(self, leaf: Tensor, node: Any) -> Leaf | None:
-        return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node._sequence_nr()) else None
+        return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node) else None
 
     def _without_edge(self, rule: Rule, node: Any, i: int) -> list[Value] | None:
         """An argument that needs no gradient, as the node saved it; None if it did not."""
@@ -263,8 +282,8 @@ def _itself(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
 
 
 def _before_the_cast(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
-    if source.device != x.device or not source.dtype.is_floating_point:
-        return None
+    if source.device != x.device or not source.dtype.is_floating_point or is_float8(x.dtype):
+        return None  # float8 is coarser than codes, which the source may have for other users
     # Of a coarser dtype: its values, in it, so that nobody further up takes them for those of a finer one.
     return x if finer(source.dtype, x.dtype) else x.to(source.dtype)
 

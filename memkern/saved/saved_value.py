@@ -85,9 +85,10 @@ class Value:
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
     whether it is log-probabilities whose codes end at a smallest one. managed: whether it is, or views, memory that
-    others free and fill again (:func:`is_managed`). depth: functions between it and what is stored.
-    bases: what it is made of in the end, if it is a function of others. uses: how many users are left, a hint that
-    affects speed only.
+    others free and fill again (:func:`is_managed`). depth: functions between it and what is stored. length: the same
+    with views and copies.
+    block_size: of its codes, the largest of several. bases: what it is made of in the end, if it is a function of
+    others. uses: how many users are left, a hint that affects speed only.
     """
 
     dtype: torch.dtype
@@ -97,7 +98,8 @@ class Value:
     rounded = False
     clipped = False
     managed = False
-    depth = 0
+    block_size = 0
+    depth = length = 0
     bases: tuple[Value, ...] = ()
     uses = 0
 
@@ -157,6 +159,10 @@ _is_lossy = operator.attrgetter("lossy")  # no generator at every look
 _is_fresh = operator.methodcaller("fresh")
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
 class Computed(Value):
     """A function of other values, computed anew whenever it is asked for."""
 
@@ -168,9 +174,19 @@ class Computed(Value):
         precision: torch.dtype,
         cost: int,
     ) -> None:
-        self.function, self.inputs, self.dtype, self.precision = function, tuple(inputs), dtype, precision
+        self.function, self.dtype, self.precision = function, dtype, precision
         self.stays_exact = False
-        for value in self.inputs:
+        self._make_of(tuple(inputs), cost)
+
+    def become(self, value: Value) -> None:
+        """Is from now on the same as another value of its edge."""
+        self.function, self.precision, self.rounded = _itself, value.precision, value.rounded
+        self._make_of((value,), 0)
+
+    def _make_of(self, inputs: tuple[Value, ...], cost: int) -> None:
+        self.inputs = inputs
+        self.length = 1 + max((value.length for value in inputs), default=0)
+        for value in inputs:
             value.uses += 1
         if len(self.inputs) == 1:
             (value,) = self.inputs
@@ -191,6 +207,10 @@ class Computed(Value):
     @property
     def managed(self) -> bool:  # type: ignore[override]
         return any(value.managed for value in self.bases)
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        return max((value.block_size for value in self.bases), default=0)
 
     def stay_exact(self) -> None:
         if not self.stays_exact:
@@ -317,6 +337,10 @@ class Stored(Value):
         if self.outer is None:
             check_version("a tensor", self.counter, self.version, data[0].shape)
         return data[0].to(self.dtype)
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        return self.codec.block_size if self.codec is not None and self.lossy else 0
 
     def is_work(self) -> bool:
         return self.codec is not None

@@ -7,20 +7,19 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
 
-from ..quant.layout import FLOATS, is_dense
+from ..quant.layout import FLOATS
 from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
-from .evaluation import evaluate
 from .leaves import leaves
 from .offload import Offload
+from .packed import Packed, is_last_use
 from .resolve import Resolver
 from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, register, registered
 from .storage import is_plain
@@ -39,59 +38,6 @@ def check_bits(bits: Any, name: str = "bits") -> None:
     """Raises ValueError unless ``bits`` is 8 or "exact"."""
     if isinstance(bits, bool) or bits not in (8, EXACT):
         raise ValueError(f"{name} must be 8 or 'exact', got {bits!r}")
-
-
-class _Used(Value):
-    """In place of a value whose last user has run, in a backward pass that keeps no graph."""
-
-    def fresh(self) -> bool:
-        return False
-
-    def tensor(self, of: Callable[[Value], Tensor]) -> Tensor:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time; specify retain_graph=True the first time"
-        )
-
-
-_USED = _Used()
-
-
-def _is_last_use() -> bool:
-    """Whether one of torch's own nodes asks, which does so once, in a backward pass that frees its graph."""
-    node = torch._C._current_autograd_node()
-    return (
-        node is not None
-        and not isinstance(node, BackwardCFunction)
-        and torch._C._current_graph_task_id() != -1
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
-    )
-
-
-class _Packed:
-    """What autograd holds in place of a tensor."""
-
-    __slots__ = ("__weakref__", "dtype", "stride", "value")
-
-    def __init__(self, value: Value, x: Tensor, plain: bool = True) -> None:
-        value.uses += 1
-        self.value, self.dtype = value, x.dtype
-        self.stride = x.stride() if plain and (x.is_contiguous() or is_dense(x.shape, x.stride())) else None
-
-    def tensor(self) -> Tensor:
-        x = evaluate(self.value)
-        if not isinstance(self.value, Waiting) and _is_last_use():
-            self.value = (
-                _USED  # frees codes before the operation allocates gradients; torch frees when it is done
-            )
-        return self.fitted(x)
-
-    def fitted(self, x: Tensor) -> Tensor:
-        """A value's tensor in the dtype and with the strides of the one that was packed."""
-        if x.dtype != self.dtype:
-            x = x.to(self.dtype)
-        if self.stride is None or x.stride() == self.stride:
-            return x
-        return torch.empty_strided(x.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _top_hooks() -> Hooks | None:
@@ -221,36 +167,41 @@ class Session:
             or x.is_conj()
             or x.is_neg()
         ):
-            return _Packed(Stored(x, x.dtype, None, self.outer), x, is_plain(x))
+            return Packed(Stored(x, x.dtype, None, self.outer), x, is_plain(x))
         seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
         node = x.grad_fn
         if node is None:  # also where torch does not show it to the hooks: then nothing is coded
             if not x.requires_grad:
                 frame = sys._getframe(1)
-                callers.note_weight(frame, seq)
-                return _Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
-            leaves.note(x, seq)
-            return _Packed(Leaf(x), x)
+                callers.note_weight(frame)
+                return Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
+            leaves.note(x)
+            return Packed(Leaf(x), x)
         edge = Edge(node, x.output_nr)
-        use = callers.use(sys._getframe(1))
-        if use == CODED:
-            callers.note_cast(edge, seq)
-        elements = SPARSE if use == ANY else 0  # of a loss of classes
-        undecided.look([edge.node], BOUNDED if use == CODED else UNKNOWN, seq, elements)
+        frame = sys._getframe(1)
+        use = callers.use(frame)
+        callers.note_cast(frame, edge, seq)
+        if (
+            node._sequence_nr() != seq
+        ):  # else it may be the one that is being built, and has not saved everything yet
+            elements = SPARSE if use == ANY else 0  # of a loss of classes
+            undecided.look([node], BOUNDED if use == CODED else UNKNOWN, elements)
         value = self._at_once(x, edge, use)
         if value is not None:
-            return _Packed(value, x)
-        packed = _Packed(Waiting(x, edge, self, seq), x)
+            return Packed(value, x)
+        rebuilt = sequence_nr() != seq
+        packed = Packed(Waiting(x, None if rebuilt else edge, self, seq), x)
         undecided.add(seq, packed)
         return packed
 
-    def unpack(self, packed: _Packed) -> Tensor:
+    def unpack(self, packed: Packed) -> Tensor:
         if saved_value.peeked(packed):
             return torch.empty(0)
+        is_last = is_last_use(sys._getframe().f_back)
         if not torch.is_grad_enabled():  # as in any backward pass without create_graph
-            return packed.tensor()
+            return packed.tensor(is_last)
         with torch.no_grad():
-            return packed.tensor()
+            return packed.tensor(is_last)
 
     # ---- what is stored
 
@@ -268,7 +219,7 @@ class Session:
         options = {"rounded": False, "copies_only": True, "beside_codes": True}
         return Resolver(True, x._version > 0, **options).resolve(edge, x.dtype)
 
-    def settle(self, packed: _Packed, use: str, node: Any) -> None:
+    def settle(self, packed: Packed, use: str, node: Any) -> None:
         """Stores a waiting tensor in the way that its user, ``node``, allows."""
         waiting = packed.value
         assert isinstance(waiting, Waiting)
@@ -292,21 +243,36 @@ class Session:
         return Computed(function, (value, sides), value.dtype, value.precision, 1)
 
     def _value(self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None) -> Value:
+        """The value of an edge for a user, found or stored."""
+        before = registered(edge)
+        value = self._found_or_stored(x, edge, use, node, waiting)
+        # What an earlier user was to compute has lost its inputs to a change in place, and x is still what it saved.
+        if isinstance(before, Computed) and x._version == 0 and not before.fresh() and not value.lossy:
+            before.become(value)
+        return value
+
+    def _found_or_stored(
+        self, x: Tensor, edge: Edge, use: str, node: Any, waiting: Value | None = None
+    ) -> Value:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
-        coarse, normal = True, None
+        coarse, normal, block_size = True, None, codecs.BLOCK_SIZE
         if use == CODED and node is not None and not self.exact:
             if attention.stays_exact(node, waiting) or ranges.in_tail(node, x):
                 use = EXACTLY
             elif (mask := self._mask(x, edge, node)) is not None:
                 return mask
+            elif (size := ranges.block_size(node, x)) is None:
+                use = EXACTLY
             else:
-                coarse = ranges.bears_coarse(node)
+                coarse, block_size = ranges.bears_coarse(node), size
                 normal = ranges.normal(node, x, waiting)
         exact = self.exact or use == EXACTLY
 
         def find(exact: bool) -> Value | None:
-            resolver = Resolver(exact, views_only, use != EXACTLY, use == ANY, False, not self.exact, coarse)
+            resolver = Resolver(
+                exact, views_only, use != EXACTLY, use == ANY, False, not self.exact, coarse, block_size
+            )
             return resolver.resolve(edge, x.dtype)
 
         value = find(exact or normal is not None)
@@ -320,6 +286,8 @@ class Session:
             codec = None if normal is None or registered(root) is not None else codecs.normalized(*normal)
         elif codec is not None and (normal := ranges.normal_of_output(root.node, data)) is not None:
             codec = codecs.normalized(*normal)
+        elif codec in (codecs.POWER, codecs.UNSIGNED) and block_size < codecs.BLOCK_SIZE:
+            codec = codecs.in_blocks_of(codec, block_size)
         stored = self._store(root, data, codec)
         if stored.coarse and not coarse:
             stored.upgrade(data)
@@ -347,6 +315,14 @@ class Session:
         if isinstance(old, Stored) and old.fresh() and codec is None:
             old.upgrade(data)  # the exact one serves all users
             old.clipped = False
+            return old
+        if (
+            isinstance(old, Stored)
+            and old.fresh()
+            and codec is not None
+            and codec.block_size < old.block_size
+        ):
+            old.encode(data, codec)  # smaller blocks serve all users, too
             return old
         stored = Stored(data, root.dtype, codec, self.outer, self.offload)
         stored.clipped = stored.codec is bounded.LOGARITHM

@@ -37,7 +37,7 @@ from .users import (
 EXACT, CODED, ANY = "exact", "coded", "any"
 """How an operation uses a value: exactly, from codes, or its shape alone."""
 
-_STATE = "memkern state"
+_STATE, _MARK = "memkern state", "memkern mark"
 _FEW, _MOST = 16, 1024  # limits of the waiting tensors, which operations with unused results would let grow
 _NEVER = 1 << 62  # sequence numbers of AccumulateGrad are larger
 _order = itertools.count()
@@ -46,23 +46,32 @@ _order = itertools.count()
 class Waiting(Value):
     """A tensor that is held unchanged until its user is known.
 
+    edge: of the tensor; None if the node has been built anew by looking at it, as of a view that was changed in place.
     seq: the sequence number of the node that saves the tensor. A node that saves its own result is not held here: the
-    reference cycle would keep it forever if no backward pass runs through it.
+    reference cycle would keep it forever if no backward pass runs through it. A node of that number has a mark
+    instead, by which it is found again: it may as well be of another thread, which counts its own.
     """
 
-    def __init__(self, x: Tensor, edge: Edge, session: Any, seq: int) -> None:
+    def __init__(self, x: Tensor, edge: Edge | None, session: Any, seq: int) -> None:
         self.dtype = self.precision = x.dtype
         self.x, self.version, self.session = x.detach(), x._version, session
-        made = edge.node._sequence_nr()
-        self.edge = edge if made < seq else None
-        self.nr = edge.nr if made == seq else None
+        self.edge, self.mark, self.nr = edge, None, 0
+        if edge is not None and edge.node._sequence_nr() == seq:
+            self.edge, self.mark, self.nr = None, edge.node.metadata.setdefault(_MARK, object()), edge.nr
         self.order = next(_order)
 
     def edge_of(self, user: Any) -> Edge | None:
-        """The tensor's edge, where ``user`` is the node that saves it; None if it is no longer known."""
-        if self.edge is None and self.nr is not None and user is not None:
-            return Edge(user, self.nr)
-        return self.edge
+        """The tensor's edge, where ``user`` is the node that saves it; None if it cannot be: the tensor is not its."""
+        if user is None:
+            return self.edge
+        sources = user.next_functions
+        if self.edge is not None:
+            return self.edge if (self.edge.node, self.edge.nr) in sources else None
+        if self.mark is None:
+            return None
+        nodes = itertools.chain((user,), (node for node, nr in sources if nr == self.nr))
+        found = (node for node in nodes if node is not None and node.metadata.get(_MARK) is self.mark)
+        return next((Edge(node, self.nr) for node in found), None)
 
     def fresh(self) -> bool:
         return self.x._version == self.version and is_present(self.x)
@@ -76,7 +85,10 @@ class Waiting(Value):
 
 
 class Undecided(threading.local):
-    """The waiting tensors by the sequence number of the node that saves them. Per thread, as those numbers are."""
+    """The waiting tensors by the sequence number of the node that saves them. Per thread, as those numbers are.
+
+    The number finds a node quickly; whether it is the one, its inputs tell.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[int, list[weakref.ref]] = {}
@@ -89,22 +101,20 @@ class Undecided(threading.local):
             del self.entries[next(iter(self.entries))]
         self.entries.setdefault(seq, []).append(weakref.ref(packed))
 
-    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, building: int = -1, elements: int = 0) -> None:
+    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, elements: int = 0) -> None:
         """Walks up the graph from ``nodes`` and decides the waiting tensors of the nodes that it meets.
 
-        state, elements: of the gradients that arrive at the outputs of ``nodes`` (users.py). building: the sequence
-        number of the node that torch is building now; it is skipped, as it has not saved everything yet.
+        state, elements: of the gradients that arrive at the outputs of ``nodes`` (users.py). A node is met once for
+        each state; what is behind it was met then.
         """
         if not self.entries:
             return
-        oldest = next(iter(self.entries))
         stack = [(node, state, elements) for node in nodes]
         found: list[tuple[Any, str, Any]] = []
         while stack:
             node, state, elements = stack.pop()
             seq = node._sequence_nr()
-            # A division below may concern what was coded already; nothing else does.
-            if seq > _NEVER or seq == building or (seq < oldest and state < REDUCED and elements != DENSE):
+            if seq > _NEVER:
                 continue
             about = node.metadata
             if (known := about.get(_STATE)) is not None:
@@ -128,10 +138,11 @@ class Undecided(threading.local):
 
     def _decided(self, node: Any, name: str, row: User, seq: int) -> list[tuple[Any, str, Any]]:
         """The waiting tensors of this node whose use is known now: (packed, use, node)."""
-        waiting = [packed for ref in self.entries[seq] if (packed := ref()) is not None]
+        every = [packed for ref in self.entries[seq] if (packed := ref()) is not None]
+        waiting = [packed for packed in every if packed.value.edge_of(node) is not None]
         state = node.metadata[_STATE][0]
         coded, shape = _saved(node, row.coded), _saved(node, row.shape)
-        found, left = [], []
+        found, left = [], [weakref.ref(packed) for packed in every if packed not in waiting]
         for packed in waiting:
             value = packed.value
             how: str | None

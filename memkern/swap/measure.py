@@ -40,6 +40,7 @@ def call_of(model: nn.Module, example: Any) -> tuple[Call, list[Tensor]]:
 @contextlib.contextmanager
 def same_state(model: nn.Module) -> Iterator[None]:
     """Restores buffers and random numbers afterwards."""
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -47,6 +48,9 @@ def same_state(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
+            for table, before in tables:  # a forward pass may assign, and add, buffers
+                table.clear()
+                table.update(before)
             for buffer, copy in buffers:
                 buffer.copy_(copy)
 

@@ -12,6 +12,7 @@ from torch import nn
 from ..memory import saved_bytes
 from ..nn import activation
 from ..nn.embedding import MARK, state_bits_of
+from ..quant.layout import FLOATS
 from . import gated, match
 from .class_swap import attributes_of, become, is_already, original_class, revert
 from .recompute import Recomputed
@@ -85,10 +86,9 @@ class Compression:
         self.by_name = {name: module for module, names in self.names.items() for name in names}
         self.owners = _owners(model)
         floats = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
-        # Of the first that there are codes for: a float64 parameter among others is not the model's dtype.
-        self.dtype = next(
-            (d for d in floats if d != torch.float64), next(iter(floats), torch.get_default_dtype())
-        )
+        # Of the first that there are codes for: float64 and float8 parameters among others are not the model's dtype.
+        other = torch.float64 if torch.float64 in floats else torch.get_default_dtype()
+        self.dtype = next((d for d in floats if d in FLOATS), other)
         self.called = match.Called(self.by_name.values())
         self.swapped: list[Swap] = []
         self.left: list[Left] = []

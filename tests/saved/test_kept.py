@@ -19,7 +19,7 @@ import memkern
 from memkern import memory
 from memkern.memory import LiveBytes
 from memkern.saved import evaluation
-from memkern.saved.session import _Packed
+from memkern.saved.packed import Packed
 
 from .helpers import WIDTH, Model, ids
 
@@ -267,15 +267,16 @@ def test_one_block_around_a_whole_loop_keeps_no_notes() -> None:
         for _ in range(30):
             step()
         assert len(gc.get_objects()) - before < 30
-        session = context._sessions[0]
+        session = context._opened.sessions[0]
         assert len(session.coded) + len(session.constants) <= 100
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 11.5), ("exact", 9.5)])
+@pytest.mark.parametrize(("bits", "most"), [(8, 12.5), ("exact", 11)])
 def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
     """Of each saved tensor, until the backward pass: they decide how often Python looks through all its objects.
 
-    Half an object is for the weights: what is derived from one holds its memory of the forward pass.
+    Half an object is for the weights: what is derived from one holds its memory of the forward pass. One is metadata
+    of nodes that save nothing: all are met, as numbers do not tell which nodes of other threads matter.
     """
     model, x = Model(4), ids()
     memkern.compress(model, saved_bits=bits)
@@ -285,7 +286,7 @@ def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
     y = model(x)
     gc.collect()
     made = [o for o in gc.get_objects() if id(o) not in before]
-    saved = sum(isinstance(o, _Packed) for o in made)
+    saved = sum(isinstance(o, Packed) for o in made)
     assert saved > 100
     assert len(made) <= most * saved
     del y

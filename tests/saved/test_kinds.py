@@ -106,6 +106,25 @@ def sum_over_everything(context: contextlib.AbstractContextManager) -> Sequence[
     return torch.autograd.grad(loss, x)
 
 
+def _through_float8(dtype: torch.dtype, first: bool, context: contextlib.AbstractContextManager) -> Any:
+    layer = _layer()
+    with context:
+        h = layer(torch.randn(WIDTH, WIDTH))
+        if first:
+            loss = layer(h.to(dtype).float()).square().sum() + layer(h).square().sum()
+        else:
+            loss = layer(h).square().sum() + layer(h.t().to(dtype).float()).square().sum()
+        loss = loss + (h.to(dtype).to(torch.bfloat16) * h).float().sum()
+    return torch.autograd.grad(loss, list(layer.parameters()))
+
+
+for _dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz):
+    for _first in (True, False):
+        _case = functools.partial(_through_float8, _dtype, _first)
+        _case.__name__ = f"{_dtype}, {'first' if _first else 'second'}"  # type: ignore[attr-defined]
+        case(_case)
+
+
 @pytest.mark.parametrize("bits", ["exact", 8])
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")

@@ -198,6 +198,14 @@ def test_one_float64_tensor_does_not_refuse_a_float32_model(extra: str) -> None:
     assert memory.saved_bytes(lambda: model(x), model) < 0.5 * plain
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_frozen_float8_weights_are_not_the_model_s_dtype(dtype: torch.dtype) -> None:
+    frozen = nn.Linear(64, 64).to(dtype).requires_grad_(False)
+    for layers in ((frozen, nn.GELU(), nn.Linear(64, 64)), (frozen, nn.GELU())):
+        (swap,) = memkern.compress(nn.Sequential(*layers)).swapped
+        assert swap.before == 4
+
+
 # The report
 
 
