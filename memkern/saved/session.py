@@ -108,7 +108,8 @@ class Session:
         if self.inside is not None:
             self.inside.coded += self.coded
         else:
-            held = list(passing)
+            # torch.func's tensors are others around the ones that are saved, and have no storage.
+            held = [x for x in passing if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
             self._encode_what_passes(held)
             self._hold_what_is_alive({x.untyped_storage()._cdata for x in held})
         self.coded, self.constants = [], {}
