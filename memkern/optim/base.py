@@ -302,22 +302,11 @@ class BlockwiseOptimizer(Optimizer):
                 loss = closure()
         if torch.compiler.is_compiling() and self._reads_tensors():
             self._untraced_step()
-        else:
-            self._take_step()
-        return loss
+            return loss
 
-    def _reads_tensors(self) -> bool:
-        """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
-        return any(isinstance(b, Tensor) for group in self.param_groups for b in group.get("betas", ()))
-
-    @torch._disable_dynamo
-    def _untraced_step(self) -> None:
-        self._take_step()
-
-    def _take_step(self) -> None:
         args = self._step_args()
         if not args.params:
-            return
+            return loss
         if self._sharded and args.found_inf is not None:
             self.found_inf = collectives.largest(args.found_inf, self._all_ranks)
             args = args._replace(found_inf=self.found_inf)
@@ -333,8 +322,17 @@ class BlockwiseOptimizer(Optimizer):
                     raise step_errors.in_words(error, args, self.param_groups) from None
                 args = self._step_args()
             else:
-                return
+                return loss
         self._step_in_calls(args)
+        return loss
+
+    def _reads_tensors(self) -> bool:
+        """Whether hyperparameters are tensors. A compiled op would have the numbers of the first step."""
+        return any(isinstance(b, Tensor) for group in self.param_groups for b in group.get("betas", ()))
+
+    @torch._disable_dynamo
+    def _untraced_step(self) -> None:
+        BlockwiseOptimizer.step(self)
 
     def _step_in_one_call(self, args: StepArgs) -> None:
         """The step of parameters on one device, all of which the op takes."""
