@@ -30,6 +30,13 @@ _CASTS = ("ToCopyBackward0", "TBackward0")
 _FEW = 8  # nodes of one call of a function: casts, views and the operation
 
 
+def of(frame: FrameType) -> FrameType:
+    """The function that runs an operation: torch's function modes, as a default device is one, lie in between."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def use(frame: FrameType) -> str | None:
     """How the tensor that is packed under a Python frame is used; None if the frame does not tell."""
     code = frame.f_code

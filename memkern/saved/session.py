@@ -173,13 +173,13 @@ class Session:
         node = x.grad_fn
         if node is None:  # also where torch does not show it to the hooks: then nothing is coded
             if not x.requires_grad:
-                frame = sys._getframe(1)
+                frame = callers.of(sys._getframe(1))
                 callers.note_weight(frame)
                 return Packed(callers.frozen_weight(frame, x) or self._constant(x), x)
             leaves.note(x)
             return Packed(Leaf(x), x)
         edge = Edge(node, x.output_nr)
-        frame = sys._getframe(1)
+        frame = callers.of(sys._getframe(1))
         use = callers.use(frame)
         callers.note_cast(frame, edge, seq)
         if (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
+from memkern import memory
 
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "vmap": lambda net, x: torch.vmap(net)(x[:, None]),
@@ -36,3 +37,24 @@ def test_transforms_of_the_forward_pass(transform: str, saved_bits: Any) -> None
         else:
             off = (found - expected).norm() / expected.norm()
             assert off <= (0 if saved_bits == "exact" else 0.01)
+
+
+@pytest.mark.parametrize("saved_bits", ["exact", 8])
+def test_a_default_device(saved_bits: Any) -> None:
+    """Its function mode stands between a layer and its operation: weights' casts are no more saved than without."""
+
+    def run() -> int:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU(), nn.Linear(64, 8))
+        memkern.compress(net, saved_bits=saved_bits, activations=None)
+        x = torch.randn(32, 64)
+
+        def forward() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return net(x).float().square().mean()
+
+        return memory.saved_bytes(forward, net, x)
+
+    plain = run()
+    with torch.device("cpu"):
+        assert run() == plain
