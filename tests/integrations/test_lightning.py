@@ -184,11 +184,14 @@ class Inner(lightning.LightningModule):  # type: ignore[misc,name-defined]
 
 TENSOR = 4 * 256 * 64
 CODED = TENSOR / 4 + TENSOR / 128  # a byte per element, and a scale for 128 of them
+IN_ROWS = (
+    TENSOR / 4 + TENSOR / 64
+)  # a square may be a norm's: its argument has blocks that divide the rows of 64
 # Of the step: torch saves what goes into each SiLU (4), what goes into each layer but the first (3), the square's
 # argument and a copy of the expanded input. Of the example: 4, 3 and the result.
 BYTES: dict[str, tuple[float, float]] = {
     "8": (
-        4 * CODED + TENSOR,
+        4 * CODED + TENSOR + IN_ROWS,
         3 * CODED + 2 * TENSOR,
     ),  # what follows an example's last SiLU is not known: exact
     "exact": (5 * TENSOR, 5 * TENSOR),

@@ -87,7 +87,8 @@ def test_blocks_by_themselves_share_what_passes_between_them(activation: nn.Modu
                 memkern.compress(block, None, saved_bits=8)
         found.append(bytes_of(model, x))
     plain, whole, *parts = found
-    assert whole < 0.4 * plain
+    # 1.16 bytes per element of sigmoid and softmax, 1.28 of tanh, whose distance from a limit is coded; 1.03 of others.
+    assert whole < 0.45 * plain
     assert max(parts) <= whole
 
 
