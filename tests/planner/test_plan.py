@@ -454,7 +454,9 @@ def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_grad
     whole = planner_step.trace(source, techniques, "cpu")
     options = {"free_gradients": free_gradients, "unit": 64}
     found, expected = peaks(traces, more, **options), peaks([whole], 0, **options)
-    if "saved_bits" in changes:  # a chain of values ends after 40, which few blocks do not reach: more is predicted
+    if (
+        "saved_bits" in changes
+    ):  # a chain of values ends after 40, which few blocks do not reach: more is predicted
         total, least = (max(sum(phase.values()) for phase in each.values()) for each in (found, expected))
         assert least <= total <= 1.25 * least
     else:
