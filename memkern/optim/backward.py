@@ -257,12 +257,11 @@ class ParameterHooks:
             if hooks is not None and (method := hooks.method()) is not None and hooks._is_newest(p):
                 method(p)
 
-        before = _HOOKS[id(p)] = [ref for ref in _HOOKS.get(id(p), ()) if _hooks_of(ref, p) is not None]
-        for ref in before:
-            if (other := _hooks_of(ref, p)) is not None:
-                other.newer = own
+        older = [hooks for ref in _HOOKS.get(id(p), ()) if (hooks := _hooks_of(ref, p)) is not None]
+        for hooks in older:
+            hooks.newer = own
         self.handles[p] = p.register_post_accumulate_grad_hook(hook)
-        before.append(own)
+        _HOOKS[id(p)] = [*map(weakref.ref, older), own]
 
     def _is_newest(self, p: Tensor) -> bool:
         return next(x for ref in reversed(_HOOKS[id(p)]) if (x := _hooks_of(ref, p)) is not None) is self

@@ -47,9 +47,7 @@ class BlockwiseOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _looks: list[following.Look]  # the groups at the last step
-    _frozen: set[
-        int
-    ]  # ids of parameters that no step was prepared for: they need no gradient, or have no shape yet
+    _frozen: set[int]  # ids of parameters that no step is prepared for: frozen, or lazy
     _multi_call = False  # whether a step needs several calls of ops
     _sharded = False  # whether there are DTensors
     _ranks: dict[Tensor, shards.Ranks]  # the ranks that hold other elements of a parameter

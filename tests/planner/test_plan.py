@@ -454,11 +454,12 @@ def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_grad
     whole = planner_step.trace(source, techniques, "cpu")
     options = {"free_gradients": free_gradients, "unit": 64}
     found, expected = peaks(traces, more, **options), peaks([whole], 0, **options)
-    if (
-        "saved_bits" in changes
-    ):  # a chain of values ends after 40, which few blocks do not reach: more is predicted
+    if "saved_bits" in changes:
+        # Decoded log-probabilities, which two nodes ask for, are cached where codes save that much (evaluation.py):
+        # those of 14 blocks do, those of few do not, and the second decoding has the first one's gradient beside it.
         total, least = (max(sum(phase.values()) for phase in each.values()) for each in (found, expected))
-        assert least <= total <= 1.25 * least
+        log_probabilities = 64 * 5000 * 4  # tokens, vocabulary, fp32
+        assert least <= total <= least + log_probabilities
     else:
         assert found == expected
     assert planner_step.fixed(source, techniques, "cpu") == planner_step._fixed(source, techniques, "cpu")

@@ -14,6 +14,15 @@ import memkern
 from .helpers import WIDTH
 
 
+def _compare(forward: Callable[[], Tensor], inputs: list[Tensor], bits: Any) -> None:
+    """Gradients without and with what is saved in ``bits``."""
+    plain = torch.autograd.grad(forward(), inputs)
+    with memkern.quantize_saved(bits):
+        loss = forward()
+    for a, b in zip(plain, torch.autograd.grad(loss, inputs), strict=True):
+        assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.03) * b.norm()
+
+
 def _weights() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(WIDTH, WIDTH, generator=generator) / 8).requires_grad_() for _ in range(2)]
@@ -80,7 +89,7 @@ DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_metric_s_tensor_may_change_in_place(name: str, bits: Any) -> None:
     """torch keeps the function's result, and what the metric has saved is never asked for."""
     w, v = _weights()
-    x, kept, results = torch.randn(WIDTH, WIDTH), [], []
+    x, kept = torch.randn(WIDTH, WIDTH), []
 
     def forward() -> Tensor:
         h = x @ w
@@ -89,15 +98,7 @@ def test_a_metric_s_tensor_may_change_in_place(name: str, bits: Any) -> None:
         h.add_(1.0)
         return (y @ v).square().sum()
 
-    for mode in (None, bits):
-        if mode is None:
-            loss = forward()
-        else:
-            with memkern.quantize_saved(mode):
-                loss = forward()
-        results.append(torch.autograd.grad(loss, [w, v]))
-    for a, b in zip(*results, strict=True):
-        assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.03) * b.norm()
+    _compare(forward, [w, v], bits)
 
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,7 +114,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", STEPS)
 def test_long_chains_of_views_and_copies(name: str, bits: Any) -> None:
     w, v = _weights()
-    start, results = torch.randn(WIDTH, WIDTH), []
+    start = torch.randn(WIDTH, WIDTH)
 
     def forward() -> Tensor:
         x, total = start @ w, torch.zeros(())
@@ -122,12 +123,4 @@ def test_long_chains_of_views_and_copies(name: str, bits: Any) -> None:
             total = total + (x.float() @ v).sum()
         return total
 
-    for mode in (None, bits):
-        if mode is None:
-            loss = forward()
-        else:
-            with memkern.quantize_saved(mode):
-                loss = forward()
-        results.append(torch.autograd.grad(loss, [w, v]))
-    for a, b in zip(*results, strict=True):
-        assert (a - b).norm() <= (1e-6 if bits == "exact" else 0.03) * b.norm()
+    _compare(forward, [w, v], bits)
