@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _ops
 from ..quant.codec import CODECS, POWER4
-from ..quant.layout import is_dense
+from ..quant.layout import extent, is_dense
 from ..reference.state import check_step
 from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
 from . import step_errors, weights
@@ -65,8 +65,8 @@ def rounds_of(params: Sequence[Tensor]) -> dict[int, int]:
     for i, p in enumerate(params):
         x = shards.local(p)
         if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel():
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            spans.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size(), i))
+            nbytes = extent(x.shape, x.stride()) * x.element_size()
+            spans.append((x.data_ptr(), x.data_ptr() + nbytes, i))
     spans.sort()
     ends = [0, *itertools.accumulate((end for _, end, _ in spans), max)]
     if all(start >= before for (start, _, _), before in zip(spans, ends, strict=False)):

@@ -79,6 +79,11 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of memory from a tensor's first to its last."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may lie at one place in memory: a stride does not pass the smaller ones' reach."""
     reach = 0

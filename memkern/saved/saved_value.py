@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .codecs import Codec, Layout
 from .offload import Away, Offload, is_parameter, put
 from .storage import (
+    bytes_needed,
     check_place,
     check_version,
-    extent,
     is_managed,
     is_plain,
     is_present,
@@ -358,8 +358,8 @@ class Stored(Value):
         storage, offset = self.source[0](), self.source[1]
         if storage is not None and storage._cdata not in passing:
             shape, stride, dtype = self.layout
-            if storage.nbytes() < extent(shape, stride, offset, dtype):  # set_ would enlarge what was freed
-                return
+            if storage.nbytes() < bytes_needed(shape, stride, offset, dtype):
+                return  # set_ would enlarge what was freed
             x, codec = torch.empty(0, dtype=dtype, device=storage.device), self.codec
             self.hold(x.set_(storage, offset, shape, stride), may_leave=False)
             self.source, self.codec_before = None, codec

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..quant.layout import extent
+
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of shape "
     "{shape} is at version {now}, it was saved at version {then}"
@@ -50,12 +52,9 @@ def is_plain(x: Tensor) -> bool:
     return type(x) in _PLAIN and x.layout == torch.strided
 
 
-def extent(shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> int:
+def bytes_needed(shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype) -> int:
     """Bytes from the start of a storage to the end of a tensor's last element."""
-    if 0 in shape:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return (offset + last + 1) * dtype.itemsize
+    return 0 if 0 in shape else (offset + extent(shape, stride)) * dtype.itemsize
 
 
 def is_present(x: Tensor) -> bool:
@@ -70,7 +69,7 @@ def check_present(x: Tensor) -> None:
     if not is_plain(x):
         return
     offset, size = int(x.storage_offset()), x.untyped_storage().size()
-    if size < x.nbytes + offset * x.itemsize and size < extent(x.shape, x.stride(), offset, x.dtype):
+    if size < x.nbytes + offset * x.itemsize and size < bytes_needed(x.shape, x.stride(), offset, x.dtype):
         raise RuntimeError(FREED.format(shape=tuple(x.shape), now=size))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -41,6 +40,7 @@ from .weight import (
     has_gradient,
     host_weight_of,
     put_in_place,
+    set_options,
 )
 
 BUCKET_ELEMENTS = 2**22
@@ -201,7 +201,7 @@ class HostOffload(Optimizer):
         made: list[Weight] = []
         try:
             if self._weights:
-                self._hand_options()
+                copy_options(self, self._inner)
             if self._steps_in_backward:
                 check_no_reductions(self._class, group["params"], {**self._options, **group})
             made += (self._weight_of(p, group) for p in group["params"])
@@ -219,7 +219,7 @@ class HostOffload(Optimizer):
             raise
         self.defaults = self._inner.defaults
         self._weights.update(zip(group["params"], made, strict=True))
-        copy_options(self._inner, self)
+        set_options(self._inner, self)
         self._make_buckets()
         self._hook_parameters()
 
@@ -388,11 +388,6 @@ class HostOffload(Optimizer):
         self._share_state()
         return loss
 
-    def _hand_options(self) -> None:
-        """Hands copies of the groups' options to the inner optimizer: a schedule may fill tensors in place."""
-        for given, group in zip(self.param_groups, self._inner.param_groups, strict=False):
-            group.update((key, copy.deepcopy(x)) for key, x in given.items() if key != "params")
-
     def _follow(self) -> None:
         """Hands the groups' options to the inner optimizer, before its first bucket is stepped."""
         params = [p for group in self.param_groups for p in group["params"]]
@@ -401,7 +396,7 @@ class HostOffload(Optimizer):
                 "params of HostOffload were replaced, and the host has weights of the ones that it was given: make a "
                 "new HostOffload of the new ones, and load_state_dict() of this one's state"
             )
-        self._hand_options()
+        copy_options(self, self._inner)
         self._thaw()
         self._follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
@@ -544,7 +539,7 @@ class HostOffload(Optimizer):
 
     def _convert_states(self) -> None:
         """Converts states whose group's options have changed, before they are saved or copied."""
-        self._hand_options()
+        copy_options(self, self._inner)
         self._follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
             self._inner._follow_groups()
@@ -569,7 +564,9 @@ class HostOffload(Optimizer):
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
         self._finish_backward()
-        self._hand_options()  # what they are now wins over the state's, where the inner optimizer says so
+        copy_options(
+            self, self._inner
+        )  # what they are now wins over the state's, where the inner optimizer says so
         given = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
@@ -592,7 +589,7 @@ class HostOffload(Optimizer):
             for w in weights:
                 if w.own:
                     local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
-        copy_options(self._inner, self)
+        set_options(self._inner, self)
         self._make_buckets()
         self.state.clear()
         host_params = {w.host_param for w in weights}
