@@ -65,8 +65,7 @@ class StepInBackward(Optimizer):
     wraps_a_class = True
     frees_gradients = True
     clips_by_norm = False
-    # All groups, the group that is alone now, and its parameters (_alone).
-    _whole: tuple[list[dict[str, Any]], dict[str, Any], list[Tensor]] | None = None
+    _is_alone = False  # whether there is one parameter in place of all (_alone)
     _step_supports_amp_scaling = (
         True  # so that GradScaler leaves its grad_scale here, where step() refuses it
     )
@@ -121,12 +120,12 @@ class StepInBackward(Optimizer):
         place = self._place_of(p)
         assert place is not None
         groups, group = self.param_groups, place[0]
-        self._whole = groups, group, group["params"]
+        params = group["params"]
         try:
-            self.param_groups, group["params"] = [group], [p]
+            self.param_groups, group["params"], self._is_alone = [group], [p], True
             yield
         finally:
-            self.param_groups, group["params"], self._whole = groups, self._whole[2], None
+            self.param_groups, group["params"], self._is_alone = groups, params, False
 
     def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
         """A parameter's group and its index there, by a map that is made again where lists have changed."""
@@ -140,22 +139,8 @@ class StepInBackward(Optimizer):
 
     def _follow_groups(self) -> None:
         """For memkern's optimizers: follows all groups at the first gradient of a backward pass."""
-        if self._whole is None:
+        if not self._is_alone:
             super()._follow_groups()  # type: ignore[misc]
-
-    def _look_at_groups(self) -> None:
-        """For memkern's optimizers: looks at all groups, as the kinds of all parameters decide how steps are taken."""
-        now, whole = self.param_groups, self._whole
-        if whole is None:
-            super()._look_at_groups()  # type: ignore[misc]
-            return
-        groups, group, params = whole
-        alone = group["params"]
-        try:
-            self.param_groups, group["params"] = groups, params
-            super()._look_at_groups()  # type: ignore[misc]
-        finally:
-            self.param_groups, group["params"] = now, alone
 
     # ---- steps
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from .multi_call import Entry
+    from .plan import Values
 
 ALGORITHMS = ("muon", "adamw")
 _EPS = {"muon": 1e-7, "adamw": 1e-8}
@@ -150,11 +150,8 @@ class Muon(BlockwiseOptimizer):
     def _op_of(self, group: dict[str, Any]) -> StepOp:
         return MUON_STEP if group["algorithm"] == "muon" else ADAM_STEP
 
-    def _entries(self, params: Sequence[Tensor], groups: list[dict[str, Any]]) -> list[Entry]:
-        entries, devices = super()._entries(params, groups), self.product_devices
-        if devices is None:
-            return entries
-        return [entry._replace(product_device=devices.get(entry.param)) for entry in entries]
+    def _values(self, grads: list[Tensor]) -> Values:
+        return super()._values(grads)._replace(product_devices=self.product_devices)
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         return 1.0 if name == "decoupled_weight_decay" else super()._hyperparameter(group, name)

@@ -142,3 +142,13 @@ def check_gradient(p: Tensor, g: Tensor) -> None:
             f"a gradient must have its parameter's shape and device, {tuple(p.shape)} on {p.device}, "
             f"got {tuple(g.shape)} on {g.device}"
         )
+
+
+def place_lr(group: dict[str, Any]) -> None:
+    """capturable: lr becomes a tensor on the parameters' device, which schedulers fill in place."""
+    # Frozen parameters may be elsewhere.
+    first = next((p for p in group["params"] if p.requires_grad), next(iter(group["params"]), None))
+    if group["capturable"] and first is not None and not first.is_meta:
+        device, lr = first.device, group["lr"]
+        dtype = lr.dtype if isinstance(lr, Tensor) else torch.float64
+        group["lr"] = torch.as_tensor(lr, dtype=dtype, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,25 +29,40 @@ ENTRIES = {
 """memkern's own entries of a state. Wrappers may add others (timm's Lookahead), which stay as they are."""
 
 
+def _forgetting_plan(method: Any) -> Any:
+    """A method of dict that changes entries, for :class:`State`."""
+
+    @functools.wraps(method)
+    def changed(self: State, *args: Any, **kwargs: Any) -> Any:
+        self.plan = None
+        return method(self, *args, **kwargs)
+
+    return changed
+
+
 class State(dict[str, Any]):
     """A parameter's tensors by name, as ``optimizer.state[p]`` has them, and the format of its codes.
 
     format: None before the first step, where a wrapper's entries may be there already.
+    plan: of the parameter's last step (:class:`memkern.optim.plan.StepPlan`), until an entry is replaced. States alone
+    hold a plan, so that the tensors in it are freed with them.
     """
 
     format: Format | None = None
-    _seen: Any = None
+    plan: Any = None
+    _checked: Any = None
 
-    def note_converted(self, p: Tensor) -> None:
-        """Notes that the entries are as the parameter, which is as it is now, asks for."""
-        self._seen = self._look(p)
+    __setitem__ = _forgetting_plan(dict.__setitem__)
+    __delitem__ = _forgetting_plan(dict.__delitem__)
+    __ior__ = _forgetting_plan(dict.__ior__)
+    clear = _forgetting_plan(dict.clear)
+    pop = _forgetting_plan(dict.pop)
+    popitem = _forgetting_plan(dict.popitem)
+    setdefault = _forgetting_plan(dict.setdefault)
+    update = _forgetting_plan(dict.update)
 
-    def is_as_converted(self, p: Tensor) -> bool:
-        """Whether neither the parameter nor the entries have changed since then, but for their values."""
-        return self._seen is not None and self._seen == self._look(p)
-
-    def _look(self, p: Tensor) -> Any:
-        return p.dtype, p.device, p.shape, p.stride(), [*map(id, self.values())]
+    def __getstate__(self) -> dict[str, Any]:
+        return {"format": self.format}
 
     @classmethod
     def of(cls, entries: dict[str, Any], format: Format) -> State:
@@ -61,7 +77,38 @@ class State(dict[str, Any]):
         """Puts entries of a format in place of all."""
         self.clear()
         self.update(entries)
-        self.format, self._seen = format, None
+        self.format = format
+
+    def note_checked(self, p: Tensor) -> None:
+        """Notes that the parameter can be stepped, and that the entries are as it asks for."""
+        self._checked = self._look(p)
+
+    def is_checked(self, p: Tensor) -> bool:
+        """Whether neither the parameter nor the entries have changed since then, but for their values."""
+        return self._checked is not None and self._checked == self._look(p)
+
+    def _look(self, p: Tensor) -> Any:
+        return p.dtype, p.device, p.shape, p.stride(), [*map(id, self.values())]
+
+    def moved(self, new: Tensor) -> State:
+        """The state for the parameter ``new`` in place of its own, on its device and ranks."""
+        found, format = State(), self.format
+        found.format = format
+        if not new.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in self.values()):
+            return found  # a step on meta has made no values
+        assert format is not None
+        for key, x in self.items():
+            if key not in ENTRIES:  # a wrapper's
+                found[key] = x
+                continue
+            if shards.is_dtensor(new) and not shards.is_dtensor(x) and not x.is_contiguous():
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(new.shape)} has strides {x.stride()}, and sharded "
+                    "params must be contiguous; call .contiguous() before they are sharded"
+                )
+            x = x if shards.is_dtensor(x) else x.to(new.device)
+            found[key] = shards.placed(key, x, new, format.block_size, format.packs(x)).to(new.device)
+        return found
 
 
 def _unflatten(values: Iterable[Any], context: tuple[list[str], Format | None]) -> State:

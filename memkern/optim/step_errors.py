@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,12 +24,16 @@ _LISTS = {
 }
 
 
-def of_parameter(error: Exception, p: Tensor, groups: Sequence[dict[str, Any]]) -> Exception:
-    """An error of a check as one that says which parameter it is, as :func:`in_words` does."""
-    names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
-    number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
-    name = "" if names[number] is None else f" ({names[number]!r})"
-    return type(error)(f"parameter {number}{name}: {error}")
+@contextlib.contextmanager
+def of_parameter(p: Tensor, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Errors of checks as ones that say which parameter it is, as :func:`in_words` does."""
+    try:
+        yield
+    except OP_ERRORS as error:
+        names = [name for g in groups for name in g.get("param_names", [None] * len(g["params"]))]
+        number = next(i for i, q in enumerate(q for g in groups for q in g["params"]) if q is p)
+        name = "" if names[number] is None else f" ({names[number]!r})"
+        raise type(error)(f"parameter {number}{name}: {error}") from None
 
 
 def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]]) -> Exception:

@@ -85,7 +85,6 @@ def test_no_list_of_arguments_is_repeated() -> None:
     assert listing - GENERATED == {
         "memkern/schemas.py",
         "csrc/common/step_args.h",
-        "memkern/optim/base.py",
         "memkern/reference/state.py",
         "memkern/triton/step_args.py",
     }

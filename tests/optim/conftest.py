@@ -48,7 +48,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-OF_A_STEP = ("_step_args", "_step_in_one_call", "_step_in_calls", "_follow_groups", "_convert_storage")
+OF_A_STEP = ("_init_group", "_plan", "_follow_groups", "_convert_storage")
 OF_A_STATE = ("state_dict", "load_state_dict", "__setstate__")
 
 

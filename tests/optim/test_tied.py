@@ -67,9 +67,12 @@ def test_parameters_over_one_memory_are_stepped_one_after_the_other(
 
 def test_parts_of_one_memory_are_stepped_together() -> None:
     whole = torch.zeros(64, 128)
-    optimizer = optim.AdamW8bit([nn.Parameter(part) for part in whole.chunk(2)], min_8bit_size=0)
-    assert optimizer._rounds == {}
-    assert not optimizer._multi_call
+    params = [nn.Parameter(part) for part in whole.chunk(2)]
+    optimizer = optim.AdamW8bit(params, min_8bit_size=0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert optimizer.state[params[0]].plan.is_one_call
 
 
 # ---- one parameter

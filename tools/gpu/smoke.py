@@ -290,12 +290,10 @@ def muon_stepped(
         for step in range(STEPS):
             for i, p in enumerate(params):
                 p.grad = at(values(tuple(p.shape), 100 * step + i).to(dtype), device)
-            args = optimizer._step_args()
-            states = [optimizer.state[p] for p in params]
-            args = args._replace(
-                moments=[s["momentum_buffer"] for s in states],
-                scales=[s["momentum_buffer_scale"] for s in states if "momentum_buffer_scale" in s],
-                steps=[s["step"] for s in states],
+            (call,) = optimizer._plan(params, [0] * len(params)).calls
+            args = call.args._replace(
+                grads=[p.grad for p in params],
+                lr=[torch.tensor(0.1, dtype=torch.float64)],
                 hyperparameters=optimizer._hyperparameters(MUON_STEP),
             )
             updates = [torch.empty_like(p, dtype=torch.bfloat16) for p in params]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _ops
-from ...schemas import StepArgs
 from .shards import Ranks, is_dtensor, ranks_of
 
 if TYPE_CHECKING:
@@ -97,12 +96,14 @@ def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
     return values
 
 
-def grad_norm(args: StepArgs, ranks: Sequence[Ranks | None], all_ranks: AllRanks) -> Tensor:
+def grad_norm(
+    grads: Sequence[Tensor], grad_scale: Tensor | None, ranks: Sequence[Ranks | None], all_ranks: AllRanks
+) -> Tensor:
     """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is not finite.
 
-    ``ranks``: who holds other elements of each tensor.
+    ``grads``: this rank's parts. ``ranks``: who holds other elements of each tensor.
     """
-    squares = _squares(args, ranks, all_ranks.kinds)
+    squares = _squares(grads, grad_scale, ranks, all_ranks.kinds)
     all_reduce("sum", squares, all_ranks.kinds)
     total = torch.stack(squares).sum()
     if all_ranks.have_equal_sums or not all_ranks.meshes:
@@ -114,29 +115,36 @@ def grad_norm(args: StepArgs, ranks: Sequence[Ranks | None], all_ranks: AllRanks
     return total.sqrt().where(infinite == 0, torch.full_like(total, torch.nan))
 
 
-def is_finite(args: StepArgs, all_ranks: AllRanks) -> Tensor:
+def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:
     """Whether the gradients of all ranks are finite, a boolean for all ranks."""
-    squares = _squares(args._replace(grad_scale=None), [None] * len(args.grads), [None])
+    squares = _squares(grads, None, [None] * len(grads), [None])
     return largest((~torch.stack(squares).isfinite().all()).float(), all_ranks) == 0
 
 
-def _squares(args: StepArgs, ranks: Sequence[Ranks | None], kinds: Sequence[Ranks | None]) -> list[Tensor]:
-    """The sums of the squares of this rank's gradients, one for each of ``kinds``."""
+def norm_of(
+    grads: Sequence[Tensor], grad_scale: Tensor | None, device: torch.device, out: Tensor | None = None
+) -> Tensor:
+    """The norm of gradients, fp64 and unscaled, on a device. ``out``: memory for it, where there is some."""
+    if any(g.dtype == torch.float64 or g.device != device for g in grads):
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return norm if grad_scale is None else norm / grad_scale.to(device).double().reshape(())
+    if out is None:
+        with torch.inference_mode(False):
+            out = torch.zeros((), dtype=torch.float64, device=device)
+    if grads:
+        _ops.grad_norm_(out, grads, grad_scale)
+    return out
+
+
+def _squares(
+    grads: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    ranks: Sequence[Ranks | None],
+    kinds: Sequence[Ranks | None],
+) -> list[Tensor]:
+    """The sums of the squares of this rank's gradients, one for each of ``kinds``, of which it may have none."""
     of_ranks: dict[Ranks | None, list[Tensor]] = {kind: [] for kind in kinds}
-    for g, kind in zip(args.grads, ranks, strict=True):
+    for g, kind in zip(grads, ranks, strict=True):
         of_ranks[kind].append(g)
-    device = args.grads[0].device
-    squares = []
-    for grads in of_ranks.values():
-        norm = torch.zeros((), dtype=torch.float64, device=device)
-        if not grads:
-            pass  # the other ranks may have some
-        elif all(g.dtype != torch.float64 and g.device == device for g in grads):
-            _ops.grad_norm_(norm, grads, args.grad_scale)
-        else:
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in grads]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            if args.grad_scale is not None:
-                norm = norm / args.grad_scale.to(device).double().reshape(())
-        squares.append(norm.square())
-    return squares
+    return [norm_of(some, grad_scale, grads[0].device).square() for some in of_ranks.values()]

@@ -13,19 +13,20 @@ from ... import _ops, reference
 from ...reference.shard import ShardArgs, ShardLayout
 from ...schemas import StepArgs, StepOp
 from .blocks import layout_of_shard, reduce_magnitudes
-from .collectives import AllRanks, all_reduce, grad_norm
-from .shards import Ranks, is_dtensor, local, locals_of, ranks_of
+from .collectives import all_reduce
+from .shards import Ranks, is_dtensor, local, locals_of
 
 
 class Call(NamedTuple):
-    """A call of an op."""
+    """A call of an op, as a plan has it, or with the values of a step."""
 
     op: StepOp
     args: StepArgs  # with DTensors where the parameters are
+    numbers: list[int]  # of the parameters in the step
+    ranks: Sequence[Ranks | None]  # that hold other elements of each parameter
     by_reference: bool
-    cut: bool  # other ranks have elements of its blocks
-    exchanged: bool  # Muon's matrices of which other ranks have parts
-    product_devices: list[torch.device | None]
+    cut: bool  # other ranks have elements of its blocks or layers: one parameter, for the reference
+    product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
 
 
 def matching(g: Tensor, p: Tensor) -> Tensor:
@@ -42,68 +43,52 @@ def matching(g: Tensor, p: Tensor) -> Tensor:
     return g
 
 
+def local_grads(grads: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of gradients."""
+    return locals_of([matching(g, p) for g, p in zip(grads, params, strict=True)])
+
+
 def local_args(args: StepArgs) -> StepArgs:
     """The arguments with this rank's local tensors."""
-    grads = [matching(g, p) for g, p in zip(args.grads, args.params, strict=True)]
     return args._replace(
         params=locals_of(args.params),
-        grads=locals_of(grads),
+        grads=local_grads(args.grads, args.params),
         moments=locals_of(args.moments),
         scales=[s if s.numel() else s.reshape(0) for s in locals_of(args.scales)],
         weight_states=locals_of(args.weight_states),
     )
 
 
-def step(
-    op: StepOp,
-    args: StepArgs,
-    max_grad_norm: float | None,
-    ranks: Sequence[Ranks | None],
-    all_ranks: AllRanks,
-) -> None:
-    """A step that needs no reduction but those of norms: one call of the op, or one for each of its passes."""
-    own = local_args(args)
-    if max_grad_norm is not None:
-        own = own._replace(grad_norm=grad_norm(own, ranks, all_ranks))
-    if op.has_trust_ratios:
-        own = own._replace(squares=_new_squares(own))
-        _ops.step_(op, own._replace(squares_only=True))
-        _reduce_squares([own], [ranks])
-    _ops.step_(op, own)
-    torch.autograd.graph.increment_version(args.params)
-
-
-def step_with_reduction(op: StepOp, together: StepArgs | None, alone: Sequence[StepArgs]) -> None:
-    """The step of shards that first need a reduction: squares of layers, or largest values of blocks.
-
-    ``together``: the tensors that the op takes as they are. ``alone``: one tensor each, for the reference.
-    """
-    calls: list[tuple[StepArgs, Callable[[StepArgs], None], list[Ranks | None]]] = []
-    layouts = []
-    if together is not None:
-        calls.append((local_args(together), partial(_ops.step_, op), [*map(ranks_of, together.params)]))
-    for args in alone:
-        (p,), (group,) = args.params, args.group
+def step_with_reduction(calls: Sequence[Call]) -> None:
+    """The step of shards that first need a reduction: squares of layers, or largest values of blocks."""
+    op = calls[0].op
+    steps: list[tuple[StepArgs, Callable[[StepArgs], None]]] = []
+    layouts: dict[int, ShardLayout] = {}  # of those calls that the reference takes
+    for i, call in enumerate(calls):
+        args = local_args(call.args)
+        if not (call.cut or call.by_reference):
+            steps.append((args, partial(_ops.step_, op)))
+            continue
+        (p,), (group,) = call.args.params, args.group
         count = len(args.trust_ratios[0]) if op.has_trust_ratios else 1
-        layout = layout_of_shard(p, args.block_size[group], count, coded=bool(args.scales))
-        args = local_args(args)
+        layouts[i] = layout = layout_of_shard(p, args.block_size[group], count, coded=bool(args.scales))
         args = args._replace(scales=[s.view(layout.scale_shape) for s in args.scales])
-        layouts.append(layout)
-        calls.append((args, partial(_run_on_reference, op, layout), [ranks_of(p)]))
+        steps.append((args, partial(_run_on_reference, op, layout)))
     if op.has_trust_ratios:
-        calls = [(args._replace(squares=_new_squares(args)), run, ranks) for args, run, ranks in calls]
-        for args, run, _ in calls:
+        steps = [(args._replace(squares=_new_squares(args)), run) for args, run in steps]
+        for args, run in steps:
             run(args._replace(squares_only=True))
-        _reduce_squares([args for args, _, _ in calls], [ranks for _, _, ranks in calls])
-    with_layouts = calls[len(calls) - len(layouts) :]
-    for layout, (args, run, _) in zip(layouts, with_layouts, strict=True):
+        _reduce_squares([args for args, _ in steps], [call.ranks for call in calls])
+    for i, layout in layouts.items():
+        args, run = steps[i]
         if layout.cut:
             run(copies(args))
-    reduce_magnitudes([layout.shard for layout in layouts], [ranks[0] for _, _, ranks in with_layouts])
-    for args, run, _ in calls:
+    reduce_magnitudes([layout.shard for layout in layouts.values()], [calls[i].ranks[0] for i in layouts])
+    for args, run in steps:
         run(args)
-    parts = [*([] if together is None else [together]), *alone]
-    torch.autograd.graph.increment_version([p for args in parts for x in args.params for p in (x, local(x))])
+    torch.autograd.graph.increment_version(
+        [p for call in calls for x in call.args.params for p in (x, local(x))]
+    )
 
 
 def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:

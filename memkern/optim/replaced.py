@@ -1,4 +1,4 @@
-"""Finds what has changed in an optimizer's groups since its last step, and moves states to new parameters.
+"""Finds what has changed in an optimizer's groups since its last step: options, and parameters in place of others.
 
 Wrappers replace the parameters of an optimizer that exists already (accelerate puts fully_shard's DTensors in place of
 the model's), and users edit options and lists by hand.
@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-
-from .dtensor import shards
-from .state import ENTRIES, State
 
 Group = dict[str, Any]
 Look = tuple[list[int], list[Any]]
@@ -101,24 +98,3 @@ def _no_place(k: int, i: int, old: Tensor) -> ValueError:
         "now does not take its place. Replace parameters by as many of the same shapes in the same order, or begin "
         "anew with optimizer.state.clear()"
     )
-
-
-def moved(state: State, new: Tensor) -> State:
-    """The state for the parameter ``new``, on its device and ranks."""
-    found, format = State(), state.format
-    found.format = format
-    if not new.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in state.values()):
-        return found  # a step on meta has made no values
-    assert format is not None
-    for key, x in state.items():
-        if key not in ENTRIES:  # a wrapper's
-            found[key] = x
-            continue
-        if shards.is_dtensor(new) and not shards.is_dtensor(x) and not x.is_contiguous():
-            raise ValueError(
-                f"the state of a parameter of shape {tuple(new.shape)} has strides {x.stride()}, and sharded params "
-                "must be contiguous; call .contiguous() before they are sharded"
-            )
-        x = x if shards.is_dtensor(x) else x.to(new.device)
-        found[key] = shards.placed(key, x, new, format.block_size, format.packs(x)).to(new.device)
-    return found

@@ -1,0 +1,377 @@
+"""A step as a plan: the calls of ops that it takes. Made when groups, states or layouts change, and run at each step.
+
+One call of the optimizer's op steps all parameters, but for those on another device, with gaps between their elements,
+in float64, with amsgrad, over the memory of others, or whose shards first need a reduction. A parameter with gaps is
+copied to a buffer, stepped there and copied back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from ..quant.codec import CODECS, POWER4
+from ..quant.layout import extent, is_dense
+from ..reference.state import check_step
+from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
+from . import step_errors, weights
+from .dtensor import collectives, shards
+from .dtensor import muon as dtensor_muon
+from .dtensor import step as dtensor_step
+from .dtensor.step import Call
+from .format import Format
+from .muon_step import buckets, muon_step
+from .options import check_gradient
+from .state import State
+
+Group = dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """One parameter of a step."""
+
+    param: Tensor
+    number: int  # of its group
+    state: State
+    op: StepOp  # which the group's options ask for
+
+
+class Values(NamedTuple):
+    """What each step brings: gradients and numbers."""
+
+    grads: Sequence[Tensor]
+    hyperparameters: Callable[[StepOp], list[float]]  # of all groups
+    max_grad_norm: float | None
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    product_devices: Mapping[Tensor, torch.device] | None = (
+        None  # of Muon's matrix products, where not the parameter's
+    )
+
+
+class Kind(NamedTuple):
+    """Parameters of one kind are stepped in one call."""
+
+    round: int  # of parameters over one memory, which are stepped one after the other
+    device: torch.device
+    op: str
+    by_reference: bool
+    cut: bool  # other ranks have parts of its blocks or layers
+    reduced: bool  # ranks first reduce something
+    exchanged: bool  # Muon's matrices of which other ranks have parts
+    has_gaps: bool
+
+    @classmethod
+    def of(cls, entry: Entry, group: Group, round: int, ranks: shards.Ranks | None) -> Kind:
+        p, op = entry.param, entry.op
+        is_muon = op is MUON_STEP
+        by_reference = op is AMSGRAD_STEP or p.dtype == torch.float64
+        cut = ranks is not None and shards.needs_reference(p, group, any(map(_is_scale, entry.state)))
+        reduced = not is_muon and ranks is not None and (cut or op.has_trust_ratios)
+        # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
+        exchanged = is_muon and ranks is not None
+        has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
+        return cls(round, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
+
+
+def _is_scale(key: str) -> bool:
+    return key.endswith("_scale")
+
+
+class StepPlan:
+    """The calls of a step of these parameters.
+
+    Args:
+        entries: the parameters that have a gradient, with their states.
+        groups: the optimizer's.
+        all_ranks: those that have a part of the optimizer's parameters.
+        rounds: see :func:`rounds_of`.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        groups: Sequence[Group],
+        all_ranks: collectives.AllRanks,
+        rounds: Mapping[int, int],
+    ) -> None:
+        self.all_ranks = all_ranks
+        self.params = params = [entry.param for entry in entries]
+        self.numbers = [entry.number for entry in entries]
+        self.group_count = len(groups)
+        sharded = bool(all_ranks.meshes)
+        ranks = shards.ranks_of_each(params) if sharded else {}
+        self.ranks = [ranks.get(p) for p in params] if sharded else [None] * len(params)
+        self.matrices = [i for i, entry in enumerate(entries) if entry.op is MUON_STEP]
+        self._norm: Tensor | None = None
+        self._rates: list[Tensor] = []
+        self._is_checked = False
+        if not torch.compiler.is_compiling():
+            self._states = [id(entry.state) for entry in entries]
+            self._layouts = _layouts(params)
+
+        kinds: dict[Kind, list[int]] = {}
+        for i, (entry, found) in enumerate(zip(entries, self.ranks, strict=True)):
+            kind = Kind.of(entry, groups[entry.number], rounds.get(id(entry.param), 0), found)
+            kinds.setdefault(kind, []).append(i)
+        storage = [
+            [Format.of(g).codec_number for g in groups],
+            [g["block_size"] for g in groups],
+            [weights.storage_of(g) for g in groups],
+        ]
+        self.calls: list[Call] = []
+        self.exchanged: list[Call] = []
+        self.with_gaps: list[Call] = []
+        reductions: dict[str, list[Call]] = {}  # by op
+        for kind, numbers in sorted(kinds.items(), key=lambda item: item[0].round):
+            parts = [numbers]
+            if kind.has_gaps or (kind.reduced and (kind.cut or kind.by_reference)):
+                parts = [[i] for i in numbers]
+            elif kind.op == MUON_STEP.name:
+                # Its updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
+                parts = [*buckets(numbers, params, dtensor_muon.bytes_of_update)]
+            calls = [self._call(entries, some, kind, storage) for some in parts]
+            if kind.has_gaps:
+                self.with_gaps += calls
+            elif kind.reduced:
+                reductions.setdefault(kind.op, []).extend(calls)
+            else:
+                (self.exchanged if kind.exchanged else self.calls).extend(calls)
+        self.reductions = [*reductions.values()]
+        self.is_one_call = len(kinds) == len(self.calls) == 1
+
+    def _call(
+        self, entries: Sequence[Entry], numbers: list[int], kind: Kind, storage: list[list[int]]
+    ) -> Call:
+        """The call of these parameters, with their states."""
+        op = entries[numbers[0]].op
+        states = [entries[i].state for i in numbers]
+        codec, block_size, weight_storage = storage
+        args = StepArgs(
+            params=[entries[i].param for i in numbers],
+            grads=(),
+            moments=[s[name] for name in op.moments for s in states],
+            scales=[s[f"{name}_scale"] for name in op.moments for s in states if f"{name}_scale" in s],
+            steps=[s["step"] for s in states],
+            trust_ratios=[s["trust_ratio"] for s in states] if op.has_trust_ratios else [],
+            weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
+            group=[entries[i].number for i in numbers],
+            codec=[c if op.has_4bit_codes or c != POWER4 else CODECS["power"] for c in codec],
+            block_size=block_size,
+            weight_storage=weight_storage,
+        )
+        ranks = [self.ranks[i] for i in numbers]
+        return Call(op, args, numbers, ranks, kind.by_reference, kind.cut, [None] * len(numbers))
+
+    # ---- whether it holds
+
+    def holds(self, params: Sequence[Tensor], numbers: list[int], states: Sequence[Any], groups: int) -> bool:
+        """Whether the step of ``params``, of groups of these ``numbers``, is still this one.
+
+        A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be.
+        """
+        return (
+            [*map(id, states)] == self._states
+            and all(getattr(state, "plan", None) is self for state in states)
+            and numbers == self.numbers
+            and groups == self.group_count
+            and _layouts(params) == self._layouts
+        )
+
+    # ---- the step
+
+    def run(self, values: Values, groups: Sequence[Group], buffers: dict[Any, Tensor]) -> None:
+        """Takes the step. ``buffers``: memory for parameters with gaps, kept from one step to the next.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: gradients or states that an op does not take; before anything is
+                changed.
+        """
+        if not self.is_one_call:  # whose op checks by itself
+            for p, g in zip(self.params, values.grads, strict=True):
+                check_gradient(p, g)
+        norm = self._grad_norm(values)
+        if self.matrices:
+            values = self._skipped_if_not_finite(values, norm)
+        rates = self._learning_rates(groups)
+
+        calls, exchanged, with_gaps, *reductions = [
+            [_filled(call, values, rates, norm) for call in of_kind]
+            for of_kind in (self.calls, self.exchanged, self.with_gaps, *self.reductions)
+        ]
+        if not (self.is_one_call or self._is_checked or torch.compiler.is_compiling()):
+            # An op checks its arguments before it changes anything. By then another one may have stepped.
+            for call in (*calls, *exchanged):
+                self._check(call, groups)
+            for call in with_gaps:
+                self._check(call, groups, [_buffer(buffers, call.args.params[0])])
+            self._is_checked = True
+
+        for call in calls:
+            self._run(call, groups)
+        if exchanged:
+            dtensor_muon.steps(exchanged, groups)
+        for reduced in reductions:
+            dtensor_step.step_with_reduction(reduced)
+        for call in with_gaps:
+            (p,) = call.args.params
+            dense = _buffer(buffers, p).copy_(p)
+            self._run(call, groups, [dense])
+            p.copy_(dense)
+
+    def _local(self, call: Call, params: list[Tensor] | None) -> StepArgs:
+        """The arguments as an op takes them. ``params``: those in place of ones with gaps."""
+        taken = dtensor_step.local_args(call.args) if self.all_ranks.meshes else call.args
+        return taken if params is None else taken._replace(params=params)
+
+    def _check(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
+        """Raises where the op would refuse its arguments, without the gradients."""
+        if call.cut:
+            return
+        taken = self._local(call, params)
+        try:
+            # Gradients may have other strides than their parameters. Counters on a device, or fake, are not read.
+            steps = [
+                t if t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
+                for t in taken.steps
+            ]
+            check_step(call.op, taken._replace(grads=taken.params, steps=steps))
+        except step_errors.OP_ERRORS as error:
+            raise step_errors.in_words(error, call.args, groups) from None
+
+    def _run(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
+        taken = self._local(call, params)
+        try:
+            if call.op is MUON_STEP:
+                muon_step(taken, call.by_reference, groups, call.product_devices)
+            else:
+                _ops.step_(call.op, taken, call.by_reference)
+        except step_errors.OP_ERRORS as error:
+            if torch.compiler.is_compiling():
+                raise
+            raise step_errors.in_words(error, call.args, groups) from None
+        if self.all_ranks.meshes:
+            torch.autograd.graph.increment_version(call.args.params)
+
+    # ---- numbers of a step
+
+    def _learning_rates(self, groups: Sequence[Group]) -> list[Tensor]:
+        """The groups' lr as tensors: their own, or the plan's, which are filled, so that a step allocates nothing."""
+        rates: Sequence[float | Tensor] = [group["lr"] for group in groups]
+        if torch.compiler.is_compiling():
+            # The compiler can take a changing float into a product; torch.full would recompile at each change.
+            return [
+                r if isinstance(r, Tensor) else torch.ones((), dtype=torch.float64, device="cpu") * r
+                for r in rates
+            ]
+        if not self._rates:
+            with torch.inference_mode(False):
+                self._rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in rates]
+        return [
+            r if isinstance(r, Tensor) else own.fill_(r) for r, own in zip(rates, self._rates, strict=True)
+        ]
+
+    def _grad_norm(self, values: Values) -> Tensor | None:
+        """max_grad_norm: the norm of all gradients, fp64; else nothing."""
+        if values.max_grad_norm is None:
+            return None
+        grads = values.grads
+        first = grads[0].device
+        scale = _on(values.grad_scale, first)
+        if self.all_ranks.meshes:
+            own = dtensor_step.local_grads(grads, self.params)
+            return collectives.grad_norm(own, scale, self.ranks, self.all_ranks)
+        if torch.compiler.is_compiling():
+            return collectives.norm_of(grads, scale, first)
+        self._norm = collectives.norm_of(grads, scale, first, self._norm)  # so that a step allocates nothing
+        return self._norm
+
+    def _skipped_if_not_finite(self, values: Values, norm: Tensor | None) -> Values:
+        """The step with a ``found_inf`` of its own where a gradient that reaches one of Muon's matrices is not finite.
+
+        Newton-Schulz iterations would carry a NaN to the whole matrix, and its momentum would keep it. All ranks skip
+        the step, or none. Nothing waits for the device. The gradients are read once more, 0.3 % of a step of GPT-2's
+        matrices on a CPU. A ``norm`` is one of all gradients, of which a NaN reaches every matrix.
+        """
+        device = values.grads[0].device
+        if norm is not None:
+            finite = norm.isfinite()
+        else:
+            grads = values.grads
+            if self.all_ranks.meshes:
+                grads = dtensor_step.local_grads(grads, self.params)
+            finite = collectives.is_finite([grads[i] for i in self.matrices], self.all_ranks).to(device)
+        found = finite.logical_not().float()
+        if values.found_inf is not None:
+            found = torch.maximum(found, values.found_inf.to(found).reshape(()))
+        return values._replace(found_inf=found)
+
+
+def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None) -> Call:
+    """A call with the values of a step."""
+    device = call.args.params[0].device
+    grads = values.grads
+    args = call.args._replace(
+        grads=grads if len(call.numbers) == len(grads) else [grads[i] for i in call.numbers],
+        lr=rates,
+        hyperparameters=values.hyperparameters(call.op),
+        grad_scale=_on(values.grad_scale, device),
+        found_inf=_on(values.found_inf, device),
+        grad_norm=_on(norm, device),
+        max_grad_norm=float(values.max_grad_norm or 0.0),
+    )
+    devices = values.product_devices
+    if devices is None:
+        return call._replace(args=args)
+    return call._replace(args=args, product_devices=[devices.get(p) for p in args.params])
+
+
+def _on(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device)
+
+
+def _layouts(params: Sequence[Tensor]) -> Any:
+    """Strides, dtypes and devices. A shape that is not the state's any more is an error of the op."""
+    return [p.stride() for p in params], [p.dtype for p in params], [*map(Tensor.get_device, params)]
+
+
+def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:
+    """Memory for a parameter without gaps, which all parameters of its device and dtype share."""
+    like = torch.empty_like(p, device="meta")
+    if torch.compiler.is_compiling():
+        return torch.empty_like(p)
+    key = p.device, p.dtype
+    if key not in buffers or buffers[key].numel() < p.numel():
+        with torch.inference_mode(False):
+            buffers[key] = torch.empty(p.numel(), dtype=p.dtype, device=p.device)
+    return buffers[key].as_strided(like.shape, like.stride())
+
+
+def rounds_of(params: Sequence[Tensor]) -> dict[int, int]:
+    """By a parameter's id: how many earlier ones over the same memory are to be stepped before it, if any.
+
+    An op steps its tensors at the same time. Tied by ``.data``, they are stepped one after the other, as torch does.
+    """
+    spans = []
+    for i, p in enumerate(params):
+        x = shards.local(p)
+        if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel():
+            nbytes = extent(x.shape, x.stride()) * x.element_size()
+            spans.append((x.data_ptr(), x.data_ptr() + nbytes, i))
+    spans.sort()
+    ends = [0, *itertools.accumulate((end for _, end, _ in spans), max)]
+    if all(start >= before for (start, _, _), before in zip(spans, ends, strict=False)):
+        return {}
+    rounds: dict[int, int] = {}
+    seen: list[tuple[int, int, int]] = []
+    for start, end, i in sorted(spans, key=itemgetter(2)):
+        over = [rounds[id(params[k])] for first, last, k in seen if first < end and start < last]
+        rounds[id(params[i])] = 1 + max(over, default=-1)
+        seen.append((start, end, i))
+    return rounds
