@@ -96,9 +96,8 @@ class State(dict[str, Any]):
         found.format = format
         if not new.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in self.values()):
             return found  # a step on meta has made no values
-        assert format is not None
         for key, x in self.items():
-            if key not in ENTRIES:  # a wrapper's
+            if format is None or key not in ENTRIES:  # a wrapper's
                 found[key] = x
                 continue
             if shards.is_dtensor(new) and not shards.is_dtensor(x) and not x.is_contiguous():

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from memkern import optim
 from memkern.optim import HostOffload
-from memkern.optim.offload import host
+from memkern.optim.offload import host_weights
 from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload
 from tests.support.ranks import Ranks
@@ -90,12 +90,12 @@ def offloaded(
     build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, ways: Any
 ) -> list[dict[str, Any]]:
     """What each way of offloading comes to."""
-    host.BUCKET_ELEMENTS = 2000
+    host_weights.BUCKET_ELEMENTS = 2000
     found = []
     for wrapper, own in ways:
         model = sharded(Given(dtype), *sizes)
         optimizer = made(build, model, options, wrapper, **own)
-        assert len(optimizer._buckets) > 1 or "max_grad_norm" in options
+        assert len(optimizer._weights.buckets) > 1 or "max_grad_norm" in options
         steps(model, optimizer, 0, last)
         found.append(everything(model, optimizer))
     return found
@@ -158,7 +158,7 @@ def test_half_precision_models(ranks: Ranks, build: Any, dtype: torch.dtype) -> 
 
 
 def residents(wrapper: Any, room: int) -> Any:
-    host.BUCKET_ELEMENTS = 2000
+    host_weights.BUCKET_ELEMENTS = 2000
     model = sharded(Given())
     optimizer = wrapper(optim.AdamW8bit, model.parameters(), device_state_bytes=room, **EIGHT)
     steps(model, optimizer, 0, 2)
@@ -183,7 +183,7 @@ def test_states_that_stay_on_the_device(ranks: Ranks) -> None:
 def resumed(
     build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, first: int, last: int, to: str
 ) -> Any:
-    host.BUCKET_ELEMENTS = 2000
+    host_weights.BUCKET_ELEMENTS = 2000
     model = sharded(Given(dtype))
     optimizer = LateHostOffload(build, model.parameters(), **options)
     if path:

@@ -66,5 +66,4 @@ class LateTransfers(Transfers):
 class LateHostOffload(HostOffload):
     """HostOffload as on a device: its copies are late."""
 
-    def _new_transfers(self, device: torch.device) -> Transfers:
-        return LateTransfers(device)
+    _transfers_of = staticmethod(LateTransfers)

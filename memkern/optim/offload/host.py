@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -27,36 +26,17 @@ from ..dtensor.shards import local, placed
 from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
 from ..options import check_gradient
-from .transfers import Transfers, transfers_of
-from .weight import (
-    Options,
-    Weight,
-    bytes_on_device,
-    check_no_reductions,
-    check_options,
-    copy_options,
-    elements_of,
-    frozen_weight_of,
-    has_gradient,
-    host_weight_of,
-    put_in_place,
-    set_options,
-)
+from .host_weights import HostWeights
+from .transfers import transfers_of
+from .weight import Weight, check_no_reductions, check_options, copy_options, has_gradient, set_options
+from .worker import Worker
 
-BUCKET_ELEMENTS = 2**22
-"""A bucket: tensors of at least so many elements, which one call of the inner optimizer steps while others are copied.
-
-A call costs 0.2 ms beside its kernel: with 2^20 an AdamW step on the CPU takes 13 % longer than without buckets, with
-2^22 5 %.
-"""
 HOST_WEIGHT = "host_weight"
 """The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
 
 
-_COPIED = (
-    "_inner", "_class", "_options", "_host_dtype", "_hooks_gradients", "_steps_in_backward", "_room", "_weights",
-)  # fmt: skip
+_COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_steps_in_backward", "_weights")
 
 
 class HostOffload(Optimizer):
@@ -145,6 +125,7 @@ class HostOffload(Optimizer):
         return not self._steps_in_backward
 
     _inner: Optimizer  # the worker's while it steps: others take ``inner``
+    _transfers_of = staticmethod(transfers_of)
 
     def __init__(
         self,
@@ -161,21 +142,18 @@ class HostOffload(Optimizer):
         check_options(host_dtype, device_state_bytes)
         if step_in_backward:
             check_no_norm(options.get("max_grad_norm"))
-        self._class, self._options, self._host_dtype = optimizer_class, options, host_dtype
+        self._class, self._options = optimizer_class, options
         self._hooks_gradients = offload_gradients or step_in_backward
         self._steps_in_backward = step_in_backward
-        self._room = device_state_bytes
-        self._weights: dict[Tensor, Weight] = {}
+        self._weights = HostWeights(optimizer_class, options, host_dtype, device_state_bytes)
+        self._weights.transfers_of = self._transfers_of
         self._start()
         super().__init__(params, {})
 
     def _start(self) -> None:
         """What is not copied or pickled."""
-        self._transfers: dict[torch.device, Transfers] = {}
-        self._worker: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []  # the worker's steps
+        self._worker = Worker()
         self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
-        self._adding: Future[Any] | None = None  # what the worker adds to a gradient
         self._arrived: dict[int, list[Weight]] = {}  # by bucket, while it waits for the rest of its gradients
         self._stepped: set[Tensor] = set()  # in the backward pass, since the last step()
         self._lock = threading.Lock()  # each device has its own thread in the backward pass
@@ -195,7 +173,7 @@ class HostOffload(Optimizer):
         given = set(param_group)  # before torch.optim adds the defaults
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if self._state_has_weights(group):
+        if self._weights.are_in_states(group):
             group["master_weights"] = "fp32"  # in the step's own kernel, which rounds, too
             given.add("master_weights")
         made: list[Weight] = []
@@ -204,7 +182,7 @@ class HostOffload(Optimizer):
                 copy_options(self, self._inner)
             if self._steps_in_backward:
                 check_no_reductions(self._class, group["params"], {**self._options, **group})
-            made += (self._weight_of(p, group) for p in group["params"])
+            made += (self._weights.new(p, group) for p in group["params"])
             host_params: list[Any] = [w.host_param for w in made]
             if "param_names" in group:
                 host_params = [*zip(group["param_names"], host_params, strict=True)]
@@ -223,78 +201,28 @@ class HostOffload(Optimizer):
         self._make_buckets()
         self._hook_parameters()
 
-    def _state_has_weights(self, group: Options) -> bool:
-        """Whether memkern's optimizers shall keep the fp32 weights of the group's bf16 parameters in their states."""
-        given = {**self._options, **group}
-        return (
-            issubclass(self._class, BlockwiseOptimizer)
-            and self._host_dtype == torch.float32
-            and all(p.dtype == torch.bfloat16 for p in group["params"] if p.requires_grad)
-            and not given.get("master_weights")
-            and not given.get("stochastic_rounding")
-        )
-
-    def _weight_of(self, p: Tensor, group: Options) -> Weight:
-        if not p.requires_grad and p.grad is None:
-            return frozen_weight_of(p)
-        given = {**self._options, **group}
-        own = given.get("master_weights") or given.get("stochastic_rounding") or p.element_size() >= 4
-        dtype = p.dtype if own or self._host_dtype is None else self._host_dtype
-        resident = self._room is None
-        if self._room:
-            needed = bytes_on_device(self._class, p, dtype, group, self._options)
-            resident = needed <= self._room
-            self._room = self._room - needed if resident else 0  # those that come after go to the host, too
-        return host_weight_of(p, dtype, resident, self._transfers_to(p.device))
-
-    def _transfers_to(self, device: torch.device) -> Transfers:
-        if device not in self._transfers:
-            self._transfers[device] = self._new_transfers(device)
-        return self._transfers[device]
-
-    def _new_transfers(self, device: torch.device) -> Transfers:
-        return transfers_of(device)
-
     def _hook_parameters(self) -> None:
         if self._hooks_gradients:
             self._hooks.follow(w.p for w in self._weights.values() if not w.resident)
 
     def _make_buckets(self) -> None:
-        """Puts neighbours whose states are in one place together, and all where a step needs the norm of all."""
-        self._at_once = at_once = self.defaults.get("max_grad_norm") is not None
-        self._buckets: list[list[Weight]] = [[]]
-        elements = 0
-        for w in (w for w in self._weights.values() if not w.frozen):
-            last = self._buckets[-1]
-            own = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
-            full = elements >= BUCKET_ELEMENTS or own >= BUCKET_ELEMENTS
-            if last and not at_once and (full or last[-1].resident != w.resident):
-                self._buckets.append([])
-                elements = 0
-            self._buckets[-1].append(w)
-            elements += own
-        self._bucket_of = {w.p: i for i, bucket in enumerate(self._buckets) for w in bucket}
+        self._at_once = self.defaults.get("max_grad_norm") is not None
+        self._weights.make_buckets(self._at_once)
 
     # ---- gradients
 
     def _take(self, w: Weight) -> None:
         """Begins the copy of a gradient to the host, or takes it where it is; adds to one that came before."""
-        self._join_adding()
+        self._worker.join_addition()
         if self._hooks_gradients and w.gradient is not None and accumulation.is_active(w.p):
             raise RuntimeError(
                 f"accumulate() cannot add to a gradient of shape {tuple(w.p.shape)} that HostOffload has taken to the "
                 "host: leave offload_gradients False, and gradients are added up on the device; or leave accumulate()"
             )
-        if add := w.take(self._transfers_to(w.p.device)):
-            self._adding = self._submit(add)
+        if add := w.take(self._weights.transfers(w.p)):
+            self._worker.add(add)
         if self._hooks_gradients:
             w.p.grad = None
-
-    def _join_adding(self) -> None:
-        if self._adding is not None:
-            wait([self._adding])  # where Ctrl-C comes here, it is waited for again
-            adding, self._adding = self._adding, None
-            adding.result()
 
     def _take_in_backward(self, p: Tensor) -> None:
         """The hook of a parameter whose gradient is complete."""
@@ -309,45 +237,34 @@ class HostOffload(Optimizer):
                         check_no_reductions(self._class, group["params"], group)
                     self._follow()
                 self._stepped.add(p)
-                w.fetch(self._transfers_to(p.device))
+                w.fetch(self._weights.transfers(p))
             self._take(w)
             if self._steps_in_backward:
-                number = self._bucket_of[p]
+                number = self._weights.bucket_of[p]
                 arrived = self._arrived.setdefault(number, [])
                 arrived.append(w)
-                if len(arrived) == len(self._buckets[number]):
-                    self._pending.append(self._submit(self._step_bucket, self._arrived.pop(number)))
-
-    def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "memkern-offload")
-        return self._worker.submit(function, *args)
+                if len(arrived) == len(self._weights.buckets[number]):
+                    self._worker.step(self._step_bucket, self._arrived.pop(number))
 
     def _finish_backward(self) -> None:
         """Ends the steps that ``backward()`` began, by the options that it began with. Raises what they raised.
 
         The worker steps the inner optimizer until then, so everything that another thread does with it comes after.
         """
-        wait(self._pending)  # where Ctrl-C comes here, they are waited for again
-        pending, self._pending = self._pending, []
+        steps = self._worker.join_steps()
         rest = [w for of_bucket in self._arrived.values() for w in of_bucket]
         self._arrived.clear()
         try:
-            for future in pending:
+            for future in steps:
                 future.result()
             if rest:
                 self._step_bucket(rest)
-            if pending or rest:
-                self._wait_for_copies()
+            if steps or rest:
+                self._weights.wait_for_copies(self._copies)
                 self._share_state()
         except BaseException:
             self._forget_gradients()
             raise
-
-    def _wait_for_copies(self) -> None:
-        """What the device's current stream does from now on finds the new weights."""
-        for w, event in self._copies:
-            self._transfers_to(w.p.device).device_waits(event)
 
     def _forget_gradients(self) -> None:
         self._stepped.clear()
@@ -383,7 +300,7 @@ class HostOffload(Optimizer):
         finally:
             self._scale_inner(False)
             self._forget_gradients()
-            self._wait_for_copies()
+            self._weights.wait_for_copies(self._copies)
             self._copies.clear()
         self._share_state()
         return loss
@@ -398,7 +315,7 @@ class HostOffload(Optimizer):
             )
         copy_options(self, self._inner)
         self._thaw()
-        self._follow_memory()
+        self._weights.follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
             if self._steps_in_backward:
                 for group in self.param_groups:
@@ -407,30 +324,21 @@ class HostOffload(Optimizer):
             if self._at_once != (self.defaults["max_grad_norm"] is not None):
                 self._make_buckets()
 
-    def _follow_memory(self) -> None:
-        for w in self._weights.values():
-            if not w.frozen:
-                w.follow(self._transfers_to(w.p.device))
-
     def _thaw(self) -> None:
         """Makes host weights of parameters that were frozen when they were added."""
-        thawed = {
-            w for w in self._weights.values() if w.frozen and (w.p.requires_grad or w.p.grad is not None)
-        }
-        if not thawed:
+        if not (thawed := self._weights.thawed()):
             return
         for group in self.param_groups:
             for p in group["params"]:
-                if (old := self._weights[p]) in thawed:
+                if p in thawed:
                     if self._steps_in_backward:
                         check_no_reductions(self._class, [p], group)
-                    self._weights[p] = new = self._weight_of(p, group)
-                    put_in_place(self._inner, old.host_param, new.host_param)
+                    self._weights.thaw(p, group, self._inner)
         self._make_buckets()
 
     def _step_buckets(self) -> None:
         """Steps what has a gradient. The gradients of a bucket are on their way while the one before is stepped."""
-        buckets = [some for bucket in self._buckets if (some := [*filter(has_gradient, bucket)])]
+        buckets = [some for bucket in self._weights.buckets if (some := [*filter(has_gradient, bucket)])]
         ready = [w for bucket in buckets for w in bucket]
         if isinstance(self._inner, BlockwiseOptimizer):  # before the first bucket is changed
             for p in (w.p for w in ready):
@@ -441,10 +349,10 @@ class HostOffload(Optimizer):
         for i, bucket in enumerate(buckets):
             for ahead in buckets[i and i + 1 : i + 2]:
                 for w in ahead:
-                    w.fetch(self._transfers_to(w.p.device))
+                    w.fetch(self._weights.transfers(w.p))
                     if w.p.grad is not None:
                         self._take(w)
-            self._join_adding()
+            self._worker.join_addition()
             self._step_bucket(bucket)
 
     @torch.no_grad()
@@ -452,7 +360,7 @@ class HostOffload(Optimizer):
         """Steps weights whose gradients have come, and begins the copies back."""
         for w in bucket:
             if w.arrived is not None:
-                self._transfers_to(w.p.device).host_waits(w.arrived)
+                self._weights.transfers(w.p).host_waits(w.arrived)
             w.renew()
         try:
             self._step_inner(bucket)
@@ -460,12 +368,14 @@ class HostOffload(Optimizer):
             # memkern's optimizers make all states before they change anything.
             if not isinstance(self._inner, BlockwiseOptimizer) or not any(w.resident for w in bucket):
                 raise
-            self._move_to_host(bucket)
+            self._weights.move_to_host(bucket[0], self._inner)
+            self._share_state()
+            self._hook_parameters()
             self._step_inner(bucket)
         for w in bucket:
             w.gradient = None
         for w in bucket:
-            if w.own and (event := w.copy_back(self._transfers_to(w.p.device))) is not None:
+            if w.own and (event := w.copy_back(self._weights.transfers(w.p))) is not None:
                 self._copies.append((w, event))
 
     def _step_inner(self, bucket: list[Weight]) -> None:
@@ -485,16 +395,6 @@ class HostOffload(Optimizer):
             for w in bucket:
                 w.host_param.grad = None
 
-    def _move_to_host(self, bucket: list[Weight]) -> None:
-        """Moves weights and states that were to stay on the device, and those of all buckets after, to the host."""
-        for after in self._buckets[self._bucket_of[bucket[0].p] :]:
-            for w in after:
-                if w.resident:
-                    w.move_to_host(self._inner, self._transfers_to(w.p.device))
-        self._room = 0
-        self._share_state()
-        self._hook_parameters()
-
     def _scale_inner(self, scaled: bool = True) -> None:
         """Hands what a GradScaler set for this step to the inner optimizer, on the host; or takes it away."""
         for name in ("grad_scale", "found_inf"):
@@ -513,7 +413,7 @@ class HostOffload(Optimizer):
         """As torch.optim's, for gradients on the device and on the host."""
         self._finish_backward()
         check_not_stepped(self._stepped)
-        self._join_adding()
+        self._worker.join_addition()
         for w in self._weights.values():
             if set_to_none:
                 w.gradient = None
@@ -540,7 +440,7 @@ class HostOffload(Optimizer):
     def _convert_states(self) -> None:
         """Converts states whose group's options have changed, before they are saved or copied."""
         copy_options(self, self._inner)
-        self._follow_memory()
+        self._weights.follow_memory()
         if isinstance(self._inner, BlockwiseOptimizer):
             self._inner._follow_groups()
 
@@ -608,6 +508,7 @@ class HostOffload(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start()
         super().__setstate__(state)
+        self._weights.transfers_of = self._transfers_of
         self._make_buckets()
         self._share_state()
         self._hook_parameters()

@@ -19,6 +19,7 @@ from ..dtensor.shards import is_dtensor, local
 from ..dtensor.step import matching
 from ..format import takes_8bit_state
 from ..muon import Muon
+from ..state import State
 from .transfers import Transfers
 
 Options = dict[str, Any]
@@ -174,7 +175,10 @@ def put_in_place(inner: Optimizer, old: Tensor, new: Tensor) -> None:
     """Puts a parameter in another's place in an optimizer, with its state on the new one's device."""
     for group in inner.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
-    if state := inner.state.pop(old, {}):
+    state = inner.state.pop(old, {})
+    if isinstance(state, State):
+        inner.state[new] = state.moved(new)
+    elif state:
         inner.state[new] = {k: x.to(new.device) if isinstance(x, Tensor) else x for k, x in state.items()}
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from memkern.optim.offload import host
+from memkern.optim.offload import host_weights
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of a few hundred elements have several."""
-    monkeypatch.setattr(host, "BUCKET_ELEMENTS", 200)
+    monkeypatch.setattr(host_weights, "BUCKET_ELEMENTS", 200)

@@ -46,7 +46,7 @@ def test_every_way_of_offloading(mode: str, wrapper: type[HostOffload], dtype: t
     make = lambda params: wrapper(optim.AdamW, params, lr=1e-2, **MODES[mode])  # noqa: E731
     found, optimizer, _ = run(make, dtype=dtype)
     assert_same(found, expected)
-    assert len(optimizer._buckets) > 2
+    assert len(optimizer._weights.buckets) > 2
 
 
 class MixedByHand:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memkern import memory, optim
 from memkern.optim import HostOffload
-from memkern.optim.offload.transfers import StreamTransfers, Transfers, transfers_of
+from memkern.optim.offload.transfers import StreamTransfers, transfers_of
 from tests.support.helpers import assert_same
 from tests.support.late_transfers import LateHostOffload, LateTransfers
 from tests.support.offloaded import (
@@ -27,8 +27,7 @@ def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     layers = [nn.Linear(20, 20, bias=False) for _ in range(3)]
 
     class Logged(HostOffload):
-        def _new_transfers(self, device: torch.device) -> Transfers:
-            return LateTransfers(device, log)
+        _transfers_of = staticmethod(lambda device: LateTransfers(device, log))
 
     optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **MODES[mode])
     step = HostOffload._step_inner
@@ -103,7 +102,7 @@ def test_the_cpu_steps_before_the_backward_pass_is_over() -> None:
     before = last.detach().clone()
 
     def look(grad: Tensor) -> None:
-        for future in [*optimizer._pending]:
+        for future in [*optimizer._worker.steps]:
             future.result(timeout=60)
         seen.append(not torch.equal(last, before))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from memkern.optim.offload import host
+from memkern.optim.offload import host, host_weights, worker
 from tests.support.helpers import assert_same, snapshot
 
 LR = 0.5
@@ -136,10 +136,10 @@ def test_fp32_weights_between_backward_and_step() -> None:
 def test_a_bucket_that_waits_for_a_gradient_has_the_options_of_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host, "BUCKET_ELEMENTS", 2**22)
+    monkeypatch.setattr(host_weights, "BUCKET_ELEMENTS", 2**22)
     params = params_of()
     optimizer = HostOffload(torch.optim.SGD, params, lr=1.0, step_in_backward=True)
-    assert len(optimizer._buckets) == 1
+    assert len(optimizer._weights.buckets) == 1
     before = [p.detach().clone() for p in params]
     (params[0].sum() + params[1].sum()).backward()
     params[2].grad = torch.ones_like(params[2])
@@ -169,14 +169,14 @@ def test_an_interrupted_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> 
     """Ctrl-C while step() waits for the worker: whatever comes next waits again."""
     params = params_of()
     optimizer = slow(optim.AdamW8bit, params, min_8bit_size=0)
-    real = host.wait
+    real = worker.wait
 
     def interrupted(futures: Any) -> Any:
-        monkeypatch.setattr(host, "wait", real)
+        monkeypatch.setattr(worker, "wait", real)
         raise KeyboardInterrupt
 
     backward(params, 0)
-    monkeypatch.setattr(host, "wait", interrupted)
+    monkeypatch.setattr(worker, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     state = states_of(optimizer)

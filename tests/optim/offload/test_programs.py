@@ -131,7 +131,7 @@ class Program:
 def test_random_programs(
     build: type, mode: str, wrapper: type[HostOffload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memkern.optim.offload.host.BUCKET_ELEMENTS", 3000)
+    monkeypatch.setattr("memkern.optim.offload.host_weights.BUCKET_ELEMENTS", 3000)
     options = {} if mode == "default" else {mode: True}
 
     def offloaded(build: type, params: Any, **given: Any) -> Any:

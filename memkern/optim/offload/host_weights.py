@@ -1,0 +1,137 @@
+"""The host's weights of all parameters of a model, and the buckets in which they are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..base import BlockwiseOptimizer
+from .transfers import Transfers
+from .weight import (
+    Options,
+    Weight,
+    bytes_on_device,
+    elements_of,
+    frozen_weight_of,
+    host_weight_of,
+    put_in_place,
+)
+
+BUCKET_ELEMENTS = 2**22
+"""A bucket: tensors of at least so many elements, which one call of the inner optimizer steps while others are copied.
+
+A call costs 0.2 ms beside its kernel: with 2^20 an AdamW step on the CPU takes 13 % longer than without buckets, with
+2^22 5 %.
+"""
+
+
+class HostWeights(dict[Tensor, Weight]):
+    """A :class:`Weight` for each parameter, in the order of the groups.
+
+    Args:
+        optimizer_class, options: what steps the weights.
+        host_dtype: of the weights, None for each parameter's own.
+        room: bytes of the device for states (and weights) that stay there; None: until it has no memory.
+    """
+
+    transfers_of: Callable[[torch.device], Transfers]  # set by the optimizer
+    buckets: list[list[Weight]]
+    bucket_of: dict[Tensor, int]
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        options: Options,
+        host_dtype: torch.dtype | None,
+        room: int | None,
+    ) -> None:
+        super().__init__()
+        self.optimizer_class, self.options = optimizer_class, options
+        self.host_dtype, self.room = host_dtype, room
+        self._transfers: dict[torch.device, Transfers] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("optimizer_class", "options", "host_dtype", "room")
+        return {**{key: vars(self)[key] for key in kept}, "_transfers": {}}
+
+    def transfers(self, p: Tensor) -> Transfers:
+        """Those of a parameter's device."""
+        if p.device not in self._transfers:
+            self._transfers[p.device] = self.transfers_of(p.device)
+        return self._transfers[p.device]
+
+    # ---- weights
+
+    def are_in_states(self, group: Options) -> bool:
+        """Whether memkern's optimizers shall keep the fp32 weights of the group's bf16 parameters in their states."""
+        given = {**self.options, **group}
+        return (
+            issubclass(self.optimizer_class, BlockwiseOptimizer)
+            and self.host_dtype == torch.float32
+            and all(p.dtype == torch.bfloat16 for p in group["params"] if p.requires_grad)
+            and not given.get("master_weights")
+            and not given.get("stochastic_rounding")
+        )
+
+    def new(self, p: Tensor, group: Options) -> Weight:
+        """The weight of a parameter that has none yet."""
+        if not p.requires_grad and p.grad is None:
+            return frozen_weight_of(p)
+        given = {**self.options, **group}
+        own = given.get("master_weights") or given.get("stochastic_rounding") or p.element_size() >= 4
+        dtype = p.dtype if own or self.host_dtype is None else self.host_dtype
+        resident = self.room is None
+        if self.room:
+            needed = bytes_on_device(self.optimizer_class, p, dtype, group, self.options)
+            resident = needed <= self.room
+            self.room = self.room - needed if resident else 0  # those that come after go to the host, too
+        return host_weight_of(p, dtype, resident, self.transfers(p))
+
+    def thawed(self) -> set[Tensor]:
+        """Parameters that were frozen when they were added, and are not any more."""
+        return {w.p for w in self.values() if w.frozen and (w.p.requires_grad or w.p.grad is not None)}
+
+    def thaw(self, p: Tensor, group: Options, inner: Optimizer) -> None:
+        old = self[p]
+        self[p] = new = self.new(p, group)
+        put_in_place(inner, old.host_param, new.host_param)
+
+    def follow_memory(self) -> None:
+        """Where parameters have got other memory, shapes or memory formats: their weights have them, too."""
+        for w in self.values():
+            if not w.frozen:
+                w.follow(self.transfers(w.p))
+
+    def move_to_host(self, first: Weight, inner: Optimizer) -> None:
+        """Moves weights and states that were to stay on the device to the host, from the bucket of ``first`` on."""
+        for bucket in self.buckets[self.bucket_of[first.p] :]:
+            for w in bucket:
+                if w.resident:
+                    w.move_to_host(inner, self.transfers(w.p))
+        self.room = 0
+
+    # ---- buckets
+
+    def make_buckets(self, at_once: bool) -> None:
+        """Puts neighbours whose states are in one place together; ``at_once``: all, for a norm of all gradients."""
+        self.buckets = [[]]
+        elements = 0
+        for w in (w for w in self.values() if not w.frozen):
+            last = self.buckets[-1]
+            own = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
+            full = elements >= BUCKET_ELEMENTS or own >= BUCKET_ELEMENTS
+            if last and not at_once and (full or last[-1].resident != w.resident):
+                self.buckets.append([])
+                elements = 0
+            self.buckets[-1].append(w)
+            elements += own
+        self.bucket_of = {w.p: i for i, bucket in enumerate(self.buckets) for w in bucket}
+
+    def wait_for_copies(self, copies: Sequence[tuple[Weight, Any]]) -> None:
+        """What the devices' current streams do from now on finds the weights of these copies and events."""
+        for w, event in copies:
+            self.transfers(w.p).device_waits(event)
