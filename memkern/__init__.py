@@ -12,8 +12,9 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import backend, functional, memory, nn, optim, planner, train
-    from .applying import apply, checkpoint_blocks, make_optimizer
+    from .applying import apply, make_optimizer
     from .backend import report, use_backend
+    from .checkpointing import checkpoint_blocks
     from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
@@ -51,7 +52,7 @@ _LAZY = {
     "OptionError": "options",
     "Techniques": "options",
     "apply": "applying",
-    "checkpoint_blocks": "applying",
+    "checkpoint_blocks": "checkpointing",
     "compress": "swap.compress",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",

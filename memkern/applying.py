@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from . import optim
-from .options import CHECKPOINTING, Techniques, not_allowed
-from .swap.blocks import block_lists
+from .checkpointing import check_blocks, checkpoint_blocks
+from .options import Techniques
 from .swap.compress import compress
 
 
@@ -46,13 +42,13 @@ def apply(model: nn.Module, techniques: Techniques) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check(techniques)
     if techniques.checkpointing:
-        _block_lists_of(model, techniques.checkpointing)  # raises before anything is changed
+        check_blocks(model, techniques.checkpointing)  # raises before anything is changed
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         activations = bits or ("recompute" if saved else None)
         compress(model, activations, linear=share, saved_bits=saved, offload=techniques.offload_saved)
     if techniques.checkpointing:
-        checkpoint_blocks(model, techniques.checkpointing)
+        checkpoint_blocks(model, techniques.checkpointing, bits=techniques.checkpoint_bits)
 
 
 def _check(techniques: Any) -> None:
@@ -95,81 +91,3 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
         host_dtype = torch.float32 if techniques.host_copies else None
         return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
     return cls(params, **options)
-
-
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments without transformers' cache of keys and values.
-
-    It would keep those of every block through the backward pass, and each block that is run again would append to it.
-    transformers' own checkpoints leave it out too.
-    """
-    module = sys.modules.get("transformers.cache_utils")
-    if module is None or not torch.is_grad_enabled():
-        return args, kwargs
-    kept = {name: None if isinstance(x, module.Cache) else x for name, x in kwargs.items()}
-    if kept.get("use_cache"):
-        kept["use_cache"] = False
-    return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
-
-
-def _group(blocks: list[nn.Module]) -> None:
-    """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments.
-
-    They return what they were given. So the model must hand each block that very tensor, which is seen at every call.
-    """
-    forwards = [block.forward for block in blocks]
-    calls: list[tuple[Any, Any]] = []
-    given: list[Tensor] = []
-
-    def run(x: Tensor, calls: list[tuple[Any, Any]]) -> Tensor:
-        for forward, (args, kwargs) in zip(forwards, calls, strict=True):
-            x = forward(x, *args, **kwargs)
-        return x
-
-    def record(index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index == 0:  # also after a forward pass that was interrupted
-            calls.clear()
-            given[:] = [x]
-        elif len(calls) != index or given[0] is not x:
-            raise RuntimeError(
-                "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
-                f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
-            )
-        calls.append(_without_cache(args, kwargs))
-
-    def forward(index: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        record(index, x, args, kwargs)
-        if index < len(blocks) - 1:
-            return x
-        recorded = [*calls]
-        calls.clear()
-        given.clear()
-        return checkpoint(run, x, recorded, use_reentrant=False)
-
-    for index, block in enumerate(blocks):
-        block.forward = functools.partial(forward, index)
-
-
-def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
-    if how not in CHECKPOINTING[1:]:
-        raise not_allowed("how", how, "'blocks', 'sqrt'")
-    lists = list(block_lists(model))
-    if not lists:
-        raise not_allowed("checkpointing", how, "None for a model without a list of like blocks")
-    return lists
-
-
-def checkpoint_blocks(model: nn.Module, how: str) -> None:
-    """Puts checkpoints around every block ("blocks"), or around groups of sqrt(L) of L blocks ("sqrt"), in place.
-
-    A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
-    Where gradients are asked for, it gets no cache of keys and values (transformers' use_cache): it would be filled
-    anew in the backward pass.
-
-    Raises:
-        OptionError: how is neither, or the model has no list of like blocks.
-    """
-    for blocks in _block_lists_of(model, how):
-        size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
-        for start in range(0, len(blocks), size):
-            _group(blocks[start : start + size])

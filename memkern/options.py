@@ -28,6 +28,7 @@ MASTER_WEIGHTS = (None, "fp32", "bf16+16", "bf16+8")
 ACTIVATION_BITS = (None, 1, 2, 3, 4)
 SAVED_BITS = (None, "exact", 8)
 CHECKPOINTING = (None, "blocks", "sqrt")
+CHECKPOINT_BITS = (None, 8)
 ROUNDINGS = ("nearest", "stochastic")
 LR_RULES = ("none", "linear", "sqrt")
 WARMUP_FROM = ("zero", "base")
@@ -131,7 +132,8 @@ class Techniques:
     linear_share: the share of the tokens from which linear layers compute their weights' gradients; None, all tokens
         (:class:`memkern.nn.RandomizedLinear`).
     checkpointing: "blocks" saves the input of every block, "sqrt" that of every sqrt(L)-th of L blocks; the backward
-        pass recomputes what is between. None, without.
+        pass recomputes what is between. None, without. checkpoint_bits: 8 saves these inputs in codes, with which the
+        forward pass goes on, too; None, exactly.
     step_in_backward: each parameter is updated when its gradient is there, which is then freed; with one micro-batch
         only, and without clipping by the norm of all gradients.
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
@@ -169,6 +171,9 @@ class Techniques:
         "save the inputs of blocks, or of every sqrt(L)-th of L blocks, and recompute the rest in the backward pass",
         CHECKPOINTING,
     )
+    checkpoint_bits: int | None = option(
+        None, "bits per element of what --checkpointing saves; None, exactly", CHECKPOINT_BITS
+    )
     step_in_backward: bool = option(
         False, "update each parameter as soon as it has its gradient, and free the gradient", (False, True)
     )
@@ -187,6 +192,10 @@ class Techniques:
         if self.offload_saved and self.saved_bits is None:
             raise not_allowed(
                 "offload_saved", True, "False without saved_bits: it is for what saved_bits stores"
+            )
+        if self.checkpoint_bits is not None and self.checkpointing is None:
+            raise not_allowed(
+                "checkpoint_bits", self.checkpoint_bits, "None without checkpointing, whose inputs it is for"
             )
         self._check_precision()
         self._check_optimizer()
@@ -286,7 +295,8 @@ class Techniques:
         if self.linear_share is not None:
             yield f"linear gradients from {100 * self.linear_share:g} % of the tokens"
         if self.checkpointing:
-            yield f"checkpoint every {'block' if self.checkpointing == 'blocks' else 'sqrt(L) blocks'}"
+            codes = " in 8 bits" if self.checkpoint_bits else ""
+            yield f"checkpoint every {'block' if self.checkpointing == 'blocks' else 'sqrt(L) blocks'}{codes}"
         if self.step_in_backward:
             yield "step in backward"
         if self.loss_chunk:

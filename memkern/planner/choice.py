@@ -20,25 +20,28 @@ PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "master_weights": "bf16+16"},
     {"precision": "bf16", "master_weights": "bf16+8"},
 )
+CODED_CHECKPOINTS: dict[str, Any] = {"checkpointing": "blocks", "checkpoint_bits": 8}
 SAVING: tuple[dict[str, Any], ...] = (
     {},
     {"activation_bits": 3},
     {"activation_bits": 3, "saved_bits": "exact"},
     {"activation_bits": 3, "saved_bits": 8},
     {"activation_bits": 3, "checkpointing": "blocks"},
-    {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks"},
+    {"activation_bits": 3, "saved_bits": 8, **CODED_CHECKPOINTS},
     {"activation_bits": 3, "saved_bits": "exact", "offload_saved": True},
     {"activation_bits": 3, "saved_bits": 8, "offload_saved": True},
-    {"activation_bits": 3, "saved_bits": 8, "checkpointing": "blocks", "offload_saved": True},
+    {"activation_bits": 3, "saved_bits": 8, **CODED_CHECKPOINTS, "offload_saved": True},
 )
 """Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
-NO_SAVING: dict[str, Any] = {"checkpointing": None, "saved_bits": None, "offload_saved": False}
+NO_SAVING: dict[str, Any] = {
+    "checkpointing": None, "checkpoint_bits": None, "saved_bits": None, "offload_saved": False,
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpointing": "blocks"},
     "codes": {"saved_bits": 8},
     "codes on the host": {"saved_bits": 8, "offload_saved": True},
-    "checkpoints in codes": {"checkpointing": "blocks", "saved_bits": 8},
-    "checkpoints in codes on the host": {"checkpointing": "blocks", "saved_bits": 8, "offload_saved": True},
+    "checkpoints in codes": {**CODED_CHECKPOINTS, "saved_bits": 8},
+    "checkpoints in codes on the host": {**CODED_CHECKPOINTS, "saved_bits": 8, "offload_saved": True},
 }
 """Ways of saving less for the backward pass that a plan compares."""
 LOSS_CHUNK = 4096  # classes
@@ -67,7 +70,7 @@ class Chooser:
         """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
         import torch
 
-        from ..applying import block_lists
+        from ..swap.blocks import block_lists
         from .models import Given
 
         source = self.predictor.source

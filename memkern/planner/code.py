@@ -49,7 +49,8 @@ def _model_lines(t: Techniques) -> Iterator[str]:
     if bits or t.saved_bits or share is not None:
         yield f"memkern.compress(model, {', '.join(options)})"
     if t.checkpointing:
-        yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}")'
+        coded = f", bits={t.checkpoint_bits}" if t.checkpoint_bits else ""
+        yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}"{coded})'
     if t.loss_chunk:
         yield (
             "loss_fn = memkern.nn.LinearCrossEntropy.from_linear("

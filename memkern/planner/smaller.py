@@ -17,6 +17,7 @@ TOGETHER = (
     ("micro_batch", "accumulation"),
     ("precision", "master_weights"),
     ("saved_bits", "offload_saved"),
+    ("checkpointing", "checkpoint_bits"),
 )
 """Techniques that are left to the planner in pairs, as one depends on the other."""
 

@@ -15,7 +15,7 @@ from .built import note_built
 from .leaves import leaves
 from .saved_value import Computed, Edge, Leaf, Value
 from .storage import is_plain
-from .undecided import ANY, CODED
+from .undecided import ANY, CODED, EXACT
 from .users import is_leaf, operation
 
 _PRODUCTS: set[CodeType] = {
@@ -43,7 +43,7 @@ def use(frame: FrameType) -> str | None:
     if code in _PRODUCTS:
         return CODED
     if frame.f_globals.get("__name__") == _CHECKPOINT:
-        return CODED  # a checkpoint's input, which no node saves
+        return EXACT  # a checkpoint's input: what it recomputes from another one is another function
     if code is F.cross_entropy.__code__:
         soft = frame.f_locals["target"].is_floating_point() or frame.f_locals["label_smoothing"] > 0
         return None if soft else ANY

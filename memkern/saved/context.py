@@ -71,7 +71,7 @@ class quantize_saved:
 
     What the caller still holds when the block ends (cached keys and values, hidden states) is not held in codes beside
     it. Hooks that are open around the block get what is stored, so that under ``torch.autograd.graph.save_on_cpu()``
-    codes travel; offload does nothing there. Inside of activation checkpoints nothing happens; their inputs are coded.
+    codes travel; offload does nothing there. Inside of activation checkpoints nothing happens; their inputs are exact.
     Around a function of torch.compile nothing is stored in codes, as the compiler decides what is saved; inside of one,
     ``fullgraph=True`` refuses it. torch.func's transforms refuse saved-tensor hooks.
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils import checkpoint
 
 # How large the gradient may be that comes to an operation's output, seen from the operations after it.
 UNKNOWN = 0  # none of them tells
@@ -108,7 +107,6 @@ _PRODUCTS = {
         ("EmbeddingBackward0", "memkern.RandomizedLinear", "memkern.LinearCrossEntropy"), User("product")
     ),
     **_rows("product", ("saved_tensors",), "memkern.MLP"),
-    **_rows("product", ("saved_tensors",), "torch.checkpoint"),  # a block of a model
 }
 
 _SMOOTH = {
@@ -204,7 +202,6 @@ def _own_functions() -> dict[Any, str]:
 
     own: dict[Any, str] = {Recompute: "memkern.Recompute", EagerCodes.eager: "memkern.Codes"}
     own[EagerCodes] = "memkern.Codes"
-    own[checkpoint.CheckpointFunction] = "torch.checkpoint"
     for function in (Codes, Output, Wrapped, Glu, _MLP, _RandomizedLinear, _LinearCrossEntropy):
         name = f"memkern.{function.__name__.lstrip('_')}"
         own[function] = name

@@ -296,6 +296,7 @@ class TrainConfig:
             precision="fp32" if techniques.precision == "bf16" else techniques.precision,
             optimizer=torchs if torchs in OPTIMIZERS else techniques.optimizer,
             checkpointing=techniques.checkpointing,
+            checkpoint_bits=techniques.checkpoint_bits,
             loss_chunk=techniques.loss_chunk,
             micro_batch=techniques.micro_batch,
             accumulation=techniques.accumulation,

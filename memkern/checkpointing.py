@@ -1,0 +1,156 @@
+"""Checkpoints around the blocks of a model, whose inputs are saved exactly or in 8 bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from . import _ops
+from .options import CHECKPOINT_BITS, CHECKPOINTING, not_allowed
+from .quant.layout import FLOATS
+from .saved.codecs import BLOCK_SIZE, dense
+from .swap.blocks import block_lists
+
+Calls = list[tuple[Any, Any]]
+"""The further arguments of each block, by position and by name."""
+
+
+class _Link(torch.autograd.Function):
+    """A tensor of x's shape without memory of its own, through which x gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Decode(torch.autograd.Function):
+    """The values of codes, whose gradient goes through the link."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        return _ops.dequantize_blockwise(codes, scale, "power", BLOCK_SIZE, link.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def _checkpoint(run: Callable[[Tensor, Calls], Tensor], x: Tensor, calls: Calls, bits: int | None) -> Tensor:
+    """``run(x, calls)`` in a checkpoint, which saves x, or its codes.
+
+    From codes the forward pass goes on with the decoded values, and so does the recomputation: both are one function,
+    and decide alike in a router, a mask or a top-k. The gradient of x is that of its decoded values.
+    """
+    if bits is None or x.dtype not in FLOATS or not torch.is_grad_enabled():
+        return checkpoint(run, x, calls, use_reentrant=False)
+    with torch.no_grad():
+        codes, scale = _ops.quantize_blockwise(dense(x), "power", True, BLOCK_SIZE, None, mark_nonfinite=True)
+    link = (_Link.apply(x),)  # in a tuple: a checkpoint saves the tensors among its arguments
+
+    def decoded(codes: Tensor, scale: Tensor, link: tuple[Tensor], calls: Calls) -> Tensor:
+        return run(_Decode.apply(*link, codes, scale), calls)
+
+    return checkpoint(decoded, codes, scale, link, calls, use_reentrant=False)
+
+
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments without transformers' cache of keys and values.
+
+    It would keep those of every block through the backward pass, and each block that is run again would append to it.
+    transformers' own checkpoints leave it out too.
+    """
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None or not torch.is_grad_enabled():
+        return args, kwargs
+    kept = {name: None if isinstance(x, module.Cache) else x for name, x in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
+
+
+def _group(blocks: list[nn.Module], bits: int | None) -> None:
+    """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments.
+
+    They return what they were given. So the model must hand each block that very tensor, which is seen at every call.
+    """
+    forwards = [block.forward for block in blocks]
+    calls: Calls = []
+    given: list[Tensor] = []
+
+    def run(x: Tensor, calls: Calls) -> Tensor:
+        for forward, (args, kwargs) in zip(forwards, calls, strict=True):
+            x = forward(x, *args, **kwargs)
+        return x
+
+    def record(index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index == 0:  # also after a forward pass that was interrupted
+            calls.clear()
+            given[:] = [x]
+        elif len(calls) != index or given[0] is not x:
+            raise RuntimeError(
+                "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
+                f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
+            )
+        calls.append(_without_cache(args, kwargs))
+
+    def forward(index: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        record(index, x, args, kwargs)
+        if index < len(blocks) - 1:
+            return x
+        recorded = [*calls]
+        calls.clear()
+        given.clear()
+        return _checkpoint(run, x, recorded, bits)
+
+    for index, block in enumerate(blocks):
+        block.forward = functools.partial(forward, index)
+
+
+def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
+    if how not in CHECKPOINTING[1:]:
+        raise not_allowed("how", how, "'blocks', 'sqrt'")
+    lists = list(block_lists(model))
+    if not lists:
+        raise not_allowed("checkpointing", how, "None for a model without a list of like blocks")
+    return lists
+
+
+def check_blocks(model: nn.Module, how: str) -> None:
+    """Raises OptionError unless :func:`checkpoint_blocks` can put checkpoints into the model."""
+    _block_lists_of(model, how)
+
+
+def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) -> None:
+    """Puts checkpoints around every block ("blocks"), or around groups of sqrt(L) of L blocks ("sqrt"), in place.
+
+    Args:
+        bits: None saves the inputs of checkpoints exactly. 8 saves them in block-wise 8-bit codes, 1.03 bytes per
+            element, and each checkpoint computes with the decoded values, in both passes: the loss is that of a model
+            whose blocks' inputs are rounded to 8 bits, and the gradient is the exact one of that model
+            (docs/saved-tensors.md). A NaN or an infinity makes its block
+            of 128 NaN. float64 stays as it is.
+
+    A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
+    Where gradients are asked for, it gets no cache of keys and values (transformers' use_cache): it would be filled
+    anew in the backward pass.
+
+    Raises:
+        OptionError: how or bits is none of these, or the model has no list of like blocks.
+    """
+    if bits not in CHECKPOINT_BITS:
+        raise not_allowed("bits", bits, ", ".join(map(repr, CHECKPOINT_BITS)))
+    for blocks in _block_lists_of(model, how):
+        size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
+        for start in range(0, len(blocks), size):
+            _group(blocks[start : start + size], bits)

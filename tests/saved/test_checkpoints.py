@@ -1,0 +1,186 @@
+"""Inputs of checkpoints: exact, or in codes with which the forward pass goes on, too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memkern
+from memkern import memory
+from memkern.quant.blockwise import dequantize_blockwise, quantize_blockwise
+
+Function = Callable[[Tensor], Tensor]
+# A function of a checkpoint, and what makes its input. From rounded inputs each is another function.
+PROGRAMS: dict[str, tuple[Function, Function]] = {
+    "log of energies": (lambda e: e.log(), lambda h: h * h),
+    "normalized": (
+        lambda h: h / (h - h.mean(-1, keepdim=True)).norm(dim=-1, keepdim=True),
+        lambda h: h * 0.01 + 5,
+    ),
+    "amax": (lambda h: h.amax(-1), lambda h: h * 1.0),
+    "sine": (lambda h: torch.sin(50 * h).sum(-1), lambda h: h * 1.0),
+    "top-k": (lambda h: h * (h >= h.topk(4, -1).values[..., -1:]), lambda h: h * 1.0),
+    "rounded": (lambda h: h * (h * 8).round(), lambda h: h * 1.0),
+}
+
+
+def gradient(name: str, bits: Any, reentrant: bool) -> Tensor:
+    torch.manual_seed(0)
+    weight, x = (torch.randn(64, 64) / 2).requires_grad_(), torch.randn(256, 64)
+    inside, before = PROGRAMS[name]
+
+    def loss() -> Tensor:
+        y = checkpoint(inside, before(x @ weight), use_reentrant=reentrant)
+        return (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
+
+    if bits is None:
+        loss().backward()
+    else:
+        with memkern.quantize_saved(bits):
+            total = loss()
+        total.backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_checkpoint_recomputes_from_the_very_input(name: str, bits: Any, reentrant: bool) -> None:
+    expected = gradient(name, None, reentrant)
+    error = (gradient(name, bits, reentrant) - expected).norm() / expected.norm()
+    assert error < (1e-6 if bits == "exact" else 0.01)  # what is before the checkpoint has codes
+
+
+# ---- checkpoint_blocks(bits=8)
+
+
+class Router(nn.Module):
+    """A block that chooses its experts: near ties, rounded inputs choose others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 8, bias=False)
+        self.experts = nn.Parameter(torch.randn(8, width, width) / width**0.5)
+        self.chosen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        best = scores.topk(2, -1)
+        self.chosen.append(best.indices)
+        y = torch.einsum("...w,...kwv->...kv", x, self.experts[best.indices])
+        return x + (best.values.softmax(-1).unsqueeze(-1) * y).sum(-2)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Router(32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def routed(bits: int | None, how: str | None = "blocks") -> Routed:
+    torch.manual_seed(0)
+    model = Routed()
+    if how is not None:
+        memkern.checkpoint_blocks(model, how, bits=bits)
+    return model
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+X = torch.randn(64, 16, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("how", ["blocks", "sqrt"])
+def test_both_passes_decide_alike(how: str) -> None:
+    model = routed(8, how)
+    gradients(model, X)
+    for block in model.blocks:
+        forward, again = block.chosen
+        assert torch.equal(forward, again)
+    plain = routed(None, None)
+    plain(X)
+    # The test can fail: with exact inputs some tokens have other experts.
+    assert any(
+        not torch.equal(block.chosen[0], other.chosen[0])
+        for block, other in zip(model.blocks, plain.blocks, strict=True)
+    )
+
+
+class Rounded(torch.autograd.Function):
+    """What a checkpoint in 8 bits computes with, by the public functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return dequantize_blockwise(*quantize_blockwise(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_the_gradient_is_that_of_the_model_with_rounded_inputs() -> None:
+    model, twin = routed(8), routed(None, None)
+    for block in twin.blocks:
+        block.register_forward_pre_hook(lambda _, args: (Rounded.apply(args[0]), *args[1:]))
+    assert torch.equal(model(X), twin(X))
+    found, expected = gradients(model, X), gradients(twin, X)
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_bytes_of_inputs_in_codes() -> None:
+    models = [routed(bits) for bits in (None, 8)]
+    exact, codes = (memory.saved_bytes(lambda model=model: model(X).sum()) for model in models)
+    assert exact - codes == pytest.approx(4 * X.numel() * (4 - (1 + 4 / 128)), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model, twin = routed(8).to(dtype), routed(None).to(dtype)
+    x = X.to(dtype)
+    assert model(x).dtype == dtype
+    found, expected = gradients(model, x), gradients(twin, x)
+    name = "blocks.3.experts"
+    assert (found[name] - expected[name]).norm() < 0.1 * expected[name].norm()
+
+
+def test_float64_is_exact() -> None:
+    assert torch.equal(routed(8).double()(X.double()), routed(None, None).double()(X.double()))
+
+
+def test_without_gradients_nothing_is_rounded() -> None:
+    with torch.no_grad():
+        assert torch.equal(routed(8)(X), routed(None, None)(X))
+
+
+def test_codes_leave_the_device_with_what_is_saved() -> None:
+    model, twin = routed(8), routed(8)
+    memkern.compress(twin, saved_bits=8, offload=True)
+    found, expected = gradients(twin, X), gradients(model, X)
+    name = "blocks.3.experts"
+    assert (found[name] - expected[name]).norm() < 0.02 * expected[name].norm()
+
+
+def test_bits_are_none_or_8() -> None:
+    with pytest.raises(memkern.OptionError, match="bits: 4 given; allowed: None, 8"):
+        memkern.checkpoint_blocks(Routed(), "blocks", bits=4)
+    with pytest.raises(
+        memkern.OptionError, match="checkpoint_bits: 8 given; allowed: None without checkpointing"
+    ):
+        memkern.Techniques(checkpoint_bits=8)
