@@ -285,7 +285,11 @@ def _before_the_cast(edge: Edge, source: Edge, x: Tensor) -> Tensor | None:
     if source.device != x.device or not source.dtype.is_floating_point or is_float8(x.dtype):
         return None  # float8 is coarser than codes, which the source may have for other users
     # Of a coarser dtype: its values, in it, so that nobody further up takes them for those of a finer one.
-    return x if finer(source.dtype, x.dtype) else x.to(source.dtype)
+    if finer(source.dtype, x.dtype):
+        return x
+    return (
+        x.to(source.dtype) if finer(x.dtype, source.dtype) else None
+    )  # fp16 and bf16 hold no other's values
 
 
 _BACK: dict[str, Callable[[Edge, Edge, Tensor], Tensor | None]] = {

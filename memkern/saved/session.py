@@ -314,9 +314,10 @@ class Session:
             data = data.to(root.dtype)
         old = registered(root)
         if isinstance(old, Stored) and old.fresh() and codec is None:
-            old.upgrade(data)  # the exact one serves all users
-            old.clipped = False
-            return old
+            if old.lossy or resolve.finer(data.dtype, root.dtype) or resolve.finer(data.dtype, old.precision):
+                old.upgrade(data)  # the exact one serves all users
+                old.clipped = False
+            return old  # of fp16 and bf16 neither holds the other: the caller stores another
         if (
             isinstance(old, Stored)
             and old.fresh()
