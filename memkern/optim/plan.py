@@ -113,7 +113,7 @@ class StepPlan:
         self._rates: list[Tensor] = []
         self._is_checked = False
         if not torch.compiler.is_compiling():
-            self._states = [id(entry.state) for entry in entries]
+            self._params, self._states = [*map(id, params)], [id(entry.state) for entry in entries]
             self._layouts = _layouts(params)
 
         kinds: dict[Kind, list[int]] = {}
@@ -177,7 +177,8 @@ class StepPlan:
         A state forgets its plan where an entry of it is replaced. Values, and gradients, are as they may be.
         """
         return (
-            [*map(id, states)] == self._states
+            [*map(id, params)] == self._params
+            and [*map(id, states)] == self._states
             and all(getattr(state, "plan", None) is self for state in states)
             and numbers == self.numbers
             and groups == self.group_count
@@ -337,8 +338,9 @@ def _on(x: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _layouts(params: Sequence[Tensor]) -> Any:
-    """Strides, dtypes and devices. A shape that is not the state's any more is an error of the op."""
-    return [p.stride() for p in params], [p.dtype for p in params], [*map(Tensor.get_device, params)]
+    """Of each parameter strides, elements (so that another shape is seen, too), dtype and device."""
+    elements, devices = [*map(Tensor.numel, params)], [*map(Tensor.get_device, params)]
+    return [p.stride() for p in params], elements, [p.dtype for p in params], devices
 
 
 def _buffer(buffers: dict[Any, Tensor], p: Tensor) -> Tensor:

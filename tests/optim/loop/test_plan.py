@@ -146,6 +146,34 @@ def test_who_has_a_gradient_may_change() -> None:
     assert_same(snapshot(one), snapshot(other))
 
 
+def test_a_state_that_another_parameter_gets() -> None:
+    """Of two parameters of one shape each has had a gradient when the other has none."""
+    one, other = (optim.AdamW8bit(make_params([(64, 128)] * 3), min_8bit_size=0) for _ in range(2))
+    for i in range(4):
+        for optimizer in (one, other):
+            a, b, _ = params_of(optimizer)
+            if i == 2:
+                optimizer.state[a], optimizer.state[b] = optimizer.state[b], optimizer.state[a]
+            for state in other.state.values():
+                state.plan = state._checked = None
+            step(optimizer, i, without={0: None, 1: 1, 2: 0, 3: 1}[i])
+    assert_same(snapshot(one), snapshot(other))
+
+
+def test_a_cut_parameter_is_refused_before_anything_is_changed() -> None:
+    """Of several calls, the one of the parameter that was cut comes last."""
+    dense, gaps = torch.randn(64, 128), torch.zeros(64, 256)[:, ::2].copy_(torch.randn(64, 128))
+    params = [torch.nn.Parameter(dense), torch.nn.Parameter(gaps)]
+    optimizer = optim.AdamW8bit(params, min_8bit_size=0)
+    step(optimizer, 0)
+    params[1].data = params[1].data[:32]
+    before = copy.deepcopy(snapshot(optimizer))
+    give_gradients(params, 1)
+    with pytest.raises(ValueError, match="must have its parameter's shape"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
 @pytest.mark.parametrize("edit", [cleared, plain_dicts, loaded], ids=named)
 def test_tensors_that_were_replaced_are_freed_at_once(edit: Callable[[optim.AdamW8bit], None]) -> None:
     optimizer = new()
