@@ -180,13 +180,6 @@ def test_no_grad_opens_nothing() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_advice_brings_the_hooks_back() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    memkern.compress(model, saved_bits=8)
-    memkern.nn.advise(model, torch.randn(64, WIDTH))
-    assert hooks.installed(model) == [("", 8)]
-
-
 @pytest.mark.parametrize(
     ("model", "saved_bits", "error", "message"),
     [
