@@ -69,8 +69,8 @@ BAD = [
     ([*MODEL, "--data", "binary"], "--data", "a binary file"),
     ([*MODEL, "--data", "nothing"], "--data", "holds no text"),
     ([*MODEL, "--data", "latin.txt"], "--data", "byte 3", "UTF-8"),
-    ([*MODEL, "--data", "bad.jsonl"], "--data", "line 2", "no JSON"),
-    ([*MODEL, "--data", "list.jsonl"], "--data", "line 1", "no JSON object"),
+    ([*MODEL, "--data", "bad.jsonl"], "--data", "bad.jsonl' is no JSONL file: "),
+    ([*MODEL, "--data", "list.jsonl"], "--data", "list.jsonl' is no JSONL file: its first line is no object"),
     (
         [*MODEL, "--data", "null.jsonl"],
         "--text-field",
