@@ -186,7 +186,7 @@ class Saver:
                 )
 
     def kept(self) -> str:
-        """What the file holds after a failure."""
+        """Says which checkpoint the file holds after a failure."""
         if self.written is not None:
             return f"{self.path} has that of step {self.written}"
         return (
@@ -270,7 +270,7 @@ def write_results(
 def fitted(
     args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes
 ) -> tuple[TrainConfig, Plan]:
-    """What the planner chooses for --fit, and its plan; printed too."""
+    """The planner's choice for --fit, and its plan; printed too."""
     from ..planner.waiting import waiting
     from .build import resolve_device
     from .fit import fit

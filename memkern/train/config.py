@@ -251,7 +251,7 @@ class TrainConfig:
 
     @property
     def activations(self) -> str:
-        """What is saved for the backward pass, in words."""
+        """The tensors saved for the backward pass, in words."""
         techniques = self.techniques
         if techniques.activation_bits:
             words = [f"{techniques.activation_bits}-bit {'GELU' if self.is_preset else 'activations'}"]

@@ -1,4 +1,4 @@
-"""What is trained: a model with its loss, the sum of the cross-entropies of a batch's targets, in fp32."""
+"""A model with its loss: the sum of the cross-entropies of a batch's targets, in fp32."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_no_more_host_memory_than_what_leaves(watched: WatchedLink) -> None:
 
 
 class NoWaitBeforeUse(WatchedLink):
-    """What has come back is read before its copy has ended."""
+    """A tensor that has come back is read before its copy has ended."""
 
     def take(self, record: Any) -> Any:
         self.copies.wait, wait = lambda event: None, self.copies.wait
