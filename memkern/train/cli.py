@@ -291,9 +291,8 @@ def print_evaluation(config: TrainConfig, on_host: str | None) -> None:
     check_on_host(config, on_host)
     source = load(config)
     print(source.corpus.description(), flush=True)
-    found = evaluate(config, source, on_host)
-    accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f}"
-    print(f"Validation loss {found.loss:.4f} nats per {source.corpus.unit}{accuracy}.")
+    loss = evaluate(config, source, on_host)
+    print(f"Validation loss {loss:.4f} nats per {source.corpus.unit}.")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -23,14 +23,12 @@ IGNORED = -100  # a target that is not predicted: torch's ignore_index
 
 
 class Batch(NamedTuple):
-    """A micro-batch of B windows or texts of T tokens."""
+    """A micro-batch of B windows of T tokens."""
 
     inputs: Tensor
     """(B, T), int64."""
     targets: Tensor
-    """int64: the next tokens, (B, T), or the classes, (B,); IGNORED where there is none."""
-    mask: Tensor | None = None
-    """(B, T), int64: 0 where a text is padded; None without padding."""
+    """(B, T), int64: the next tokens; IGNORED where there is none."""
 
     @property
     def predicted(self) -> int:
@@ -49,11 +47,6 @@ class Corpus:
     digest: str
     unit: ClassVar[str] = "byte"
     """The unit of sizes and losses."""
-    rate_unit: ClassVar[str] = "tokens"
-
-    def per_step(self, config: TrainConfig) -> int:
-        """How many of ``rate_unit`` a step has."""
-        return config.tokens_per_step
 
     def description(self) -> str:
         """Name and sizes in one line."""

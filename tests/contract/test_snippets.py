@@ -204,7 +204,7 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     monkeypatch.setattr(loop, "resolved", short)
     Path("my_texts").mkdir()
     Path("my_texts/text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
-    rows = [f"{text} {i},{mood}" for i in range(10) for text, mood in (("fine", "good"), ("awful", "bad"))]
+    rows = [f"{text} {i},{mood}" for i in range(300) for text, mood in (("fine", "good"), ("awful", "bad"))]
     Path("rows.csv").write_text("\n".join(["text,mood", *rows]))
 
     def run(command: str) -> None:
