@@ -60,7 +60,7 @@ def _state(processor_rows: dict[tuple[str, ...], report.Row], case: str, contend
 
 
 def savings() -> Iterator[tuple[str, str, tuple[str, float], list[tuple[str, float]]]]:
-    """What is cut, its unit, torch's figure, and those of ways to cut it."""
+    """The quantity, its unit, torch's figure, and those of the ways to reduce it."""
     rows = next(iter(_topic("optim").values()))
     adam, lion = "AdamW, one tensor", "Lion, one tensor"
     yield (
@@ -155,7 +155,7 @@ def _ratio(rows: dict[tuple[str, ...], report.Row], case: str, ours: str, peer: 
 
 
 def models_table() -> str:
-    """What is saved, and the error of gradients, over all models of saved-models.csv: the median, and the worst."""
+    """Saved bytes and errors of gradients over all models of saved-models.csv: the median, and the worst."""
     rows = _last("saved-models.csv", "model", "precision", "tokens", "mode")
     heads = [f"{name}: median | worst" for name in ("saved bytes left", "peak of a step", "gradient error")]
     lines = [f"| | precision | {' | '.join(heads)} |", "|---|---|" + "---:|---|" * len(heads)]

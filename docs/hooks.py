@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: pages from the repository's root, and links to files outside of docs/.
+"""Additions to mkdocs: pages from the repository's root, and links to files outside of docs/.
 
 The pages are written to be read in the repository, where ``../memkern/backend.py`` is a link to a file. On the site
 such a file is a page of its own below ``source/``, so that every link stays inside of the site and is checked.

@@ -76,7 +76,7 @@ MUON_OPS: dict[str, Callable[..., Any]] = {"muon_momentum_": _muon_momentum, "mu
 
 
 def _kernel(namespace: str, name: str) -> Callable[..., Any]:
-    """What runs an op on a device that has no C++ kernel of its own."""
+    """The implementation of an op on a device that has no C++ kernel of its own."""
     if namespace == NAMESPACES["triton"]:
         run = _triton_step if name in STEP_OPS else _triton_muon if name in MUON_OPS else _triton
         return functools.partial(run, name)

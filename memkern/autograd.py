@@ -1,4 +1,4 @@
-"""What memkern's autograd functions have in common: torch.func, and what raises with the way out."""
+"""Shared by memkern's autograd functions: support of torch.func, and errors that name the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memkern tells TorchDynamo, which is imported where something is compiled and not before."""
+"""Tells TorchDynamo what it needs to know; imports it where something is compiled and not before."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ WEIGHT_STATES = {2: "int8", 3: "int16", 4: "float32"}
 
 
 class StepOp(NamedTuple):
-    """What is specific to one optimizer's step. A moment is stored as int8 codes if signed, else uint8."""
+    """The parts of a step that differ between optimizers. A moment is stored as int8 codes if signed, else uint8."""
 
     name: str
     moments: dict[str, bool]  # name in the state -> whether it has a sign
@@ -154,7 +154,7 @@ SGD_STEP = StepOp(
 MUON_STEP = StepOp(
     "muon_step_", {"momentum_buffer": True}, ("momentum", "nesterov", "weight_decay", "maximize"), ()
 )
-"""What Muon's two ops share. Not one of STEP_OPS: between the two, the updates are orthogonalized."""
+"""Arguments that Muon's two ops share. Not one of STEP_OPS: between the two, the updates are orthogonalized."""
 STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, SGD_STEP)}
 
 # ---- every op

@@ -20,7 +20,7 @@ def version() -> str:
 
 
 def problems(ref: str) -> list[str]:
-    """What a release under this ref would get wrong."""
+    """The faults of a release under this ref."""
     own = version()
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -41,7 +41,7 @@ class Levels(NamedTuple):
         return code
 
     def derivative(self, x: Tensor) -> Tensor:
-        """What the backward pass takes for the derivative at ``x``, in fp32."""
+        """The level that the backward pass uses as the derivative at ``x``, in fp32."""
         return torch.tensor(self.levels, device=x.device)[self.codes(x).long()]
 
     def scaled(self, factor: float) -> Levels:

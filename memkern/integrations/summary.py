@@ -54,7 +54,7 @@ def table(rows: Iterable[tuple[str, int, int] | None]) -> str:
 
 
 class Compressing:
-    """What the callbacks of all frameworks do: compress a model once, and print what that saved and the states' bytes.
+    """Shared by the callbacks of all frameworks: compresses a model once, prints what that saved and the states' bytes.
 
     options: those of :func:`memkern.compress`; with an ``example`` it measures.
     """

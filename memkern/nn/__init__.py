@@ -27,13 +27,11 @@ from .loss import LinearCrossEntropy
 from .mlp import MLP
 
 if TYPE_CHECKING:
-    from ..swap.advice import Advice, advise
     from ..swap.compress import compress, restore
 
 __all__ = [
     "GELU",
     "MLP",
-    "Advice",
     "FewBit",
     "Fit",
     "Hardswish",
@@ -49,7 +47,6 @@ __all__ = [
     "Softplus",
     "StableEmbedding",
     "Tanh",
-    "advise",
     "compress",
     "few_bit",
     "fit_levels",
@@ -57,7 +54,7 @@ __all__ = [
 ]
 
 # memkern.swap is built from the modules here; its functions are loaded on first use.
-_LAZY = {"Advice": "advice", "advise": "advice", "compress": "compress", "restore": "compress"}
+_LAZY = {"compress": "compress", "restore": "compress"}
 
 
 def __getattr__(name: str) -> Any:

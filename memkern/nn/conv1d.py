@@ -9,7 +9,7 @@ from . import linear
 
 
 class RandomizedConv1D(linear.RandomizedConv1D, Conv1D):
-    """What ``memkern.compress`` puts in place of transformers' own class."""
+    """The randomized layer that ``memkern.compress`` puts in place of transformers' own class."""
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)  # Conv1D's names Conv1D

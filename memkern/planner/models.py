@@ -1,4 +1,4 @@
-"""What is planned for: a built-in name, a Hugging Face configuration or folder, or a module with example inputs."""
+"""Models to plan for: built-in names, Hugging Face configurations and folders, modules with example inputs."""
 
 from __future__ import annotations
 

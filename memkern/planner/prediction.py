@@ -1,4 +1,4 @@
-"""What a training step of a model needs with given techniques: bytes by category and phase, and seconds."""
+"""Predicts a training step with given techniques: bytes by category and phase, and seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CATEGORIES = (
 )
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
-"""What the allocator rounds sizes up to."""
+"""The multiple that the allocator rounds sizes up to."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
@@ -30,7 +30,7 @@ BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a step with given techniques needs.
+    """The memory and the time of a step with given techniques.
 
     categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
     host: bytes on the host with offload: weights, states, and buffers for the transfers; and ``left``, what leaves the

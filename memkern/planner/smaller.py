@@ -36,7 +36,7 @@ class Change:
 
 @dataclasses.dataclass
 class Asked:
-    """What was asked for: the arguments of :func:`memkern.plan`."""
+    """The arguments of :func:`memkern.plan`."""
 
     predictor: Predictor
     given: Mapping[str, Any]

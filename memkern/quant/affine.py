@@ -1,8 +1,10 @@
-"""Affine quantization: integers with a scale and a zero point, per block, channel or tensor. In torch's operations."""
+"""Affine quantization: integers with a scale and a zero point, per block, channel or tensor.
+
+In torch's operations, on any device: there are no kernels.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..options import ROUNDINGS
-from ..reference import affine as reference
-from .layout import FLOATS, check_block_size, layout_of, memory_order
+from ..reference.blockwise import dither, from_blocks, pack_pairs, to_blocks, unpack_pairs
+from .layout import FLOATS, BlockLayout, check_block_size, layout_of, memory_order
 
 GRANULARITIES = ("block", "channel", "tensor")
+FARTHEST = 2**20
+"""No zero point is further from zero than about so many steps: beyond, fp32 could not tell codes apart."""
 
 
 def _check(name: str, given: Any, allowed: Sequence[Any]) -> None:
@@ -21,16 +25,18 @@ def _check(name: str, given: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
 
 
-def _scales(x: Tensor, granularity: str, block_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """The block_size of the reference (None: runs of memory share a scale), and the shape of the scales."""
+def _layout(x: Tensor, granularity: str, block_size: int) -> BlockLayout:
+    """The runs of memory that share a scale, as blocks."""
     layout = layout_of(x, block_size)  # raises unless dense
-    if granularity == "block" or x.numel() == 0:
-        return block_size, layout.scale_shape
+    numel = x.numel()
+    if granularity == "block" or numel == 0:
+        return layout
     if granularity == "tensor" or x.dim() == 0:
-        return None, ()
+        return BlockLayout(numel, numel, numel, ())
     if not x.is_contiguous():
         raise ValueError(f"granularity='channel' needs a contiguous tensor, got strides {x.stride()}")
-    return None, (x.shape[0],)
+    run = numel // x.shape[0]
+    return BlockLayout(numel, run, run, (x.shape[0],))
 
 
 def _fixed_range(given: Any) -> tuple[float, float]:
@@ -43,18 +49,48 @@ def _fixed_range(given: Any) -> tuple[float, float]:
     return low, high
 
 
-def _finite_range(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The least and the largest finite value of each of so many equal runs of memory; 0 where there is none."""
-    runs = memory_order(x).view(math.prod(shape), -1)
-    low, high = runs.amin(1), runs.amax(1)
-    # On the CPU an answer costs nothing; elsewhere it would wait for the device.
-    ask = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if ask and low.isfinite().all() and high.isfinite().all():
-        return low.float().view(shape), high.float().view(shape)
-    low = runs.nan_to_num(torch.inf, torch.inf, torch.inf).amin(1)
-    high = runs.nan_to_num(-torch.inf, -torch.inf, -torch.inf).amax(1)
-    none = low == torch.inf
-    return torch.where(none, 0.0, low).float().view(shape), torch.where(none, 0.0, high).float().view(shape)
+def _limits(bits: int) -> tuple[int, int]:
+    """The least and the largest code."""
+    return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+
+
+def _finite_range(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest finite valid value of each row; 0 where there is none."""
+    usable = valid & rows.isfinite()
+    low = torch.where(usable, rows, torch.inf).amin(1)
+    high = torch.where(usable, rows, -torch.inf).amax(1)
+    none = ~usable.any(1)
+    return torch.where(none, 0.0, low), torch.where(none, 0.0, high)
+
+
+def _scale_and_zero_point(a: Tensor, b: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Of ranges [a, b]: fp32 and int32, as docs/numerics.md says, with ``z`` computed as ``round(a_q - a / s)``."""
+    low, high = _limits(bits)
+    size = torch.maximum(a.abs(), b.abs())
+    # Halves: the difference of two large numbers of unlike sign would overflow. A tensor over a tensor: over a number
+    # it would be a product with its reciprocal on a GPU.
+    scale = (b / 2 - a / 2) / torch.full_like(a, (high - low) / 2)
+    scale = torch.maximum(scale, size / FARTHEST)
+    scale = torch.maximum(scale, torch.full_like(scale, torch.finfo(torch.float32).tiny))
+    constant = a == b
+    scale = torch.where(constant, torch.where(size > 0, size, 1.0), scale)
+    zero_point = torch.where(constant, low - a.sign(), torch.round(low - a / scale))
+    return scale, zero_point.to(torch.int32)
+
+
+def _encode(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, u: Tensor | None) -> Tensor:
+    """``clip(round(x / s + z), a_q, b_q)`` as int8; with u ``floor(x / s + z + u)``. NaN becomes the code of 0."""
+    z = zero_point.float()[:, None]
+    q = x / scale[:, None] + z
+    q = q.round() if u is None else (q + u).floor()
+    return torch.where(x.isnan(), z, q).clamp(*_limits(bits)).to(torch.int8)
+
+
+def _offsets(x: Tensor, layout: BlockLayout, seed: int) -> Tensor:
+    """u in [0, 1) of stochastic rounding, from an element's place in memory and the seed; in blocks."""
+    u = torch.empty_like(x, dtype=torch.float32)
+    memory_order(u).copy_(dither(x.numel(), seed % 2**32, x.device))
+    return to_blocks(u, layout)
 
 
 @torch.no_grad()
@@ -106,16 +142,19 @@ def quantize_affine(
     if x.layout != torch.strided:
         raise ValueError(f"x must be a dense tensor, got layout {x.layout}")
     x = x.detach() if bits == 8 else x.detach().contiguous()
-    size, shape = _scales(x, granularity, block_size)
-    low: Tensor | None = None
-    high: Tensor | None = None
-    if range is not None:
-        low, high = (x.new_full(shape, end, dtype=torch.float32) for end in _fixed_range(range))
-    elif size is None:
-        low, high = _finite_range(x, shape)
-    return reference.quantize_affine(
-        x, low, high, bits, size, None if rounding == "nearest" else int(seed) % 2**32
-    )
+    layout = _layout(x, granularity, block_size)
+    rows = to_blocks(x, layout)
+    if range is None:
+        low, high = _finite_range(rows, to_blocks(torch.ones_like(x), layout) > 0)
+    else:
+        low, high = (rows.new_full(rows.shape[:1], end) for end in _fixed_range(range))
+    scale, zero_point = _scale_and_zero_point(low, high, bits)
+    u = None if rounding == "nearest" else _offsets(x, layout, int(seed))
+    codes = torch.empty_like(x, dtype=torch.int8)
+    from_blocks(_encode(rows, scale, zero_point, bits, u), layout, codes)
+    if bits == 4:
+        codes = pack_pairs(memory_order(codes))
+    return codes, scale.view(layout.scale_shape), zero_point.view(layout.scale_shape)
 
 
 @torch.no_grad()
@@ -149,8 +188,9 @@ def dequantize_affine(
     wanted = torch.int8 if bits == 8 else torch.uint8
     if codes.dtype != wanted:
         raise TypeError(f"codes must be {wanted} for bits={bits}, got {codes.dtype}")
-    if zero_point.dtype != torch.int32:
-        raise TypeError(f"zero_point must be int32, got {zero_point.dtype}")
+    for name, given, of in (("scale", scale, torch.float32), ("zero_point", zero_point, torch.int32)):
+        if given.dtype != of:
+            raise TypeError(f"{name} must be {str(of)[6:]}, got {given.dtype}")
     if bits == 4:
         if shape is None:
             raise ValueError("shape must be given for bits=4: two codes are in a byte")
@@ -159,13 +199,14 @@ def dequantize_affine(
             raise ValueError(
                 f"shape must fit the codes: {tuple(size)} does not fit {tuple(codes.shape)} bytes"
             )
-        codes, values = codes.contiguous(), codes.new_empty(size, device="meta")
-    else:
-        values = codes
-    op_block_size, scale_shape = _scales(values, granularity, block_size)
+        codes = (unpack_pairs(codes.contiguous(), size.numel()).to(torch.int8) ^ 8) - 8
+        codes = codes.view(size)
+    layout = _layout(codes, granularity, block_size)
     for name, given in (("scale", scale), ("zero_point", zero_point)):
-        if tuple(given.shape) != scale_shape:
-            raise ValueError(f"{name} must have shape {scale_shape}, got {tuple(given.shape)}")
-    return reference.dequantize_affine(
-        codes, scale.contiguous(), zero_point.contiguous(), bits, op_block_size, values.shape, dtype
-    )
+        if tuple(given.shape) != layout.scale_shape:
+            raise ValueError(f"{name} must have shape {layout.scale_shape}, got {tuple(given.shape)}")
+    # The difference is exact for the zero points that there are.
+    steps = to_blocks(codes, layout) - zero_point.reshape(-1, 1).float()
+    values = torch.empty_like(codes, dtype=dtype)
+    from_blocks(scale.reshape(-1, 1) * steps, layout, values)
+    return values

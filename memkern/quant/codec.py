@@ -80,9 +80,6 @@ DITHER_SHIFT = 8
 DITHER_CLAMP = 2.0**-14
 """Signed codes keep u so far from 0 and 1: memkern/reference/blockwise.py says why."""
 
-AFFINE_FARTHEST = 2**20
-"""No affine zero point is further from zero than about so many steps: beyond, fp32 could not tell codes apart."""
-
 WEIGHTS = {"nearest": 0, "stochastic": 1, "bf16+8": 2, "bf16+16": 3, "fp32": 4}
 """How a step stores a parameter, and the numbers that stand for it in op arguments: rounded to the nearest value of its
 dtype, or, bf16 alone, stochastically, with its rounding error in 8 or 16 bits, or with a copy in fp32.

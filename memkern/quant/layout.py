@@ -137,23 +137,6 @@ def layout_of(tensor: torch.Tensor, block_size: int) -> BlockLayout:
     return block_layout(tensor.shape, tensor.stride(), block_size)
 
 
-def run_layout(tensor: torch.Tensor, per_scale: torch.Tensor | None) -> BlockLayout:
-    """As many equal runs of a dense tensor's memory as there are scales (or ranges), each a block.
-
-    Raises:
-        ValueError: the tensor is not dense, empty, or does not divide into them.
-    """
-    numel = layout_of(tensor, MIN_BLOCK_SIZE).numel
-    if per_scale is None:
-        raise ValueError("block_size must be given where low and high are not")
-    runs = per_scale.numel()
-    if runs == 0 or numel == 0 or numel % runs:
-        raise ValueError(
-            f"a tensor must divide into as many runs as there are scales, {runs}, got {numel} elements"
-        )
-    return BlockLayout(numel, numel // runs, numel // runs, tuple(per_scale.shape))
-
-
 EVERY_ROW = 0
 """As the ``layers`` of a group: each row is a layer."""
 

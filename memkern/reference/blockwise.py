@@ -22,7 +22,7 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """What values of a dtype are computed in: fp64 for fp64, else fp32."""
+    """The dtype in which values of a dtype are computed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

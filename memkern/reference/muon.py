@@ -54,7 +54,7 @@ def lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
 
 
 def adjusted(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """What the learning rate of a matrix is multiplied by, from its last two dimensions A and B.
+    """The factor of a matrix's learning rate, from its last two dimensions A and B.
 
     "original" (and None): sqrt(max(1, A / B)). "match_rms_adamw": 0.2 * sqrt(max(A, B)).
     """

@@ -14,7 +14,7 @@ from ..schemas import StepArgs
 
 
 class Shard:
-    """What a shard's step needs of other ranks: the largest magnitudes of blocks, of one moment after the other."""
+    """A shard's step exchanges the largest magnitudes of its blocks with other ranks, one moment after the other."""
 
     def __init__(self) -> None:
         self.noted: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What the optimizer steps share: checks, gradients, bias corrections, and moments read from and written to codes."""
+"""Shared by the optimizer steps: checks, gradients, bias corrections, and moments read from and written to codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LAMB and LARS share: sums of squares of a tensor's layers, and the trust ratios that are made of them."""
+"""Shared by LAMB and LARS: sums of squares of a tensor's layers, and trust ratios."""
 
 from __future__ import annotations
 

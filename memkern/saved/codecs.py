@@ -130,7 +130,7 @@ def _only(x: Tensor, low: Tensor, high: Tensor) -> bool:
 
 
 def _encode_constant(x: Tensor) -> Encoded | None:
-    """What needs no gradient, exactly: two values (dropout and attention masks) in bits, integers in fewer bytes.
+    """Exact codes where no gradient is needed: two values (dropout, attention masks) in bits, integers in fewer bytes.
 
     On the CPU only: elsewhere the question would wait for the device, and dropout masks are boolean anyway.
     """

@@ -223,12 +223,3 @@ def state_of(model: nn.Module) -> list[tuple[str, Bits, Offload | None]]:
     """The modules with hooks, and all options of each."""
     modules = dict(model.named_modules())
     return [(name, bits, vars(modules[name]).get(OFFLOAD)) for name, bits in installed(model)]
-
-
-def bring_back(model: nn.Module, own: list[tuple[str, Bits, Offload | None]]) -> None:
-    """Puts hooks back where :func:`state_of` found them."""
-    modules = dict(model.named_modules())
-    for name, bits, offload in own:
-        remove(modules[name])
-        _install(modules[name], bits, offload)
-    _install_on_base(model)

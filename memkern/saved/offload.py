@@ -214,7 +214,7 @@ class Record:
 
 
 class Away:
-    """What holds a record in place of its tensors."""
+    """The owner of a record, in place of its tensors."""
 
     __slots__ = ("link", "record")
 

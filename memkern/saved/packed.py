@@ -1,4 +1,4 @@
-"""What autograd holds in place of a saved tensor, and when it asks for it for the last time."""
+"""The objects that autograd holds in place of saved tensors, and when it unpacks each for the last time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_last_use(frame: FrameType | None) -> bool:
 
 
 class Packed:
-    """What autograd holds in place of a tensor."""
+    """The object that autograd holds in place of a tensor."""
 
     __slots__ = ("__weakref__", "dtype", "stride", "time", "value")
 

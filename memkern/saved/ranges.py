@@ -86,7 +86,7 @@ def normal_of_output(node: Any, data: Tensor) -> Affine | None:
 
 
 def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
-    """What is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
+    """The tensor that is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
 
     For attention's keys and values: the mean over tokens, if it is large, and no inverse. For a norm's input:
     the norm's statistics, if a mean is large or a block of codes would hold values of large and of small deviation.

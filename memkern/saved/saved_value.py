@@ -1,4 +1,4 @@
-"""What stands for a saved tensor: a leaf, stored data, or a function of other values.
+"""Values that stand for saved tensors: leaves, stored data, and functions of other values.
 
 A value belongs to an edge of the autograd graph, (node, output number). The node's ``metadata`` holds a weak reference
 to it, so no address or hash is needed and nothing outlives the graph. The owners of a value are the packed tensors that
@@ -80,7 +80,7 @@ def register(edge: Edge, value: Value) -> None:
 
 
 class Value:
-    """What is saved for one edge.
+    """The value that is saved for one edge.
 
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
     saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
@@ -423,7 +423,7 @@ def saved_by(node: Any, attribute: str) -> list[Value] | None:
 
 
 def packed_by(node: Any, attribute: str) -> list[Any]:
-    """What autograd holds in place of what a node has saved; [] where that is None."""
+    """The objects that autograd holds in place of a node's saved tensors; [] where that is None."""
     with peeking() as found:
         getattr(node, attribute)
     return found

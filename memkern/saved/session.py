@@ -354,7 +354,7 @@ class Session:
             self.most = max(_FEW, 2 * (len(self.coded) + len(self.constants)))
 
     def _constant(self, x: Tensor) -> Stored:
-        """What needs no gradient, exactly; masks in bits."""
+        """Saves a tensor that needs no gradient, exactly; masks in bits."""
         if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
             return Stored(x, x.dtype, None, self.outer, self.offload)
         storage = x.untyped_storage()

@@ -176,7 +176,7 @@ _LINEAR = {
 }
 
 USERS: dict[str, User] = {**_PRODUCTS, **_SMOOTH, **_LINEAR}
-"""What may be coded, by the node's name and its ``_saved_`` attributes."""
+"""The attributes that may be coded, by the node's name and its ``_saved_`` attributes."""
 
 UNKNOWN_USER, _SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")

@@ -20,7 +20,7 @@ from ..saved.offload import BLOCKS, options_of
 from ..saved.session import EXACT, close_interrupted
 from . import match
 from .blocks import block_lists
-from .class_swap import ORIGINAL, revert
+from .class_swap import revert
 from .measure import measure
 from .prune import prune
 from .report import Report
@@ -138,12 +138,6 @@ def compress(
         before=before,
         after=None if before is None else measure(model, example),
     )
-
-
-def swapped_state(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]:
-    """The swapped and marked modules with their classes and attributes: what brings them back after a restore."""
-    touched = [m for m in model.modules() if {ORIGINAL, MARKED} & vars(m).keys()]
-    return [(m, type(m), dict(vars(m))) for m in touched]
 
 
 def restore(model: nn.Module) -> int:

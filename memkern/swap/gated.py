@@ -25,7 +25,7 @@ def geglu_tanh(gate_up: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """What a Phi-3 MLP becomes: ``down_proj(gate(gate_up_proj(x)))``; children and parameters stay."""
+    """Replaces a Phi-3 MLP: ``down_proj(gate(gate_up_proj(x)))``; children and parameters stay."""
 
     gate: Gate
     gate_up_proj: nn.Module
@@ -61,7 +61,7 @@ def _gate_of(activation: nn.Module) -> Gate | None:
 
 
 def find_gated_unit(cls: type[nn.Module], module: nn.Module) -> Unit | None:
-    """What a gated unit, whose class is or was ``cls``, becomes; None where its graph is not that of one.
+    """The replacement of a gated unit whose class is or was ``cls``; None where its graph is another.
 
     Nothing about the module is changed, and it is not run.
     """

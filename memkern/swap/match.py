@@ -92,7 +92,7 @@ _REPLACED = "its class's forward has been replaced"
 
 
 def kind_of(cls: type[nn.Module], module: nn.Module) -> str | None:
-    """What an activation that is not torch's is proved to compute; None where it is not."""
+    """The function that an activation not of torch is proved to compute; None without a proof."""
     kind = BY_NAME.get(proof.defining_class(cls).__name__)
     return kind if kind is not None and proof.computes(cls, module, kind) else None
 

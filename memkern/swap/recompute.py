@@ -12,7 +12,7 @@ from .class_swap import original_class
 
 
 class Recomputed(nn.Module):
-    """What a composite activation becomes: its forward pass is its own, and so is every bit of its gradient."""
+    """Replaces a composite activation: the forward pass and every bit of the gradient stay."""
 
     def forward(self, x: Tensor) -> Tensor:
         function = functools.partial(original_class(self).forward, self)

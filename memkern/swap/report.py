@@ -74,7 +74,7 @@ class Report:
         """Bytes per token that are no longer saved, over the modules whose width is known.
 
         An upper bound where several layers save the same tensor (query, key and value layers, or an activation that
-        ends in a linear layer that saves it): ``memkern.memory.saved_bytes`` and ``memkern.nn.advise`` measure.
+        ends in a linear layer that saves it): ``memkern.memory.saved_bytes`` measures.
         """
         return sum(swap.bytes_per_token or 0.0 for swap in self.swapped)
 

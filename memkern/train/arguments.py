@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(group: Any) -> None:
-    """What is read and written, and what is done in place of a run."""
+    """Adds the files that are read and written, and the modes that replace a run."""
     text = "no training: the validation loss of the model as it is"
     group.add_argument("--evaluate", action="store_true", help=text)
     text = (

@@ -15,7 +15,7 @@ from .config import TrainConfig
 from .data import Corpus, load_corpus
 from .distributed import Processes
 from .model import GPT
-from .objective import ByteModel, Classifier, LanguageModel, Objective
+from .objective import ByteModel, LanguageModel, Objective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,22 +33,14 @@ def load(config: TrainConfig) -> Source:
         return Source(load_corpus(config.data, seq_len=config.seq_len, text_field=config.text_field))
     from . import huggingface
     from .documents import read_documents
-    from .tokens import class_names, labelled_corpus, token_corpus
+    from .tokens import token_corpus
 
     hf_config = huggingface.load_config(config)
-    classifier = huggingface.is_classifier(config, hf_config)
-    huggingface.auto_class(hf_config, classifier=classifier)
+    huggingface.auto_class(hf_config)
     huggingface.check_seq_len(config, hf_config)
-    label_field = config.label_field or ("label" if classifier else None)
-    train, validation, files = read_documents(
-        config.data, text_field=config.text_field, label_field=label_field
-    )
-    tokenizer = huggingface.load_tokenizer(config, hf_config, train.texts)
-    if label_field is None:
-        return Source(token_corpus(config, train, validation, files, tokenizer), hf_config, tokenizer)
-    classes = huggingface.class_order(class_names(train, label_field), hf_config)
-    corpus = labelled_corpus(config, train, validation, files, tokenizer, classes)
-    return Source(corpus, hf_config, tokenizer)
+    train, validation, files = read_documents(config.data, text_field=config.text_field)
+    tokenizer = huggingface.load_tokenizer(config, hf_config, train)
+    return Source(token_corpus(config, train, validation, files, tokenizer), hf_config, tokenizer)
 
 
 def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -73,9 +65,8 @@ def build_objective(config: TrainConfig, source: Source, device: torch.device) -
     else:
         from . import huggingface
 
-        classes = getattr(source.corpus, "classes", ())
-        model = huggingface.build(config, source.hf_config, classes, source.tokenizer.pad).to(device)
-        objective = Classifier(model) if classes else LanguageModel(model, techniques.loss_chunk)
+        model = huggingface.build(config, source.hf_config).to(device)
+        objective = LanguageModel(model, techniques.loss_chunk)
     apply(objective.model, techniques)
     return objective
 

@@ -48,7 +48,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def _why_not(path: Path) -> str:
-    """What is wrong with a file that torch.load refuses. torch.save writes a zip archive."""
+    """Says why torch.load refuses a file. torch.save writes a zip archive."""
     with path.open("rb") as file:
         begins_so = file.read(4) == b"PK\x03\x04"
     if not begins_so:

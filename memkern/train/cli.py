@@ -186,7 +186,7 @@ class Saver:
                 )
 
     def kept(self) -> str:
-        """What the file holds after a failure."""
+        """Says which checkpoint the file holds after a failure."""
         if self.written is not None:
             return f"{self.path} has that of step {self.written}"
         return (
@@ -270,7 +270,7 @@ def write_results(
 def fitted(
     args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes
 ) -> tuple[TrainConfig, Plan]:
-    """What the planner chooses for --fit, and its plan; printed too."""
+    """The planner's choice for --fit, and its plan; printed too."""
     from ..planner.waiting import waiting
     from .build import resolve_device
     from .fit import fit
@@ -291,9 +291,8 @@ def print_evaluation(config: TrainConfig, on_host: str | None) -> None:
     check_on_host(config, on_host)
     source = load(config)
     print(source.corpus.description(), flush=True)
-    found = evaluate(config, source, on_host)
-    accuracy = "" if found.accuracy is None else f", accuracy {found.accuracy:.4f}"
-    print(f"Validation loss {found.loss:.4f} nats per {source.corpus.unit}{accuracy}.")
+    loss = evaluate(config, source, on_host)
+    print(f"Validation loss {loss:.4f} nats per {source.corpus.unit}.")
 
 
 def main(args: argparse.Namespace) -> None:

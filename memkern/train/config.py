@@ -49,7 +49,7 @@ FROM_CONFIG = 0.3  # AdamW 3e-4
 FINE_TUNING = 0.05  # AdamW 5e-5
 
 # Options that presets do not have, and options that models of transformers do not have.
-TRANSFORMERS_ONLY = ("from_config", "bytes", "label_field", "dropout")
+TRANSFORMERS_ONLY = ("from_config", "bytes", "dropout")
 PRESETS_ONLY = ("layers", "heads", "width")
 
 # Options that may differ on resume: they do not change the losses (threads, device and parallel only in the last
@@ -115,11 +115,6 @@ class TrainConfig:
         "field of .jsonl, .csv, .tsv and .parquet files with the text",
         group=DATA, metavar="NAME", shown="text",
     )  # fmt: skip
-    label_field: str | None = option(
-        None,
-        "train a sequence classifier to find this field of .jsonl, .csv, .tsv and .parquet files",
-        group=DATA, metavar="NAME", shown="none; label, for a folder that holds a classifier",
-    )  # fmt: skip
     dropout: float | None = option(
         None, "all dropout rates of the model", RATE, group=DATA, shown="the model's own"
     )
@@ -130,9 +125,7 @@ class TrainConfig:
     width: int | None = option(
         None, "the size of its residual stream", at_least(1), group=DATA, shown="the model's"
     )
-    seq_len: int = option(
-        128, "tokens in a window; of texts with labels the most that are taken", at_least(1), group=DATA
-    )
+    seq_len: int = option(128, "tokens in a window", at_least(1), group=DATA)
     steps: int = option(500, "optimizer steps", at_least(1), group=TRAINING)
     epochs: float | None = option(
         None, "passes over the text, in place of --steps", POSITIVE, group=TRAINING, shown="none"
@@ -251,7 +244,7 @@ class TrainConfig:
 
     @property
     def activations(self) -> str:
-        """What is saved for the backward pass, in words."""
+        """The tensors saved for the backward pass, in words."""
         techniques = self.techniques
         if techniques.activation_bits:
             words = [f"{techniques.activation_bits}-bit {'GELU' if self.is_preset else 'activations'}"]

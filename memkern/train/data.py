@@ -1,8 +1,4 @@
-"""Text as bytes: which files, a uint8 tensor for training, one for validation, and the batches of a step.
-
-``datasets`` is not used here and in documents.py, tables.py and tokens.py: it would add pyarrow, pandas and a cache on
-the disk, and neither the tenth of each file for validation nor an order that depends on seed and epoch alone.
-"""
+"""Text as bytes: which files, a uint8 tensor for training, one for validation, and the batches of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from torch import Tensor
 
 from ..options import OptionError
 from .config import TrainConfig
-from .tables import TEXT_FIELD, field, is_table, rows
+from .tables import TEXT_FIELD, check_installed, field, is_table, rows
 
 VALIDATION_SHARE = 10  # one byte in ten: the tail of every file
 SNIFF = 8192
@@ -27,14 +23,12 @@ IGNORED = -100  # a target that is not predicted: torch's ignore_index
 
 
 class Batch(NamedTuple):
-    """A micro-batch of B windows or texts of T tokens."""
+    """A micro-batch of B windows of T tokens."""
 
     inputs: Tensor
     """(B, T), int64."""
     targets: Tensor
-    """int64: the next tokens, (B, T), or the classes, (B,); IGNORED where there is none."""
-    mask: Tensor | None = None
-    """(B, T), int64: 0 where a text is padded; None without padding."""
+    """(B, T), int64: the next tokens; IGNORED where there is none."""
 
     @property
     def predicted(self) -> int:
@@ -53,11 +47,6 @@ class Corpus:
     digest: str
     unit: ClassVar[str] = "byte"
     """The unit of sizes and losses."""
-    rate_unit: ClassVar[str] = "tokens"
-
-    def per_step(self, config: TrainConfig) -> int:
-        """How many of ``rate_unit`` a step has."""
-        return config.tokens_per_step
 
     def description(self) -> str:
         """Name and sizes in one line."""
@@ -145,6 +134,7 @@ def find_files(data: Sequence[str]) -> list[Path]:
                 raise OptionError("data", f"{name!r} given, which is neither a file nor a folder")
         except OSError as error:
             raise OptionError("data", f"{name!r} given, which cannot be read: {error}") from error
+    check_installed(list(files))
     return list(files)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,7 @@ from ..options import OptionError
 from .build import Source, build_objective, resolve_device
 from .config import TrainConfig
 from .data import Batch
-from .objective import Classifier, Objective
-
-
-class Validation(NamedTuple):
-    """loss: the mean over the targets, nats. accuracy: the share of classes that were found; None without classes."""
-
-    loss: float
-    accuracy: float | None
+from .objective import Objective
 
 
 @torch.no_grad()
@@ -29,18 +22,16 @@ def validate(
     batches: Sequence[Batch],
     loss: Callable[..., Tensor],
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
-) -> Validation:
-    """The mean over the batches. total: sums over the processes."""
+) -> float:
+    """The mean loss of the batches' targets, in nats. total: sums over the processes."""
     training = objective.training
     objective.eval()
-    sums = torch.zeros(3, dtype=torch.float64)  # losses, correct classes, targets
+    sums = torch.zeros(2, dtype=torch.float64)  # losses, targets
     for batch in batches:
-        value = loss(*batch).item()
-        correct = int(objective.correct) if isinstance(objective, Classifier) else 0
-        sums += torch.tensor([value, correct, batch.predicted], dtype=torch.float64)
+        sums += torch.tensor([loss(*batch).item(), batch.predicted], dtype=torch.float64)
     objective.train(training)
-    losses, correct, count = total(sums).tolist()
-    return Validation(losses / count, correct / count if isinstance(objective, Classifier) else None)
+    losses, count = total(sums).tolist()
+    return losses / count
 
 
 def check_on_host(config: TrainConfig, on_host: str | None) -> None:
@@ -54,7 +45,7 @@ def check_on_host(config: TrainConfig, on_host: str | None) -> None:
         )
 
 
-def evaluate(config: TrainConfig, source: Source, on_host: str | None = None) -> Validation:
+def evaluate(config: TrainConfig, source: Source, on_host: str | None = None) -> float:
     """The validation loss of a model that is not trained.
 
     on_host: "layers", each layer's weights are on the device while it runs (accelerate.cpu_offload); "model", all of
@@ -75,10 +66,9 @@ def evaluate(config: TrainConfig, source: Source, on_host: str | None = None) ->
 
         _, hook = cpu_offload_with_hook(objective.model, device)
 
-    def loss(*batch: Tensor | None) -> Tensor:
-        on_device = (tensor if tensor is None else tensor.to(device) for tensor in batch)
+    def loss(*batch: Tensor) -> Tensor:
         with autocast(config.techniques, device.type):
-            return objective(*on_device)
+            return objective(*(tensor.to(device) for tensor in batch))
 
     found = validate(objective, source.corpus.validation_batches(config), loss)
     if hook is not None:

@@ -19,9 +19,8 @@ def planned_model(config: TrainConfig, source: Source) -> dict[str, Any]:
     if not config.is_preset:
         from . import huggingface
 
-        classes = getattr(source.corpus, "classes", ())
         hf_config = copy.deepcopy(source.hf_config)
-        hf_config.architectures = [huggingface.architecture(hf_config, classifier=bool(classes))]
+        hf_config.architectures = [huggingface.architecture(hf_config)]
         return {"model": hf_config, "seq_len": config.seq_len, "dropout": config.dropout}
     import torch
 

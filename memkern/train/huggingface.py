@@ -74,13 +74,6 @@ def load_config(config: TrainConfig) -> Any:
         return AutoConfig.from_pretrained(name, **SAFE)
 
 
-def is_classifier(config: TrainConfig, hf_config: Any) -> bool:
-    """Where labels are asked for, and where the folder holds a classifier."""
-    if config.label_field is not None:
-        return True
-    return any(CLASSIFIER in name for name in getattr(hf_config, "architectures", None) or ())
-
-
 def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
     most = positions(hf_config)
     if most is not None and config.seq_len > most:
@@ -121,67 +114,41 @@ def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) ->
     return tokenizer
 
 
-def class_order(names: tuple[str, ...], hf_config: Any) -> tuple[str, ...]:
-    """The classes by number: the model's own, where it was trained for these, else the names as they come."""
-    trained = getattr(hf_config, "id2label", None) or {}
-    own = tuple(trained[number] for number in range(len(trained)) if number in trained)
-    return own if set(names) <= set(own) else names
+def auto_class(hf_config: Any) -> Any:
+    """transformers' auto class. Raises OptionError for a classifier, and where this type has no language model."""
+    from transformers import AutoModelForCausalLM
+
+    kind = f"a model of type {hf_config.model_type}, of which transformers has no causal language model"
+    if any(CLASSIFIER in name for name in getattr(hf_config, "architectures", None) or ()):
+        kind = "a sequence classifier"
+    elif type(hf_config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    raise OptionError("model", f"given with {kind}; allowed: a causal language model")
 
 
-def auto_class(hf_config: Any, *, classifier: bool) -> Any:
-    """transformers' auto class for the task. Raises OptionError where this type of model has none for it."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
-    if type(hf_config) not in auto._model_mapping:
-        task = "sequence classifier" if classifier else "causal language model"
-        raise OptionError(
-            "model",
-            f"given with a model of type {hf_config.model_type}, of which transformers has no {task}; "
-            "allowed: a causal language model, or with --label-field a sequence classifier",
-        )
-    return auto
-
-
-def architecture(hf_config: Any, *, classifier: bool) -> str:
-    """The name of transformers' class for the task."""
-    found = auto_class(hf_config, classifier=classifier)._model_mapping[type(hf_config)]
+def architecture(hf_config: Any) -> str:
+    """The name of transformers' class."""
+    found = auto_class(hf_config)._model_mapping[type(hf_config)]
     return (found[0] if isinstance(found, tuple) else found).__name__
 
 
-def build(
-    config: TrainConfig, hf_config: Any, classes: Sequence[str] = (), pad: int | None = None
-) -> nn.Module:
-    """The model in the techniques' dtype, built in it: no copy in another one is made.
-
-    classes: those of a sequence classifier, whose pad token is ``pad``; empty: a causal language model.
-    """
-    auto = auto_class(hf_config, classifier=bool(classes))
+def build(config: TrainConfig, hf_config: Any) -> nn.Module:
+    """The model in the techniques' dtype, built in it: no copy in another one is made."""
+    auto = auto_class(hf_config)
     hf_config = copy.deepcopy(hf_config)
     if config.dropout is not None:
         set_dropout(hf_config, config.dropout)
     hf_config.use_cache = False
-    options: dict[str, Any] = {}
-    if classes:
-        id2label = dict(enumerate(classes))
-        if hf_config.id2label != id2label:
-            hf_config.id2label = id2label
-            hf_config.label2id = {name: number for number, name in id2label.items()}
-            options["ignore_mismatched_sizes"] = True
-        hf_config.pad_token_id = pad
     dtype = weight_dtype(config.techniques)
-    cure = "allowed: a causal language model, or with --label-field a sequence classifier"
-    with named("cannot be built", config.model, cure):
+    with named("cannot be built", config.model, "allowed: a causal language model"):
         if config.from_config:
             return auto.from_config(hf_config, dtype=dtype, **SAFE).train()
-        model = auto.from_pretrained(
-            config.model, config=hf_config, dtype=dtype, weights_only=True, **SAFE, **options
-        )
+        model = auto.from_pretrained(config.model, config=hf_config, dtype=dtype, weights_only=True, **SAFE)
         return model.train()
 
 
 def export(model: Any, weights: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes what ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer."""
+    """Writes files that ``from_pretrained`` reads: configuration, weights in safetensors, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save(folder)

@@ -41,8 +41,7 @@ class Diverged(RuntimeError):
 class History:
     """The measurements of a run so far; part of its checkpoints, so that a resumed run reports on all its steps.
 
-    train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte, token or text.
-    accuracy: (step, share of the validation texts whose class was found) pairs, of classifiers.
+    train_loss, seconds: one entry per step. validation: (step, loss) pairs. Losses are in nats per byte or token.
     peak_bytes: tensor bytes of the last step, None where they are not counted; saved_bytes: what the forward pass
         of its first micro-batch saves for the backward pass. Counting slows that step down, so it is left out of the
         speed.
@@ -53,13 +52,11 @@ class History:
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     peak_bytes: int | None = None
     saved_bytes: int | None = None
-    accuracy: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """A finished run in figures; losses are nats per unit, tokens_per_second (texts, of labelled ones) is that of the
-    median step."""
+    """A finished run in figures; losses are nats per unit, tokens_per_second is that of the median step."""
 
     optimizer: str
     activations: str
@@ -115,14 +112,13 @@ class Trainer:
         self.history = History()
         self._batches: Iterator[tuple[list[Batch], int]] | None = None
 
-    def loss(self, *batch: Tensor | None) -> Tensor:
+    def loss(self, *batch: Tensor) -> Tensor:
         """The sum of a batch's cross-entropies in nats, computed in fp32."""
-        on_device = (tensor if tensor is None else tensor.to(self.device) for tensor in batch)
         objective = self.parallel if torch.is_grad_enabled() else self.objective
         with autocast(self.config.techniques, self.device.type):
-            return objective(*on_device)
+            return objective(*(tensor.to(self.device) for tensor in batch))
 
-    def _counted_loss(self, *batch: Tensor | None) -> Tensor:
+    def _counted_loss(self, *batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
         forward = lambda: losses.append(self.loss(*batch))  # noqa: E731
         self.history.saved_bytes = memory.saved_bytes(forward, self.model)
@@ -203,10 +199,8 @@ class Trainer:
         found = validate(
             self.objective, batches, self.loss, lambda sums: self.group.sum(sums.to(self.device))
         )
-        self.history.validation.append((self.steps_done, found.loss))
-        if found.accuracy is not None:
-            self.history.accuracy.append((self.steps_done, found.accuracy))
-        return found.loss
+        self.history.validation.append((self.steps_done, found))
+        return found
 
     def _rng_states(self) -> list[Tensor]:
         """The generators' states: the CPU's, and the CUDA device's if it trains there."""
@@ -312,7 +306,7 @@ class Trainer:
             peak_bytes=history.peak_bytes,
             saved_bytes=history.saved_bytes,
             median_step_seconds=median,
-            tokens_per_second=self.corpus.per_step(self.config) / median,
+            tokens_per_second=self.config.tokens_per_step / median,
             history=history,
             unit=self.corpus.unit,
         )

@@ -78,7 +78,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """What the head's matrix is multiplied with: (B, T, C)."""
+        """The input of the head's matrix product: (B, T, C)."""
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""What is trained: a model with its loss, the sum of the cross-entropies of a batch's targets, in fp32."""
+"""A model with its loss: the sum of the cross-entropies of a batch's targets, in fp32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Objective(nn.Module):
-    """forward(inputs, targets, mask): the sum of a :class:`~.data.Batch`'s losses. loss_chunk: classes at a time."""
+    """forward(inputs, targets): the sum of a :class:`~.data.Batch`'s losses. loss_chunk: classes at a time."""
 
     def __init__(self, model: nn.Module, loss_chunk: int | None = None) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class ByteModel(Objective):
 
     model: GPT
 
-    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss_chunk is None:
             return cross_entropies(self.model(inputs), targets)
         features = SavingStep(self.model, self.model.features)(
@@ -89,19 +89,8 @@ class LanguageModel(Objective):
         model: Any = self.model
         return model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
 
-    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         model: Any = self.model
         if self.loss_chunk is None:
             return cross_entropies(model(input_ids=inputs, use_cache=False).logits, targets)
         return self.chunked(self.features(inputs), model.get_output_embeddings(), targets)
-
-
-class Classifier(Objective):
-    """The objective of a sequence classifier. correct: of the last batch, how many targets have the largest logit."""
-
-    correct: Tensor
-
-    def forward(self, inputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits = self.model(input_ids=inputs, attention_mask=mask).logits
-        self.correct = (logits.detach().argmax(-1) == targets).sum()
-        return cross_entropies(logits, targets)

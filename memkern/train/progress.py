@@ -18,7 +18,7 @@ RECENT = 20
 def tokens_per_second(trainer: Trainer) -> float:
     """Over the last steps."""
     seconds = trainer.history.seconds[-RECENT:]
-    return trainer.corpus.per_step(trainer.config) * len(seconds) / sum(seconds)
+    return trainer.config.tokens_per_step * len(seconds) / sum(seconds)
 
 
 def status(trainer: Trainer) -> str:
@@ -26,7 +26,7 @@ def status(trainer: Trainer) -> str:
     history = trainer.history
     validation = f"{history.validation[-1][1]:.3f}" if history.validation else " ... "
     speed = tokens_per_second(trainer)
-    return f"loss {history.train_loss[-1]:.3f}  val {validation}  {speed:>6,.0f} {trainer.corpus.rate_unit}/s"
+    return f"loss {history.train_loss[-1]:.3f}  val {validation}  {speed:>6,.0f} tokens/s"
 
 
 class Lines:

@@ -79,8 +79,6 @@ def table(results: Sequence[RunResult]) -> Table:
             "{:,.0f}".format,
         ),
     ]
-    if all(result.history.accuracy for result in results):
-        rows.insert(2, ("validation accuracy", lambda r: r.history.accuracy[-1][1], "{:.4f}".format))
     if any(result.peak_bytes is None for result in results):
         rows = [row for row in rows if not row[0].startswith("peak")]
     if len(results) == 2:

@@ -1,17 +1,24 @@
-"""Rows out of JSONL, CSV, TSV and Parquet files, and their fields."""
+"""Rows out of JSONL, CSV, TSV and Parquet files, read by ``datasets``, and their fields."""
 
 from __future__ import annotations
 
-import csv
-import io
+import glob
+import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..options import OptionError
 
 TEXT_FIELD = "text"
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".csv": ("csv", {"keep_default_na": False}),  # "NA" and "null" are texts
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
+    ".parquet": ("parquet", {}),
+}
+TABLES = tuple(_READERS)
 
 
 def decoded(path: Path) -> str:
@@ -26,31 +33,54 @@ def decoded(path: Path) -> str:
         ) from error
 
 
-def json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(decoded(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise OptionError("data", f"{str(path)!r}, line {number}, is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise OptionError(
-                "data", f"{str(path)!r}, line {number}, is no JSON object; allowed: an object a line"
-            )
-        yield row
+def is_table(path: Path) -> bool:
+    return path.suffix.lower() in TABLES
 
 
-def csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file whose first line has the names. The separator is a tab in .tsv files, else the comma."""
-    csv.field_size_limit(2**31 - 1)  # the default of 128 kB is shorter than many texts
-    reader = csv.DictReader(
-        io.StringIO(decoded(path), newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ","
+def check_installed(paths: Sequence[Path]) -> None:
+    """Raises OptionError where one of the files is a table and ``datasets`` is absent."""
+    table = next(filter(is_table, paths), None)
+    if table is not None and importlib.util.find_spec("datasets") is None:
+        raise OptionError(
+            "data", f"{str(table)!r} needs datasets: pip install memkern[data], or convert the file to text"
+        )
+
+
+def _stream(path: Path, features: Any = None) -> Iterator[dict[str, Any]]:
+    """The file's rows in order, with nothing written to the disk."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors become OptionErrors of one line
+    builder, options = _READERS[path.suffix.lower()]
+    files = glob.escape(str(path))
+    return iter(
+        datasets.load_dataset(
+            builder, data_files=files, split="train", streaming=True, features=features, **options
+        )
     )
+
+
+def _strings(path: Path) -> Any:
+    """The features of a CSV file, all of them strings: its types would change texts such as 1.50."""
+    from datasets import Features, Value
+
+    return Features({name: Value("string") for name in next(_stream(path), {})}) or None
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a table. Raises OptionError where they cannot be read."""
     try:
-        yield from reader
-    except csv.Error as error:
-        raise OptionError("data", f"{str(path)!r}, line {reader.line_num}, is no CSV: {error}") from error
+        with path.open("rb") as file:
+            first = file.read(4096).lstrip(b"\xef\xbb\xbf\r\n\t ")[:1]
+        if not first:
+            return
+        builder = _READERS[path.suffix.lower()][0]
+        if builder == "json" and first != b"{":  # of a list datasets would make a column of its values
+            raise ValueError("its first line is no object; allowed: an object a line")
+        yield from _stream(path, _strings(path) if builder == "csv" else None)
+    except Exception as error:  # pandas' and pyarrow's, some wrapped by datasets
+        cause = str(error.__cause__ or error).strip().split("\n")[0]
+        raise OptionError("data", f"{str(path)!r} is no {path.suffix[1:].upper()} file: {cause}") from error
 
 
 def field(row: dict[str, Any], option: str, name: str, path: Path, number: int) -> str:
@@ -62,43 +92,12 @@ def field(row: dict[str, Any], option: str, name: str, path: Path, number: int) 
             f"{name!r} given, which is null or missing in row {number} of {str(path)!r}; allowed: a text in every row",
         )
     if value is None:
-        names = ", ".join(repr(key) for key in row if isinstance(key, str)) or "none"
+        names = ", ".join(map(repr, row)) or "none"
         raise OptionError(
             option, f"{name!r} given, which row {number} of {str(path)!r} has not; allowed: {names}"
         )
-    if isinstance(value, (dict, list)):
+    if not isinstance(
+        value, (str, int, float)
+    ):  # a list, an object, or a date that pyarrow has made of a text
         raise OptionError(option, f"{name!r} given, which is no text in row {number} of {str(path)!r}")
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """By pyarrow, a batch of rows at a time."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise OptionError(
-            "data", f"{str(path)!r} needs pyarrow: pip install pyarrow, or convert the file to JSONL"
-        ) from error
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except (ArrowException, OSError) as error:
-        raise OptionError("data", f"{str(path)!r} is no Parquet file: {error}") from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
-    ".jsonl": json_rows,
-    ".csv": csv_rows,
-    ".tsv": csv_rows,
-    ".parquet": parquet_rows,
-}
-TABLES = tuple(_READERS)
-
-
-def is_table(path: Path) -> bool:
-    return path.suffix.lower() in TABLES
-
-
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table. Raises OptionError where they cannot be read."""
-    return _READERS[path.suffix.lower()](path)

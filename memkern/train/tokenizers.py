@@ -17,7 +17,7 @@ BPE_CHARACTERS = 2**22  # of the text that a BPE is trained on
 
 
 class Tokenizer(Protocol):
-    """eos ends a document (None: no token does); pad fills up texts; all ids are below size."""
+    """eos ends a document (None: no token does); all ids are below size."""
 
     @property
     def size(self) -> int: ...
@@ -25,21 +25,17 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int | None: ...
 
-    @property
-    def pad(self) -> int: ...
-
-    def encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        """special: with the tokens that the model expects around a text ([CLS], [SEP])."""
+    def encode(self, texts: list[str]) -> list[list[int]]: ...
 
     def save(self, folder: Path) -> None: ...
 
 
 class Bytes:
-    """UTF-8 bytes; 256 ends a document and 257 pads."""
+    """UTF-8 bytes; 256 ends a document, and 257 is for padding."""
 
-    size, eos, pad = 258, 256, 257
+    size, eos = 258, 256
 
-    def encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[list[int]]:
         return [[*text.encode()] for text in texts]
 
     def save(self, folder: Path) -> None:
@@ -53,13 +49,11 @@ class FromTransformers:
         self.tokenizer = tokenizer
         self.size = len(tokenizer)
         self.eos = next((i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None), None)
-        pads = (tokenizer.pad_token_id, self.eos, 0)
-        self.pad = next(i for i in pads if i is not None)
 
-    def encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+    def encode(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(
             texts,
-            add_special_tokens=special,
+            add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
@@ -131,9 +125,7 @@ def stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
     ends = [] if tokenizer.eos is None else [tokenizer.eos]
     for batch in batches(texts):
         ids: list[int] = []
-        for (index, _), encoded in zip(
-            batch, tokenizer.encode([t for _, t in batch], special=False), strict=True
-        ):
+        for (index, _), encoded in zip(batch, tokenizer.encode([t for _, t in batch]), strict=True):
             if index != before:
                 ids += ends
                 before = index
@@ -144,12 +136,3 @@ def stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
         if parts
         else torch.empty(0, dtype=torch.int32)
     )
-
-
-def encode_each(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> list[Tensor]:
-    """Each text's first ``longest`` ids, int32, with the tokens that the model expects around a text; at least one."""
-    found: list[Tensor] = []
-    for batch in batches(text[:BATCH_CHARACTERS] for text in texts):
-        encoded = tokenizer.encode([text for _, text in batch], special=True)
-        found += [torch.tensor(ids[:longest] or [tokenizer.pad], dtype=torch.int32) for ids in encoded]
-    return found

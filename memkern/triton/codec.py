@@ -73,14 +73,14 @@ def block_scale(x):
 
 @triton.jit
 def encode_factor(scale, KIND: tl.constexpr, SIGNED: tl.constexpr):
-    """What a value is multiplied by before it is encoded, 0 where that overflows: the block's codes are then zeros."""
+    """The factor of a value before it is encoded; 0 where it overflows: the block's codes are then zeros."""
     factor = tl.math.div_rn(1.0 if KIND == DYNAMIC else levels_squared(KIND, SIGNED), scale)
     return tl.where(factor < _INF, factor, 0.0)
 
 
 @triton.jit
 def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
-    """What a decoded value is multiplied by: decay * scale, over N^2 for power codes."""
+    """The factor of a decoded value: decay * scale, over N^2 for power codes."""
     unit = decay * scale
     if KIND != DYNAMIC:
         # unit / N^2, correctly rounded, in three instructions: the inner fma is the exact remainder, because N^2 is an

@@ -2,6 +2,8 @@
 
 ``sqrt_rn`` and ``div_rn`` are about ten instructions, of which four send operands outside of a middle range to a slow
 path. A kernel checks the range once for a tile (:func:`in_fast_range`) and does without these.
+
+No row of benchmarks/results times a GPU without this path: the next run on one is to show a tenth, or it goes.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def slow_fp64(device: torch.device) -> bool:
 
 @triton.jit
 def zero_squares(ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VECTOR: tl.constexpr, SLOW_FP64: tl.constexpr):
-    """What :func:`add_squares` adds tiles of (ROWS, BLOCK_SIZE) to.
+    """The accumulator to which :func:`add_squares` adds tiles of (ROWS, BLOCK_SIZE).
 
     SLOW_FP64: a sum for every four elements, ``distance`` apart. A thread has loaded all four: with VECTOR they are
     neighbours, else a thread's elements are a tile's threads apart.

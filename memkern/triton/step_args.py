@@ -49,7 +49,7 @@ def header_and_group_words(args: StepArgs, device: torch.device) -> list[int]:
 
 
 def signature_of(args: StepArgs) -> tuple[Any, ...]:
-    """What a plan depends on, except addresses. Few objects: 1,000 shapes a step would start the garbage collector."""
+    """The key of a plan, without addresses. Few objects: 1,000 shapes a step would start the garbage collector."""
     both = args.params, args.grads
     contiguous = [[*map(Tensor.is_contiguous, tensors)] for tensors in both]
     return (

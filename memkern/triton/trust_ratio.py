@@ -1,4 +1,4 @@
-"""What LAMB and LARS share: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
+"""Shared by LAMB and LARS: sums of squares of tiles, norms of layers. Mirror: ``csrc/cuda/trust_ratio.cuh``.
 
 In the step's table each layer of a tensor is a tensor of its own. A word of its scalars that both optimizers
 have: ADAPT; words of its group: TRUST_CLIP, ALWAYS_ADAPT and MAXIMIZE, the last ones of both (:mod:`memkern.schemas`).

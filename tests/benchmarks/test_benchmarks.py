@@ -210,7 +210,7 @@ def test_large_batches(tmp_path):
 
 
 def test_closed_loop_table(tmp_path, monkeypatch):
-    setting = closed_loop.Setting("base", 0.999, 20, 1, {"power": 0.03, "dynamic": 0.05})
+    setting = closed_loop.Setting("base", 0.999, 20, 1)
     monkeypatch.setattr(closed_loop, "SETTINGS", (setting,))
     one = functools.partial(quiet.one_gradient, neighbours=10, noisy=True, steps=20)
     monkeypatch.setattr(closed_loop, "QUIET", (("one gradient", "mean movement", one),))

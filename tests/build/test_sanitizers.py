@@ -37,7 +37,7 @@ def file_of(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def runtime() -> str:
-    """What LD_PRELOAD loads: ASan first, and libstdc++ so that ASan finds it when torch throws."""
+    """The libraries of LD_PRELOAD: ASan first, and libstdc++ so that ASan finds it when torch throws."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     libraries = [file_of(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]

@@ -1,4 +1,4 @@
-"""What setup.py decides before it compiles anything."""
+"""Decisions that setup.py makes before it compiles anything."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ LAST = "ext_modules, cmdclass = extensions(what_to_build())"
 
 
 def decided(before: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What setup.py would build, after ``before`` has been run in its process."""
+    """The targets that setup.py would build, after ``before`` has been run in its process."""
     source = (ROOT / "setup.py").read_text()
     assert source.count(LAST) == 1
     functions = source.replace("from __future__ import annotations", "").partition(LAST)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
 from collections.abc import Callable
@@ -116,6 +117,14 @@ def without_packages() -> None:
     check_installed(("a_package_that_is_absent",))
 
 
+def without_datasets() -> None:
+    Path("rows.csv").write_text("text\n" + "fox\n" * 100)
+    found = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else found(name))
+        train("--data", "rows.csv")()
+
+
 planned = train("--model", "byte-tiny", "--fit", "1MiB", "--data", "text.txt")
 CAUSES: list[Callable[[], Any]] = [
     made(is_paged=True),
@@ -140,6 +149,7 @@ CAUSES: list[Callable[[], Any]] = [
     train("--steps", "1", "--data", "short.txt"),
     train("--resume", "short.txt"),
     without_packages,
+    without_datasets,
 ]
 
 

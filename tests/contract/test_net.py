@@ -1,4 +1,4 @@
-"""What was written and computed still holds: checkpoints go on, results come out bit for bit."""
+"""Old files and results hold: checkpoints go on, results come out bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and docs/ show runs as it is printed: Python, commands, and excerpts of sources.
+"""The README's and docs' snippets run as they are printed: Python, commands, and excerpts of sources.
 
 A page's Python blocks are pasted one after another into an interpreter without names.
 """
@@ -204,7 +204,7 @@ def as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     monkeypatch.setattr(loop, "resolved", short)
     Path("my_texts").mkdir()
     Path("my_texts/text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
-    rows = [f"{text} {i},{mood}" for i in range(10) for text, mood in (("fine", "good"), ("awful", "bad"))]
+    rows = [f"{text} {i},{mood}" for i in range(300) for text, mood in (("fine", "good"), ("awful", "bad"))]
     Path("rows.csv").write_text("\n".join(["text,mood", *rows]))
 
     def run(command: str) -> None:
@@ -238,7 +238,7 @@ class Planned(Exception):
 def test_commands_for_large_models_run_up_to_the_plan(
     command: str, as_printed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is planned for fits: nothing of 1.56 billion parameters is made."""
+    """The plan fits, and nothing of 1.56 billion parameters is made."""
     if command.startswith("plan"):
         as_printed(command)
         return

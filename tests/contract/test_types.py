@@ -1,4 +1,4 @@
-"""What type checkers and help() see of memkern: a user's file, checked by mypy and by Pyright."""
+"""Types and help() as users see them: a user's file, checked by mypy and by Pyright."""
 
 import importlib.util
 import inspect

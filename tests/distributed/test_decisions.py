@@ -1,4 +1,4 @@
-"""What decides whether a rank steps, and how far, is one decision of all ranks that share parameters."""
+"""All ranks that share parameters decide together whether they step, and how far."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def alone(
 def offloaded(
     build: Any, options: dict[str, Any], last: int, sizes: tuple[int, ...], dtype: torch.dtype, ways: Any
 ) -> list[dict[str, Any]]:
-    """What each way of offloading comes to."""
+    """The result of each way of offloading."""
     host_weights.BUCKET_ELEMENTS = 2000
     found = []
     for wrapper, own in ways:

@@ -401,7 +401,7 @@ def test_weight_errors_are_kept_under_fully_shard(ranks: Ranks) -> None:
 
 
 def fp32_weights_of(build: Any, kept: str, shards: bool) -> Any:
-    """What to_fp32_state_dict gives after some steps, after another way of keeping weights, and after a round trip."""
+    """Results of to_fp32_state_dict after some steps, after another way of keeping weights, after a round trip."""
     model = in_shards(build()) if shards else build()
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=0, master_weights=kept)
     steps(model, optimizer, 0, 3)

@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _of_process() -> None:
-    """What torchrun sets, and accelerate's state without the call before. It has FSDP2 for GPUs; gloo does for CPUs."""
+    """Sets torchrun's variables and accelerate's state. It has FSDP2 for GPUs; gloo does for CPUs."""
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 

@@ -153,6 +153,11 @@ FOUR = memkern.quantize_affine(X, bits=4)
             TypeError,
             "zero_point must be int32",
         ),
+        (
+            lambda: memkern.dequantize_affine(CODES[0], CODES[1].double(), CODES[2]),
+            TypeError,
+            "scale must be float32",
+        ),
         (lambda: memkern.dequantize_affine(*CODES, dtype=torch.float64), TypeError, "dtype must be float32"),
     ],
 )

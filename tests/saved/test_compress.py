@@ -74,7 +74,7 @@ def test_layers_by_themselves_do_not_hold_what_passes_between_them() -> None:
     ids=str,
 )
 def test_blocks_by_themselves_share_what_passes_between_them(activation: nn.Module) -> None:
-    """What a block saves of its result is alive when it returns: its caller passes it on to the next one."""
+    """A block's result is alive when it returns, also where the block has saved it: its caller passes it on."""
     x, found = torch.randn(512, WIDTH), []
     for how in ("torch", "whole", "by name", "each by itself"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), activation) for _ in range(6)))
@@ -178,13 +178,6 @@ def test_no_grad_opens_nothing() -> None:
     with torch.inference_mode():
         model(ids())
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-
-
-def test_advice_brings_the_hooks_back() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    memkern.compress(model, saved_bits=8)
-    memkern.nn.advise(model, torch.randn(64, WIDTH))
-    assert hooks.installed(model) == [("", 8)]
 
 
 @pytest.mark.parametrize(

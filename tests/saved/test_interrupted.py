@@ -112,7 +112,7 @@ def test_blocks_around_it_end(
 
 @EXCEPTIONS
 def test_a_block_around_it_that_goes_on(exception: type[BaseException]) -> None:
-    """What follows inside of the block is saved as the block says."""
+    """Operations that follow inside of the block are saved as the block says."""
     model, other = nn.Sequential(_Interrupted(exception)), Model()
     memkern.compress(model, saved_bits="exact")
     x = torch.randn(256, WIDTH)

@@ -1,4 +1,4 @@
-"""What is no plain tensor, what has no module, and forward-mode derivatives: memkern.quantize_saved does as torch."""
+"""Tensor subclasses, functions without a module, and forward-mode derivatives: memkern.quantize_saved does as torch."""
 
 from __future__ import annotations
 

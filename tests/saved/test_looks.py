@@ -1,4 +1,4 @@
-"""What looks at a node's saved tensors beside the node itself, or more than once."""
+"""Readers of a node's saved tensors beside the node itself, or more than once."""
 
 from __future__ import annotations
 

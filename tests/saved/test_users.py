@@ -235,7 +235,7 @@ def test_attention_with_large_scores() -> None:
 @pytest.mark.parametrize("where", ["keys", "values"])
 @pytest.mark.parametrize("mean", [10.0, 100.0])
 def test_attention_whose_keys_or_values_have_a_large_mean(where: str, mean: float) -> None:
-    """What all tokens share cancels in the gradient of the scores, so that codes must be of the rest."""
+    """A part that all tokens share cancels in the gradient of the scores, so that codes must be of the rest."""
     first, second = _weights()
     shared = mean * torch.sign(torch.arange(W) % 2 - 0.5)
 
@@ -268,7 +268,7 @@ BESIDE: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_elementwise_functions_of_the_others_beside_a_large_value(name: str) -> None:
-    """What comes of the large value is left out: it does not hide what is lost."""
+    """Errors of the large value are left out: they would hide the others."""
     first, second = _weights()
     large = torch.zeros(B, T, W)
     large[:, ::2, 5] = 1e6
@@ -454,7 +454,7 @@ def test_memkern_s_functions_are_known() -> None:
 
 
 def test_what_no_operation_uses_later_is_freed() -> None:
-    """What waits for its user is held by the graph alone."""
+    """A value that waits for its user is held by the graph alone."""
     first, _ = _weights()
 
     def forward() -> None:

@@ -1,8 +1,6 @@
-"""What memkern.compress saves, and what memkern.nn.advise says beforehand."""
+"""memkern.compress: bytes saved for the backward pass, and a training run."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -11,12 +9,8 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import memory
-from memkern import nn as mnn
 from tests.support import gpt2
-from tests.support.helpers import assert_same
 from tests.support.swap_helpers import MLP
-
-# What it saves
 
 
 @pytest.mark.parametrize("width", [768, 1600])
@@ -87,45 +81,3 @@ def test_training_follows_the_exact_model() -> None:
         losses.append(loss.item())
     assert losses[0] < 0.6 * target.var()
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
-
-
-# Advice
-
-
-def test_advice_is_what_is_kept() -> None:
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    x = torch.randn(300, 16)
-    advice = mnn.advise(model, x)
-    size = 300 * 64
-    assert advice.modes == {
-        "as it is": 2 * 4 * size,
-        **{f"{bits} bit{'s' * (bits > 1)}": 4 * size + bits * size // 8 for bits in (1, 2, 3, 4)},
-        "output": 4 * size + size // 8,
-    }
-    assert (advice.modules, advice.best) == (1, "output")
-    shown = str(advice)
-    assert "3 bits" in shown
-    assert f"{4 * size + 3 * size // 8:,} bytes" in shown
-    model.insert(2, nn.Dropout(0.1))  # now nobody else keeps the output
-    assert mnn.advise(model, x).best == "1 bit"
-
-
-def test_advice_leaves_the_model_as_it_was() -> None:
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Embedding(2, 2)
-    )
-    memkern.compress(model, 2, linear=0.5, embeddings=True)
-    state = copy.deepcopy(model.state_dict())
-    x, random = torch.randn(300, 16), torch.get_rng_state()
-    with torch.no_grad():
-        advice = mnn.advise(model[:4], (x,))
-    assert torch.equal(torch.get_rng_state(), random)
-    assert advice.modes["as it is"] > advice.modes["3 bits"]
-    assert_same(model.state_dict(), state)
-    assert (type(model[2]), model[2].bits, model[0].share) == (mnn.GELU, 2, 0.5)
-    assert memkern.restore(model) == 3
-
-
-def test_advice_takes_keywords() -> None:
-    advice = mnn.advise(MLP(nn.SiLU()), {"x": torch.randn(20, 16)})
-    assert advice.modes["as it is"] > advice.modes["1 bit"]

@@ -1,4 +1,4 @@
-"""What compress swaps by name is proved by its graph: a name and the values on some points prove nothing."""
+"""Swaps by name are proved by the module's graph: a name and the values on some points prove nothing."""
 
 from __future__ import annotations
 

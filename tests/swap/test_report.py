@@ -1,4 +1,4 @@
-"""What memkern.compress leaves alone, what it reports, and what it refuses."""
+"""memkern.compress leaves modules alone, reports them, and refuses options."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 ROWS = "text,mood\n" + "".join(f"row {i},{'good' if i % 2 else 'poor'}\n" for i in range(40))
 
 
-def config(**options: int) -> str:
+def config(**options: object) -> str:
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 300} | options
     return json.dumps(transformers.GPT2Config(**sizes).to_dict())
 
@@ -29,7 +29,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     write("text.txt", "The quick brown fox jumps over the lazy dog. " * 100)
     write("rows.csv", ROWS)
-    write("one.csv", "text,mood\n" + "same,good\n" * 30)
     write("bad.jsonl", '{"text": "a"}\n{"text": \n')
     write("list.jsonl", "[1, 2]\n")
     write("null.jsonl", '{"text": "a"}\n{"text": null}\n')
@@ -43,6 +42,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write("code/config.json", json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "evil.Config"}}))
     write("code/evil.py", "raise SystemExit('this code must not run')")
     write("vit/config.json", json.dumps(transformers.ViTConfig().to_dict()))
+    write("classes/config.json", config(architectures=["GPT2ForSequenceClassification"]))
     write("torn/config.json", config())
     write("torn/model.safetensors", b"\x10\x00")
     write("folder/readme", "no model")
@@ -64,13 +64,14 @@ BAD = [
     (["--model", "model"], "--model", "cannot be built", "model.safetensors"),
     (["--model", "torn", "--bytes"], "--model", "cannot be built"),
     (["--model", "vit", "--from-config", "--bytes"], "--model", "no causal language model"),
+    (["--model", "classes", "--bytes"], "--model", "a sequence classifier", "a causal language model"),
     (["--model", "few", "--from-config", "--bytes"], "--bytes", "100", "258"),
     ([*MODEL, "--seq-len", "65"], "--seq-len", "65 given", "1 to 64"),
     ([*MODEL, "--data", "binary"], "--data", "a binary file"),
     ([*MODEL, "--data", "nothing"], "--data", "holds no text"),
     ([*MODEL, "--data", "latin.txt"], "--data", "byte 3", "UTF-8"),
-    ([*MODEL, "--data", "bad.jsonl"], "--data", "line 2", "no JSON"),
-    ([*MODEL, "--data", "list.jsonl"], "--data", "line 1", "no JSON object"),
+    ([*MODEL, "--data", "bad.jsonl"], "--data", "bad.jsonl' is no JSONL file: "),
+    ([*MODEL, "--data", "list.jsonl"], "--data", "list.jsonl' is no JSONL file: its first line is no object"),
     (
         [*MODEL, "--data", "null.jsonl"],
         "--text-field",
@@ -84,9 +85,6 @@ BAD = [
         "'body' given",
         "'text', 'mood'",
     ),
-    ([*MODEL, "--data", "rows.csv", "--label-field", "label"], "--label-field", "'label' given", "'mood'"),
-    ([*MODEL, "--data", "one.csv", "--label-field", "mood"], "--label-field", "with 1 labels", "2 to"),
-    ([*MODEL, "--label-field", "mood"], "--label-field", "has no fields", ".csv"),
     ([*MODEL, "--seq-len", "60", "--data", "rows.csv", "--eval-tokens", "0"], "--eval-tokens", "0 given"),
     ([*MODEL, "--width", "32"], "--width", "given with --model model", "byte-tiny"),
     ([*MODEL, "--export", "full"], "--export", "not empty", "a new or an empty folder"),

@@ -1,15 +1,15 @@
 """The text that is trained on, and its batches."""
 
 import csv
+import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from memkern import OptionError
-from memkern.train import Corpus, load_corpus
+from memkern.train import Corpus, load_corpus, tables
 from memkern.train.data import standard_library_files, step_batches, validation_batches
 
 
@@ -89,10 +89,9 @@ def write_rows(path: Path) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     elif path.suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-        from pyarrow import parquet
+        from datasets import Dataset
 
-        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        Dataset.from_list(ROWS).to_parquet(path)
     else:
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(
@@ -117,17 +116,52 @@ def test_bytes_of_a_table_are_those_of_its_texts(tmp_path: Path, ending: str, na
         load_corpus([str(tmp_path)], seq_len=8, text_field="prose")
 
 
-def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+def test_a_table_without_datasets_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else found(name))
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert load_corpus([str(tmp_path)], seq_len=8).files == 1
+    write_rows(tmp_path / "rows.csv")
     with pytest.raises(
-        OptionError, match=r"needs pyarrow: pip install pyarrow, or convert the file to JSONL"
+        OptionError, match=r"rows.csv' needs datasets: pip install memkern\[data\], or convert"
     ):
-        load_corpus([str(tmp_path / "rows.parquet")], seq_len=8)
+        load_corpus([str(tmp_path)], seq_len=8)
 
 
-def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1" + bytes(100))
-    with pytest.raises(OptionError, match=r"rows.parquet' is no Parquet file"):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.parquet", b"PAR1" + bytes(100)),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": \n'),
+        ("rows.csv", b'text,id\n"a,1\n'),
+        ("rows.tsv", b"text\n\xff\n"),
+    ],
+)
+def test_a_file_that_is_no_table(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(OptionError, match=rf"{name}' is no {name[5:].upper()} file: .") as caught:
+        load_corpus([str(tmp_path)], seq_len=8)
+    assert "\n" not in str(caught.value)
+
+
+def test_fields_of_csv_are_texts_as_they_stand(tmp_path: Path) -> None:
+    texts = ["1.50", "NA", "null", "true", "007", "2020-01-01", " a ", 'say "x"', "two\r\nlines", "\u2028"]
+    path = tmp_path / "a[1]*.csv"  # no pattern
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([["text", "id"], *([text, i] for i, text in enumerate(texts))])
+    assert [row["text"] for row in tables.rows(path)] == texts
+    assert [row["id"] for row in tables.rows(path)] == [*map(str, range(len(texts)))]
+
+
+def test_tables_without_rows(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", "\n"), ("b.csv", "text\n"), ("c.tsv", "")):
+        (tmp_path / name).write_text(content)
+        assert [*tables.rows(tmp_path / name)] == []
+
+
+def test_a_date_in_place_of_a_text_is_refused(tmp_path: Path) -> None:
+    """pyarrow makes dates of a JSON column of which all texts are dates."""
+    (tmp_path / "a.jsonl").write_text('{"text": "2020-01-01"}\n' * 20)
+    with pytest.raises(OptionError, match="text_field: 'text' given, which is no text in row 1"):
         load_corpus([str(tmp_path)], seq_len=8)

@@ -15,7 +15,7 @@ MIB = 2**20
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the process is said to hold: the last element."""
+    """The memory that the process is said to hold: the last element."""
     held = [100 * MIB]
     monkeypatch.setattr(module, "resident_bytes", lambda: held[-1])
     return held

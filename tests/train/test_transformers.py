@@ -1,8 +1,6 @@
 """The recipe on models of transformers: tiny ones, with random weights."""
 
-import csv
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -246,73 +244,10 @@ def test_long_texts_are_cut_before_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ends == [35, 86, 87, 93]
 
 
-# Classifiers
-
-
-def rows(count: int) -> list[dict[str, str]]:
-    words = ("good", "fine", "poor")
-    return [{"text": "really " * (i % 5) + words[i % 3], "mood": words[i % 3]} for i in range(count)]
-
-
-@pytest.fixture(params=[".csv", ".tsv", ".jsonl"])
-def table(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    path = tmp_path / f"moods{request.param}"
-    if request.param == ".jsonl":
-        path.write_text("\n".join(json.dumps(row) for row in rows(100)))
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(
-                file, ["text", "mood"], delimiter="\t" if request.param == ".tsv" else ","
-            )
-            writer.writeheader()
-            writer.writerows(rows(100))
-    return str(path)
-
-
-def test_a_classifier_learns(small: TrainConfig, table: str) -> None:
-    config = small.replace(
-        data=(table,),
-        label_field="mood",
-        steps=30,
-        micro_batch=8,
-        eval_every=30,
-        eval_tokens=999,
-        lr=5e-3,
-    )
-    source = load(config)
-    assert source.corpus.classes == ("fine", "good", "poor")
-    assert (len(source.corpus.train), len(source.corpus.validation)) == (90, 10)
-    trainer = trained(config, source)
-    assert type(trainer.model).__name__ == "GPT2ForSequenceClassification"
-    assert trainer.model.config.id2label == {0: "fine", 1: "good", 2: "poor"}
-    assert trainer.history.accuracy[-1][1] > 0.8
-    assert trainer.result().unit == "text"
-
-
-def test_padding_changes_no_loss(small: TrainConfig, tmp_path: Path) -> None:
-    path = tmp_path / "moods.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows(100)))
-    config = small.replace(data=(str(path),), label_field="mood")
-    source = load(config)
-    trainer = Trainer(config, source)
-    trainer.model.eval()
-    items = torch.arange(8)
-    together = source.corpus.batch(source.corpus.train_texts, source.corpus.train, items)
-    assert together.mask is not None
-    assert together.mask.sum() < together.mask.numel()
-    with torch.no_grad():
-        loss = trainer.loss(*together)
-        alone = [
-            trainer.loss(*source.corpus.batch(source.corpus.train_texts, source.corpus.train, item))
-            for item in items.split(1)
-        ]
-    assert loss.item() == pytest.approx(sum(alone).item(), rel=1e-5)
-
-
 def test_ignored_targets_have_no_loss_and_no_gradient(small: TrainConfig, source: Source) -> None:
     trainer = Trainer(small, source)
     [batch] = source.corpus.step(small, 0)
-    loss = trainer.loss(batch.inputs, torch.full_like(batch.targets, IGNORED), None)
+    loss = trainer.loss(batch.inputs, torch.full_like(batch.targets, IGNORED))
     loss.backward()
     assert loss.item() == 0
     assert all(

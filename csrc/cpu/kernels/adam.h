@@ -10,19 +10,6 @@ struct AdamRule {
   static MEMKERN_FN F param(F p, F m, F w, const Scalars& s) { return adam_param(p, m, w, s); }
 };
 
-// Calls run(s); where gradients are neither scaled nor decayed, which is usual, with these two as constants:
-// comparing them for each vector costs 3 %.
-template <class Scalars, class Run> MEMKERN_FN void with_fast_path(const Scalars& s, Run&& run) {
-  if (s.grad_factor == 1.0f && s.coupled_decay == 0.0f) {
-    Scalars constant = s;
-    constant.grad_factor = 1.0f;
-    constant.coupled_decay = 0.0f;
-    run(constant);
-  } else {
-    run(s);
-  }
-}
-
 // Rule: the parameter's update; the rest is LAMB's too. Second: the second moment's codes.
 //
 // On Zen 5, in cycles per 16 elements: 9 for the update (the root and the division alone take 9), 7 for the
@@ -42,19 +29,17 @@ void adam_run(const Job<typename Rule::Scalars>& job, int64_t begin, int64_t end
     b.w_offset = codes_offset<Second>(job.layout, b.offset, block);
     Moment<Second, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, b.w_offset, block,
                                 w_values + b.place);
-    with_fast_path(s, [&](const typename Rule::Scalars& s) MEMKERN_LAMBDA {
-      for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-        prefetch<kOnce>(i, weights.p, g, first.codes, second.codes);
-        const F x = weights.get(i, load_from);
-        // Power codes hold w = sqrt(v).
-        F m = first.get(i, load_from), v = second.get(i, load_from);
-        if constexpr (kPower) v = v * v;
-        adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
-        const F w = sqrt(v);
-        weights.put(i, Rule::param(x, m, w, s), store_to);
-        first.put(i, m);
-        second.put(i, kPower ? w : v);
-      });
+    for_vectors(b.n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+      prefetch<kOnce>(i, weights.p, g, first.codes, second.codes);
+      const F x = weights.get(i, load_from);
+      // Power codes hold w = sqrt(v).
+      F m = first.get(i, load_from), v = second.get(i, load_from);
+      if constexpr (kPower) v = v * v;
+      adam_moments(m, v, adam_gradient(load_from(g + i), x, s), s);
+      const F w = sqrt(v);
+      weights.put(i, Rule::param(x, m, w, s), store_to);
+      first.put(i, m);
+      second.put(i, kPower ? w : v);
     });
     b.m_factor = first.set_scale(b.n);
     b.w_factor = second.set_scale(b.n);

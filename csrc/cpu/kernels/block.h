@@ -74,8 +74,7 @@ template <class Body> MEMKERN_FN void for_vectors(int n, Body&& body) {
     body(
         i, [](const auto* p) MEMKERN_LAMBDA { return load(p); },
         [](auto* p, auto x) MEMKERN_LAMBDA { store(p, x); });
-  // __builtin_expect: Adam's loop in cache is 3 % faster with it.
-  if (const int left = n - i; __builtin_expect(left > 0, 0))
+  if (const int left = n - i; left > 0)
     body(
         i, [left](const auto* p) MEMKERN_LAMBDA { return load_part(p, left); },
         [left](auto* p, auto x) MEMKERN_LAMBDA { store_part(p, x, left); });

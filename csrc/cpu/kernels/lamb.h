@@ -18,40 +18,39 @@ Squares lamb_norms_run(const LambJob& job, int64_t begin, int64_t end) {
   constexpr bool kPower = Kind == StateKind::kPower;
   SquareSum params, updates;
   alignas(64) float decayed[kBuffer], update[kBuffer];
-  with_fast_path(LambScalars(*job.scalars), [&](const LambScalars& s) MEMKERN_LAMBDA {
-    const auto put = [&](int i, F x, F m, F v, F g, auto mask) MEMKERN_LAMBDA {
-      adam_moments(m, v, adam_gradient(g, x, s), s);
-      x = lamb_decayed(x, s);
-      store(decayed + i, x);
-      store(update + i, mask(lamb_update(x, m, sqrt(v), s)));
-    };
-    for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
-      const Weights<P> weights(job, offset);
-      const G* g = static_cast<const G*>(job.grad) + offset;
-      if constexpr (Kind == StateKind::kFp32) {
-        const float *m_array = static_cast<const float*>(job.m) + offset,
-                    *v_array = static_cast<const float*>(job.v) + offset;
-        for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          prefetch<kAgain>(i, weights.p, g, m_array, v_array);
-          put(i, weights.get(i, load_from), F(s.beta1) * load_from(m_array + i),
-              F(s.beta2) * load_from(v_array + i), load_from(g + i), masked_by(store_to));
-        });
-      } else {
-        const Moment<int8_t, Kind> first(job.m, job.m_scale, s.beta1, offset, block, nullptr);
-        const Moment<uint8_t, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, offset, block,
-                                           nullptr);
-        for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
-          prefetch<kAgain>(i, weights.p, g, first.codes, second.codes);
-          const F v = second.get(i, load_from);
-          put(i, weights.get(i, load_from), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
-              masked_by(store_to));
-        });
-      }
-      for (int i = 0; i < n; i += kLanes) {
-        params.add(decayed + i);
-        updates.add(update + i);
-      }
-    });
+  const LambScalars s = *job.scalars;
+  const auto put = [&](int i, F x, F m, F v, F g, auto mask) MEMKERN_LAMBDA {
+    adam_moments(m, v, adam_gradient(g, x, s), s);
+    x = lamb_decayed(x, s);
+    store(decayed + i, x);
+    store(update + i, mask(lamb_update(x, m, sqrt(v), s)));
+  };
+  for_blocks(job.layout, begin, end, [&](int64_t offset, int n, int64_t block) MEMKERN_LAMBDA {
+    const Weights<P> weights(job, offset);
+    const G* g = static_cast<const G*>(job.grad) + offset;
+    if constexpr (Kind == StateKind::kFp32) {
+      const float *m_array = static_cast<const float*>(job.m) + offset,
+                  *v_array = static_cast<const float*>(job.v) + offset;
+      for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+        prefetch<kAgain>(i, weights.p, g, m_array, v_array);
+        put(i, weights.get(i, load_from), F(s.beta1) * load_from(m_array + i),
+            F(s.beta2) * load_from(v_array + i), load_from(g + i), masked_by(store_to));
+      });
+    } else {
+      const Moment<int8_t, Kind> first(job.m, job.m_scale, s.beta1, offset, block, nullptr);
+      const Moment<uint8_t, Kind> second(job.v, job.v_scale, kPower ? s.root_beta2 : s.beta2, offset, block,
+                                         nullptr);
+      for_vectors(n, [&](int i, auto load_from, auto store_to) MEMKERN_LAMBDA {
+        prefetch<kAgain>(i, weights.p, g, first.codes, second.codes);
+        const F v = second.get(i, load_from);
+        put(i, weights.get(i, load_from), first.get(i, load_from), kPower ? v * v : v, load_from(g + i),
+            masked_by(store_to));
+      });
+    }
+    for (int i = 0; i < n; i += kLanes) {
+      params.add(decayed + i);
+      updates.add(update + i);
+    }
   });
   return {params.total(), updates.total()};
 }

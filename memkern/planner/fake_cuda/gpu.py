@@ -1,4 +1,4 @@
-"""What torch does on a GPU and not without one: attention that does not store all scores, autocast, whole operators."""
+"""Torch's choices on a GPU, made without one: attention that does not store all scores, autocast, whole operators."""
 
 from __future__ import annotations
 
