@@ -21,18 +21,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .autograd import apply, constant, is_eager, needs_gradient
 from .backend import select
 from .compiling import assume_constant_result
-from .cross_entropy import linear_cross_entropy
-from .fewbit.autograd import Codes, EagerCodes, Output, Wrapped
 from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
-from .fewbit.mlp import mlp
 from .fewbit.tables import LEVELS, TWO_BRANCHES
-from .glu import GELU, GELU_TANH, SILU, glu
+from .functions.activation import Codes, EagerCodes, Output, Wrapped
+from .functions.autograd import apply, constant, is_eager, needs_gradient
+from .functions.cross_entropy import linear_cross_entropy
+from .functions.glu import GELU, GELU_TANH, SILU, glu
+from .functions.mlp import mlp
+from .functions.randomized_linear import randomized_linear
 from .quant.codec import ACTIVATIONS
 from .quant.layout import FLOATS
-from .randomized.linear import randomized_linear
 from .reference.activation import activate
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..autograd import without_autocast
+from ..functions.autograd import without_autocast
 from .saved_value import Value, packed_by, saved_by
 from .users import operation
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import without_autocast
-from ..glu import glu
+from ..functions.autograd import without_autocast
+from ..functions.glu import glu
 from .saved_value import Edge, peeking
 
 # ---- for a node's edge, the function that recomputes its output

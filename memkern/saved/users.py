@@ -195,12 +195,12 @@ _MANY = 32  # elements of a sum, each of them a small part of it
 
 @functools.cache
 def _own_functions() -> dict[Any, str]:
-    from ..cross_entropy import _LinearCrossEntropy
-    from ..fewbit.autograd import Codes, EagerCodes, Output, Wrapped
-    from ..fewbit.mlp import _MLP
-    from ..glu import Glu
-    from ..randomized.linear import _RandomizedLinear
-    from .recompute import Recompute
+    from ..functions.activation import Codes, EagerCodes, Output, Wrapped
+    from ..functions.cross_entropy import _LinearCrossEntropy
+    from ..functions.glu import Glu
+    from ..functions.mlp import _MLP
+    from ..functions.randomized_linear import _RandomizedLinear
+    from ..functions.recompute import Recompute
 
     own: dict[Any, str] = {Recompute: "memkern.Recompute", EagerCodes.eager: "memkern.Codes"}
     own[EagerCodes] = "memkern.Codes"

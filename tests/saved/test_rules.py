@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import functional, memory
+from memkern.functions.recompute import Recompute
 from memkern.saved import rules
-from memkern.saved.recompute import Recompute
 from memkern.saved.resolve import root
 from memkern.saved.saved_value import Edge
 from memkern.saved.users import operation

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import memory
-from memkern.glu import Glu
+from memkern.functions.glu import Glu
+from memkern.functions.recompute import Recompute
 from memkern.saved import codecs, ranges, users
-from memkern.saved.recompute import Recompute
 
 B, T, W = 4, 32, 64
 X = torch.randn(B, T, W, generator=torch.Generator().manual_seed(1))

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
-from ..autograd import SavesLess, apply, needs_gradient, no_second_derivative
+from ..fewbit.levels import Levels, check_bits
+from ..fewbit.tables import LEVELS, TWO_BRANCHES
 from ..quant.codec import ACTIVATIONS
-from .autograd import activate_and_encode
-from .levels import Levels, check_bits
-from .tables import LEVELS, TWO_BRANCHES
+from .activation import activate_and_encode
+from .autograd import SavesLess, apply, needs_gradient, no_second_derivative
 
 KEEPS = ("codes", "output", "input")
 

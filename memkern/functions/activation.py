@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from ..autograd import SavesLess, no_second_derivative
+from ..fewbit.levels import Levels, TwoBranch
 from ..quant.codec import ACTIVATIONS
 from ..quant.layout import is_dense, same_layout
 from ..reference.activation import activate
-from .levels import Levels, TwoBranch
+from .autograd import SavesLess, no_second_derivative
 
 # Autocast runs these in fp32. torch's op is dispatched through autocast, the fused op is not.
 _AUTOCAST_TO_FP32 = (ACTIVATIONS["softplus"],)
