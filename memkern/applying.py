@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import optim
 from .options import CHECKPOINTING, Techniques, not_allowed
-from .swap.blocks import block_lists
+from .swap.block_lists import block_lists
 from .swap.compress import compress
 
 

@@ -166,7 +166,7 @@ class FakeCopies(Copies):
 
 # ---- what is stored
 
-STAYS, HELD, LEAVES, AWAY, EARLY, BACK = range(6)
+STAYS, HELD, LEAVING, AWAY, EARLY, BACK = range(6)
 """States of a record: on the device and not copied; the same, while somebody else holds the memory, so that a copy
 would free nothing; on its way; on the host alone; coming or come back and not asked for yet; asked for."""
 
@@ -308,7 +308,7 @@ class Link:
             transfer = Transfer(leave, self.copies.down(pairs, self.read and self.read.event), self.count)
             self.read = None
             for record in leave:
-                record.left, record.state = transfer, LEAVES
+                record.left, record.state = transfer, LEAVING
             self.leaving.append(transfer)
             self.leaving_bytes += transfer.nbytes
         self._free_what_left(ahead)

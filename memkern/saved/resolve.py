@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .codecs import BLOCK_SIZE
 from .leaves import leaves
-from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
+from .rules import CODEC_BY_MAKER, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
 from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
 from .users import is_leaf, operation
 
@@ -345,4 +345,4 @@ def is_copy(edge: Edge) -> bool:
 
 def codec_of(edge: Edge) -> str | None:
     """The name of the codec for the data of an edge; None: no codes."""
-    return CODED.get(maker(edge))
+    return CODEC_BY_MAKER.get(maker(edge))

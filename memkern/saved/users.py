@@ -200,7 +200,7 @@ def _own_functions() -> dict[Any, str]:
     from ..functions.glu import Glu
     from ..functions.mlp import _MLP
     from ..functions.randomized_linear import _RandomizedLinear
-    from ..functions.recompute import Recompute
+    from ..functions.saves_input import Recompute
 
     own: dict[Any, str] = {Recompute: "memkern.Recompute", EagerCodes.eager: "memkern.Codes"}
     own[EagerCodes] = "memkern.Codes"

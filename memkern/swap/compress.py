@@ -19,7 +19,7 @@ from ..saved.hooks import SavedBits
 from ..saved.offload import BLOCKS, options_of
 from ..saved.session import EXACT, close_interrupted
 from . import match
-from .blocks import block_lists
+from .block_lists import block_lists
 from .class_swap import ORIGINAL, revert
 from .measure import measure
 from .prune import prune

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import functional, memory
-from memkern.functions.recompute import Recompute
+from memkern.functions.saves_input import Recompute
 from memkern.saved import rules
 from memkern.saved.resolve import root
 from memkern.saved.saved_value import Edge
@@ -139,7 +139,7 @@ def test_beside_codes_products_and_softmax_are_not_computed_anew(name: str) -> N
             return _run(CASES[name], leaf)
 
     y = CASES[name](leaf * 1.5)
-    assert memory.saved_bytes(forward, leaf, ONES) >= y.numel() * (1 if name in rules.CODED else 4)
+    assert memory.saved_bytes(forward, leaf, ONES) >= y.numel() * (1 if name in rules.CODEC_BY_MAKER else 4)
 
 
 def test_sums_over_many_and_small_products_are_saved() -> None:

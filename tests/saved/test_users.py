@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import memkern
 from memkern import memory
 from memkern.functions.glu import Glu
-from memkern.functions.recompute import Recompute
+from memkern.functions.saves_input import Recompute
 from memkern.saved import codecs, ranges, users
 
 B, T, W = 4, 32, 64
