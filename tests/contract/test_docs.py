@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -65,6 +66,16 @@ def test_the_site_has_every_page() -> None:
     written = {"overview.md", "contributing.md", "changelog.md"}  # by docs/hooks.py, from the root's
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert {*pages} == there | written
+
+
+def test_the_layout_names_every_top_folder() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    layout = text[text.index("## Layout") : text.index("## Ops")]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip(f"the tests do not run from a git checkout: {listed.stderr.strip()}")
+    folders = {name.partition("/")[0] for name in listed.stdout.splitlines() if "/" in name}
+    assert not [name for name in folders if not re.search(rf"(?m)(^|, ){re.escape(name)}/", layout)]
 
 
 def test_the_readme_is_short() -> None:
