@@ -360,7 +360,7 @@ CODEC_BY_MAKER: dict[str, str] = {
     **dict.fromkeys(("ConstantPadNdBackward0", "MaxPool2DWithIndicesBackward0", "AvgPool2DBackward0"), POWER),
     **dict.fromkeys(("UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0"), POWER),
     # of :mod:`memkern.functional`
-    **dict.fromkeys(("memkern.Codes", "memkern.Output", "memkern.Wrapped"), POWER),
+    "memkern.FewBit": POWER,
     **dict.fromkeys(("memkern.Glu", "memkern.Recompute"), POWER),
     "LogSoftmaxBackward0": LOGARITHM,
 }

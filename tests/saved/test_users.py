@@ -429,7 +429,7 @@ class _Theirs(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])
-@pytest.mark.parametrize("name", ["Glu", "Recompute", "Codes"])
+@pytest.mark.parametrize("name", ["Glu", "Recompute", "FewBit"])
 def test_functions_are_told_by_their_class_and_not_by_its_name(name: str, bits: Any) -> None:
     first, second = _weights()
     theirs = type(name, (_Theirs,), {})
@@ -447,7 +447,7 @@ def test_memkern_s_functions_are_known() -> None:
     assert users.operation(memkern.functional.swiglu(x).grad_fn) == "memkern.Glu"
     assert users.operation(Recompute.apply(x, torch.tanh).grad_fn) == "memkern.Recompute"
     assert issubclass(Glu.eager, Glu)
-    assert users.operation(memkern.functional.gelu(x).grad_fn) == "memkern.Codes"
+    assert users.operation(memkern.functional.gelu(x).grad_fn) == "memkern.FewBit"
 
 
 # ---- what may wait
