@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .built import note_built
+from .edge import Edge
 from .leaves import leaves
-from .saved_value import Computed, Edge, Leaf, Value
+from .saved_value import Computed, Leaf, Value
 from .storage import is_plain
 from .undecided import CODED_USE, SHAPE_USE
 from .users import is_leaf, operation

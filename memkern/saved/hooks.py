@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..functions.autograd import is_recorded
 from .leaves import leaves
-from .offload import Offload
+from .link import Offload
 from .session import EXACT, Session, check_bits, close_interrupted, open_sessions
 
 SAVED = "_memkern_saved_bits"

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from ..functions.autograd import without_autocast
 from ..functions.glu import glu
-from .saved_value import Edge, peeking
+from .edge import Edge
+from .peek import peeking
 
 # ---- for a node's edge, the function that recomputes its output
 

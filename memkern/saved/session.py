@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from ..quant.layout import FLOATS
-from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
+from . import attention, bounded, callers, codecs, peek, ranges, resolve
+from .edge import Edge
 from .leaves import leaves
-from .offload import Offload
+from .link import Offload
 from .packed import Packed, is_last_use
 from .resolve import Resolver
-from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, register, registered
+from .saved_value import Computed, Hooks, Leaf, Stored, Value, register, registered
 from .storage import is_plain
 from .undecided import CODED_USE, EXACT_USE, SHAPE_USE, Waiting, sequence_nr, undecided
 from .users import BOUNDED, SPARSE, UNKNOWN
@@ -197,7 +198,7 @@ class Session:
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
-        if saved_value.peeked(packed):
+        if peek.peeked(packed):
             return torch.empty(0)
         is_last = is_last_use(sys._getframe().f_back)
         if not torch.is_grad_enabled():  # as in any backward pass without create_graph

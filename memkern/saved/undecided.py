@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .saved_value import Computed, Edge, Hooks, Stored, Value, saved_by
+from .edge import Edge
+from .peek import saved_by
+from .saved_value import Computed, Hooks, Stored, Value
 from .storage import check_version, is_present
 from .users import (
     BOUNDED,

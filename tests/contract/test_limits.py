@@ -1,4 +1,4 @@
-"""CONTRIBUTING's limits: 400 lines a file, 60 a Python function. Exceptions are listed, and the lists only shrink."""
+"""The limits of CONTRIBUTING: lines of a file, of a Python function without its docstring. Exceptions only shrink."""
 
 import ast
 from collections.abc import Iterator
@@ -15,9 +15,6 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 LONG_FILES = {
     "memkern/optim/base.py": 506,
     "memkern/optim/offload/host.py": 613,
-    "memkern/saved/offload.py": 622,
-    "memkern/saved/saved_value.py": 429,
-    "memkern/triton/activation.py": 404,
     "tests/distributed/test_shards.py": 425,
     "tests/fixtures/make_hashes.py": 518,
     "tests/gpu/test_cuda_simt.py": 617,
@@ -42,13 +39,8 @@ LONG_FILES = {
     "tools/gpu/tune.py": 428,
 }
 LONG_FUNCTIONS = {
-    ("memkern/functions/cross_entropy.py", "linear_cross_entropy"): 79,
-    ("memkern/optim/convert/torch_muon.py", "from_torch_muon_state_dict"): 62,  # 17 of them documentation
-    ("memkern/optim/groups.py", "muon_groups"): 84,  # 39 of them documentation
-    ("memkern/optim/multi_call.py", "step"): 85,
-    ("memkern/planner/planning.py", "plan"): 75,  # 30 of them documentation
-    ("memkern/swap/compress.py", "compress"): 102,
-    ("tools/gpu/parts.py", "parts"): 97,
+    ("memkern/optim/multi_call.py", "step"): 74,
+    ("tools/gpu/parts.py", "parts"): 96,
 }
 
 
@@ -63,11 +55,15 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def functions(text: str) -> Iterator[tuple[str, int]]:
-    """Every function of a Python file, and how many lines it has, without its decorators."""
+    """Every function of a Python file, and how many lines it has without decorators and docstring."""
+
+    def lines(node: ast.AST) -> int:
+        return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined]
+
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
+            documentation = 0 if ast.get_docstring(node) is None else lines(node.body[0])
+            yield node.name, lines(node) - documentation
 
 
 FILES = {name: len(text.splitlines()) for name, text in sources()}

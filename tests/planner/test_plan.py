@@ -27,7 +27,8 @@ from memkern.planner.models import MODELS, resolve
 from memkern.planner.planning import ALONE, parse_memory
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
 from memkern.planner.trace import Trace, aligned, peaks
-from memkern.saved import offload
+from memkern.saved.copies import FakeCopies
+from memkern.saved.link import Link
 
 MIB = 2**20
 WIDTH, DEPTH = 64, 4
@@ -98,7 +99,7 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     assert max(sum(phase.values()) for phase in found.values()) == real
 
 
-class CopiesOfADevice(offload.FakeCopies):
+class CopiesOfADevice(FakeCopies):
     """Real copies, whose ends are known as late as those of fake tensors."""
 
     def slab(self, size: int) -> torch.Tensor:
@@ -120,9 +121,9 @@ def test_what_leaves_has_the_bytes_of_the_real_step(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """With the CPU's memory as if it were a device's, and not counting the host's."""
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
-    link = offload.Link(torch.device("cpu"), CopiesOfADevice())
-    monkeypatch.setattr(offload, "_links", {torch.device("cpu"): link})
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
+    link = Link(torch.device("cpu"), CopiesOfADevice())
+    monkeypatch.setattr("memkern.saved.offload._links", {torch.device("cpu"): link})
     techniques = Techniques(micro_batch=1000, **{"saved_bits": 8, "offload_saved": True, **changes})
 
     def stack() -> nn.Module:
@@ -359,7 +360,7 @@ def test_offload_leaves_the_gpu_without_states() -> None:
 
 
 def test_saved_tensors_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
     model = Stack()
     model.blocks = nn.ModuleList(Block() for _ in range(12))
     source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
@@ -396,7 +397,7 @@ def test_from_how_many_tokens_a_transfer_is_hidden() -> None:
 
 
 def test_memory_on_the_host_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
     model = Stack()
     model.blocks = nn.ModuleList(Block() for _ in range(12))
     source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
