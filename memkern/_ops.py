@@ -17,11 +17,11 @@ from torch import Tensor
 
 from . import backend, reference
 from .compiling import assume_constant_result
+from .fewbit.activations import Activation
 from .fewbit.levels import Levels, TwoBranch
 from .library import NAMESPACE
-from .quant.codec import CODECS
+from .quant.codec import ACTIVATIONS, CODECS
 from .quant.layout import laid_out_alike
-from .reference.activation import activate, check_function
 from .schemas import ADAM_STEP, AMSGRAD_STEP, FAKES, SCHEMAS, STEP_OPS, STEP_SCHEMA, StepArgs, StepOp
 
 NAMESPACES = {
@@ -50,13 +50,6 @@ def _triton_step(name: str, *args: Any) -> None:
     _triton(name, _aligned(StepArgs(*args)))
 
 
-def _few_bit_forward_on_cpu(x: Tensor, fn: int, a: float, b: float, *table: Any) -> tuple[Tensor, Tensor]:
-    """torch's own activation, then the codes. On a part of a tensor torch's operations give other bits than on the
-    whole: no kernel of ours can stand for them."""
-    check_function(fn)
-    return activate(x, fn, a, b), getattr(torch.ops, NAMESPACE).few_bit_encode.default(x, *table)
-
-
 def _triton_muon(name: str, updates: Sequence[Tensor], second: Sequence[Any], *args: Any) -> None:
     _triton(name, updates, second, _aligned(StepArgs(*args)))
 
@@ -82,7 +75,7 @@ def _kernel(namespace: str, name: str) -> Callable[..., Any]:
         return functools.partial(run, name)
     if name in MUON_OPS:
         return MUON_OPS[name]
-    function = getattr(reference, name)
+    function = torch.no_grad()(getattr(reference, name))
     return (lambda *args: function(_aligned(StepArgs(*args)))) if name.endswith("_step_") else function
 
 
@@ -96,6 +89,13 @@ def _one_by_one(op: Any, info: Any, in_dims: Sequence[int | None], *args: Any) -
         )
         results.append(op(*example))
     return torch.stack(results), 0
+
+
+@functools.cache
+def _few_bit_forward_on_cpu() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The reference's, with the codes of C++."""
+    encode = getattr(torch.ops, NAMESPACE).few_bit_encode.default
+    return functools.partial(reference.few_bit_forward, encode=encode)
 
 
 def _register() -> None:
@@ -117,7 +117,7 @@ def _register() -> None:
                 f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library
             )
         if defined:
-            library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu), "CPU")
+            library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu()), "CPU")
 
 
 _register()
@@ -204,13 +204,16 @@ def few_bit_encode(x: Tensor, table: Levels) -> Tensor:
     return _op("few_bit_encode", x.device)(x, bits, thresholds, flips, symmetry)
 
 
-def few_bit_forward(x: Tensor, fn: int, a: float, b: float, table: Levels) -> tuple[Tensor, Tensor]:
-    bits, _, thresholds, flips, symmetry = table
+def few_bit_forward(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    bits, _, thresholds, flips, symmetry = activation.levels
+    namespace = _namespace(x.device, backend._asked_for)
     eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if eager and x.is_cpu and _namespace(x.device, backend._asked_for) == NAMESPACE:
-        # What the op does on the CPU, without a way through the dispatcher back into Python.
-        return _few_bit_forward_on_cpu(x, fn, a, b, bits, thresholds, flips, symmetry)
-    return _op("few_bit_forward", x.device)(x, fn, a, b, bits, thresholds, flips, symmetry)
+    if eager and x.is_cpu and namespace == NAMESPACE:
+        forward = _few_bit_forward_on_cpu()  # without a way through the dispatcher back into Python
+    else:
+        forward = getattr(torch.ops, namespace).few_bit_forward.default
+    fn = ACTIVATIONS[activation.name]
+    return forward(x, fn, activation.a, activation.b, bits, thresholds, flips, symmetry)
 
 
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:

@@ -16,7 +16,7 @@ from . import _ops
 from .options import CHECKPOINT_BITS, CHECKPOINTING, not_allowed
 from .quant.layout import FLOATS
 from .saved.codecs import BLOCK_SIZE, dense
-from .swap.blocks import block_lists
+from .swap.block_lists import block_lists
 
 Calls = list[tuple[Any, Any]]
 """The further arguments of each block, by position and by name."""

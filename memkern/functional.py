@@ -21,19 +21,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .autograd import apply, constant, is_eager, needs_gradient
-from .backend import select
-from .compiling import assume_constant_result
-from .cross_entropy import linear_cross_entropy
-from .fewbit.autograd import Codes, EagerCodes, Output, Wrapped
-from .fewbit.levels import Levels, check_bits, hardtanh_levels, relu_levels
-from .fewbit.mlp import mlp
-from .fewbit.tables import LEVELS, TWO_BRANCHES
-from .glu import GELU, GELU_TANH, SILU, glu
-from .quant.codec import ACTIVATIONS
-from .quant.layout import FLOATS
-from .randomized.linear import randomized_linear
-from .reference.activation import activate
+from .fewbit.activations import Activation
+from .fewbit.levels import Levels
+from .functions.activation import FewBit, activate, check_dtype
+from .functions.autograd import apply, constant, needs_gradient
+from .functions.cross_entropy import linear_cross_entropy
+from .functions.glu import GELU, GELU_TANH, SILU, glu
+from .functions.mlp import mlp
+from .functions.randomized_linear import randomized_linear
 
 __all__ = [
     "few_bit",
@@ -57,56 +52,16 @@ __all__ = [
 
 
 # torch.fx records a call of these as one node, and does not look inside, where what is done depends on values.
-for _name in ("_apply", "_codes_or_output", "few_bit", "glu", "linear_cross_entropy", "mlp"):
+for _name in ("activate", "few_bit", "glu", "linear_cross_entropy", "mlp"):
     torch.fx.wrap(_name)
-
-
-def _apply(x: Tensor, name: str, table: Levels, a: float, b: float, inplace: bool = False) -> Tensor:
-    # a and b without defaults: with dynamic=True, TorchDynamo would make variables of them.
-    fn = ACTIVATIONS[name]
-    if not needs_gradient(x):
-        return activate(x, fn, a, b, inplace)
-    _check_dtype(x)
-    if inplace and torch._C._are_functorch_transforms_active():
-        return x.copy_(apply(Codes, x, fn, a, b, table))  # vmap's examples are copies
-    if inplace and x.is_leaf:
-        raise RuntimeError(
-            "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
-        )
-    if inplace or is_eager():
-        return apply(EagerCodes, x, fn, a, b, table, inplace)
-    return apply(Codes, x, fn, a, b, table)
-
-
-def _check_dtype(x: Tensor) -> None:
-    if x.dtype not in FLOATS and select(x.device) != "reference":
-        raise TypeError(
-            f"x must be float32, bfloat16 or float16 where it needs a gradient, got {x.dtype}; torch.nn.functional has "
-            "the function for it"
-        )
-
-
-def _levels(name: str, bits: int) -> Levels:
-    check_bits(bits)
-    return _table(name, bits)
-
-
-@assume_constant_result  # as for constant()
-def _table(name: str, bits: int) -> Levels:
-    return LEVELS[name, bits]
-
-
-@assume_constant_result
-def _scaled(name: str, bits: int, factor: float) -> Levels:
-    return LEVELS[name, bits].scaled(factor)
 
 
 def few_bit(x: Tensor, fn: Callable[[Tensor], Tensor], levels: Levels) -> Tensor:
     """``fn(x)`` of any elementwise ``fn``, its derivative saved as codes; :func:`memkern.nn.few_bit` makes a module."""
     if not needs_gradient(x):
         return fn(x)
-    _check_dtype(x)
-    return apply(Wrapped, x, fn, levels)
+    check_dtype(x)
+    return apply(FewBit, x, Activation("", levels, function=fn), None)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "codes") -> Tensor:
@@ -119,7 +74,8 @@ def gelu(x: Tensor, approximate: str = "none", *, bits: int = 3, keep: str = "co
         pass.
     """
     _check_approximate(approximate)
-    return _codes_or_output(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
+    check_keep(keep)
+    return activate(x, "gelu" if approximate == "none" else "gelu_tanh", bits, keep)
 
 
 def _check_approximate(approximate: str) -> None:
@@ -129,16 +85,8 @@ def _check_approximate(approximate: str) -> None:
 
 def silu(x: Tensor, inplace: bool = False, *, bits: int = 3, keep: str = "codes") -> Tensor:
     """SiLU: ``x sigmoid(x)``. ``keep`` as in :func:`gelu`; ``"output"`` not in place."""
-    return _codes_or_output(x, "silu", bits, keep, inplace)
-
-
-def _codes_or_output(x: Tensor, name: str, bits: int, keep: str, inplace: bool = False) -> Tensor:
-    table = _levels(name, bits)
     check_keep(keep, inplace)
-    if keep == "output" and needs_gradient(x):
-        _check_dtype(x)
-        return apply(Output, x, ACTIVATIONS[name], TWO_BRANCHES[name])
-    return _apply(x, name, table, 0.0, 0.0, inplace)
+    return activate(x, "silu", bits, keep, inplace)
 
 
 def check_keep(keep: str, inplace: bool = False) -> None:
@@ -156,20 +104,18 @@ def check_keep(keep: str, inplace: bool = False) -> None:
 
 def tanh(x: Tensor, *, bits: int = 3) -> Tensor:
     """Hyperbolic tangent."""
-    return _apply(x, "tanh", _levels("tanh", bits), 0.0, 0.0)
+    return activate(x, "tanh", bits)
 
 
 def sigmoid(x: Tensor, *, bits: int = 3) -> Tensor:
     """``1 / (1 + exp(-x))``."""
-    return _apply(x, "sigmoid", _levels("sigmoid", bits), 0.0, 0.0)
+    return activate(x, "sigmoid", bits)
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> Tensor:
     """``log(1 + exp(beta x)) / beta``, and x where ``beta x > threshold``."""
     check_beta(beta)
-    check_bits(bits)
-    beta, threshold = constant(beta), constant(threshold)
-    return _apply(x, "softplus", _scaled("softplus", bits, beta), beta, threshold)
+    return activate(x, "softplus", bits, parameters=(constant(beta), constant(threshold)))
 
 
 def check_beta(beta: float) -> None:
@@ -180,36 +126,34 @@ def check_beta(beta: float) -> None:
 
 def mish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
     """``x tanh(softplus(x))``."""
-    return _apply(x, "mish", _levels("mish", bits), 0.0, 0.0, inplace)
+    return activate(x, "mish", bits, inplace=inplace)
 
 
 def hardswish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
     """``x min(max(x + 3, 0), 6) / 6``."""
-    return _apply(x, "hardswish", _levels("hardswish", bits), 0.0, 0.0, inplace)
+    return activate(x, "hardswish", bits, inplace=inplace)
 
 
 def quick_gelu(x: Tensor, *, bits: int = 3) -> Tensor:
     """``x sigmoid(1.702 x)``, CLIP's."""
-    return _apply(x, "quick_gelu", _levels("quick_gelu", bits), 0.0, 0.0)
+    return activate(x, "quick_gelu", bits)
 
 
 def relu(x: Tensor, inplace: bool = False) -> Tensor:
     """``max(x, 0)``; its derivative is exact in one bit."""
-    return _apply(x, "relu", relu_levels(), 0.0, 0.0, inplace)
+    return activate(x, "relu", inplace=inplace)
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """``x`` where positive, else ``negative_slope x``; its derivative is exact in one bit."""
-    negative_slope = constant(negative_slope)
-    return _apply(x, "leaky_relu", relu_levels(negative_slope), negative_slope, 0.0, inplace)
+    return activate(x, "leaky_relu", inplace=inplace, parameters=(constant(negative_slope), 0.0))
 
 
 def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     """``min(max(x, min_val), max_val)``; its derivative is exact in one bit."""
     if not min_val < max_val:
         raise ValueError(f"max_val must be larger than min_val, got {max_val!r} and {min_val!r}")
-    min_val, max_val = constant(min_val), constant(max_val)
-    return _apply(x, "hardtanh", hardtanh_levels(min_val, max_val), min_val, max_val, inplace)
+    return activate(x, "hardtanh", inplace=inplace, parameters=(constant(min_val), constant(max_val)))
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .saved.offload import HostBytes, empty_pools, host_bytes, is_in_transfer
+from .saved.copies import is_in_transfer
+from .saved.offload import HostBytes, empty_pools, host_bytes
 
 Held = Tensor | nn.Module | torch.optim.Optimizer
 

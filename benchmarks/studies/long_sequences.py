@@ -36,7 +36,8 @@ from memkern.planner import fake_cuda
 from memkern.planner.hardware import DEFAULTS, LINKS
 from memkern.planner.models import resolve
 from memkern.planner.prediction import ALLOCATED_BY_A_STEP, BAND, Prediction, Predictor
-from memkern.saved import offload
+from memkern.saved import link, offload
+from memkern.saved.copies import Copies
 
 from .. import RESULTS, machine, report
 from . import saved_models, zoo
@@ -176,7 +177,7 @@ def error(model: str, precision: str, tokens: int = 2048) -> Row:
     return {"tokens": str(tokens), "error": f"{max(0.0, 2 - 2 * cosine) ** 0.5:.1e}"}
 
 
-class NoCopies(offload.Copies):
+class NoCopies(Copies):
     """Transfers that cost nothing but the calls around them."""
 
     @staticmethod
@@ -199,12 +200,12 @@ def host_time(tensors: int = 400, rounds: int = 30) -> Row:
         y.sum().backward()
         return time.process_time() - start
 
-    before = offload.LEAST_BYTES, dict(offload._links)
-    offload.LEAST_BYTES, offload._links[device] = 0, offload.Link(device, NoCopies())
+    before = link.LEAST_BYTES, dict(offload._links)
+    link.LEAST_BYTES, offload._links[device] = 0, link.Link(device, NoCopies())
     try:
         more = [seconds(offload=True) - seconds() for _ in range(rounds)]
     finally:
-        offload.LEAST_BYTES = before[0]
+        link.LEAST_BYTES = before[0]
         offload._links.clear()
         offload._links.update(before[1])
     return {"tokens": "", "host_us": f"{1e6 * statistics.median(more) / tensors:.1f}"}

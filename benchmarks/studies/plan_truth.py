@@ -63,7 +63,7 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     import torch
 
     from memkern import applying
-    from memkern.planner import step
+    from memkern.planner import fake_step
 
     torch.manual_seed(0)
     model = source.build(applying.weight_dtype(techniques))
@@ -75,13 +75,13 @@ def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[],
     optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
     batch = source.batch(techniques.micro_batch)
     if techniques.precision == "bf16":
-        batch = step.floats_to(batch, torch.bfloat16)
+        batch = fake_step.floats_to(batch, torch.bfloat16)
 
     def take() -> None:
         for _ in range(techniques.accumulation):
             with applying.autocast(techniques, "cpu"):
                 if techniques.loss_chunk:
-                    loss = step.chunked_loss(model, batch, techniques.loss_chunk)
+                    loss = fake_step.chunked_loss(model, batch, techniques.loss_chunk)
                 else:
                     loss = source.loss(model, batch)
             loss.backward()
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     import transformers
 
-    from memkern.planner import step  # noqa: F401  (so that the processes need not import torch)
+    from memkern.planner import fake_step  # noqa: F401  (so that the processes need not import torch)
 
     from .. import machine, report
 

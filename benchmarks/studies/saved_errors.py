@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import memkern
 from memkern.saved import codecs, resolve
-from memkern.saved.saved_value import Edge
+from memkern.saved.edge import Edge
 from memkern.saved.session import Session
 
 from .. import RESULTS, machine, report

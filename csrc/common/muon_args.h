@@ -45,14 +45,14 @@ inline void check_sums(const StepArgs& args, const Tensors& updates, const Tenso
                   name_of("sums", i), " must be contiguous float64 with one element per matrix");
 }
 
-// The op that runs Run. Torch calls it; it takes the place of TORCH_BOX. Second: its second argument, before
-// a step's (see the schemas).
-template <class Second, void (*Run)(const Tensors&, const Second&, const StepArgs&)>
+// The op that runs Run. Torch calls it; it takes the place of TORCH_BOX. SumsOrRatios: its second argument,
+// before a step's (see the schemas).
+template <class SumsOrRatios, void (*Run)(const Tensors&, const SumsOrRatios&, const StepArgs&)>
 void muon_op(StableIValue* stack, uint64_t arguments, uint64_t results) {
   MEMKERN_CHECK(arguments == kStepArguments + 2 && results == 0, "Muon's ops take ", kStepArguments + 2,
                 " arguments, got ", arguments);
   const auto updates = torch::stable::detail::to<Tensors>(stack[0]);
-  const auto second = torch::stable::detail::to<Second>(stack[1]);
+  const auto second = torch::stable::detail::to<SumsOrRatios>(stack[1]);
   StepArgs args(stack + 2);
   align_gradients(args);
   Run(updates, second, args);

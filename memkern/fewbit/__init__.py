@@ -1,1 +1,1 @@
-"""Activations that save a few bits per element: levels, tables, how levels are fitted, autograd functions."""
+"""Activations that save a few bits per element: levels, tables, how levels are fitted."""

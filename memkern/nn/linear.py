@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..randomized.linear import MIN_TOKENS, check_options, randomized_linear
+from ..functions.randomized_linear import MIN_TOKENS, check_options, randomized_linear
 
 torch.fx.wrap("randomized_linear")  # one node of a traced graph
 

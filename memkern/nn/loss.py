@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..cross_entropy import check_options, linear_cross_entropy
+from ..functions.cross_entropy import check_options, linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Module):

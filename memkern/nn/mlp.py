@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..fewbit.mlp import check_mlp
+from ..functions.mlp import check_mlp
 
 
 class MLP(nn.Module):

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .hardware import Hardware
+    from .outcome import Plan
     from .planning import plan
     from .prediction import Prediction
-    from .report import Plan
 
 __all__ = ["Hardware", "Plan", "Prediction", "plan"]
 
 _MODULES = {
     "Hardware": "hardware",
-    "Plan": "report",
+    "Plan": "outcome",
     "Prediction": "prediction",
     "plan": "planning",
 }

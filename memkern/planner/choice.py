@@ -70,7 +70,7 @@ class Chooser:
         """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
         import torch
 
-        from ..swap.blocks import block_lists
+        from ..swap.block_lists import block_lists
         from .models import Given
 
         source = self.predictor.source

@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
         )
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)
     if args.png is not None:
-        from .report import write_png
+        from .outcome import write_png
 
         write_png(args.png, made)
     return 0 if made.fits else 1

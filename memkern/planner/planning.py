@@ -14,8 +14,8 @@ from ..options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allow
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, LINKS, Hardware, default
+from .outcome import Plan
 from .prediction import BAND, Predictor
-from .report import Plan
 from .smaller import Asked, would_fit
 
 ALONE: dict[str, dict[str, Any]] = {

@@ -56,12 +56,12 @@ class Predictor:
     """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
     def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware) -> None:
-        from . import step
+        from . import fake_step
 
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
-        self._traces = functools.cache(lambda techniques: step.traces(source, techniques, fake_device))
-        self._fixed = functools.cache(lambda techniques: step.fixed(source, techniques, fake_device))
+        self._traces = functools.cache(lambda techniques: fake_step.traces(source, techniques, fake_device))
+        self._fixed = functools.cache(lambda techniques: fake_step.fixed(source, techniques, fake_device))
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:

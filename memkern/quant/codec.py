@@ -170,68 +170,6 @@ def dynamic_zero(signed: bool) -> int:
     return dynamic_map(signed).index(0.0)
 
 
-def _c_array(name: str, values: tuple[float, ...]) -> str:
-    lines = [", ".join(f"{float.hex(v)}f" for v in values[i : i + 4]) for i in range(0, len(values), 4)]
-    return f"MEMKERN_TABLE float {name}[{len(values)}] = {{\n    " + ",\n    ".join(lines) + "};\n"
-
-
-def c_header() -> str:
-    """The text of ``csrc/core/tables.h``."""
-    constants = {
-        "kPower": CODECS["power"],
-        "kDynamic": CODECS["dynamic"],
-        "kPower4": POWER4,
-        "kPowerLevelsSigned": POWER_LEVELS_SIGNED,
-        "kPowerLevelsUnsigned": POWER_LEVELS_UNSIGNED,
-        "kPower4Levels": POWER4_LEVELS,
-        "kDynamicZeroSigned": dynamic_zero(True),
-        "kMinBlockSize": MIN_BLOCK_SIZE,
-        "kMaxBlockSize": MAX_BLOCK_SIZE,
-        "kDitherShift": DITHER_SHIFT,
-        "kWeightDroppedStochastic": WEIGHT_DROPPED_BITS["stochastic"],
-        "kWeightDroppedError8": WEIGHT_DROPPED_BITS["bf16+8"],
-        "kPlain": PLAIN,
-        "kEven": EVEN,
-        "kOdd": ODD,
-        "kMaxBits": MAX_BITS,
-        "kMaxThresholds": MAX_THRESHOLDS,
-        "kMaxCoefficients": MAX_COEFFICIENTS,
-        "kPlaneAlignment": PLANE_ALIGNMENT,
-        "kActivations": len(ACTIVATIONS),
-        **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in ACTIVATIONS.items()},
-    }
-    tables = {
-        f"kDynamic{kind}{'Signed' if signed else 'Unsigned'}": make(signed)
-        for kind, make in (("Map", dynamic_map), ("Midpoints", dynamic_midpoints))
-        for signed in (True, False)
-    }
-    return "\n".join(
-        [
-            "// Written by csrc/generate.py from memkern/quant/codec.py: change it there.",
-            "#pragma once",
-            "#include <cstdint>",
-            "",
-            "#ifdef __CUDACC__",
-            "#define MEMKERN_TABLE static __device__ const",
-            "#else",
-            "#define MEMKERN_TABLE inline constexpr",
-            "#endif",
-            "",
-            "namespace memkern {",
-            *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-            f"constexpr uint32_t kDitherJ = {DITHER_J}u, kDitherStep = {DITHER_STEP}u;",
-            f"constexpr uint32_t kWeightJ = {WEIGHT_J}u, kWeightStep = {WEIGHT_STEP}u;",
-            f"constexpr float kDitherClamp = {float.hex(DITHER_CLAMP)}f;",
-            f"constexpr float kLargestMarkedScale = {float.hex(LARGEST_MARKED_SCALE)}f;",
-            f"constexpr double kLeastNorm = {float.hex(LEAST_NORM)};",
-            "",
-            *(_c_array(name, values) for name, values in tables.items()),
-            "}  // namespace memkern",
-            "",
-        ]
-    )
-
-
 assert math.isclose(DITHER_J / 2**32, (math.sqrt(5) - 1) / 2, rel_tol=1e-9)
 assert math.isclose(WEIGHT_J / 2**32, math.sqrt(2) - 1, rel_tol=1e-9)
 assert math.isclose(WEIGHT_STEP / 2**32, math.sqrt(3) - 1, rel_tol=1e-9)

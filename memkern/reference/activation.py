@@ -7,6 +7,7 @@ padded with zeros to a multiple of 16 bytes, so that ``bits`` planes take ``bits
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,29 +22,33 @@ from .blockwise import sqrt
 # In fp64 for gradcheck; kernels are for FLOATS.
 WIDE_TOO = (*FLOATS, torch.float64)
 
-_FUNCTIONS: dict[str, Callable[[Tensor, float, float, bool], Tensor]] = {
-    "gelu": lambda x, a, b, inplace: F.gelu(x),
-    "gelu_tanh": lambda x, a, b, inplace: F.gelu(x, approximate="tanh"),
-    "silu": lambda x, a, b, inplace: F.silu(x, inplace),
-    "tanh": lambda x, a, b, inplace: torch.tanh(x),
-    "sigmoid": lambda x, a, b, inplace: torch.sigmoid(x),
-    "softplus": lambda x, a, b, inplace: F.softplus(x, a, b),
-    "mish": lambda x, a, b, inplace: F.mish(x, inplace),
-    "hardswish": lambda x, a, b, inplace: F.hardswish(x, inplace),
-    "quick_gelu": lambda x, a, b, inplace: x * torch.sigmoid(1.702 * x),
-    "relu": lambda x, a, b, inplace: F.relu(x, inplace),
-    "leaky_relu": lambda x, a, b, inplace: F.leaky_relu(x, a, inplace),
-    "hardtanh": lambda x, a, b, inplace: F.hardtanh(x, a, b, inplace),
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
 }
-_BY_NUMBER = [_FUNCTIONS[name] for name in ACTIVATIONS]
+_WITH_PARAMETERS: dict[str, Callable[[float, float], Callable[..., Tensor]]] = {
+    "softplus": lambda beta, threshold: functools.partial(F.softplus, beta=beta, threshold=threshold),
+    "leaky_relu": lambda slope, _: functools.partial(F.leaky_relu, negative_slope=slope),
+    "hardtanh": lambda low, high: functools.partial(F.hardtanh, min_val=low, max_val=high),
+}
+_NAMES = [*ACTIVATIONS]
 
 
-def activate(x: Tensor, fn: int, a: float = 0.0, b: float = 0.0, inplace: bool = False) -> Tensor:
-    """torch's own activation, in place where torch has it so.
+def function_of(name: str, a: float = 0.0, b: float = 0.0) -> Callable[..., Tensor]:
+    """torch's own function, with the parameters a and b of those that have any."""
+    return _FUNCTIONS[name] if name in _FUNCTIONS else _WITH_PARAMETERS[name](a, b)
 
-    a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds.
-    """
-    return _BY_NUMBER[fn](x, a, b, inplace)
+
+def activate(x: Tensor, fn: int, a: float = 0.0, b: float = 0.0) -> Tensor:
+    """The activation of a number in ``ACTIVATIONS``."""
+    return function_of(_NAMES[fn], a, b)(x)
 
 
 def check_function(fn: int) -> None:
@@ -100,7 +105,6 @@ def decode(codes: Tensor, numel: int) -> Tensor:
     return (bits * weight[:, None]).sum(0)
 
 
-@torch.no_grad()
 def few_bit_forward(
     x: Tensor,
     fn: int,
@@ -110,11 +114,15 @@ def few_bit_forward(
     thresholds: Sequence[float],
     flips: Sequence[int],
     symmetry: int,
+    encode: Callable[..., Tensor] = few_bit_encode,
 ) -> tuple[Tensor, Tensor]:
-    """The activation of a dense tensor, and the codes of its derivative."""
+    """The activation of a dense tensor, and the codes of its derivative.
+
+    The C++ backend's too, with its own ``encode``: on a part of a tensor torch's operations give other bits than on the
+    whole, so no kernel of ours can stand for them.
+    """
     check_function(fn)
-    codes = few_bit_encode(x, bits, thresholds, flips, symmetry)
-    return activate(x, fn, a, b), codes
+    return activate(x, fn, a, b), encode(x, bits, thresholds, flips, symmetry)
 
 
 def check_codes(codes: Tensor, numel: int) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..autograd import without_autocast
-from .saved_value import Value, packed_by, saved_by
+from ..functions.autograd import without_autocast
+from .peek import packed_by, saved_by
+from .saved_value import Value
 from .users import operation
 
 _ATEN = torch.ops.aten

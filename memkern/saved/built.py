@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
-from .saved_value import peeking
+from .peek import peeking
 from .users import is_leaf
 
 _MOST_NODES = 16

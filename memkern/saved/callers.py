@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .built import note_built
+from .edge import Edge
 from .leaves import leaves
-from .saved_value import Computed, Edge, Leaf, Value
+from .saved_value import Computed, Leaf, Value
 from .storage import is_plain
-from .undecided import ANY, CODED, EXACT
+from .undecided import CODED_USE, EXACT_USE, SHAPE_USE
 from .users import is_leaf, operation
 
 _PRODUCTS: set[CodeType] = {
@@ -27,7 +28,7 @@ _PRODUCTS: set[CodeType] = {
 _CHECKPOINT = "torch.utils.checkpoint"
 _CONV1D = "transformers.pytorch_utils"  # GPT-2's linear layers
 _CASTS = ("ToCopyBackward0", "TBackward0")
-_FEW = 8  # nodes of one call of a function: casts, views and the operation
+_NODES_OF_A_CALL = 8  # at most: casts, views and the operation
 
 
 def of(frame: FrameType) -> FrameType:
@@ -41,12 +42,12 @@ def use(frame: FrameType) -> str | None:
     """How the tensor that is packed under a Python frame is used; None if the frame does not tell."""
     code = frame.f_code
     if code in _PRODUCTS:
-        return CODED
+        return CODED_USE
     if frame.f_globals.get("__name__") == _CHECKPOINT:
-        return EXACT  # a checkpoint's input: what it recomputes from another one is another function
+        return EXACT_USE  # a checkpoint's input: what it recomputes from another one is another function
     if code is F.cross_entropy.__code__:
         soft = frame.f_locals["target"].is_floating_point() or frame.f_locals["label_smoothing"] > 0
-        return None if soft else ANY
+        return None if soft else SHAPE_USE
     return None
 
 
@@ -93,7 +94,7 @@ def note_cast(frame: FrameType, edge: Edge, seq: int) -> None:
     if operation(edge.node) not in _CASTS or not (frame.f_code in _PRODUCTS or _is_conv1d(frame)):
         return
     last = node = edge.node
-    while node is not None and seq - _FEW <= node._sequence_nr() <= seq:
+    while node is not None and seq - _NODES_OF_A_CALL <= node._sequence_nr() <= seq:
         inner = node.next_functions
         name = operation(node)
         if name not in _CASTS:

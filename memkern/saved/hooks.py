@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import is_recorded
+from ..functions.autograd import is_recorded
 from .leaves import leaves
-from .offload import Offload
+from .link import Offload
 from .session import EXACT, Session, check_bits, close_interrupted, open_sessions
 
 SAVED = "_memkern_saved_bits"

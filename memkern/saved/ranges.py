@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..quant.layout import FLOATS
 from .attention import is_attention
 from .codecs import BLOCK_SIZE, SMALLEST_BLOCK
+from .peek import saved_by
 from .rules import signed
-from .saved_value import Value, saved_by
+from .saved_value import Value
 from .users import is_leaf, is_square, operation, user
 
 Affine = tuple[Tensor, Tensor | None]

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .codecs import BLOCK_SIZE
+from .edge import Edge
 from .leaves import leaves
-from .rules import CODED, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
-from .saved_value import Computed, Edge, Leaf, Value, register, registered, saved_by
+from .peek import saved_by
+from .rules import CODEC_BY_MAKER, MOST_FUNCTIONS, RULES, Rule, shaped, signed, transposed
+from .saved_value import Computed, Leaf, Value, register, registered
 from .users import is_leaf, operation
 
 _LONGEST = 40
@@ -349,4 +351,4 @@ def is_copy(edge: Edge) -> bool:
 
 def codec_of(edge: Edge) -> str | None:
     """The name of the codec for the data of an edge; None: no codes."""
-    return CODED.get(maker(edge))
+    return CODEC_BY_MAKER.get(maker(edge))

@@ -2,7 +2,7 @@
 
 Every node of the autograd graph is one operation that torch has done; its ``next_functions`` are the edges of its
 inputs, in the order of its arguments. A rule computes the output from them. Results of an operation without a rule are
-not recomputed, and results of an operation that is not in CODED are stored without codes.
+not recomputed, and results of an operation that is not in CODEC_BY_MAKER are stored without codes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import without_autocast
-from ..glu import glu
-from .saved_value import Edge, peeking
+from ..functions.autograd import without_autocast
+from ..functions.glu import glu
+from .edge import Edge
+from .peek import peeking
 
 # ---- for a node's edge, the function that recomputes its output
 
-_FEW = 8
+_MOST_OF_A_SUM = 8  # elements
 
 
 def signed(dim: int) -> int:
@@ -168,7 +169,11 @@ def _recomputed(edge: Edge) -> Callable[[Tensor], Tensor]:
 def _summed(edge: Edge) -> Callable[[Tensor], Tensor] | None:
     """Over a dimension or more, of few elements: a sum over many is small, and saved as it is."""
     source = edge.inputs()[0]
-    if source is None or edge.node._saved_dim is None or source.shape.numel() > _FEW * edge.shape.numel():
+    if (
+        source is None
+        or edge.node._saved_dim is None
+        or source.shape.numel() > _MOST_OF_A_SUM * edge.shape.numel()
+    ):
         return None
     dims = [signed(dim) for dim in edge.node._saved_dim]
     return functools.partial(torch.sum, dim=dims, keepdim=edge.node._saved_keepdim, dtype=edge.dtype)
@@ -320,7 +325,7 @@ MOST_FUNCTIONS = 12
 
 POWER, UNSIGNED = "power", "unsigned power"
 PROBABILITY, TANH, LOGARITHM = "probability", "tanh", "log-probability"
-CODED: dict[str, str] = {
+CODEC_BY_MAKER: dict[str, str] = {
     # matrix products and convolutions
     **dict.fromkeys(
         ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "MvBackward0"), POWER
@@ -356,7 +361,7 @@ CODED: dict[str, str] = {
     **dict.fromkeys(("ConstantPadNdBackward0", "MaxPool2DWithIndicesBackward0", "AvgPool2DBackward0"), POWER),
     **dict.fromkeys(("UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0"), POWER),
     # of :mod:`memkern.functional`
-    **dict.fromkeys(("memkern.Codes", "memkern.Output", "memkern.Wrapped"), POWER),
+    "memkern.FewBit": POWER,
     **dict.fromkeys(("memkern.Glu", "memkern.Recompute"), POWER),
     "LogSoftmaxBackward0": LOGARITHM,
 }

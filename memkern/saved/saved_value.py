@@ -7,12 +7,10 @@ autograd holds, and the values that are computed from it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .codecs import Codec, Layout
-from .offload import Away, Offload, is_parameter, put
+from .edge import Edge
+from .link import Away, Offload
+from .offload import is_parameter, put
 from .storage import (
     bytes_needed,
     check_place,
@@ -34,33 +34,6 @@ from .storage import (
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack hooks, as torch.autograd.graph.saved_tensors_hooks takes them."""
-
-
-class Edge:
-    """A value's place in the autograd graph: output ``nr`` of ``node``."""
-
-    __slots__ = ("_metadata", "device", "dtype", "node", "nr", "shape")
-    _metadata: Any
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-
-    def __init__(self, node: Any, nr: int) -> None:
-        self.node, self.nr = node, nr
-
-    def __getattr__(self, name: str) -> Any:
-        """dtype, device and shape at the first look; torch makes a new list of them at every look."""
-        if name == "shape":
-            self.shape = torch.Size(self._metadata.shape)
-        elif name in self.__slots__:
-            self._metadata = about = self.node._input_metadata[self.nr]
-            self.dtype, self.device = about.dtype, about.device
-        else:
-            raise AttributeError(name)
-        return object.__getattribute__(self, name)
-
-    def inputs(self) -> list[Edge | None]:
-        return [None if node is None else Edge(node, nr) for node, nr in self.node.next_functions]
 
 
 @functools.cache
@@ -378,52 +351,3 @@ class Stored(Value):
         self.source = None
         self._watch(x)
         self.hold(x.detach())
-
-
-# ---- what a node has saved, not computed
-
-
-_local = threading.local()
-
-
-@contextlib.contextmanager
-def peeking() -> Iterator[list[Any]]:
-    """Inside, what autograd asks the unpack hook for is noted and not computed."""
-    found: list[Any] = []
-    _local.found = found
-    try:
-        yield found
-    finally:
-        _local.found = None
-
-
-def peeked(packed: Any) -> bool:
-    """For the unpack hook: notes what autograd holds and says True if it is only to be noted."""
-    found = getattr(_local, "found", None)
-    if found is None:
-        return False
-    found.append(packed)
-    return True
-
-
-def saved_by(node: Any, attribute: str) -> list[Value] | None:
-    """The values of what a node has saved; [] where that is None, None where it is freed or unknown."""
-    found: list[Any] = []
-    _local.found = found  # as peeking() does, in a third of the time
-    try:
-        shown = getattr(node, attribute)
-    except (RuntimeError, AttributeError):  # freed, or another version of torch
-        return None
-    finally:
-        _local.found = None
-    if shown is None or found:
-        return [packed.value for packed in found]
-    # Autograd packs no numbers.
-    return [Number(shown)] if isinstance(shown, Tensor) and shown.dim() == 0 else None
-
-
-def packed_by(node: Any, attribute: str) -> list[Any]:
-    """The objects that autograd holds in place of a node's saved tensors; [] where that is None."""
-    with peeking() as found:
-        getattr(node, attribute)
-    return found

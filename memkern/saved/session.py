@@ -16,20 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from ..quant.layout import FLOATS
-from . import attention, bounded, callers, codecs, ranges, resolve, saved_value
+from . import attention, bounded, callers, codecs, peek, ranges, resolve
+from .edge import Edge
 from .leaves import leaves
-from .offload import Offload
+from .link import Offload
 from .packed import Packed, is_last_use
 from .resolve import Resolver
-from .saved_value import Computed, Edge, Hooks, Leaf, Stored, Value, register, registered
+from .saved_value import Computed, Hooks, Leaf, Stored, Value, register, registered
 from .storage import is_plain
-from .undecided import ANY, CODED, Waiting, sequence_nr, undecided
-from .undecided import EXACT as EXACTLY
+from .undecided import CODED_USE, EXACT_USE, SHAPE_USE, Waiting, sequence_nr, undecided
 from .users import BOUNDED, SPARSE, UNKNOWN
 
 EXACT = "exact"
 _CHECKPOINT = "torch.utils.checkpoint"
-_FEW = 64
+_LEAST_NOTES = 64
 MIN_NUMEL = 1024
 """Smaller tensors are not worth codes: they are saved as torch does, once."""
 
@@ -85,7 +85,9 @@ class Session:
         self.inside: Session | None = None
         self.coded: list[weakref.ref[Stored]] = []
         self.constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
-        self.most = _FEW  # notes of what is stored, dead ones among them, before they are looked through
+        self.most = (
+            _LEAST_NOTES  # notes of what is stored, dead ones among them, before they are looked through
+        )
 
     def enter(self) -> None:
         top = _top_hooks()
@@ -185,8 +187,8 @@ class Session:
         if (
             node._sequence_nr() != seq
         ):  # else it may be the one that is being built, and has not saved everything yet
-            elements = SPARSE if use == ANY else 0  # of a loss of classes
-            undecided.look([node], BOUNDED if use == CODED else UNKNOWN, elements)
+            elements = SPARSE if use == SHAPE_USE else 0  # of a loss of classes
+            undecided.look([node], BOUNDED if use == CODED_USE else UNKNOWN, elements)
         value = self._at_once(x, edge, use)
         if value is not None:
             return Packed(value, x)
@@ -196,7 +198,7 @@ class Session:
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
-        if saved_value.peeked(packed):
+        if peek.peeked(packed):
             return torch.empty(0)
         is_last = is_last_use(sys._getframe().f_back)
         if not torch.is_grad_enabled():  # as in any backward pass without create_graph
@@ -211,10 +213,10 @@ class Session:
         if use is not None:
             return self._value(x, edge, use, None)
         if self.exact:
-            value = self._value(x, edge, CODED, None)
+            value = self._value(x, edge, CODED_USE, None)
             return None if value.rounded else value
         if x.numel() < MIN_NUMEL or x.shape[-1] == 1:
-            return self._value(x, edge, EXACTLY, None)
+            return self._value(x, edge, EXACT_USE, None)
         if registered(edge) is None and not resolve.is_copy(edge):
             return None
         options = {"rounded": False, "copies_only": True, "beside_codes": True}
@@ -228,7 +230,7 @@ class Session:
             edge = waiting.edge_of(node)
             if edge is None:
                 packed.value = Stored(waiting.x, waiting.dtype, None, self.outer, self.offload)
-            elif use == CODED and not self.exact and attention.runs_again(node, waiting):
+            elif use == CODED_USE and not self.exact and attention.runs_again(node, waiting):
                 packed.value = attention.run_again(node)
             else:
                 value = self._value(waiting.x, edge, use, node, waiting)
@@ -258,21 +260,28 @@ class Session:
         # Once changed in place, x need not be what its operation made of its inputs: only views are seen through.
         views_only = x._version > 0
         coarse, normal, block_size = True, None, codecs.BLOCK_SIZE
-        if use == CODED and node is not None and not self.exact:
+        if use == CODED_USE and node is not None and not self.exact:
             if attention.stays_exact(node, waiting) or ranges.in_tail(node, x):
-                use = EXACTLY
+                use = EXACT_USE
             elif (mask := self._mask(x, edge, node)) is not None:
                 return mask
             elif (size := ranges.block_size(node, x)) is None:
-                use = EXACTLY
+                use = EXACT_USE
             else:
                 coarse, block_size = ranges.bears_coarse(node), size
                 normal = ranges.normal(node, x, waiting)
-        exact = self.exact or use == EXACTLY
+        exact = self.exact or use == EXACT_USE
 
         def find(exact: bool) -> Value | None:
             resolver = Resolver(
-                exact, views_only, use != EXACTLY, use == ANY, False, not self.exact, coarse, block_size
+                exact,
+                views_only,
+                use != EXACT_USE,
+                use == SHAPE_USE,
+                False,
+                not self.exact,
+                coarse,
+                block_size,
             )
             return resolver.resolve(edge, x.dtype)
 
@@ -335,7 +344,7 @@ class Session:
     def _codec(self, root: Edge, data: Tensor, use: str) -> codecs.Codec | None:
         if (
             self.exact
-            or use == EXACTLY
+            or use == EXACT_USE
             or data.numel() < MIN_NUMEL
             or data.shape[-1] == 1
             or data.dtype not in FLOATS
@@ -343,7 +352,7 @@ class Session:
         ):
             return None
         codec = bounded.CODECS.get(resolve.codec_of(root) or "")
-        return None if codec is bounded.LOGARITHM and use != ANY else codec
+        return None if codec is bounded.LOGARITHM and use != SHAPE_USE else codec
 
     def _note(self, stored: Stored) -> None:
         if stored.codec is not None:
@@ -351,7 +360,7 @@ class Session:
         if len(self.coded) + len(self.constants) >= self.most:  # one block may hold a whole training loop
             self.coded = [ref for ref in self.coded if ref() is not None]
             self.constants = {key: known for key, known in self.constants.items() if known[2]() is not None}
-            self.most = max(_FEW, 2 * (len(self.coded) + len(self.constants)))
+            self.most = max(_LEAST_NOTES, 2 * (len(self.coded) + len(self.constants)))
 
     def _constant(self, x: Tensor) -> Stored:
         """Saves a tensor that needs no gradient, exactly; masks in bits."""

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .saved_value import Computed, Edge, Hooks, Stored, Value, saved_by
+from .edge import Edge
+from .peek import saved_by
+from .saved_value import Computed, Hooks, Stored, Value
 from .storage import check_version, is_present
 from .users import (
     BOUNDED,
@@ -34,11 +36,14 @@ from .users import (
     user,
 )
 
-EXACT, CODED, ANY = "exact", "coded", "any"
+EXACT_USE, CODED_USE, SHAPE_USE = "exact", "coded", "shape"
 """How an operation uses a value: exactly, from codes, or its shape alone."""
 
 _STATE, _MARK = "memkern state", "memkern mark"
-_FEW, _MOST = 16, 1024  # limits of the waiting tensors, which operations with unused results would let grow
+_LEAST_WAITING, _MOST_WAITING = (
+    16,
+    1024,
+)  # limits of a list that operations with unused results would let grow
 _NEVER = 1 << 62  # sequence numbers of AccumulateGrad are larger
 _order = itertools.count()
 
@@ -92,12 +97,12 @@ class Undecided(threading.local):
 
     def __init__(self) -> None:
         self.entries: dict[int, list[weakref.ref]] = {}
-        self.most = _FEW  # before it is looked through for what is freed
+        self.most = _LEAST_WAITING  # before it is looked through for what is freed
 
     def add(self, seq: int, packed: Any) -> None:
         if len(self.entries) >= self.most:
             self.forget_the_dead()
-        if len(self.entries) >= _MOST:
+        if len(self.entries) >= _MOST_WAITING:
             del self.entries[next(iter(self.entries))]
         self.entries.setdefault(seq, []).append(weakref.ref(packed))
 
@@ -132,7 +137,9 @@ class Undecided(threading.local):
             stack += [(source, below, of) for source, _ in node.next_functions if source is not None]
         found.sort(key=lambda each: each[0].value.order)
         for packed, how, node in found:
-            if how == ANY and operation(node) == LOG_SOFTMAX:  # of which another user may have been met since
+            if (
+                how == SHAPE_USE and operation(node) == LOG_SOFTMAX
+            ):  # of which another user may have been met since
                 how = _use_of_logarithms(node) or how
             packed.value.session.settle(packed, how, node)
 
@@ -147,15 +154,15 @@ class Undecided(threading.local):
             value = packed.value
             how: str | None
             if value in shape:
-                how = ANY
+                how = SHAPE_USE
             elif value not in coded:
-                how = EXACT
+                how = EXACT_USE
             elif name == LOG_SOFTMAX:
                 how = _use_of_logarithms(node)
             elif row.kind == "product" or state == BOUNDED or (state == REDUCED and is_square(node, name)):
-                how = CODED
+                how = CODED_USE
             else:
-                how = EXACT if state >= REDUCED else None
+                how = EXACT_USE if state >= REDUCED else None
             if how is None:
                 left.append(weakref.ref(packed))
             else:
@@ -169,14 +176,14 @@ class Undecided(threading.local):
     def forget_the_dead(self) -> None:
         alive = [(seq, [r for r in refs if r() is not None]) for seq, refs in self.entries.items()]
         self.entries = {seq: refs for seq, refs in alive if refs}
-        self.most = min(_MOST, max(_FEW, 2 * len(self.entries)))
+        self.most = min(_MOST_WAITING, max(_LEAST_WAITING, 2 * len(self.entries)))
 
     def give_up(self, outer: Hooks) -> None:
         """Stores all waiting tensors exactly, through the hooks around ours, which are about to be closed."""
         waiting = [packed for refs in self.entries.values() for ref in refs if (packed := ref()) is not None]
         given = [packed for packed in waiting if packed.value.session.outer is outer]
         for packed in given:
-            packed.value.session.settle(packed, EXACT, None)
+            packed.value.session.settle(packed, EXACT_USE, None)
         for seq, refs in self.entries.items():
             self.entries[seq] = [ref for ref in refs if ref() not in given]
         self.forget_the_dead()
@@ -186,14 +193,14 @@ def _use_of_logarithms(node: Any) -> str | None:
     """How log-softmax uses its log-probabilities; None if no operation after it tells."""
     state, elements = node.metadata[_STATE]
     if state >= REDUCED or elements == DENSE:
-        return EXACT
-    return ANY if elements == SPARSE else None
+        return EXACT_USE
+    return SHAPE_USE if elements == SPARSE else None
 
 
 def _is_too_late_for_codes(node: Any, name: str, row: User) -> bool:
     """Whether a node whose tensors have been decided is now seen to need them exactly."""
     if name == LOG_SOFTMAX:
-        return _use_of_logarithms(node) == EXACT
+        return _use_of_logarithms(node) == EXACT_USE
     return row.kind == "smooth" and node.metadata[_STATE][0] >= REDUCED and not is_square(node, name)
 
 

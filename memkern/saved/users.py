@@ -162,7 +162,7 @@ _LINEAR = {
     **_rows("linear", (), "ClampMinBackward0", "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0"),
     **_rows("linear", (), "SinBackward0", "CosBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
     **_rows("linear", (), "VarBackward0", "BinaryCrossEntropyWithLogitsBackward0", "PreluKernelBackward0"),
-    **_rows("linear", (), "memkern.Codes", "memkern.Output", "memkern.Wrapped"),
+    **_rows("linear", (), "memkern.FewBit"),
     **dict.fromkeys(
         (
             "GatherBackward0",
@@ -193,16 +193,15 @@ _MANY = 32  # elements of a sum, each of them a small part of it
 
 @functools.cache
 def _own_functions() -> dict[Any, str]:
-    from ..cross_entropy import _LinearCrossEntropy
-    from ..fewbit.autograd import Codes, EagerCodes, Output, Wrapped
-    from ..fewbit.mlp import _MLP
-    from ..glu import Glu
-    from ..randomized.linear import _RandomizedLinear
-    from .recompute import Recompute
+    from ..functions.activation import FewBit
+    from ..functions.cross_entropy import _LinearCrossEntropy
+    from ..functions.glu import Glu
+    from ..functions.mlp import _MLP
+    from ..functions.randomized_linear import _RandomizedLinear
+    from ..functions.saves_input import Recompute
 
-    own: dict[Any, str] = {Recompute: "memkern.Recompute", EagerCodes.eager: "memkern.Codes"}
-    own[EagerCodes] = "memkern.Codes"
-    for function in (Codes, Output, Wrapped, Glu, _MLP, _RandomizedLinear, _LinearCrossEntropy):
+    own: dict[Any, str] = {Recompute: "memkern.Recompute"}
+    for function in (FewBit, Glu, _MLP, _RandomizedLinear, _LinearCrossEntropy):
         name = f"memkern.{function.__name__.lstrip('_')}"
         own[function] = name
         if hasattr(function, "eager"):

@@ -16,15 +16,42 @@ from ..fewbit.levels import check_bits
 from ..nn.embedding import MARK
 from ..saved import hooks
 from ..saved.hooks import SavedBits
-from ..saved.offload import BLOCKS, options_of
+from ..saved.link import BLOCKS, Offload
+from ..saved.offload import options_of
 from ..saved.session import EXACT, close_interrupted
 from . import match
-from .blocks import block_lists
+from .block_lists import block_lists
 from .class_swap import revert
 from .measure import measure
 from .prune import prune
 from .report import Report
 from .swap_plan import AUTO, MARKED, OUTPUT, RECOMPUTE, Compression, Predicate
+
+
+def _check_activations(activations: Any) -> None:
+    if isinstance(activations, str) and activations not in (AUTO, OUTPUT, RECOMPUTE):
+        raise ValueError(
+            f"activations must be 1 to 4 bits, 'auto', 'output', 'recompute' or None, got {activations!r}"
+        )
+    if activations is not None and not isinstance(activations, str):
+        check_bits(activations)
+
+
+def _linear_options(linear: float | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if linear is None:
+        return None
+    options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
+    match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
+    return options
+
+
+def _offload_options(
+    model: nn.Module, saved_bits: SavedBits, offload: bool, ahead: int | None
+) -> Offload | None:
+    options = options_of(offload, ahead, max(map(len, block_lists(model)), default=BLOCKS))
+    if options is not None and saved_bits is None:
+        raise ValueError("offload is for what saved_bits stores, got offload=True with saved_bits=None")
+    return options
 
 
 def _check_float64(dtype: torch.dtype, activations: int | str | None, saved_bits: SavedBits) -> None:
@@ -100,20 +127,10 @@ def compress(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(activations, str) and activations not in (AUTO, OUTPUT, RECOMPUTE):
-        raise ValueError(
-            f"activations must be 1 to 4 bits, 'auto', 'output', 'recompute' or None, got {activations!r}"
-        )
-    if activations is not None and not isinstance(activations, str):
-        check_bits(activations)
-    options = None
-    if linear is not None:
-        options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
-        match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
+    _check_activations(activations)
+    options = _linear_options(linear)
     hooks.check(model, saved_bits)
-    offload_options = options_of(offload, offload_ahead, max(map(len, block_lists(model)), default=BLOCKS))
-    if offload_options is not None and saved_bits is None:
-        raise ValueError("offload is for what saved_bits stores, got offload=True with saved_bits=None")
+    offload_options = _offload_options(model, saved_bits, offload, offload_ahead)
     wanted = None if saved_bits is None else hooks.modes(model, saved_bits)
     before = None if example is None else measure(model, example)
     covered = hooks.covered(model) if wanted is None else {module: bits for _, module, bits, _ in wanted}

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from ..saved.recompute import Recompute
+from ..functions.saves_input import Recompute
 from .class_swap import original_class
 
 

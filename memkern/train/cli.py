@@ -18,7 +18,7 @@ from .arguments import add_arguments, given_options
 from .config import TrainConfig
 
 if TYPE_CHECKING:
-    from ..planner.report import Plan
+    from ..planner.outcome import Plan
     from .build import Source
     from .distributed import Processes
     from .loop import Trainer

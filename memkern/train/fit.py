@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import Any
 
 from ..options import OptionError, Techniques
+from ..planner.outcome import Plan, rounded_up, would_fit
 from ..planner.planning import parse_memory, plan
-from ..planner.report import Plan, rounded_up, would_fit
 from .build import Source
 from .config import TrainConfig
 

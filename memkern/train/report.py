@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import backend
-from ..planner.report import Plan
+from ..planner.outcome import Plan
 from .checkpoint import replacing
 from .config import TrainConfig
 from .data import Corpus

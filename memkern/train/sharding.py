@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from ..swap.blocks import block_lists
+from ..swap.block_lists import block_lists
 from .objective import Objective
 
 

@@ -2,7 +2,9 @@
 
 import importlib
 import re
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -58,6 +60,16 @@ def test_the_site_has_every_page() -> None:
     assert {*pages} == there | written
 
 
+def test_the_layout_names_every_top_folder() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    layout = text[text.index("## Layout") : text.index("## Ops")]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip(f"the tests do not run from a git checkout: {listed.stderr.strip()}")
+    folders = {name.partition("/")[0] for name in listed.stdout.splitlines() if "/" in name}
+    assert not [name for name in folders if not re.search(rf"(?m)(^|, ){re.escape(name)}/", layout)]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
@@ -83,37 +95,67 @@ def _found(name: str) -> object:
     return getattr(importlib.import_module(module), attribute)
 
 
-def test_the_walk_names_functions_that_are_there() -> None:
-    rows = re.findall(
-        r"^\| (\d+) \| (\S+) \| ([^|]+) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE
+TEXT = (ROOT / "docs" / "design.md").read_text()
+STEP = TEXT[TEXT.index("## From optimizer.step()") : TEXT.index("## Launches")]
+GELU = TEXT[TEXT.index("## Activations and linear layers") : TEXT.index("## Checking GPU code")]
+
+
+def walk(section: str) -> list[tuple[str, str, str]]:
+    """The rows of a section's table: number, file, functions."""
+    return re.findall(r"^\| (\d+) \| (\S+) \| ([^|]+) \|", section, re.MULTILINE)
+
+
+def returns(files: list[str]) -> int:
+    """How often a walk goes back to a file that it has left."""
+    return sum(
+        file in files[:i] and file != files[i - 1] for i, file in enumerate(files) if file.endswith(".py")
     )
-    assert [int(number) for number, *_ in rows] == [*range(1, len(rows) + 1)]
+
+
+@pytest.mark.parametrize("section", [STEP, GELU], ids=["step", "gelu"])
+def test_the_walk_names_functions_that_are_there(section: str) -> None:
+    rows = walk(section)
     assert rows
+    assert [int(number) for number, *_ in rows] == [*range(1, len(rows) + 1)]
     for _, file, functions in rows:
         for name in re.findall(r"`(\w+)`", functions):
             assert re.search(rf"\b{name}\(", (ROOT / file).read_text()), (file, name)
 
 
-@needs_cpp  # as the walk
-def test_the_walk_names_every_python_function_of_a_step() -> None:
-    text = (ROOT / "docs" / "design.md").read_text()
-    section = text[text.index("## From optimizer.step()") : text.index("## Launches")]
-    called: set[str] = set()
+def called_by(run: Callable[[], object]) -> list[tuple[str, str]]:
+    """Each of memkern's Python functions that a call runs, in order: its file and name."""
+    found: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "call" and Path(code.co_filename).is_relative_to(ROOT / "memkern"):
-            called.add(code.co_name)
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT / "memkern"):
+            found.append((path.relative_to(ROOT).as_posix(), frame.f_code.co_name))
 
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@needs_cpp  # as the walk
+def test_the_walk_names_every_python_function_of_a_step() -> None:
     p = torch.nn.Parameter(torch.randn(64, 128))
     optimizer = memkern.optim.AdamW8bit([p])
-    for tracer in (None, note):  # the first step makes states
+    for _ in range(2):  # the first step makes states
         p.grad = torch.randn_like(p)
-        sys.setprofile(tracer)
-        try:
-            optimizer.step()
-        finally:
-            sys.setprofile(None)
-    named = {*re.findall(r"`(\w+)`", section)}
+        called = {name for _, name in called_by(optimizer.step)}
     assert {"step", "_init_group", "step_"} <= called
-    assert {name for name in called if not name.startswith("<")} <= named
+    assert {name for name in called if not name.startswith("<")} <= {*re.findall(r"`(\w+)`", STEP)}
+
+
+@needs_cpp
+def test_the_walk_names_every_python_function_of_gelu() -> None:
+    x = torch.randn(64, 128, requires_grad=True)
+    for _ in range(2):  # the first call makes the Activation
+        called = called_by(lambda: memkern.functional.gelu(x))
+    assert {name for _, name in called} <= {*re.findall(r"`(\w+)`", GELU)}
+    files = [file for _, file, _ in walk(GELU)]
+    assert {file for file, _ in called} - {"memkern/backend.py"} == {f for f in files if f.endswith(".py")}
+    assert returns([file for file, _ in called]) == returns(files) == 2

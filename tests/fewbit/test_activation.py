@@ -345,6 +345,14 @@ def test_a_changed_output_raises() -> None:
         y.sum().backward()
 
 
+def test_a_slope_of_minus_zero_is_not_that_of_zero() -> None:
+    """Activations are made once for each set of parameters, and -0.0 == 0.0."""
+    x = torch.tensor([-2.0, 3.0], requires_grad=True)
+    for slope in (0.0, -0.0):
+        y = ACTIVATIONS["leaky_relu"].ours(x, slope)
+        assert torch.equal(y.signbit(), F.leaky_relu(x, slope).signbit())
+
+
 # ---- bad arguments
 
 GELU, SILU = ACTIVATIONS["gelu"].ours, ACTIVATIONS["silu"].ours

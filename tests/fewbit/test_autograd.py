@@ -155,6 +155,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x),
     "gelu from output": lambda x: functional.gelu(x, "tanh", keep="output"),
     "softplus": lambda x: functional.softplus(x, 2.0, bits=4),
+    "hardtanh": lambda x: functional.hardtanh(x, 0.0, 6.0),
     "in place": lambda x: functional.leaky_relu(x * 2, inplace=True) + 1,
     "wrapped": lambda x: functional.few_bit(x, torch.sin, LEVELS["gelu", 2]),
     "module": torch.nn.Sequential(torch.nn.Linear(7, 9), nn.Mish(), torch.nn.Linear(9, 7)),
@@ -165,7 +166,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_compile_without_a_graph_break(case: str) -> None:
     fn = COMPILED[case]
     torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=case == "gelu")
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=case in ("gelu", "hardtanh"))
     for rows in (5, 6):
         x = torch.randn(rows, 7)
         assert_same(gradients(compiled, x), gradients(fn, x))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memkern.functional import randomized_linear
+from memkern.functions import projection
 from memkern.nn import RandomizedLinear
-from memkern.randomized import projection
 from tests.support.helpers import assert_same
 from tests.support.linear_helpers import PROJECTIONS, assert_gram, matrix, over_projections, seeds, variance
 

@@ -20,15 +20,15 @@ import memkern
 from memkern import applying, memory
 from memkern.__main__ import main
 from memkern.options import OptionError, Techniques
-from memkern.planner import fake_cuda, waiting
-from memkern.planner import step as planner_step
+from memkern.planner import fake_cuda, fake_step, waiting
 from memkern.planner.choice import Chooser
 from memkern.planner.hardware import DEFAULTS, hidden_from, seconds
 from memkern.planner.models import MODELS, resolve
 from memkern.planner.planning import ALONE, parse_memory
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
 from memkern.planner.trace import Trace, aligned, peaks
-from memkern.saved import offload
+from memkern.saved.copies import FakeCopies
+from memkern.saved.link import Link
 
 MIB = 2**20
 WIDTH, DEPTH = 64, 4
@@ -99,7 +99,7 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     assert max(sum(phase.values()) for phase in found.values()) == real
 
 
-class CopiesOfADevice(offload.FakeCopies):
+class CopiesOfADevice(FakeCopies):
     """Real copies, whose ends are known as late as those of fake tensors."""
 
     def slab(self, size: int) -> torch.Tensor:
@@ -121,9 +121,9 @@ def test_what_leaves_has_the_bytes_of_the_real_step(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """With the CPU's memory as if it were a device's, and not counting the host's."""
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
-    link = offload.Link(torch.device("cpu"), CopiesOfADevice())
-    monkeypatch.setattr(offload, "_links", {torch.device("cpu"): link})
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
+    link = Link(torch.device("cpu"), CopiesOfADevice())
+    monkeypatch.setattr("memkern.saved.offload._links", {torch.device("cpu"): link})
     techniques = Techniques(micro_batch=1000, **{"saved_bits": 8, "offload_saved": True, **changes})
 
     def stack() -> nn.Module:
@@ -132,10 +132,10 @@ def test_what_leaves_has_the_bytes_of_the_real_step(
         return model
 
     source = resolve(stack(), None, torch.zeros(2, WIDTH), None, None)
-    trace = planner_step.trace(source, techniques, "cpu")
+    trace = fake_step.trace(source, techniques, "cpu")
     found = peaks([trace], 0, free_gradients=False, unit=1)
     predicted = max(sum(phase.values()) for phase in found.values())
-    here = planner_step.trace(source, techniques.replace(offload_saved=False), "cpu")
+    here = fake_step.trace(source, techniques.replace(offload_saved=False), "cpu")
     without = peaks([here], 0, free_gradients=False, unit=1)
     if "checkpointing" not in changes:  # where gradients are the most of it
         assert predicted < 0.8 * max(sum(phase.values()) for phase in without.values())
@@ -221,7 +221,7 @@ def test_traces_are_aligned_where_the_blocks_are_not_in_the_middle(changes: dict
         model = Headed()
         model.blocks = nn.ModuleList(Block() for _ in range(depth))
         source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
-        return planner_step.trace(source, Techniques(micro_batch=100, **changes), "cpu")
+        return fake_step.trace(source, Techniques(micro_batch=100, **changes), "cpu")
 
     for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
         found = peaks([traced(3), traced(4)], 5, **options)
@@ -249,11 +249,11 @@ def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]
         config.architectures, config.intermediate_size = ["LlamaForCausalLM"], 176
     source: Any = resolve(config, 64, None, None, None)
     techniques = Techniques(micro_batch=4, **changes)
-    planner_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
-    made, more = planner_step.traces(source, techniques, "cpu")
+    fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
+    made, more = fake_step.traces(source, techniques, "cpu")
     assert (len(made), more) == (2, 4)
     for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
-        whole = peaks([planner_step.trace(source, techniques, "cpu")], 0, **options)
+        whole = peaks([fake_step.trace(source, techniques, "cpu")], 0, **options)
         found = peaks(made, more, **options)
         assert {phase: sum(x.values()) for phase, x in found.items()} == {
             phase: sum(x.values()) for phase, x in whole.items()
@@ -264,7 +264,7 @@ def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
     x = torch.zeros(2, WIDTH)
     other = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
     few, many = (
-        planner_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other)
+        fake_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other)
     )
     assert aligned(few, many) is None
 
@@ -360,7 +360,7 @@ def test_offload_leaves_the_gpu_without_states() -> None:
 
 
 def test_saved_tensors_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
     model = Stack()
     model.blocks = nn.ModuleList(Block() for _ in range(12))
     source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
@@ -397,7 +397,7 @@ def test_from_how_many_tokens_a_transfer_is_hidden() -> None:
 
 
 def test_memory_on_the_host_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
     model = Stack()
     model.blocks = nn.ModuleList(Block() for _ in range(12))
     source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
@@ -449,9 +449,9 @@ def test_checkpoints_change_no_gradient(how: str) -> None:
 def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_gradients: bool) -> None:
     source = resolve(folder, 64, None, None, None).with_depth(14)
     techniques = Techniques(**changes)
-    traces, more = planner_step.traces(source, techniques, "cpu")
+    traces, more = fake_step.traces(source, techniques, "cpu")
     assert len(traces) == 2
-    whole = planner_step.trace(source, techniques, "cpu")
+    whole = fake_step.trace(source, techniques, "cpu")
     options = {"free_gradients": free_gradients, "unit": 64}
     found, expected = peaks(traces, more, **options), peaks([whole], 0, **options)
     if "saved_bits" in changes:
@@ -462,7 +462,7 @@ def test_few_blocks_tell_of_all(folder: Path, changes: dict[str, Any], free_grad
         assert least <= total <= least + log_probabilities
     else:
         assert found == expected
-    assert planner_step.fixed(source, techniques, "cpu") == planner_step._fixed(source, techniques, "cpu")
+    assert fake_step.fixed(source, techniques, "cpu") == fake_step._fixed(source, techniques, "cpu")
 
 
 # ---- the choice
@@ -800,7 +800,7 @@ def operators_of_silu() -> list[str]:
     """Call with fake CUDA."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Mish())
     source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
-    return [name for name, *_ in planner_step.trace(source, Techniques(), "cuda").operators]
+    return [name for name, *_ in fake_step.trace(source, Techniques(), "cuda").operators]
 
 
 @pytest.mark.full

@@ -12,6 +12,8 @@ import torch
 from memkern.quant import codec
 from tests.support.helpers import over_signs
 
+GENERATE = runpy.run_path(str(Path(codec.__file__).parents[2] / "csrc/generate.py"))
+
 
 def bitsandbytes_map(signed: bool) -> torch.Tensor:
     """create_dynamic_map of bitsandbytes 0.50 (functional.py) for its defaults, 7 exponent bits of 8."""
@@ -85,8 +87,8 @@ def test_tables_as_cpp_sees_them(table: str, signed: bool) -> None:
 
 
 def test_header_is_deterministic_and_exact() -> None:
-    header = codec.c_header()
-    assert header == codec.c_header()
+    header = GENERATE["tables"]()
+    assert header == GENERATE["tables"]()
     for name, values in {
         "kDynamicMapSigned": codec.dynamic_map(True),
         "kDynamicMidpointsUnsigned": codec.dynamic_midpoints(False),
@@ -98,9 +100,8 @@ def test_header_is_deterministic_and_exact() -> None:
 
 
 def test_headers_in_the_tree_are_current(tmp_path: Path) -> None:
-    generate = runpy.run_path(str(Path(codec.__file__).parents[2] / "csrc/generate.py"))
-    generate["write_headers"](tmp_path)
-    headers = {name: generate["CSRC"] / name for name in generate["HEADERS"]}
+    GENERATE["write_headers"](tmp_path)
+    headers = {name: GENERATE["CSRC"] / name for name in GENERATE["HEADERS"]}
     if not any(header.exists() for header in headers.values()):
         pytest.skip("they are written by a build in the tree, and there was none")
     for name, header in headers.items():

@@ -17,7 +17,7 @@ import memkern
 from memkern import memory
 from memkern.saved import offload
 from memkern.saved.host_pool import HostPool
-from memkern.saved.offload import Link
+from memkern.saved.link import Link
 from tests.support.streams import RaceError, Streams, WatchedLink
 
 from .helpers import WIDTH, Model, gradients, ids, same
@@ -27,7 +27,7 @@ BITS = ["exact", 8]
 
 @pytest.fixture(autouse=True)
 def small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
     monkeypatch.setattr(offload, "_links", {})
 
 

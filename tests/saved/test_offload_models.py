@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(zoo, "WIDTH", 128)
     monkeypatch.setattr(zoo, "HEAD", 32)
-    monkeypatch.setattr(offload, "LEAST_BYTES", 4096)
+    monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
 
 
 def gradients(name: str, precision: str, checkpoints: bool, **options: Any) -> dict[str, Tensor]:

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import functional, memory
+from memkern.functions.saves_input import Recompute
 from memkern.saved import rules
-from memkern.saved.recompute import Recompute
+from memkern.saved.edge import Edge
 from memkern.saved.resolve import root
-from memkern.saved.saved_value import Edge
 from memkern.saved.users import operation
 
 N, W = 32, 64
@@ -139,7 +139,7 @@ def test_beside_codes_products_and_softmax_are_not_computed_anew(name: str) -> N
             return _run(CASES[name], leaf)
 
     y = CASES[name](leaf * 1.5)
-    assert memory.saved_bytes(forward, leaf, ONES) >= y.numel() * (1 if name in rules.CODED else 4)
+    assert memory.saved_bytes(forward, leaf, ONES) >= y.numel() * (1 if name in rules.CODEC_BY_MAKER else 4)
 
 
 def test_sums_over_many_and_small_products_are_saved() -> None:
@@ -216,7 +216,7 @@ def test_what_the_rules_rest_on_in_torch() -> None:
 
     Gradients stay right, because a tensor without ``grad_fn`` is saved as torch does, but nothing is saved any more.
     Then find out what replaced ``grad_fn`` in the pack hook, ``_input_metadata``, ``metadata`` or ``_saved_*`` of a
-    node, change memkern/saved/saved_value.py (Edge, registered) accordingly, and this test with it.
+    node, change memkern/saved/edge.py and registered() accordingly, and this test with it.
     """
     seen: list[Tensor] = []
     x = torch.randn(3, 4, requires_grad=True)

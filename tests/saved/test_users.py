@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import memory
-from memkern.glu import Glu
+from memkern.functions.glu import Glu
+from memkern.functions.saves_input import Recompute
 from memkern.saved import codecs, ranges, users
-from memkern.saved.recompute import Recompute
 
 B, T, W = 4, 32, 64
 X = torch.randn(B, T, W, generator=torch.Generator().manual_seed(1))
@@ -429,7 +429,7 @@ class _Theirs(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])
-@pytest.mark.parametrize("name", ["Glu", "Recompute", "Codes"])
+@pytest.mark.parametrize("name", ["Glu", "Recompute", "FewBit"])
 def test_functions_are_told_by_their_class_and_not_by_its_name(name: str, bits: Any) -> None:
     first, second = _weights()
     theirs = type(name, (_Theirs,), {})
@@ -447,7 +447,7 @@ def test_memkern_s_functions_are_known() -> None:
     assert users.operation(memkern.functional.swiglu(x).grad_fn) == "memkern.Glu"
     assert users.operation(Recompute.apply(x, torch.tanh).grad_fn) == "memkern.Recompute"
     assert issubclass(Glu.eager, Glu)
-    assert users.operation(memkern.functional.gelu(x).grad_fn) == "memkern.Codes"
+    assert users.operation(memkern.functional.gelu(x).grad_fn) == "memkern.FewBit"
 
 
 # ---- what may wait

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkern.randomized import projection
+from memkern.functions import projection
 
 PROJECTIONS = [*projection.PROJECTIONS]
 over_projections = pytest.mark.parametrize("name", PROJECTIONS)

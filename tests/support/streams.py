@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkern.saved.offload import BACK, EARLY, HELD, Away, Link, Pairs, Record, StreamCopies
+from memkern.saved.copies import Pairs, StreamCopies
+from memkern.saved.link import Away, Link
+from memkern.saved.records import BACK, EARLY, HELD, Record
 
 UNIT = 512  # bytes of the host's memory that have a history of their own
 

@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 
 import memkern
 from memkern import memory
-from memkern.saved.recompute import Recompute
+from memkern.functions.saves_input import Recompute
 from memkern.swap.recompute import Recomputed
 from tests.support import gpt2
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memkern import OptionError, memory, optim
-from memkern.saved import offload as saved_offload
+from memkern.saved import link
 from memkern.train import Corpus, TrainConfig, Trainer, run
 from memkern.train.build import Source
 from memkern.train.fit import fit, given_techniques
@@ -81,7 +81,7 @@ def test_saved_tensors_on_the_host_have_the_same_bits(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, loss_chunk: int | None
 ) -> None:
     """Also where the loss is computed in chunks, outside of the model's own forward pass."""
-    monkeypatch.setattr(saved_offload, "LEAST_BYTES", 1024)
+    monkeypatch.setattr(link, "LEAST_BYTES", 1024)
     options = {"saved_bits": 8, "loss_chunk": loss_chunk}
     here, there = trained(corpus, **options), trained(corpus, **options, offload_saved=True)
     assert_same_run(here, there)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memkern import _ops, optim
-from memkern.fewbit.tables import LEVELS
-from memkern.quant.codec import ACTIVATIONS, CODECS
+from memkern.fewbit.activations import activation_of
+from memkern.quant.codec import CODECS
 from memkern.quant.layout import layout_of
 from memkern.schemas import StepArgs
 
@@ -71,12 +71,12 @@ def muon(x: torch.Tensor) -> list[Callable[[], object]]:
 
 
 def others(x: torch.Tensor) -> list[Callable[[], object]]:
-    table = LEVELS["gelu", 3]
+    gelu = activation_of("gelu", 3)
     norm = torch.zeros((), dtype=torch.float64, device=x.device)
-    planes = _ops.few_bit_encode(x, table)
+    planes = _ops.few_bit_encode(x, gelu.levels)
     found: list[Callable[[], object]] = [
-        lambda: _ops.few_bit_forward(x, ACTIVATIONS["gelu"], 0.0, 0.0, table),
-        lambda: _ops.few_bit_backward(x, planes, table.levels),
+        lambda: _ops.few_bit_forward(x, gelu),
+        lambda: _ops.few_bit_backward(x, planes, gelu.levels.levels),
         lambda: _ops.grad_norm_(norm, [x], None),
     ]
 

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
-from ..autograd import SavesLess, apply, needs_gradient, no_second_derivative
-from ..quant.codec import ACTIVATIONS
-from .autograd import activate_and_encode
-from .levels import Levels, check_bits
-from .tables import LEVELS, TWO_BRANCHES
+from ..fewbit.activations import activation_of
+from ..fewbit.levels import check_bits
+from .activation import activate_and_encode
+from .autograd import SavesLess, apply, needs_gradient, no_second_derivative
 
 KEEPS = ("codes", "output", "input")
 
@@ -38,8 +37,7 @@ class _MLP(SavesLess):
         hidden = F.linear(x, weight1, bias1).contiguous()
         codes = None
         if encodes:
-            table = LEVELS[name, bits] if keep == "codes" else Levels(1, (), (TWO_BRANCHES[name].at,), (1,))
-            output, codes = activate_and_encode(hidden, ACTIVATIONS[name], 0.0, 0.0, table)
+            output, codes = activate_and_encode(hidden, activation_of(name, bits, keep))
         else:
             output = _gelu(hidden, name)
         y = F.linear(output, weight2, bias2)
@@ -50,7 +48,9 @@ class _MLP(SavesLess):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, weight1, _, weight2, _, ctx.name, ctx.bits, ctx.keep, _ = inputs
+        x, weight1, _, weight2, _, ctx.name, bits, ctx.keep, _ = inputs
+        if ctx.keep != "input":
+            ctx.activation = activation_of(ctx.name, bits, ctx.keep)
         _, hidden, activated, codes, tag = output
         needs_x, needs_weight1, needs_bias1 = ctx.needs_input_grad[:3]
         ctx.set_materialize_grads(False)
@@ -82,9 +82,9 @@ class _MLP(SavesLess):
                 approximate = "tanh" if ctx.name == "gelu_tanh" else "none"
                 grad = torch.ops.aten.gelu_backward(grad, hidden, approximate=approximate)
             elif ctx.keep == "output":
-                grad = _ops.few_bit_backward_from_output(grad, output, codes, TWO_BRANCHES[ctx.name])
+                grad = _ops.few_bit_backward_from_output(grad, output, codes, ctx.activation.two_branch)
             else:
-                grad = _ops.few_bit_backward(grad, codes, LEVELS[ctx.name, ctx.bits].levels)
+                grad = _ops.few_bit_backward(grad, codes, ctx.activation.levels.levels)
             if needs_x:
                 grads[0] = grad @ weight1
             if needs_weight1:

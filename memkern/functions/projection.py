@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..autograd import constant
+from .autograd import constant
 
 WORD = 0xFFFFFFFF
 CHUNK = 1 << 22  # elements of S, or of a transformed slice, that exist at a time

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative, without_autocast
+from .autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative, without_autocast
 from .projection import PROJECTIONS, draw_seed, project
 
 MIN_TOKENS = (
@@ -102,7 +102,7 @@ def randomized_linear(
         y      = x W^T + b                          as torch computes it
         grad_x = grad_y W                           as torch computes it
         grad_b = sum of grad_y over tokens          as torch computes it
-        grad_W = N / k (S grad_y)^T (S x)           unbiased; its variance is in memkern.randomized.projection
+        grad_W = N / k (S grad_y)^T (S x)           unbiased; its variance is in memkern.functions.projection
 
     Args:
         x: (..., in), floating point.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiling import assume_constant_result
+from ..compiling import assume_constant_result
 
 _WAY_OUT = "use torch.nn.functional's own (memkern.restore(model)) where it is needed"
 
@@ -72,14 +72,17 @@ def apply(function: type[SavesLess], *args: Any) -> Tensor:
     Raises:
         RuntimeError: under torch.onnx.export, whose format has none of memkern's operations.
     """
-    if _records() and _exports_to_onnx():
+    compiling = torch.compiler.is_compiling()
+    # torch.onnx's own answer takes 5 us, as it imports a module at each call.
+    is_program = compiling or _is_exporting() or torch._C._get_tracing_state() is not None
+    if is_program and _exports_to_onnx():
         raise RuntimeError(
             f"ONNX has no operation for memkern's functions ({function.__name__}): call memkern.restore(model) before "
             "torch.onnx.export, or export under torch.no_grad(), where they are torch's own"
         )
-    if torch.compiler.is_compiling():
+    if compiling:
         results = function.apply(*args)
-    elif not is_eager():
+    elif torch._C._are_functorch_transforms_active():
         results = function.eager.apply(*args)
     else:  # Function.apply but for inspect.signature, to find defaults that there are not: 60 us
         results = super(torch.autograd.Function, function.eager).apply(*args)  # type: ignore[misc]
@@ -89,11 +92,6 @@ def apply(function: type[SavesLess], *args: Any) -> Tensor:
 def is_eager() -> bool:
     """Whether neither torch.compile nor a transform of torch.func sees what is called."""
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-
-
-def _records() -> bool:
-    """Whether any program is recorded. torch.onnx's own answer takes 5 us, as it imports a module at each call."""
-    return torch.compiler.is_compiling() or _is_exporting() or torch._C._get_tracing_state() is not None
 
 
 def is_recorded() -> bool:

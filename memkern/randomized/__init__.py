@@ -1,1 +1,0 @@
-"""Linear layers that save a random projection of their input."""
