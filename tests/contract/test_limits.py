@@ -13,8 +13,7 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 
 # As many lines as each has at most. Never raise a number: split the file, or shorten the function.
 LONG_FILES = {
-    "memkern/optim/base.py": 506,
-    "memkern/optim/offload/host.py": 613,
+    "memkern/optim/offload/host.py": 514,
     "tests/distributed/test_shards.py": 425,
     "tests/fixtures/make_hashes.py": 518,
     "tests/gpu/test_cuda_simt.py": 617,
@@ -39,7 +38,6 @@ LONG_FILES = {
     "tools/gpu/tune.py": 428,
 }
 LONG_FUNCTIONS = {
-    ("memkern/optim/multi_call.py", "step"): 74,
     ("tools/gpu/parts.py", "parts"): 96,
 }
 
