@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compiling import assume_constant_result
 from ..reference.activation import function_of
-from .levels import Levels, TwoBranch, hardtanh_levels, relu_levels
+from .levels import Levels, TwoBranch, hardtanh_levels, relu_levels, softplus_levels
 from .tables import LEVELS, TWO_BRANCHES
 
 
@@ -43,7 +43,7 @@ def _levels(name: str, bits: int, a: float, b: float) -> Levels:
     if name == "hardtanh":
         return hardtanh_levels(a, b)
     table = LEVELS[name, bits]
-    return table.scaled(a) if name == "softplus" else table
+    return softplus_levels(table, a, b) if name == "softplus" else table
 
 
 @functools.lru_cache(maxsize=256)

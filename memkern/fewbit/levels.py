@@ -111,3 +111,18 @@ def relu_levels(negative_slope: float = 0.0) -> Levels:
 def hardtanh_levels(min_val: float, max_val: float) -> Levels:
     """Exact: 1 for min_val < x < max_val, else 0."""
     return Levels(1, (0.0, 1.0), (min_val, below(max_val)), (1, 1))
+
+
+def softplus_levels(table: Levels, beta: float, threshold: float) -> Levels:
+    """The table of the logistic function, with 1 where ``beta * x > threshold``: there softplus is x itself.
+
+    A threshold in the table's last interval changes nothing: its level is the nearest there is, and no code is left.
+    """
+    bounds = sorted({-t for t in table.thresholds} | {0.0, *table.thresholds})
+    if threshold < bounds[-1]:
+        bounds = [*(t for t in bounds if t < threshold), threshold]
+        middles = [bounds[0] - 1, *((a + b) / 2 for a, b in pairwise(bounds))]
+        levels = [*table.derivative(torch.tensor(middles)).tolist(), 1.0]
+        unused = [1.0] * (2**table.bits - len(levels))
+        table = from_intervals(table.bits, [*levels, *unused], bounds, range(len(levels)))
+    return table.scaled(beta)

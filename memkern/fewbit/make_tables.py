@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..quant.codec import EVEN, MAX_BITS, ODD, PLAIN
 from .fit import Derivative, Fit, fit_levels, mean_squared_error
-from .levels import TwoBranch
+from .levels import TwoBranch, below
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -61,12 +61,18 @@ OPTIONS: dict[tuple[str, int], dict[str, Any]] = {
 }
 
 
+KINKS = {"hardswish": (3.0,)}
+"""Jumps of a derivative that has its limit at the jump itself, as torch's has; bf16 and fp16 meet them."""
+
+
 def fit_table(name: str, bits: int) -> Fit:
     """The fit whose levels are ``LEVELS[name, bits]`` of tables.py, rounded to six decimals."""
     table = fit_levels(DERIVATIVES[name], bits, **OPTIONS.get((name, bits), {})).levels
     table = table._replace(
         levels=tuple(round(v, 6) + 0.0 for v in table.levels),
-        thresholds=tuple(round(t, 6) for t in table.thresholds),
+        thresholds=tuple(
+            below(r) if (r := round(t, 6)) in KINKS.get(name, ()) else r for t in table.thresholds
+        ),
     )
     return Fit(table, mean_squared_error(table, DERIVATIVES[name]))
 
