@@ -23,16 +23,29 @@ class SavesLess(torch.autograd.Function):
     """
 
     reason = "a few-bit activation saves its derivative rounded"
+    transformed: type[torch.autograd.Function]
+    """The same function with a jvp, which raises, for torch.func. TorchDynamo takes no function that has one."""
     eager: type[torch.autograd.Function]
-    """The same function with a jvp, which raises. TorchDynamo takes no function that has one."""
+    """The same with a context in forward: what is saved is then no result, and is freed as torch's own would be."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.vmap = staticmethod(functools.partial(_one_by_one, cls))  # type: ignore[method-assign]
         if "jvp" not in vars(cls):
-            cls.eager = type(
-                cls.__name__, (cls,), {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
-            )
+            raising = {"jvp": staticmethod(functools.partial(_no_jvp, cls.reason))}
+            cls.transformed = type(cls.__name__, (cls,), raising)
+            in_one = {
+                "forward": staticmethod(functools.partial(_forward_with_context, cls)),
+                "setup_context": torch.autograd.Function.setup_context,
+            }
+            cls.eager = type(cls.__name__, (cls,), raising | in_one)
+
+
+def _forward_with_context(function: type[SavesLess], ctx: Any, *args: Any) -> Any:
+    """The result, and the tag where there is one."""
+    results = function.forward(*args)
+    function.setup_context(ctx, args, results)
+    return results if isinstance(results, Tensor) else (results[0], results[-1])
 
 
 def _one_by_one(function: type[SavesLess], info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, int]:
@@ -83,7 +96,7 @@ def apply(function: type[SavesLess], *args: Any) -> Tensor:
     if compiling:
         results = function.apply(*args)
     elif torch._C._are_functorch_transforms_active():
-        results = function.eager.apply(*args)
+        results = function.transformed.apply(*args)
     else:  # Function.apply but for inspect.signature, to find defaults that there are not: 60 us
         results = super(torch.autograd.Function, function.eager).apply(*args)  # type: ignore[misc]
     return results if isinstance(results, Tensor) else results[0]

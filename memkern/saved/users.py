@@ -205,7 +205,7 @@ def _own_functions() -> dict[Any, str]:
         name = f"memkern.{function.__name__.lstrip('_')}"
         own[function] = name
         if hasattr(function, "eager"):
-            own[function.eager] = name
+            own[function.eager] = own[function.transformed] = name
     return own
 
 
