@@ -40,10 +40,7 @@ EXACT_USE, CODED_USE, SHAPE_USE = "exact", "coded", "shape"
 """How an operation uses a value: exactly, from codes, or its shape alone."""
 
 _STATE, _MARK = "memkern state", "memkern mark"
-_LEAST_WAITING, _MOST_WAITING = (
-    16,
-    1024,
-)  # limits of a list that operations with unused results would let grow
+_LEAST_WAITING = 16  # entries, dead ones among them, before they are looked through
 _NEVER = 1 << 62  # sequence numbers of AccumulateGrad are larger
 _order = itertools.count()
 
@@ -97,13 +94,11 @@ class Undecided(threading.local):
 
     def __init__(self) -> None:
         self.entries: dict[int, list[weakref.ref]] = {}
-        self.most = _LEAST_WAITING  # before it is looked through for what is freed
+        self.most = _LEAST_WAITING  # twice what was alive the last time
 
     def add(self, seq: int, packed: Any) -> None:
         if len(self.entries) >= self.most:
             self.forget_the_dead()
-        if len(self.entries) >= _MOST_WAITING:
-            del self.entries[next(iter(self.entries))]
         self.entries.setdefault(seq, []).append(weakref.ref(packed))
 
     def look(self, nodes: Iterable[Any], state: int = UNKNOWN, elements: int = 0) -> None:
@@ -176,7 +171,7 @@ class Undecided(threading.local):
     def forget_the_dead(self) -> None:
         alive = [(seq, [r for r in refs if r() is not None]) for seq, refs in self.entries.items()]
         self.entries = {seq: refs for seq, refs in alive if refs}
-        self.most = min(_MOST_WAITING, max(_LEAST_WAITING, 2 * len(self.entries)))
+        self.most = max(_LEAST_WAITING, 2 * len(self.entries))
 
     def give_up(self, outer: Hooks) -> None:
         """Stores all waiting tensors exactly, through the hooks around ours, which are about to be closed."""
@@ -184,8 +179,9 @@ class Undecided(threading.local):
         given = [packed for packed in waiting if packed.value.session.outer is outer]
         for packed in given:
             packed.value.session.settle(packed, EXACT_USE, None)
+        done = {*map(id, given)}
         for seq, refs in self.entries.items():
-            self.entries[seq] = [ref for ref in refs if ref() not in given]
+            self.entries[seq] = [ref for ref in refs if id(ref()) not in done]
         self.forget_the_dead()
 
 
