@@ -86,7 +86,7 @@ def is_active(p: Tensor) -> bool:
 
 
 class Accumulation:
-    """What :func:`accumulate` returns: ``remove()`` ends it, as does leaving a ``with`` block.
+    """The handle that :func:`accumulate` returns: ``remove()`` ends it, as does leaving a ``with`` block.
 
     ``restart(count)`` sets the count of additions.
     """

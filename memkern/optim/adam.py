@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..schemas import ADAM_STEP, AMSGRAD_STEP, StepOp
 from .base import BlockwiseOptimizer
+from .checks import check_torch_options
 from .format import Format
-from .options import check_torch_options
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:

@@ -138,7 +138,7 @@ class StepInBackward(Optimizer):
         return None
 
     def _follow_groups(self) -> None:
-        """For memkern's optimizers: follows all groups at the first gradient of a backward pass."""
+        """Follows all groups of memkern's optimizers at the first gradient of a backward pass."""
         if not self._is_alone:
             super()._follow_groups()  # type: ignore[misc]
 
@@ -205,7 +205,7 @@ class StepInBackward(Optimizer):
 
 
 _HOOKS: dict[int, list[weakref.ref[ParameterHooks]]] = {}
-"""Of all optimizers, by the id of a parameter. Weak references to parameters would forbid torch.utils.swap_tensors."""
+"""The hooks of all optimizers, by the id of a parameter. Weak references to parameters would forbid torch.utils.swap_tensors."""
 
 
 class ParameterHooks:

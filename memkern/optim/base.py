@@ -1,4 +1,4 @@
-"""What every block-wise optimizer shares: groups, states, the call of the op."""
+"""The base of the block-wise optimizers: groups, states, steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from ..schemas import StepOp
 from . import foreign, loading, replaced, step_errors
+from .checks import check_gradient, check_group, check_norm_of_group, check_param, place_lr
 from .dtensor import collectives, shards
 from .format import Format, takes_8bit_state
-from .options import check_gradient, check_group, check_norm_of_group, check_param, place_lr
 from .plan import Entry, StepPlan, Values, rounds_of
 from .shared_options import DEFAULTS, SharedOptions, check_names, full_signature
 from .state import State, converted, initial_state
@@ -146,7 +146,7 @@ class BlockwiseOptimizer(Optimizer):
         return initial_state(self._op_of(group), p, group)
 
     def _follow_groups(self) -> None:
-        """Where groups have changed since the last step: checks them, moves states to new parameters, converts states.
+        """Checks groups that have changed since the last step, moves states to new parameters, converts states.
 
         Raises:
             ValueError, TypeError, RuntimeError: an option or a parameter that is not supported, or a state that does
@@ -217,11 +217,11 @@ class BlockwiseOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """For GradScaler, which leaves ``grad_scale`` and ``found_inf`` to step()."""
+        """GradScaler reads this, and leaves ``grad_scale`` and ``found_inf`` to step()."""
         return not foreign.lightning_asks()
 
     def _hyperparameters(self, op: StepOp) -> list[float]:
-        """Those of an op, one group after the other."""
+        """The hyperparameters of an op, one group after the other."""
         return [
             float(self._hyperparameter(g, name)) for g in self.param_groups for name in op.hyperparameters
         ]
@@ -305,7 +305,7 @@ class BlockwiseOptimizer(Optimizer):
         return plan
 
     def _values(self, grads: list[Tensor]) -> Values:
-        """What this step brings."""
+        """The values of this step."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and self._all_ranks.meshes:
             self.found_inf = found_inf = collectives.largest(found_inf, self._all_ranks)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..schemas import LAMB_STEP
+from .checks import check_torch_options
 from .layerwise import LayerwiseOptimizer
-from .options import check_torch_options
 from .shared_options import DEFAULTS_8BIT, StorageOptions
 
 if TYPE_CHECKING:

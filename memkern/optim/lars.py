@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..schemas import LARS_STEP
+from .checks import check_momentum, check_torch_options
 from .layerwise import LayerwiseOptimizer
-from .options import check_momentum, check_torch_options
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:

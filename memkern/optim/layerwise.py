@@ -1,4 +1,4 @@
-"""What LAMB and LARS share: a trust ratio for each layer."""
+"""The base of LAMB and LARS: a trust ratio for each layer."""
 
 from __future__ import annotations
 

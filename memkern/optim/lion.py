@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..schemas import LION_STEP
 from .base import BlockwiseOptimizer
-from .options import check_torch_options
+from .checks import check_torch_options
 from .shared_options import DEFAULTS_8BIT, SharedOptions
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ class HiddenState:
 
 
 def restored(values: Any, p: Any, group: Group | None) -> Any:
-    """What torch's load_state_dict, or a pickle, has left in ``optimizer.state[p]``, as the optimizer keeps it.
+    """The state that torch's load_state_dict, or a pickle, has left in ``optimizer.state[p]``, as the optimizer keeps it.
 
     Tensors that were hidden are copied to the parameter's device, with its strides where they have its shape.
     """

@@ -85,7 +85,7 @@ class Muon(BlockwiseOptimizer):
     storage_options = (*BlockwiseOptimizer.storage_options, "algorithm")
     _betas: tuple[float, float]
     product_devices: Mapping[Tensor, torch.device] | None = None
-    """Where the matrix products of a parameter are computed, if not on its own device. HostOffload sets it."""
+    """The devices of matrix products, for parameters whose products are not computed on their own. HostOffload sets it."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ def muon_step(
 
 
 def ratios_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
-    """What each matrix's learning rate is multiplied by."""
+    """The factors of the matrices' learning rates."""
     return [
         adjusted(g["adjust_lr_fn"], shapes_of_parts(g, p.shape)[0])
         for p, g in zip(params, groups, strict=True)

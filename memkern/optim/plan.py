@@ -21,13 +21,13 @@ from ..quant.layout import extent, is_dense
 from ..reference.state import check_step
 from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
 from . import step_errors, weights
+from .checks import check_gradient
+from .dtensor import calls as dtensor_calls
 from .dtensor import collectives, shards
 from .dtensor import muon as dtensor_muon
-from .dtensor import step as dtensor_step
-from .dtensor.step import Call
+from .dtensor.calls import Call
 from .format import Format
 from .muon_step import buckets, muon_step
-from .options import check_gradient
 from .state import State
 
 Group = dict[str, Any]
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What each step brings: gradients and numbers."""
+    """The values that are new at each step."""
 
     grads: Sequence[Tensor]
     hyperparameters: Callable[[StepOp], list[float]]  # of all groups
@@ -218,7 +218,7 @@ class StepPlan:
         if exchanged:
             dtensor_muon.steps(exchanged, groups)
         for reduced in reductions:
-            dtensor_step.step_with_reduction(reduced)
+            dtensor_calls.step_with_reduction(reduced)
         for call in with_gaps:
             (p,) = call.args.params
             dense = _buffer(buffers, p).copy_(p)
@@ -227,7 +227,7 @@ class StepPlan:
 
     def _local(self, call: Call, params: list[Tensor] | None) -> StepArgs:
         """The arguments as an op takes them. ``params``: those in place of ones with gaps."""
-        taken = dtensor_step.local_args(call.args) if self.all_ranks.meshes else call.args
+        taken = dtensor_calls.local_args(call.args) if self.all_ranks.meshes else call.args
         return taken if params is None else taken._replace(params=params)
 
     def _check(self, call: Call, groups: Sequence[Group], params: list[Tensor] | None = None) -> None:
@@ -285,7 +285,7 @@ class StepPlan:
         first = grads[0].device
         scale = _on(values.grad_scale, first)
         if self.all_ranks.meshes:
-            own = dtensor_step.local_grads(grads, self.params)
+            own = dtensor_calls.local_grads(grads, self.params)
             return collectives.grad_norm(own, scale, self.ranks, self.all_ranks)
         if torch.compiler.is_compiling():
             return collectives.norm_of(grads, scale, first)
@@ -305,7 +305,7 @@ class StepPlan:
         else:
             grads = values.grads
             if self.all_ranks.meshes:
-                grads = dtensor_step.local_grads(grads, self.params)
+                grads = dtensor_calls.local_grads(grads, self.params)
             finite = collectives.is_finite([grads[i] for i in self.matrices], self.all_ranks).to(device)
         found = finite.logical_not().float()
         if values.found_inf is not None:

@@ -1,4 +1,4 @@
-"""What a parameter of a model is for: which of Muon's matrices it is, or why AdamW has it."""
+"""The role of each parameter of a model: which of Muon's matrices it is, or why AdamW has it."""
 
 from __future__ import annotations
 

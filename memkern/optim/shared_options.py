@@ -34,7 +34,7 @@ DEFAULTS: SharedOptions = {
     "max_grad_norm": None,
 }
 DEFAULTS_8BIT: SharedOptions = {**DEFAULTS, "state_bits": 8}
-"""Of the classes whose names end in 8bit."""
+"""Defaults of the classes whose names end in 8bit."""
 
 
 def check_names(name: str, options: Iterable[str]) -> None:

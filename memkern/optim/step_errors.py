@@ -12,7 +12,7 @@ from torch import Tensor
 from ..schemas import WEIGHT_STATES, StepArgs
 
 OP_ERRORS = (RuntimeError, ValueError, TypeError)
-"""What an op raises for arguments that it refuses, before it changes anything."""
+"""An op raises these for arguments that it refuses, before it changes anything."""
 
 _ENTRY = re.compile(r"\b(\w+)\[(\d+)\]")
 _LISTS = {

@@ -1,4 +1,4 @@
-"""What the converters share: groups, entries, checks."""
+"""Groups, entries and checks of the converters."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class AllRanks(NamedTuple):
     meshes: tuple[DeviceMesh, ...]
     """Reductions over these, one after the other, bring a value of any rank to all."""
     kinds: tuple[Ranks | None, ...]
-    """Who holds other elements: of each parameter, once."""
+    """The ranks that hold other elements, of each parameter, once."""
 
     @property
     def have_equal_sums(self) -> bool:

@@ -18,8 +18,8 @@ from ...reference.shard import ShardArgs
 from ...schemas import StepArgs
 from ..muon_step import orthogonalize_, ratios_of, squares_of
 from .blocks import layout_of_shard, reduce_magnitudes
+from .calls import Call, copies, local_args
 from .shards import local, ranks_of
-from .step import Call, copies, local_args
 
 Group = dict[str, Any]
 Loads = dict[Any, list[float]]
@@ -42,7 +42,7 @@ def _along_one_dimension(p: Any) -> bool:
 
 
 def bytes_of_update(p: Tensor) -> int:
-    """What a matrix's update in bf16 takes on a rank, on average."""
+    """Bytes of a matrix's update in bf16 on a rank, on average."""
     ranks = ranks_of(p)
     if ranks is None or not (has_whole_matrices(p) or _along_one_dimension(p)):
         return 2 * p.numel()
@@ -66,7 +66,7 @@ def steps(buckets: Sequence[Call], groups: Sequence[Group]) -> None:
 
 
 def _device_of(p: Any, device: torch.device | None) -> torch.device | str:
-    """Where a matrix is exchanged and orthogonalized: shards that are on the host go to their mesh's device."""
+    """The device on which a matrix is exchanged and orthogonalized: shards that are on the host go to their mesh's device."""
     if device is not None:
         return device
     away = ranks_of(p) is not None and p.device_mesh.device_type != p.device.type
@@ -201,7 +201,7 @@ def _exchanges(params: Sequence[Any], updates: list[Tensor], loads: Loads) -> li
 
 
 def _work(shape: torch.Size) -> float:
-    """What an iteration of Newton-Schulz multiplies, up to a factor."""
+    """Multiplications of an iteration of Newton-Schulz, up to a factor."""
     short, long = sorted(shape[-2:])
     return float(shape[:-2].numel() * short * short * (2 * long + short))
 

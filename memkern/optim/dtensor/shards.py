@@ -29,7 +29,7 @@ def note_cut_blocks(p: Tensor) -> None:
 
 
 def report() -> dict[str, Any]:
-    """What memkern.report() says of several processes."""
+    """The part of memkern.report() about several processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return {
         "process_group": None

@@ -22,10 +22,10 @@ from ..backward import (
     without_hooks,
 )
 from ..base import BlockwiseOptimizer
+from ..checks import check_gradient
 from ..dtensor.shards import local, placed
 from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
-from ..options import check_gradient
 from .host_weights import HostWeights
 from .transfers import transfers_of
 from .weight import Weight, check_no_reductions, check_options, copy_options, has_gradient, set_options
@@ -151,7 +151,7 @@ class HostOffload(Optimizer):
         super().__init__(params, {})
 
     def _start(self) -> None:
-        """What is not copied or pickled."""
+        """Makes what is not copied or pickled."""
         self._worker = Worker()
         self._copies: list[tuple[Weight, Any]] = []  # of weights to the device, with their events
         self._arrived: dict[int, list[Weight]] = {}  # by bucket, while it waits for the rest of its gradients

@@ -59,7 +59,7 @@ class HostWeights(dict[Tensor, Weight]):
         return {**{key: vars(self)[key] for key in kept}, "_transfers": {}}
 
     def transfers(self, p: Tensor) -> Transfers:
-        """Those of a parameter's device."""
+        """The transfers of a parameter's device."""
         if p.device not in self._transfers:
             self._transfers[p.device] = self.transfers_of(p.device)
         return self._transfers[p.device]
@@ -101,7 +101,7 @@ class HostWeights(dict[Tensor, Weight]):
         put_in_place(inner, old.host_param, new.host_param)
 
     def follow_memory(self) -> None:
-        """Where parameters have got other memory, shapes or memory formats: their weights have them, too."""
+        """Gives weights the memory, shapes and memory formats that their parameters have now."""
         for w in self.values():
             if not w.frozen:
                 w.follow(self.transfers(w.p))
@@ -132,6 +132,6 @@ class HostWeights(dict[Tensor, Weight]):
         self.bucket_of = {w.p: i for i, bucket in enumerate(self.buckets) for w in bucket}
 
     def wait_for_copies(self, copies: Sequence[tuple[Weight, Any]]) -> None:
-        """What the devices' current streams do from now on finds the weights of these copies and events."""
+        """Makes the devices' current streams wait for copies of weights, given with their events."""
         for w, event in copies:
             self.transfers(w.p).device_waits(event)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ...memory import optimizer_bytes
 from ..base import BlockwiseOptimizer
 from ..dtensor import shards
+from ..dtensor.calls import matching
 from ..dtensor.shards import is_dtensor, local
-from ..dtensor.step import matching
 from ..format import takes_8bit_state
 from ..muon import Muon
 from ..state import State
@@ -35,7 +35,7 @@ class Weight:
 
     p: Tensor
     host_param: nn.Parameter
-    """What the inner optimizer steps: on the host, or on the device while its state stays there."""
+    """The weight that the inner optimizer steps: on the host, or on the device while its state stays there."""
     resident: bool
     """Whether host_param and state stay on the parameter's device."""
     own: bool
@@ -55,7 +55,7 @@ class Weight:
         return {**vars(self), "current": None, "buffer": None, "gradient": None, "arrived": None}
 
     def follow(self, transfers: Transfers) -> None:
-        """Where p has got other memory, another shape or memory format: host_param has it, too."""
+        """Gives host_param the memory, shape and memory format that p has now."""
         p, host_param = local(self.p).detach(), local(self.host_param)
         if not self.own:
             if (
@@ -87,7 +87,7 @@ class Weight:
             self.arrived = transfers.to_host(self.current, p)
 
     def renew(self) -> None:
-        """Where host_param does not round to p's values, takes those. Their copy has arrived."""
+        """Takes p's values, whose copy has arrived, where host_param does not round to them."""
         if self.own and self.current is not None:
             host_param, p = local(self.host_param).data, self.current
             rounded = host_param.to(p.dtype)
@@ -217,7 +217,7 @@ def bytes_on_device(
 
 
 def elements_of(p: Tensor) -> int:
-    """Of a parameter, or of the largest shard of a DTensor."""
+    """The elements of a parameter, or of the largest shard of a DTensor."""
     return math.prod(shards.largest_shard(p))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from memkern.optim.offload import host, host_weights, worker
+from memkern.optim.offload import host_weights, worker
 from tests.support.helpers import assert_same, snapshot
 
 LR = 0.5

@@ -1,4 +1,4 @@
-"""The step of the tensors that a rank holds, after the reductions that it needs."""
+"""Calls of ops on the tensors that a rank holds, after the reductions that their shards need."""
 
 from __future__ import annotations
 
