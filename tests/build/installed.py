@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 import runpy
+import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import memkern
 from memkern import backend
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS.parent))  # after memkern is imported: for tests.support.optimizers
 GROUPS = ("AdamW8bit", "Lion8bit", "activations", "blockwise")
 
 

@@ -25,7 +25,8 @@ COLUMNS = (
     *("date", "commit", "dirty", "hardware", "wheel", "bytes", "libraries_bytes", "needs", "platform"),
     *("python", "torch", "backend", "build_facts", "equal", "cases", "outcome"),
 )
-FILES = ("build/installed.py", "fixtures/make_hashes.py", "fixtures/hashes.json")  # of tests/
+SPECS = (p.relative_to(ROOT / "tests").as_posix() for p in (ROOT / "tests/support/optimizers").glob("*.py"))
+FILES = ("build/installed.py", "fixtures/make_hashes.py", "fixtures/hashes.json", *SPECS)  # of tests/
 VERSION = "import sys; print(f'cp{sys.version_info[0]}{sys.version_info[1]}')"
 
 
