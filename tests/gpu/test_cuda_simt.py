@@ -23,7 +23,6 @@ from memkern.quant.codec import CODECS, ODD, POWER4, POWER4_LEVELS, POWER_LEVELS
 from memkern.quant.layout import layer_count, layout_of
 from memkern.reference.blockwise import dither
 from memkern.schemas import STEP_OPS, StepArgs
-from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
 from tests.support import cache
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import (
@@ -32,6 +31,7 @@ from tests.support.activation_kernels import (
     compare_forward,
     compare_gelus,
 )
+from tests.support.bad_steps import BAD_CASES, BAD_STEPS
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
