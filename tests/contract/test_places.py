@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memkern.schemas import STEP_OPS, StepOp
+from tests.support.optimizers import SPECS
 
 ROOT = Path(__file__).parents[2]
 OWN = (
@@ -95,6 +96,7 @@ def test_an_optimizer_is_named_in_these_files_alone(family: str) -> None:
 @pytest.mark.parametrize("name", STEP_OPS)
 def test_every_optimizer_has_all_of_them(name: str) -> None:
     family = name.removesuffix("_step_")
+    assert family in {spec.family for spec in SPECS.values()}, "tests/support/optimizers"
     for path in (*(pattern.format(family) for pattern in OWN), *LINES):
         assert names(family).search(code_of(ROOT / path)), path
 
