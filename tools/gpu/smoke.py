@@ -38,8 +38,11 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "channels_last": lambda: values((4, 9, 5, 3)).contiguous(memory_format=torch.channels_last),
     "unaligned": lambda: values((33 * 131 + 1,))[1:].view(33, 131),
 }
+# Muon takes matrices alone, and has cases of its own.
 OPTIMIZERS = tuple(
-    name for name in optim.__all__ if getattr(getattr(optim, name), "op", None) in STEP_OPS.values()
+    name
+    for name, cls in ((name, getattr(optim, name)) for name in optim.__all__)
+    if getattr(cls, "op", None) in STEP_OPS.values() and not issubclass(cls, optim.Muon)
 )
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"codec": "dynamic"}, {"block_size": 1024}, {"max_grad_norm": 1.0})
 STEPS = 3
