@@ -14,6 +14,7 @@ from tests.support.simt import build
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
 
+pytest.register_assert_rewrite("tests.support.generic_tests")
 pytest_plugins = [
     "tests.support.features",
     "tests.support.interpreted",

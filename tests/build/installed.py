@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 import runpy
+import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import memkern
 from memkern import backend
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS.parent))  # after memkern is imported: for tests.support.optimizers
 GROUPS = ("AdamW8bit", "Lion8bit", "activations", "blockwise")
 
 
@@ -36,7 +38,8 @@ def main() -> None:
     for group in args.group or GROUPS:
         for name, run in fixtures["GROUPS"][group]().items():
             cases += 1
-            if run("cpu") != known[group][name]:
+            result = run("cpu")  # a state may have more entries than it had
+            if any(result.get(key) != value for key, value in known[group][name].items()):
                 different.append(name)
     report, selected = backend.report(), backend.select("cpu")
     found = {

@@ -25,7 +25,12 @@ COLUMNS = (
     *("date", "commit", "dirty", "hardware", "wheel", "bytes", "libraries_bytes", "needs", "platform"),
     *("python", "torch", "backend", "build_facts", "equal", "cases", "outcome"),
 )
-FILES = ("build/installed.py", "fixtures/make_hashes.py", "fixtures/hashes.json")  # of tests/
+SPECS = (p.relative_to(ROOT / "tests").as_posix() for p in (ROOT / "tests/support/optimizers").glob("*.py"))
+# Of tests/. The __init__.py keep a package called tests in the environment from being found first.
+FILES = (
+    "build/installed.py",
+    *("fixtures/make_hashes.py", "fixtures/hashes.json", "__init__.py", "support/__init__.py", *SPECS),
+)
 VERSION = "import sys; print(f'cp{sys.version_info[0]}{sys.version_info[1]}')"
 
 

@@ -14,6 +14,7 @@ from memkern.schemas import STEP_OPS
 from tests.support.helpers import assert_same, needs_cpp
 from tests.support.interpreted import interpreted
 from tests.support.op_helpers import CASES, NAMESPACES, SAMPLES, op, over_namespaces, step_args
+from tests.support.optimizers import SPECS
 
 over_ops = pytest.mark.parametrize("name", schemas.SCHEMAS)
 
@@ -29,13 +30,7 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
     assert callable(getattr(reference, name))
     assert name in schemas.FAKES
     assert name in SAMPLES
-    steps = {
-        "adam": "AdamW8bit",
-        "lamb": "LAMB8bit",
-        "lars": "LARS8bit",
-        "lion": "Lion8bit",
-        "sgd": "SGD8bit",
-    }
+    steps = {spec.family: f"{spec.name}8bit" for spec in SPECS.values()}
     word = steps.get(public, public)
     for folder, pattern in (("tests", "**/test_*.py"), ("benchmarks", "bench_*.py")):
         files = {*(root / folder).glob(pattern)} - {Path(__file__)}  # which has every word

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memkern.schemas import STEP_OPS, StepOp
+from tests.support.optimizers import SPECS
 
 ROOT = Path(__file__).parents[2]
 OWN = (
@@ -29,6 +30,32 @@ LINES = {
 # For `python -m memkern train --optimizer` and `plan --optimizer`.
 OPTIONAL = {"memkern/options.py", "memkern/train/config.py"}
 GENERATED = {"csrc/common/schemas.h", "csrc/core/hyperparameters.h"}
+
+
+# It takes a network of tests/saved/test_freed.py, which is to move to tests/saved/helpers.py.
+IMPORTS_OF_TESTS = {"tests/distributed/test_saved.py"}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports, and the names that it imports from each."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_no_test_is_imported() -> None:
+    """What two of them share is in tests/support."""
+    a_test = re.compile(r"tests\.(\w+\.)*test_\w+")
+    importing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("*.py")
+        if any(a_test.match(name) for name in imported(path))
+    }
+    assert importing == IMPORTS_OF_TESTS
 
 
 def code_of(path: Path) -> str:
@@ -69,6 +96,7 @@ def test_an_optimizer_is_named_in_these_files_alone(family: str) -> None:
 @pytest.mark.parametrize("name", STEP_OPS)
 def test_every_optimizer_has_all_of_them(name: str) -> None:
     family = name.removesuffix("_step_")
+    assert family in {spec.family for spec in SPECS.values()}, "tests/support/optimizers"
     for path in (*(pattern.format(family) for pattern in OWN), *LINES):
         assert names(family).search(code_of(ROOT / path)), path
 

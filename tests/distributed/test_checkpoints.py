@@ -14,13 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
 from memkern import optim
+from tests.support.dcp import load, state_of
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
 from tests.support.sharded import Odd, alone, everything, gpt, in_shards, new_muon, steps
@@ -33,23 +32,6 @@ FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 def made(build: Any, new: Any, shards: bool = True) -> Any:
     model = in_shards(build()) if shards else build()
     return model, new(model.parameters(), **OPTIONS)
-
-
-def state_of(model: nn.Module, optimizer: Any, options: Any = None) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model, options=options),
-        "optim": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-
-
-def load(model: nn.Module, optimizer: Any, path: str) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(float("nan"))
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optim"])
 
 
 def resumed(build: Any, new: Any, shards: bool, path: str, first: int, last: int, to: str = "") -> Any:

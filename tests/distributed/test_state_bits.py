@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from memkern import optim
-from tests.distributed.test_checkpoints import load, state_of
 from tests.support import sharded
+from tests.support.dcp import load, state_of
 from tests.support.helpers import assert_same
 from tests.support.ranks import Ranks
 from tests.support.sharded import Odd, alone, everything, in_shards, mesh, steps

@@ -23,7 +23,6 @@ from memkern.quant.codec import CODECS, ODD, POWER4, POWER4_LEVELS, POWER_LEVELS
 from memkern.quant.layout import layer_count, layout_of
 from memkern.reference.blockwise import dither
 from memkern.schemas import STEP_OPS, StepArgs
-from tests.contract.test_ops_errors import BAD_CASES, BAD_STEPS
 from tests.support import cache
 from tests.support.activation_helpers import LAYOUTS as ACTIVATION_LAYOUTS
 from tests.support.activation_kernels import (
@@ -32,6 +31,7 @@ from tests.support.activation_kernels import (
     compare_forward,
     compare_gelus,
 )
+from tests.support.bad_steps import BAD_CASES, BAD_STEPS
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -57,7 +57,7 @@ ORDERS = ("fwd", "rev", "rand")
 over_orders = pytest.mark.parametrize("order", ORDERS)
 over_second_moments = pytest.mark.parametrize("codec", [(0, 0), (2, 2)], ids=["8 bits", "4 bits"])
 over_steps = pytest.mark.parametrize("name", STEP_OPS)
-MOST_LAUNCHES = {"adam_step_": 4, "lamb_step_": 7, "lars_step_": 7, "lion_step_": 4, "sgd_step_": 4}
+MOST_LAUNCHES = {name: 7 if op.has_trust_ratios else 4 for name, op in STEP_OPS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,10 @@ from tests.support.helpers import (
     snapshot,
     train,
 )
+from tests.support.optimizers import SPECS
+from tests.support.optimizers.spec import BAD_EPS
 
 ROOT = Path(__file__).parents[2]
-ADAMS = [optim.AdamW, optim.Adam, optim.AdamW8bit, optim.Adam8bit]
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1e-3}, "lr must be 0 or more and finite, got -0.001"),
@@ -76,13 +77,8 @@ BETAS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"betas": (torch.tensor(0.9), torch.tensor(0.9, device="meta"))}, "on the CPU.*on meta"),
 ]
-ADAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"eps": -1e-8}, "eps must be 0 or more"),
-    ({"eps": math.nan}, "eps must be 0 or more"),
-    ({"eps": math.inf}, "eps must be 0 or more and finite"),
-]
 # Without those of torch.optim's that a group cannot ask for.
-GROUP_OPTIONS = [o for o in OPTIONS + BETAS + ADAM_OPTIONS if "differentiable" not in o[0]]
+GROUP_OPTIONS = [o for o in OPTIONS + BETAS + BAD_EPS if "differentiable" not in o[0]]
 
 
 def option_id(value: Any) -> str | None:
@@ -96,18 +92,16 @@ def test_options_out_of_range(build: type, options: dict[str, Any], message: str
         build(make_params(), **options)
 
 
-@pytest.mark.parametrize(
-    "build", [b for b in OPTIMIZERS if not issubclass(b, (optim.LARS, optim.SGD))], ids=name_of
-)
-@pytest.mark.parametrize(("options", "message"), BETAS, ids=option_id)
-def test_betas_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(make_params(), **options)
+REFUSED = [
+    pytest.param(cls, *case, id=f"{cls.__name__}-{option_id(case[0])}")
+    for spec in SPECS.values()
+    for cls in (spec.cls, spec.cls8bit)
+    for case in (*spec.refused, *(BETAS if spec.has_betas else ()))
+]
 
 
-@pytest.mark.parametrize("build", ADAMS, ids=name_of)
-@pytest.mark.parametrize(("options", "message"), ADAM_OPTIONS, ids=option_id)
-def test_adam_options_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("build", "options", "message"), REFUSED)
+def test_own_options_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(make_params(), **options)
 

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from memkern import optim
 from tests.support.helpers import (
-    LAYERWISE,
     LAYOUTS,
     assert_same,
     hard,
     like,
     make_params,
-    name_of,
     needs_cpp,
     on,
     over_cpu,
@@ -211,41 +209,6 @@ def test_norms_count_every_element_once(backend: str, build: type) -> None:
 
 
 # ---- options
-
-
-LARS_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"momentum": 1.0}, "momentum must be from 0 to below 1, got 1.0"),
-    ({"momentum": -0.1}, "momentum must be"),
-    ({"momentum": math.nan}, "momentum must be"),
-    ({"dampening": 1.5, "trust_coeff": 1e-3}, "dampening must be from 0 to 1, got 1.5"),
-    ({"dampening": 0.5}, "classic form: they need a trust_coeff"),
-    ({"nesterov": True}, "classic form: they need a trust_coeff"),
-    ({"nesterov": True, "trust_coeff": 1e-3, "momentum": 0.0}, "nesterov needs a momentum above 0"),
-    (
-        {"nesterov": True, "trust_coeff": 1e-3, "dampening": 0.5},
-        "nesterov needs a momentum above 0 and no dampening",
-    ),
-    ({"trust_coeff": 0.0}, "trust_coeff must be None or above 0 and finite, got 0.0"),
-    ({"trust_coeff": -1.0}, "trust_coeff must be None or above 0"),
-    ({"eps": -1e-8}, "eps must be 0 or more"),
-]
-LAMB_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"eps": -1e-8}, "eps must be 0 or more"),
-    ({"eps": math.nan}, "eps must be 0 or more"),
-    ({"caution": True}, "does not support caution=True"),
-    ({"corrected_weight_decay": True}, "does not support corrected_weight_decay=True"),
-    ({"grad_averaging": False}, "does not support grad_averaging=False; leave it True"),
-]
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [(b, *case) for b in LAYERWISE for case in (LAMB_OPTIONS if "LAMB" in b.__name__ else LARS_OPTIONS)],
-    ids=lambda x: name_of(x) or str(x),
-)
-def test_options_out_of_range(build: type, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(make_params(), **options)
 
 
 def test_arguments_are_timms() -> None:

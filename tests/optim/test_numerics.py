@@ -21,64 +21,14 @@ from tests.support.helpers import (
     on,
     over_cpu,
     over_fast,
-    set_grad,
-    skip_other_norms,
+    over_specs,
     snapshot,
     tensor,
 )
 from tests.support.interpreted import interpreted
+from tests.support.optimizers import OptimizerSpec, cases
+from tests.support.trained import GRADIENTS, SETTINGS, STATES, VARIANTS, trained
 
-VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
-    "AdamW": (optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "AdamW, maximize, no decay": (
-        optim.AdamW,
-        {"lr": 3e-3, "weight_decay": 0, "maximize": True, "eps": 1e-6},
-    ),
-    "Adam": (optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
-    "Adam, maximize, no decay": (optim.Adam, {"maximize": True, "betas": (0.8, 0.95)}),
-    "Lion": (optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
-    "Lion, maximize, no decay": (optim.Lion, {"maximize": True, "betas": (0.95, 0.98)}),
-    "SGD": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "SGD, dampened, maximize": (optim.SGD, {"lr": 0.1, "momentum": 0.8, "dampening": 0.5, "maximize": True}),
-    "SGD, nesterov": (
-        optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    ),
-    # Norms are added up in an order of each backend's own, but in fp64: a ratio rounded to fp32 differs where its
-    # true value is within some 1e-15 of the middle between two, and for these numbers it never is.
-    "LAMB": (optim.LAMB, {"lr": 1e-2, "weight_decay": 0.1}),
-    "LAMB, decoupled, clipped": (
-        optim.LAMB,
-        {
-            "decoupled_decay": True,
-            "trust_clip": True,
-            "bias_correction": False,
-            "maximize": True,
-            "eps": 1e-3,
-        },
-    ),
-    "LARS": (optim.LARS, {"lr": 1e-2, "weight_decay": 0.1}),
-    "LARS, classic": (
-        optim.LARS,
-        {
-            "lr": 0.5,
-            "trust_coeff": 1e-2,
-            "momentum": 0.8,
-            "nesterov": True,
-            "always_adapt": True,
-            "weight_decay": 0.0,
-        },
-    ),
-    "LARS, classic, clipped": (
-        optim.LARS,
-        {"lr": 1e-2, "trust_coeff": 1e-3, "dampening": 0.3, "trust_clip": True, "maximize": True},
-    ),
-}
-STATES = {
-    "power": {"state_bits": 8, "codec": "power"},
-    "dynamic": {"state_bits": 8, "codec": "dynamic"},
-    "fp32": {"state_bits": 32},
-}
 # Without further marks the pairs that training meets: one dtype, or bf16 gradients of fp32 parameters.
 PAIRS = [
     pytest.param(p, g, marks=[] if p is g or (p, g) == (torch.float32, torch.bfloat16) else pytest.mark.full)
@@ -87,34 +37,15 @@ PAIRS = [
 ]
 
 
-def trained(
-    backend: str,
-    build: type,
-    options: dict[str, Any],
-    params: list[Tensor],
-    gradient: Callable[[Tensor, int], Tensor],
-    steps: int = 3,
-) -> dict[str, Any]:
-    """The parameters and states after some steps from copies of `params`."""
-    if issubclass(build, (optim.LAMB, optim.LARS)):
-        skip_other_norms(backend)
-    params = [torch.nn.Parameter(at(p, backend)) for p in params]
-    optimizer = build(params, min_8bit_size=0, **options)
-    with on(backend):
-        for step in range(1, steps + 1):
-            for i, p in enumerate(params):
-                set_grad(p, at(gradient(p.detach().cpu(), 100 * step + i), backend))
-            optimizer.step()
-    return snapshot(optimizer)
-
-
 @lru_cache
 def trained_on_every_layout(
     backend: str, variant: str, states: str, p_dtype: torch.dtype, g_dtype: torch.dtype
 ) -> dict[str, Any]:
-    build, options = VARIANTS[variant]
+    spec, options = VARIANTS[variant]
     params = [tensor(layout, p_dtype, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
-    return trained(backend, build, options | STATES[states], params, lambda p, seed: like(p, seed, g_dtype))
+    return trained(
+        backend, spec.cls, options | STATES[states], params, lambda p, seed: like(p, seed, g_dtype)
+    )
 
 
 @over_fast
@@ -133,57 +64,29 @@ def test_backends_give_the_same_bits(
     assert any(p.isfinite().all() and p.numel() for p in expected["params"])
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"blocks of {n}": {"block_size": n} for n in (8, 24, 256, 1000, 4096)},
-    "no memory": {"betas": (0.0, 0.0)},
-    "long memory": {"betas": (0.99, 0.99999)},
-    "lr 0": {"lr": 0.0},
-    "large lr": {"lr": 3.0},
-    "large decay": {"weight_decay": 30.0},
-    "lr as an fp32 tensor": {"lr": torch.tensor(1e-2)},
-    "lr as an fp64 tensor": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
-}
-GRADIENTS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "ordinary": lambda p, seed: like(p, seed),
-    "squares underflow": lambda p, seed: like(p, seed, scale=1e-21),
-    "denormal": lambda p, seed: like(p, seed, scale=1e-38),
-    "squares overflow": lambda p, seed: like(p, seed, scale=1e20),
-    "zero after the first": lambda p, seed: like(p, seed) * (seed < 200),
-    "zero": lambda p, seed: torch.zeros_like(p),
-    "spoilt": lambda p, seed: spoilt(like(p, seed), seed),
-}
-
-
-def spoilt(g: Tensor, seed: int) -> Tensor:
-    """NaN and infinities here and there."""
-    dice = torch.rand(g.shape, generator=torch.Generator().manual_seed(seed))
-    for k, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
-        g[(dice > k * 0.01) & (dice < k * 0.01 + 0.005)] = bad
-    return g
-
-
 @lru_cache(maxsize=2)
-def trained_by_name(backend: str, build: type, states: str, name: str) -> dict[str, Any]:
+def trained_by_name(backend: str, spec: OptimizerSpec, states: str, name: str) -> dict[str, Any]:
     options = {"weight_decay": 0.1} | SETTINGS.get(name, {}) | STATES[states]
-    if build in (optim.LARS, optim.SGD):
+    if not spec.has_betas:
         options["momentum"] = options.pop("betas", (0.9,))[0]
     params = [
         tensor(layout, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))
     ]
     params += [hard((2, 9000), 7, scale=0.1)]
-    return trained(backend, build, options, params, GRADIENTS.get(name, GRADIENTS["ordinary"]), steps=4)
+    gradient = GRADIENTS.get(name, GRADIENTS["ordinary"])
+    return trained(backend, spec.cls, options, params, gradient, steps=4)
 
 
 @over_fast
-@pytest.mark.parametrize(
-    "build", [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD], ids=name_of
-)
+@over_specs
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("name", [*SETTINGS, *GRADIENTS])
-def test_settings_and_gradients_give_the_same_bits(backend: str, build: type, states: str, name: str) -> None:
+def test_settings_and_gradients_give_the_same_bits(
+    backend: str, spec: OptimizerSpec, states: str, name: str
+) -> None:
     if name.startswith("blocks") and states == "fp32":
         pytest.skip("fp32 states have no blocks")
-    assert_same(*(trained_by_name(b, build, states, name) for b in (backend, "reference")))
+    assert_same(*(trained_by_name(b, spec, states, name) for b in (backend, "reference")))
 
 
 @over_fast
@@ -253,55 +156,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 # ---- parity with torch.optim
 
 
-class PlainLion(torch.optim.Optimizer):
-    """Algorithm 2 of arXiv 2302.06675."""
-
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, maximize: bool
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        )
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            b1, b2 = group["betas"]
-            for p in group["params"]:
-                g = -p.grad if group["maximize"] else p.grad
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_((b1 * m + (1 - b1) * g).sign(), alpha=-group["lr"])
-                m.mul_(b2).add_(g, alpha=1 - b2)
-
-
-PARITY = {
-    "AdamW": (optim.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "AdamW, maximize": (optim.AdamW, torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
-    "Adam": (optim.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)}),
-    "Adam, decoupled": (
-        optim.Adam,
-        torch.optim.Adam,
-        {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True},
-    ),
-    "Adam, maximize": (optim.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
-    "Lion": (
-        optim.Lion,
-        PlainLion,
-        {"lr": 0.0123, "betas": (0.9, 0.99), "weight_decay": 0.1, "maximize": False},
-    ),
-    "Lion, maximize": (
-        optim.Lion,
-        PlainLion,
-        {"lr": 0.0123, "betas": (0.9, 0.99), "weight_decay": 0.1, "maximize": True},
-    ),
-    "SGD": (optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
-    "SGD, nesterov": (
-        optim.SGD,
-        torch.optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True},
-    ),
-}
+PARITY = cases("parity")
 
 
 def run(
@@ -325,16 +180,15 @@ def run(
 @over_cpu
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("peer", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("loop", ["foreach", "fused"])
 def test_32_bit_is_no_further_from_the_truth_than_torch(
-    backend: str, name: str, dtype: torch.dtype, peer: dict[str, bool]
+    backend: str, name: str, dtype: torch.dtype, loop: str
 ) -> None:
-    ours, torchs, options = PARITY[name]
-    peer = {} if torchs is PlainLion else peer
-    truth = run(torchs, torch.float64, options)[1]
+    spec, options = PARITY[name]
+    truth = run(spec.peer_of, torch.float64, options)[1]
     with on(backend):
-        optimizer, p = run(ours, dtype, options)
-    theirs, q = run(torchs, dtype, options | peer)
+        optimizer, p = run(spec.cls, dtype, options)
+    theirs, q = run(spec.peer_of, dtype, options | {loop: True})
     error, torchs_error = (
         (p - truth).abs(),
         (q - truth).abs().nan_to_num(torch.inf),
@@ -360,16 +214,16 @@ def test_32_bit_is_no_further_from_the_truth_than_torch(
 def test_8_bit_moves_parameters_as_torch_does_within_the_codecs_error(
     backend: str, name: str, codec: str
 ) -> None:
-    ours, torchs, options = PARITY[name]
-    start = run(torchs, torch.float64, options, 0)[1]
-    truth = run(torchs, torch.float64, options)[1]
+    spec, options = PARITY[name]
+    start = run(spec.peer_of, torch.float64, options, 0)[1]
+    truth = run(spec.peer_of, torch.float64, options)[1]
     with on(backend):
-        optimizer, p = run(ours, torch.float32, options | {"state_bits": 8, "codec": codec})
+        optimizer, p = run(spec.cls, torch.float32, options | {"state_bits": 8, "codec": codec})
     assert {f"{next(iter(optimizer.moments))}_scale"} < {*next(iter(optimizer.state.values()))}
     error = (p - truth).norm() / (truth - start).norm()
     # Measured: .010 (power), .015 (dynamic); after 1,000 steps of a noisy gradient it is .06 and .08. Lion moves by
     # the sign, which the stored moment's error turns where the sum is near 0: .056.
-    limit = 0.08 if torchs is PlainLion else {"power": 0.02, "dynamic": 0.03}[codec]
+    limit = 0.08 if spec.name == "Lion" else {"power": 0.02, "dynamic": 0.03}[codec]
     assert 1e-5 < error < limit
 
 

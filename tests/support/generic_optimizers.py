@@ -1,4 +1,4 @@
-"""Optimizers as data, for the tests that PyTorch runs over its own: classes, options, a small problem."""
+"""For the tests that PyTorch runs over its own optimizers: each class with its options, and a small problem."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.support.helpers import OPTIMIZERS
+from tests.support.optimizers import EIGHT, SPECS, Options
 
-Options = dict[str, Any]
-
-EIGHT = {"state_bits": 8, "min_8bit_size": 0}  # also for the small tensors of these tests
 COMMON: dict[str, Options] = {
     "default": {},
     "lr": {"lr": 1e-2, "foreach": True},  # accepted and ignored
@@ -27,42 +24,10 @@ COMMON: dict[str, Options] = {
     "8 bits": EIGHT,
     "dynamic": {**EIGHT, "codec": "dynamic", "block_size": 64, "maximize": True},
 }
-BETAS = {"tensor betas": {"betas": (torch.tensor(0.9), torch.tensor([[0.99]])), "lr": torch.tensor(1e-3)}}
-ADAM = {
-    **BETAS,
-    "amsgrad": {"weight_decay": 0.1, "amsgrad": True},
-    "amsgrad, all": {"amsgrad": True, "capturable": True, "maximize": True, "lr": torch.tensor(1e-3)},
-}
-EIGHT_AND_FOUR = {"8 and 4 bits": {**EIGHT, "state_bits": (8, 4), "maximize": True}}
-OWN: dict[str, dict[str, Options]] = {
-    "Adam": {**ADAM, "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True}},
-    "AdamW": {**ADAM, **EIGHT_AND_FOUR},
-    "Lion": BETAS,
-    "LAMB": {
-        **BETAS,
-        "no bias correction": {"bias_correction": False, "trust_clip": True},
-        "decoupled_decay": {"decoupled_decay": True, "always_adapt": True, "weight_decay": 0.0},
-    },
-    "SGD": {
-        "plain": {"momentum": 0.0},
-        "dampening": {"momentum": 0.9, "dampening": 0.5},
-        "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    },
-    "LARS": {
-        "momentum": {"momentum": 0.5, "trust_clip": True, "always_adapt": True},
-        "classic": {"trust_coeff": 1e-2, "lr": 0.1},
-        "dampening": {"trust_coeff": 1e-2, "dampening": 0.5, "lr": 0.1},
-        "nesterov": {"trust_coeff": 1e-2, "nesterov": True, "weight_decay": 0.1, "lr": 0.1},
-    },
-}
-ADAMS = ("Adam", "AdamW", "Adam8bit", "AdamW8bit")
-# Options that came after Adam, torch.optim's not_og_supported_flags: a state may be older than they are.
-
+OF_8_BITS = ("default", "8 bits", "dynamic")  # the cases of the classes with 8-bit states
 CASES = [
-    (build, name, options)
-    for build in OPTIMIZERS
-    for name, options in {**COMMON, **OWN.get(build.__name__, {})}.items()
-    if not build.__name__.endswith("8bit") or name in ("default", "8 bits", "dynamic")
+    *((s.cls, name, options) for s in SPECS.values() for name, options in (COMMON | s.generic).items()),
+    *((s.cls8bit, name, COMMON[name]) for s in SPECS.values() for name in OF_8_BITS),
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import memkern
 from memkern import backend as backends
-from memkern import optim
+from tests.support.optimizers import EIGHT_BIT, LAYERWISE, OPTIMIZERS, SPECS
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = ("generic", "neon") if ON_ARM else ("generic", "avx2", "avx512")
@@ -213,11 +213,9 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
 
 # ---- optimizers
 
-EIGHT_BIT = [optim.AdamW8bit, optim.Adam8bit, optim.Lion8bit, optim.LAMB8bit, optim.LARS8bit, optim.SGD8bit]
-OPTIMIZERS = [optim.AdamW, optim.Adam, optim.Lion, optim.LAMB, optim.LARS, optim.SGD, *EIGHT_BIT]
-LAYERWISE = [optim.LAMB, optim.LARS, optim.LAMB8bit, optim.LARS8bit]
 over_optimizers = pytest.mark.parametrize("build", OPTIMIZERS, ids=name_of)
 over_layerwise = pytest.mark.parametrize("build", LAYERWISE, ids=name_of)
+over_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 over_8bit = pytest.mark.parametrize("build", EIGHT_BIT, ids=name_of)
 # A matrix that takes 8-bit states, a small one and a bias that do not.
 SHAPES = [(64, 128), (10, 10), (300,)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
 from memkern.quant.layout import layout_of
-from memkern.schemas import StepArgs
+from memkern.schemas import STEP_OPS, StepArgs
 from tests.support.helpers import FLOATS, INTERPRETED, hard, tensor
 from tests.support.step_lists import names_of, pack
 
@@ -134,10 +134,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     **{
         step: {name: lambda s=step, o=options: step_args(s, **o) for name, options in STEPS.items()}
-        for step in ("adam_step_", "lamb_step_", "lars_step_", "lion_step_", "sgd_step_")
+        for step in STEP_OPS
     },
 }
-for step in ("lamb_step_", "lars_step_"):
+for step in (name for name, op_ in STEP_OPS.items() if op_.has_trust_ratios):
     SAMPLES[step]["squares of others"] = lambda s=step: step_args(
         s, ["codes", "fp32"], squares=torch.tensor([[9.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
     )

@@ -225,7 +225,7 @@ def check_guards(names: list[str]) -> None:
 
 def check_loops() -> None:
     """Training loops of random steps and edits. Inductor would start a compiler with the sanitizers' libraries."""
-    from tests.optim.loop.test_loops import run_for
+    from tests.support.run_loops import run_for
     from tests.support.training_loops import Loop
 
     class Compiled(Loop):

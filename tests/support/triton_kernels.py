@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import memkern.triton
 from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import ACTIVATIONS
-from memkern.triton import activation, adam, blockwise, grad_norm, lamb, lars, lion, muon, sgd, trust_ratio
+from memkern.triton import activation, blockwise, grad_norm, muon, trust_ratio
 from memkern.triton.launch import TILE, rows_of
 from memkern.triton.weights import ERROR8, ERROR16, FP32_COPY, STOCHASTIC
+from tests.support.optimizers import SPECS, OptimizerSpec
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 FP32, BF16, FP16 = range(3)  # in memkern.quant.layout.FLOATS
@@ -79,23 +81,14 @@ FOUR_BITS = {  # of Adam alone
     "4 bits, fp32, ragged": tile(POWER4, FP32, FP32, vector=1, flat=False),
     "4 bits, bf16+8": tile(POWER4, ERROR8.value, BF16),
 }
-EVERYWHERE = (
-    "adam: power, fp32",
-    "adam: power, bf16",
-    "adam: dynamic, fp32",
-    "adam: 4 bits, bf16",
-    "lamb: power, fp32",
-    "lamb norms: power, fp32",
-    "lars norms: power, bf16",
-    "lion: power, bf16",
-    "muon: power, bf16 and fp32",
-)
-
-
+EVERYWHERE = {"muon: power, bf16 and fp32"}.union(*(spec.everywhere for spec in SPECS.values()))
 COMMON = ("power, fp32", "power, bf16", "power, fp32, ragged", "dynamic, fp32", "fp32 states, bf16")
 
 
-def _steps(name: str, kernel: Any, variants: Any = tuple(STEP_TILES)) -> dict[str, Variant]:
+GROUPS = {"all": STEP_TILES, "4 bits": FOUR_BITS}  # of OptimizerSpec.triton
+
+
+def _steps(name: str, kernel: Any, variants: Any) -> dict[str, Variant]:
     return {
         f"{name}: {variant}": Variant(
             kernel,
@@ -107,6 +100,20 @@ def _steps(name: str, kernel: Any, variants: Any = tuple(STEP_TILES)) -> dict[st
         for variant, constants in {**STEP_TILES, **FOUR_BITS}.items()
         if variant in variants
     }
+
+
+def _of(spec: OptimizerSpec) -> dict[str, Variant]:
+    """The kernels of an optimizer's step: of its tiles, with trust ratios those of their norms, and its prologue."""
+    family, module = spec.family, getattr(memkern.triton, spec.family)
+    variants = (*COMMON, *(name for group in spec.triton for name in GROUPS[group]))
+    one = ["prologue", *(["ratios"] if spec.op.has_trust_ratios else [])]
+    found = _steps(family, getattr(module, f"{family}_tiles"), variants)
+    if spec.op.has_trust_ratios:
+        found |= _steps(f"{family} norms", getattr(module, f"{family}_norm_tiles"), variants)
+    for name in (f"{family}: {what}" for what in one):
+        kernel = getattr(module, name.replace(": ", "_"))
+        found[name] = Variant(kernel, {}, {}, 0, name in EVERYWHERE)
+    return found
 
 
 def _blockwise(name: str, kernel: Any, codec: int, signed: bool, dtype: str, vector: int) -> Variant:
@@ -137,12 +144,7 @@ MUON_APPLY = {  # updates are in the gradients' place
 }
 
 KERNELS: dict[str, Variant] = {
-    **_steps("adam", adam.adam_tiles, (*STEP_TILES, *FOUR_BITS)),
-    "adam: prologue": Variant(adam.adam_prologue, {}, {}, 0, True),
-    **_steps("lion", lion.lion_tiles),
-    "lion: prologue": Variant(lion.lion_prologue, {}, {}, 0, True),
-    **_steps("sgd", sgd.sgd_tiles, COMMON),
-    "sgd: prologue": Variant(sgd.sgd_prologue, {}, {}, 0, False),
+    **{name: kernel for spec in SPECS.values() for name, kernel in _of(spec).items()},
     # Of the parameter's place, which the update has: bf16.
     **_steps(
         "muon",
@@ -156,14 +158,6 @@ KERNELS: dict[str, Variant] = {
         for text, constants in MUON_APPLY.items()
     },
     "muon apply: prologue": Variant(muon.muon_apply_prologue, {}, {}, 0, True),
-    **_steps("lamb", lamb.lamb_tiles, COMMON),
-    **_steps("lamb norms", lamb.lamb_norm_tiles, COMMON),
-    "lamb: prologue": Variant(lamb.lamb_prologue, {}, {}, 0, True),
-    "lamb: ratios": Variant(lamb.lamb_ratios, {}, {}, 0, True),
-    **_steps("lars", lars.lars_tiles, COMMON),
-    **_steps("lars norms", lars.lars_norm_tiles, COMMON),
-    "lars: prologue": Variant(lars.lars_prologue, {}, {}, 0, False),
-    "lars: ratios": Variant(lars.lars_ratios, {}, {}, 0, False),
     "layers: count of steps": Variant(trust_ratio.increment_steps, {}, {}, 0, True),
     "norm: squares, fp32": _norm(FP32, 4),
     "norm: squares, bf16, unaligned": _norm(BF16, 1),

@@ -22,7 +22,7 @@ from torch import Tensor
 import memkern
 from memkern import _ops, functional, optim
 from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
-from memkern.schemas import MUON_STEP
+from memkern.schemas import MUON_STEP, STEP_OPS
 
 from . import smoke_large
 from .supervised import Journal, is_sticky, supervise
@@ -38,19 +38,11 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "channels_last": lambda: values((4, 9, 5, 3)).contiguous(memory_format=torch.channels_last),
     "unaligned": lambda: values((33 * 131 + 1,))[1:].view(33, 131),
 }
-OPTIMIZERS = (
-    "AdamW8bit",
-    "Adam8bit",
-    "Lion8bit",
-    "LAMB8bit",
-    "LARS8bit",
-    "SGD8bit",
-    "AdamW",
-    "Adam",
-    "Lion",
-    "LAMB",
-    "LARS",
-    "SGD",
+# Muon takes matrices alone, and has cases of its own.
+OPTIMIZERS = tuple(
+    name
+    for name, cls in ((name, getattr(optim, name)) for name in optim.__all__)
+    if getattr(cls, "op", None) in STEP_OPS.values() and not issubclass(cls, optim.Muon)
 )
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"codec": "dynamic"}, {"block_size": 1024}, {"max_grad_norm": 1.0})
 STEPS = 3

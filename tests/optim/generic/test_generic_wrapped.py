@@ -1,8 +1,7 @@
 """What PyTorch asks of its own optimizers, of those that step in the backward pass or on the host.
 
-The tests are those of test_generic.py and test_generic_state.py, collected here once more with other fixtures. Left out
-is what the classes refuse or do not promise: parameters on several devices, and gradients that a step only reads where
-they are freed or copied.
+Left out are the tests of test_generic.py: what the classes refuse or do not promise, as parameters on several devices,
+and gradients that a step only reads where they are freed or copied.
 """
 
 import copy
@@ -14,33 +13,8 @@ import torch
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
-from tests.optim.generic.test_generic import (  # noqa: F401
-    test_a_closure_runs_once_with_gradients,
-    test_a_gradient_comes_later,
-    test_a_step_takes_no_memory_after_the_first,
-    test_a_tensor_lr_is_its_number,
-    test_goes_in_the_right_direction,
-    test_goes_in_the_right_direction_on_a_schedule,
-    test_groups_differ_in_their_options,
-    test_nothing_happens_for_gradients_of_zero,
-    test_nothing_happens_without_gradients,
-    test_parameters_of_many_dtypes_step_as_alone,
-)
-from tests.optim.generic.test_generic_state import (  # noqa: F401
-    test_a_state_dict_of_another_dtype,
-    test_a_step_that_is_a_number_loads,
-    test_can_be_printed,
-    test_copies_have_everything,
-    test_groups_have_every_option,
-    test_load_state_dict_hooks,
-    test_loading_leaves_the_state_dict_alone,
-    test_state_dict_hooks,
-    test_state_dicts_load_with_weights_only,
-    test_state_dicts_repeat_a_run,
-    test_state_dicts_repeat_a_run_whoever_has_names,
-    test_step_hooks_fire_in_order,
-)
 from tests.support.generic_optimizers import CASES
+from tests.support.generic_tests import *  # noqa: F403
 from tests.support.late_transfers import LateHostOffload
 
 # HostOffload gives bf16 parameters fp32 copies, which a checkpoint of fp32 parameters has not.

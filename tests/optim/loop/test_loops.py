@@ -2,44 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
-from typing import Any
-
 import pytest
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
-
+from tests.support.run_loops import LOOPS, SECONDS, run, run_for
 from tests.support.training_loops import Loop
-
-LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "800"))
-SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
-SEED = int(os.environ.get("MEMKERN_FUZZ_SEED", "1"))  # of the first fifty loops; the next have the next
-
-
-def run(machine: Any, number: int, loops: int) -> None:
-    options = settings(
-        max_examples=loops,
-        stateful_step_count=25,
-        deadline=None,
-        database=None,
-        derandomize=False,
-        suppress_health_check=[*HealthCheck],
-        phases=[Phase.generate, *([Phase.shrink] if os.environ.get("MEMKERN_FUZZ_SHRINK") else [])],
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    run_state_machine_as_test(seed(number)(machine), settings=options)
-
-
-def run_for(seconds: float, machine: Any) -> None:
-    end, number = time.monotonic() + seconds, SEED
-    while time.monotonic() < end:
-        run(machine, number, min(LOOPS, 50))
-        number += 1
-
 
 resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 

@@ -17,8 +17,7 @@ from benchmarks.studies import streams
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
-from tests.optim.generic import test_generic, test_generic_state
-from tests.optim.test_numerics import STATES, VARIANTS, spoilt, trained
+from tests.support import generic_tests
 from tests.support.generic_optimizers import linear, saved
 from tests.support.helpers import (
     FLOATS,
@@ -37,6 +36,7 @@ from tests.support.helpers import (
 )
 from tests.support.hostile_weights import hostile
 from tests.support.interpreted import interpreted
+from tests.support.trained import STATES, VARIANTS, spoilt, trained
 
 BF16 = torch.bfloat16
 KEPT: dict[str, dict[str, Any]] = {
@@ -140,7 +140,8 @@ def test_random_bits_are_independent_of_the_dither() -> None:
 @pytest.mark.parametrize("states", STATES)
 def test_16_bits_are_fp32_weights(variant: str, states: str) -> None:
     """The weights, joined, have the bits of fp32 parameters with the same gradients."""
-    build, options = VARIANTS[variant]
+    spec, options = VARIANTS[variant]
+    build = spec.cls
     runs = {}
     for name, kept in {"fp32 parameters": {}, "fp32": KEPT["fp32"], "bf16+16": KEPT["bf16+16"]}.items():
         params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
@@ -178,7 +179,8 @@ CASES = [
 def test_backends_give_the_same_bits(
     backend: str, variant: str, states: str, option: str, g_dtype: torch.dtype
 ) -> None:
-    build, options = VARIANTS[variant]
+    spec, options = VARIANTS[variant]
+    build = spec.cls
     params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
     runs = [
         trained(
@@ -670,31 +672,27 @@ def test_gaps_and_channels_last(kept: str) -> None:
 
 # ---- what PyTorch asks of its own optimizers, and the closed loop
 
-GENERIC: list[tuple[Any, str, dict[str, Any]]] = [
-    *((test_generic, f"test_{name}", {}) for name in (
+GENERIC: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in (
         "goes_in_the_right_direction", "groups_differ_in_their_options", "a_closure_runs_once_with_gradients",
-    )),
-    *((test_generic, "test_goes_in_the_right_direction_on_a_schedule", {"schedule": s, "strided": strided})
-      for s in ("no schedule", "OneCycleLR") for strided in (False, True)),
-    (test_generic, "test_a_tensor_lr_is_its_number", {"shape": ()}),
-    *((test_generic_state, f"test_{name}", {}) for name in (
         "state_dicts_repeat_a_run", "state_dicts_load_with_weights_only", "loading_leaves_the_state_dict_alone",
         "state_dict_hooks", "load_state_dict_hooks", "step_hooks_fire_in_order", "can_be_printed",
     )),
-    *((test_generic_state, "test_copies_have_everything", {"way": way}) for way in (copy.deepcopy,)),
-    *((test_generic_state, "test_state_dicts_repeat_a_run_whoever_has_names", {"names": names})
-      for names in test_generic_state.NAMES),
+    *(("goes_in_the_right_direction_on_a_schedule", {"schedule": s, "strided": strided})
+      for s in ("no schedule", "OneCycleLR") for strided in (False, True)),
+    ("a_tensor_lr_is_its_number", {"shape": ()}),
+    ("copies_have_everything", {"way": copy.deepcopy}),
+    *(("state_dicts_repeat_a_run_whoever_has_names", {"names": names}) for names in generic_tests.NAMES),
 ]  # fmt: skip
 
 
 @pytest.mark.full
 @over_optimizers
 @over_options
-@pytest.mark.parametrize(("module", "name", "values"), GENERIC)
+@pytest.mark.parametrize(("name", "values"), GENERIC)
 def test_generic_tests(
     build: type,
     option: str,
-    module: Any,
     name: str,
     values: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -705,9 +703,9 @@ def test_generic_tests(
     # Lion's default rate would not change what 20 steps of bf16 values compute.
     options = {"lr": 1e-2, "min_8bit_size": 0, **OPTIONS[option]}
     make.build, make.options = build, options  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "linear", functools.partial(linear, BF16))
+    monkeypatch.setattr(generic_tests, "linear", functools.partial(linear, BF16))
     torch.manual_seed(0)
-    test = getattr(module, name)
+    test = getattr(generic_tests, f"test_{name}")
     argument = "new" if "new" in inspect.signature(test).parameters else "plain"
     test(**{argument: make}, **values)
 

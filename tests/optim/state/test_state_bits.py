@@ -17,7 +17,6 @@ from memkern.optim.state import load_moment
 from memkern.quant.codec import POWER4
 from memkern.quant.layout import layout_of
 from memkern.reference import blockwise
-from tests.optim.test_numerics import GRADIENTS, SETTINGS, trained
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -37,6 +36,7 @@ from tests.support.helpers import (
 )
 from tests.support.interpreted import interpreted
 from tests.support.op_helpers import op, over_namespaces, step_args
+from tests.support.trained import GRADIENTS, SETTINGS, trained
 
 BITS: dict[str, Any] = {"state_bits": (8, 4)}
 ADAMS = [optim.AdamW, optim.Adam]

@@ -1,4 +1,9 @@
-"""What PyTorch asks of its own optimizers, of ours: state dicts, hooks, copies, errors."""
+"""What PyTorch asks of its own optimizers (torch/testing/_internal/common_optimizers.py, test/test_optim.py), of ours.
+
+Each test has a fixture ``new``, which builds an optimizer with the options of a case, or ``plain``, which builds one of
+each class. They are collected for the classes (tests/optim/generic/test_generic.py) and for wrapped ones
+(test_generic_wrapped.py), and called for bf16 weights (tests/optim/loop/test_weights.py).
+"""
 
 import copy
 import pickle
@@ -9,10 +14,169 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
-from tests.support.generic_optimizers import Options, clones, closure_of, linear, named, saved
-from tests.support.helpers import assert_same, name_of, over_optimizers, snapshot
+from tests.support.generic_optimizers import (
+    assert_right_direction,
+    clones,
+    closure_of,
+    linear,
+    named,
+    saved,
+)
+from tests.support.helpers import assert_same, name_of, snapshot
+from tests.support.optimizers import Options
+
+# ---- steps
+
+SCHEDULERS: dict[str, list[Callable[[torch.optim.Optimizer], LRScheduler]]] = {
+    "no schedule": [],
+    "StepLR and ReduceLROnPlateau": [
+        lambda o: StepLR(o, gamma=0.9, step_size=10),
+        lambda o: ReduceLROnPlateau(o),
+    ],
+    "OneCycleLR": [lambda o: OneCycleLR(o, max_lr=1e-2, total_steps=21)],
+}
+
+
+def test_goes_in_the_right_direction(new: Any) -> None:
+    weight, bias, x = linear()
+    optimizer = new([weight, bias])
+    closure = closure_of(optimizer, weight, bias, x)
+    assert_right_direction(optimizer, closure, up=optimizer.param_groups[0]["maximize"])
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_goes_in_the_right_direction_on_a_schedule(plain: Any, schedule: str, strided: bool) -> None:
+    weight, bias, x = linear(strided=strided)
+    optimizer = plain([weight, bias])
+    schedulers = [make(optimizer) for make in SCHEDULERS[schedule]]
+    assert_right_direction(optimizer, closure_of(optimizer, weight, bias, x), schedulers)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_tensor_lr_is_its_number(plain: Any, shape: tuple[int, ...]) -> None:
+    weight, bias, x = linear()
+    ours = clones(weight, bias)
+    lr = torch.tensor(1e-3, dtype=torch.float64).expand(shape).clone()
+    reference, optimizer = plain([weight, bias], lr=1e-3), plain(ours, lr=lr)
+    for _ in range(5):
+        reference.step(closure_of(reference, weight, bias, x))
+        optimizer.step(closure_of(optimizer, *ours, x))
+    assert_same(snapshot(optimizer), snapshot(reference))
+    assert lr == 1e-3
+
+
+def test_groups_differ_in_their_options(new: Any) -> None:
+    weight, bias, x = linear()
+    irrelevant = Parameter(torch.randn(2))
+    before = irrelevant.detach().clone()
+    options = copy.deepcopy(new.options)
+    lr = options.pop("lr", 1e-3)
+    for key in ("max_grad_norm", "foreach", "fused"):  # the whole optimizer's
+        options.pop(key, None)
+    optimizer = new.build(
+        [
+            {"params": [weight], "lr": lr, **options},
+            {"params": [bias], "lr": lr, **options, "weight_decay": 0.0},
+            {"params": [irrelevant]},
+        ],
+        lr=1e-28,
+    )
+    closure = closure_of(optimizer, weight, bias, x)
+
+    def with_irrelevant() -> Tensor:
+        loss = closure()
+        irrelevant.grad = torch.rand_like(irrelevant)
+        return loss
+
+    with_irrelevant.loss_of = closure.loss_of
+    assert_right_direction(optimizer, with_irrelevant, up=options.get("maximize", False))
+    assert torch.equal(irrelevant, before)
+
+
+def test_nothing_happens_without_gradients(plain: Any) -> None:
+    params = [torch.randn(2, 3, requires_grad=False) for _ in range(2)]
+    before = [p.clone() for p in params]
+    optimizer = plain(params)
+    for _ in range(2):
+        assert optimizer.step(lambda: torch.tensor([1.0])) == 1.0
+    assert_same(params, before)
+    assert not optimizer.state
+
+
+def test_nothing_happens_for_gradients_of_zero(new: Any) -> None:
+    param = torch.randn((5, 1), requires_grad=True)
+    before = param.detach().clone()
+    optimizer = new([param], weight_decay=0.0)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert torch.equal(param, before)
+
+
+def test_a_gradient_comes_later(new: Any) -> None:
+    """One parameter has none in the first step and none in the third."""
+    params = [Parameter(torch.randn(10, 5)), Parameter(torch.randn(10))]
+    optimizer = new(params)
+    for given in ((0,), (0, 1), (1,)):
+        before = [p.detach().clone() for p in params]
+        for i, p in enumerate(params):
+            p.grad = torch.randn_like(p) if i in given else None
+        optimizer.step()
+        for i, p in enumerate(params):
+            assert torch.equal(p, before[i]) == (i not in given)
+
+
+def test_a_closure_runs_once_with_gradients(plain: Any) -> None:
+    weight, bias, x = linear()
+    optimizer, calls = plain([weight, bias]), []
+    closure = closure_of(optimizer, weight, bias, x)
+
+    def counted() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return closure()
+
+    with torch.no_grad():
+        expected = (weight.mv(x) + bias).pow(2).sum()
+        loss = optimizer.step(counted)
+    assert calls == [True]
+    torch.testing.assert_close(loss.detach(), expected)
+
+
+def test_a_step_takes_no_memory_after_the_first(new: Any) -> None:
+    """torch's test of peak memory: no intermediates. amsgrad, without a kernel, needs what foreach may take."""
+    params = [Parameter(torch.rand(16, 8)) for _ in range(10)]
+    optimizer = new(params)
+    for p in params:
+        p.grad = torch.rand_like(p)
+    optimizer.step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        optimizer.step()
+    taken = sum(e.self_cpu_memory_usage for e in seen.events() if e.self_cpu_memory_usage > 0)
+    limit = 64  # the corrected step sizes of a group
+    assert taken <= limit or optimizer.param_groups[0].get("amsgrad")
+
+
+def test_parameters_of_many_dtypes_step_as_alone(plain: Any) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    options = {"state_bits": 32, "max_grad_norm": None}
+    together = [Parameter(torch.randn(10, 5).to(dtype)) for dtype in dtypes for _ in range(2)]
+    alone = clones(*together)
+    one, many = plain(together, **options), [plain([p], **options) for p in alone]
+    for _ in range(3):
+        for p, q in zip(together, alone, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        one.step()
+        for optimizer in many:
+            optimizer.step()
+    assert_same(together, alone)
+
+
+# ---- state dicts
 
 NAMES = [(False, False), (False, True), (True, False), (True, True)]
 
@@ -123,9 +287,6 @@ def test_a_state_dict_of_another_dtype(plain: Any) -> None:
         optimizer = other
 
 
-# ---- hooks
-
-
 def test_state_dict_hooks(plain: Any) -> None:
     optimizer, _ = primed(plain, 1)
 
@@ -197,9 +358,6 @@ def test_step_hooks_fire_in_order(plain: Any) -> None:
     assert seen == 3 * expected
 
 
-# ---- objects
-
-
 @pytest.mark.parametrize(
     "way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
 )
@@ -232,35 +390,3 @@ def test_groups_have_every_option(plain: Any) -> None:
         assert {*optimizer.defaults} <= {*group}
     assert optimizer.param_groups[1]["weight_decay"] == 0.25
     assert optimizer.param_groups[1]["lr"] == optimizer.param_groups[0]["lr"]
-
-
-# ---- errors of torch's own
-
-a, b = (Parameter(torch.randn(1, 1)) for _ in range(2))
-ERRORS: dict[str, tuple[Any, Options, type[Exception], str]] = {
-    "one tensor": (a, {}, TypeError, "should be an iterable of Tensors or dicts"),
-    "none": ([], {}, ValueError, "empty parameter list"),
-    "in two groups": ([{"params": a}, {"params": a}], {}, ValueError, "more than one parameter group"),
-    "no tensor": ([1], {}, TypeError, "optimizer can only optimize Tensors"),
-    "no leaf": ([a * 2], {}, ValueError, "can't optimize a non-leaf Tensor"),
-    "two rates": ([a], {"lr": torch.tensor([0.001, 0.001])}, ValueError, "lr must be a float or a 0-dim tensor"),
-    "a name missing": ([("weight", a), b], {}, ValueError, "Some param names are missing"),
-    "a group's names missing": (
-        [{"params": [a]}, {"params": [("weight", b)]}], {}, ValueError, "with/without names"
-    ),
-    "differentiable": ([a], {"differentiable": True}, ValueError, "does not support differentiable"),
-}  # fmt: skip
-
-
-@over_optimizers
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(build: type, name: str) -> None:
-    params, options, error, message = ERRORS[name]
-    with pytest.raises(error, match=f"(?i){message}"):
-        build(params, **options)
-
-
-@over_optimizers
-def test_a_parameter_twice_in_a_group_warns(build: type) -> None:
-    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
-        build([a, a])

@@ -1,0 +1,67 @@
+"""Optimizers after some steps on a backend: the variants, states, settings and gradients whose bits are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.helpers import at, like, on, set_grad, skip_other_norms, snapshot
+from tests.support.optimizers import LAYERWISE, cases
+
+VARIANTS = cases("variants")
+STATES = {
+    "power": {"state_bits": 8, "codec": "power"},
+    "dynamic": {"state_bits": 8, "codec": "dynamic"},
+    "fp32": {"state_bits": 32},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f"blocks of {n}": {"block_size": n} for n in (8, 24, 256, 1000, 4096)},
+    "no memory": {"betas": (0.0, 0.0)},
+    "long memory": {"betas": (0.99, 0.99999)},
+    "lr 0": {"lr": 0.0},
+    "large lr": {"lr": 3.0},
+    "large decay": {"weight_decay": 30.0},
+    "lr as an fp32 tensor": {"lr": torch.tensor(1e-2)},
+    "lr as an fp64 tensor": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
+}
+GRADIENTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "ordinary": lambda p, seed: like(p, seed),
+    "squares underflow": lambda p, seed: like(p, seed, scale=1e-21),
+    "denormal": lambda p, seed: like(p, seed, scale=1e-38),
+    "squares overflow": lambda p, seed: like(p, seed, scale=1e20),
+    "zero after the first": lambda p, seed: like(p, seed) * (seed < 200),
+    "zero": lambda p, seed: torch.zeros_like(p),
+    "spoilt": lambda p, seed: spoilt(like(p, seed), seed),
+}
+
+
+def spoilt(g: Tensor, seed: int) -> Tensor:
+    """NaN and infinities here and there."""
+    dice = torch.rand(g.shape, generator=torch.Generator().manual_seed(seed))
+    for k, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
+        g[(dice > k * 0.01) & (dice < k * 0.01 + 0.005)] = bad
+    return g
+
+
+def trained(
+    backend: str,
+    build: type,
+    options: dict[str, Any],
+    params: list[Tensor],
+    gradient: Callable[[Tensor, int], Tensor],
+    steps: int = 3,
+) -> dict[str, Any]:
+    """The parameters and states after some steps from copies of `params`."""
+    if build in LAYERWISE:
+        skip_other_norms(backend)
+    params = [torch.nn.Parameter(at(p, backend)) for p in params]
+    optimizer = build(params, min_8bit_size=0, **options)
+    with on(backend):
+        for step in range(1, steps + 1):
+            for i, p in enumerate(params):
+                set_grad(p, at(gradient(p.detach().cpu(), 100 * step + i), backend))
+            optimizer.step()
+    return snapshot(optimizer)
