@@ -17,7 +17,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = ("memkern/", "csrc/", "tests/", "benchmarks/", "docs/", "examples/")
+FOLDERS = ("memkern/", "csrc/", "tests/", "benchmarks/", "lab/", "docs/", "examples/")
 
 
 def anchors(page: Path) -> set[str]:
@@ -53,7 +53,7 @@ def test_files_are_there(page: Path) -> None:
 
 def test_nothing_cites_what_is_not_in_the_repository() -> None:
     words = ("DESIGN" + ".md", "FAC" + "TS", "/work/" + "shared")
-    for folder in ("memkern", "csrc", "tests", "benchmarks", "docs", "examples"):
+    for folder in ("memkern", "csrc", "tests", "benchmarks", "lab", "docs", "examples"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh", ".md"):
                 found = [word for word in words if word in path.read_text()]
