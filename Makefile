@@ -12,7 +12,7 @@ JOBS   ?= 2
 # worksteal gives each worker neighbouring tests, so that it makes what a file's tests share once.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test test-all test-long frameworks docs lint format bench evidence gpu gpu-wheels gpu-rehearse clean
+.PHONY: demo test test-all emulate test-long frameworks docs lint format bench evidence gpu gpu-wheels gpu-rehearse clean
 
 # Trains a small GPT twice, with torch's AdamW and GELU and with 8-bit states and 3-bit GELU: same loss, a quarter of
 # the state, less saved for the backward pass.
@@ -21,11 +21,16 @@ demo: $(VENV)/.installed
 
 # What to run before each push: under 4 minutes on two cores.
 test: $(VENV)/.installed
-	$(PYTEST) -m "not full and not long and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# What `make test` leaves out: the CUDA and Triton kernels without a GPU, long comparisons; under 15 minutes.
+# What `make test` leaves out: the CUDA and Triton kernels as CPU programs, long comparisons.
 test-all: lint
-	$(PYTEST) -m "full and not long and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
+
+# The CUDA and Triton kernels on emulated GPUs, for every architecture, about half an hour: after a change of what
+# lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.
+emulate: $(VENV)/.installed
+	$(BIN)/python -m lab.emulated --jobs $(JOBS)
 
 # By hand: installs, sanitizers, long runs, whole models, every architecture. The outcome is committed.
 test-long: $(VENV)/.installed
@@ -53,25 +58,25 @@ bench: $(VENV)/.installed
 	for peer in torchao deepspeed pytorch_optimizer; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# docs/evidence.md: runs what benchmarks/results/convergence.csv lacks, hours where it is empty. One thread.
+# docs/evidence.md: runs what lab/results/convergence.csv lacks, hours where it is empty. One thread.
 evidence: $(VENV)/.installed
 	for peer in scikit-learn torchao pytorch_optimizer flashoptim gefen numba; do $(BIN)/python -m pip install -q $$peer || true; done
-	$(BIN)/python -m benchmarks.studies.convergence $(EVIDENCE_ARGS)
-	$(BIN)/python -m benchmarks.studies.convergence table
+	$(BIN)/python -m lab.studies.convergence $(EVIDENCE_ARGS)
+	$(BIN)/python -m lab.studies.convergence table
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or
 # Triton. In 9 minutes; all results in one file, gpu-results.tar.gz. One part: make gpu PART=headline. Only by name:
 # PART=tune, other sizes of tiles and thread blocks.
 gpu:
-	$(PYTHON) -m tools.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
+	$(PYTHON) -m lab.gpu $(if $(PART),--part "$(PART)") $(GPU_ARGS)
 
 # What makes `make gpu` do more on a machine without a network, under 60 MiB: to be carried there with the working tree.
 gpu-wheels:
-	$(PYTHON) -m tools.gpu.wheels fetch $(GPU_ARGS)
+	$(PYTHON) -m lab.gpu.wheels fetch $(GPU_ARGS)
 
 # Builds, loads and runs up to where a GPU is needed, with CUDA builds of torch (several GB) and nothing else installed.
 gpu-rehearse:
-	$(PYTHON) -m tools.gpu.rehearse $(GPU_ARGS)
+	$(PYTHON) -m lab.gpu.rehearse $(GPU_ARGS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

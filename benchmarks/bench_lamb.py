@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import timm_optim
+from tests.support import timm_optim
+
 from .bench_optim import GPT2, Make, Shapes, gpt2_shapes, of, stepper
 from .harness import Case
 

@@ -42,7 +42,7 @@ def slug(hardware: str) -> str:
 def provenance(device: str) -> dict[str, str]:
     import memkern
 
-    changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!lab/results")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         # A copy of the tree without .git (on a GPU machine) gets its commit from the environment.

@@ -8,13 +8,12 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from . import RESULTS, machine, report
 from .plot import OTHERS, OURS
-from .studies.convergence import page as evidence
 
 PICTURE = machine.ROOT / "docs" / "assets" / "saves.png"
 XL_PARAMETERS, FP32_ADAMW_BYTES = 1_557_611_200, 16  # weight, gradient and two moments in fp32
@@ -180,7 +179,7 @@ def _median_and_worst(values: dict[tuple[str, ...], float], figure: str) -> tupl
 
 
 def wheels_table() -> str:
-    """Each wheel's size, and what it ran with: wheels.csv, of tests/build/wheels.py."""
+    """Each wheel's size, and what it ran with: wheels.csv, of lab/wheels.py."""
     rows = _last("wheels.csv", "wheel", "python", "torch")
     lines = [
         "| wheel | MB | Python | torch | backend | equal to the reference | |",
@@ -258,15 +257,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,
-    **evidence.TABLES,
 }
 
 
-def fill(page: str) -> str:
+def fill(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The text with each `<!-- table:NAME -->` ... `<!-- /table -->` holding that table."""
 
     def replaced(match: re.Match[str]) -> str:
-        return f"<!-- table:{match[1]} -->\n{TABLES[match[1]]()}\n<!-- /table -->"
+        return f"<!-- table:{match[1]} -->\n{tables[match[1]]()}\n<!-- /table -->"
 
     return re.sub(r"<!-- table:(\w+) -->.*?<!-- /table -->", replaced, page, flags=re.DOTALL)
 

@@ -17,7 +17,7 @@ MEMKERN_DEVICE void add_square(double& sum, float x) {
 // Where fp64 is slow, four squares are added in fp32 first: each is rounded once, and so are two additions on
 // its way, so that the sum's relative error is at most 3 * 2^-24 and that of its root, a norm, 9e-8. A
 // quarter of the fp64 instructions is left, 4 a vector in place of 16. Those took twice the time of an RTX
-// 5090's memory for bf16 gradients, these take half of it (benchmarks/studies/gpu_model.py). Squares of
+// 5090's memory for bf16 gradients, these take half of it (lab/studies/gpu_model.py). Squares of
 // elements outside [2^-50, 2^60] may be too small or too large for fp32.
 MEMKERN_DEVICE void add_squares(double& sum, const float (&x)[kVector]) {
   if (slow_fp64()) {

@@ -59,7 +59,7 @@ class quantize_saved:
     distance from a limit is coded) in place of 4 or 2. Of four layers of width 512
     at 512 tokens that is .09 to .19 of torch's in fp32 and .12 to .19 under autocast; ``"exact"`` .36 to .70 and .29 to
     .44 (benchmarks/results/saved-models.csv). Relative error of the whole gradient by what alone is coded, of a small
-    Llama (benchmarks/results/saved-errors.csv): queries and keys 1.4 % (it goes through an exponential),
+    Llama (lab/results/saved-errors.csv): queries and keys 1.4 % (it goes through an exponential),
     log-probabilities .8 %, values and attention's output .4 %, inputs of norms .3 %, gate and up .3 %; all of them
     1.8 %. In the median over the parameter tensors of the larger models above, .1 to 1.3 %.
 

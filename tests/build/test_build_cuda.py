@@ -23,7 +23,7 @@ extern "C" __attribute__((visibility("default"))) int memkern_cuda_probe() {
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.long  # 150 to 200 s: tests/gpu/test_cuda_host.py has nvcc compile and link the same sources at each run
+@pytest.mark.long  # 150 to 200 s: lab/tests/test_cuda_host.py has nvcc compile and link the same sources at each run
 @pytest.mark.parametrize("jobs", ["2", "4"])  # all .cu in one, each by itself
 def test_cuda_sources_are_compiled_and_linked(tmp_path: Path, jobs: str) -> None:
     options = {"MEMKERN_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MEMKERN_CXX_FLAGS": "-O0"}

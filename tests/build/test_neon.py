@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.studies.cpu_instructions import CROSS, EMULATOR, ROOT, compile_driver
+from tests.support.cpu_driver import CROSS, EMULATOR, ROOT, compile_driver
 
 pytestmark = [
     pytest.mark.long,

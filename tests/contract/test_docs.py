@@ -19,7 +19,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = ("memkern/", "csrc/", "tests/", "benchmarks/", "docs/", "examples/")
+FOLDERS = ("memkern/", "csrc/", "tests/", "benchmarks/", "lab/", "docs/", "examples/")
 
 
 def anchors(page: Path) -> set[str]:

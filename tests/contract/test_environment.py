@@ -12,7 +12,7 @@ OTHERS = {"PATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH", "OUT", "NO_C
 
 def code() -> list[Path]:
     files = [ROOT / "setup.py", ROOT / "Makefile", *(ROOT / ".ci").glob("*")]
-    for folder in ("memkern", "csrc", "benchmarks", "tests", "examples", "docs"):
+    for folder in ("memkern", "csrc", "benchmarks", "lab", "tests", "examples", "docs"):
         files += [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".h", ".cpp", ".cu", ".cuh")]
     return files
 

@@ -17,7 +17,7 @@ LONG_FILES = {
     "tests/distributed/test_shards.py": 425,
     "tests/fixtures/make_hashes.py": 518,
     "tests/gpu/test_cuda_simt.py": 617,
-    "tests/gpu/test_make_gpu.py": 497,
+    "lab/tests/test_make_gpu.py": 518,
     "tests/optim/loop/test_changes.py": 440,
     "tests/optim/loop/test_weights.py": 736,
     "tests/optim/offload/test_host.py": 420,
@@ -30,15 +30,15 @@ LONG_FILES = {
     "tests/saved/test_users.py": 482,
     "tests/saved/test_with.py": 403,
     "tests/support/cpu_kernels.cpp": 444,
-    "tests/support/fakegpu/cases.py": 410,
-    "tests/support/ptx_instructions.py": 412,
+    "lab/emulators/fakegpu/cases.py": 410,
+    "lab/emulators/ptx_instructions.py": 412,
     "tests/support/training_loops.py": 550,
     "tests/train/test_cli.py": 526,
-    "tools/gpu/smoke.py": 439,
-    "tools/gpu/tune.py": 428,
+    "lab/gpu/smoke.py": 429,
+    "lab/gpu/tune.py": 428,
 }
 LONG_FUNCTIONS = {
-    ("tools/gpu/parts.py", "parts"): 96,
+    ("lab/gpu/parts.py", "parts"): 96,
 }
 
 

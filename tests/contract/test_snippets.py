@@ -256,9 +256,9 @@ def test_benchmarks_take_the_arguments_that_are_shown(capsys: pytest.CaptureFixt
     pytest.importorskip("matplotlib")
     modules = {words[2]: words[3:] for words in IN_BLOCKS.values() if words[:2] == ["python", "-m"]}
     for name, arguments in modules.items():
-        if name == "benchmarks.studies.roberta":  # fake CUDA is there before torch, in a process of its own
+        if name == "lab.studies.roberta":  # fake CUDA is there before torch, in a process of its own
             subprocess.run([sys.executable, "-m", name, *arguments, "--help"], cwd=ROOT, check=True)
-        elif name.split(".")[0] == "benchmarks":
+        elif name.split(".")[0] in ("benchmarks", "lab"):
             module = importlib.import_module(name)
             if hasattr(module, "__path__"):  # a package
                 module = importlib.import_module(f"{name}.__main__")

@@ -42,7 +42,7 @@ def test_commands_of_a_workflow_exist(path: Path) -> None:
         assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0
         for target in re.findall(r"^make ([\w-]+)", command, re.MULTILINE):
             assert target in targets
-        for name in re.findall(r"(?:^|\s)((?:tools|tests|\.ci)/[\w./]+)", command):
+        for name in re.findall(r"(?:^|\s)((?:tools|tests|lab|\.ci)/[\w./]+)", command):
             assert (ROOT / name).exists(), name
 
 

@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from benchmarks.studies import streams
 from memkern import optim
+from tests.support import gradient_streams as streams
 from tests.support.helpers import on
 
 SEEDS = (0, 1, 2)

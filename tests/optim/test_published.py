@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import timm_optim
 from memkern import optim
 from memkern.train.data import windows
 from memkern.train.model import GPT
+from tests.support import timm_optim
 from tests.support.helpers import make_params, on, over_cpu, train
 from tests.support.optimizers import FormulaOptimizer, cases
 

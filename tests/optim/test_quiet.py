@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.studies import quiet
 from memkern import optim
 from memkern.reference import blockwise, state
+from tests.support import quiet
 from tests.support.helpers import on
 
 ADAMW = functools.partial(optim.AdamW, weight_decay=0.0)

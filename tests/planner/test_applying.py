@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import memkern
-from benchmarks.studies import zoo
 from memkern import Techniques, optim
 from memkern.memory import LiveBytes
+from tests.support import zoo
 
 
 def model() -> nn.Sequential:

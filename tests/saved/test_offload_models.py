@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import memkern
-from benchmarks.studies import timm_nets, zoo
 from memkern.saved import offload
+from tests.support import timm_nets, zoo
 from tests.support.streams import Streams, WatchedLink
 
 TOKENS = 512

@@ -16,7 +16,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "test-cache"
 # Whatever the compilers read, and what writes headers for them.
-SOURCES = ("csrc/**/*", "tests/support/simt/**/*", "memkern/quant/codec.py", "memkern/schemas.py", "setup.py")
+SOURCES = (
+    "csrc/**/*",
+    "tests/support/simt/**/*",
+    "lab/emulators/fakegpu/*.*",
+    "memkern/quant/codec.py",
+    "memkern/schemas.py",
+    "setup.py",
+)
 
 
 def key_of(*facts: object) -> str:

@@ -362,7 +362,7 @@ void run(const char* name, const Kernels& kernels) {
 }
 
 // One kernel, once, over whole blocks of 128: for counting its instructions
-// (benchmarks/studies/cpu_instructions.py).
+// (lab/studies/cpu_instructions.py).
 void run_one(const Kernels& kernels, const std::string& what, int64_t count) {
   const FloatType type = what.find("bf16") != std::string::npos ? FloatType::kBf16 : FloatType::kFp32;
   const BlockLayout l = layout_of(count, 0, 128);

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.support.ptx_emulator import sum_to_odd
+from tests.support.rounding import sum_to_odd
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import prune as torch_prune
 
-from benchmarks.studies import streams
 from memkern import memory, optim
 from memkern.reference.blockwise import dither, weight_random
 from memkern.reference.weights import join_weight, split_weight
 from tests.support import generic_tests
+from tests.support import gradient_streams as streams
 from tests.support.generic_optimizers import linear, saved
 from tests.support.helpers import (
     FLOATS,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.studies import streams
 from memkern import memory, optim
 from memkern.optim.state import load_moment
 from memkern.quant.codec import POWER4
 from memkern.quant.layout import layout_of
 from memkern.reference import blockwise
+from tests.support import gradient_streams as streams
 from tests.support.helpers import (
     FLOATS,
     LAYOUTS,
@@ -460,7 +460,7 @@ def sqrt_v(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("stream", "error"), [("base", 0.345), ("heterogeneous", 0.658), ("sparse", 0.214)])
 def test_closed_loop(stream: str, error: float) -> None:
-    # Beside 0.057, 0.44 and 0.019 with 8 bits for both: benchmarks/results/second-moment.csv.
+    # Beside 0.057, 0.44 and 0.019 with 8 bits for both: lab/results/second-moment.csv.
     run = streams.closed_loop(
         functools.partial(optim.Adam, **BITS), streams.make(stream, 600, 0), sqrt_v=sqrt_v
     )

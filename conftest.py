@@ -1,0 +1,58 @@
+"""The same conditions for every test: backend, seed, threads."""
+
+import os
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools  # noqa: F401  (Inductor imports it, and it refuses to come after distutils, which others import)
+import torch
+
+from tests.support import cache
+from tests.support.simt import build
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test asks the network
+
+pytest.register_assert_rewrite("tests.support.generic_tests")
+pytest_plugins = [
+    "benchmarks.pytest_features",
+    "tests.support.interpreted",
+    "benchmarks.pytest_outcomes",
+    "tests.support.skips",
+]
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support import triton_interpreter  # noqa: F401  (repairs it
+
+
+@pytest.fixture(scope="session")
+def simt_library() -> tuple[CDLL, Path]:
+    """csrc/cuda/ as CPU programs (tests/support/simt), its ops registered once a session."""
+    path = cache.built("simt", build.compile_library, build.FLAGS) / build.LIBRARY
+    return build.load(path), path
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text for the tests of memkern.train."""
+    from tests.support.train_helpers import TEXT
+
+    path = tmp_path_factory.mktemp("text") / "squares.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(text: Path) -> Any:
+    from memkern.train import load_corpus
+
+    return load_corpus([str(text)], seq_len=32)
+
+
+@pytest.fixture(autouse=True)
+def _same_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEMKERN_BACKEND", "MEMKERN_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the tensors are small: a second thread would only be waited for

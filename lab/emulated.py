@@ -1,0 +1,122 @@
+"""python -m lab.emulated: runs the kernels on emulated GPUs, and records of which sources they passed.
+
+The tests marked ``emulated`` take half an hour and depend on few files, so they run when one of these changed.
+lab/tests/test_emulated.py fails while the record is of other sources. Compilers are not part of the hash: another one
+does not make the test fail, and the record says which were used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from benchmarks import ROOT
+from lab import RESULTS
+
+RECORD = RESULTS / "emulated.json"
+COMMAND = "make emulate"
+TESTS = [
+    "cuda_checks",
+    "cuda_host",
+    "cuda_kernels",
+    "gpu_ptx",
+    "triton_checks",
+    "triton_compiled",
+    "triton_fast_path",
+]
+SOURCES = (
+    *("csrc/*.py", "csrc/*.cpp", "csrc/core/*", "csrc/common/*", "csrc/cuda/*"),
+    *("memkern/triton/*.py", "memkern/quant/codec.py", "memkern/schemas.py"),
+    *("lab/emulators/**/*", "tests/support/simt/**/*"),
+    *(f"lab/tests/test_{name}.py" for name in TESTS),
+)
+# csrc/generate.py writes them from files that are hashed.
+GENERATED = {"csrc/core/tables.h", "csrc/core/hyperparameters.h", "csrc/common/schemas.h"}
+SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".csv"}
+
+
+def digest() -> str:
+    """SHA-256 of the names and contents of the sources."""
+    names = {
+        path.relative_to(ROOT).as_posix()
+        for pattern in SOURCES
+        for path in ROOT.glob(pattern)
+        if path.suffix in SUFFIXES
+    }
+    found = hashlib.sha256()
+    for name in sorted(names - GENERATED):
+        found.update(f"{name}\0".encode() + (ROOT / name).read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def recorded() -> str | None:
+    """The hash of the sources that passed last."""
+    return json.loads(RECORD.read_text())["sources"] if RECORD.exists() else None
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    try:
+        import triton
+
+        versions["triton"] = triton.__version__
+    except ModuleNotFoundError:
+        pass
+    for compiler in ("nvcc", "g++"):
+        if shutil.which(compiler):
+            said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+            versions[compiler] = re.findall(r"\d+\.\d+[.\d]*", said)[-1 if compiler == "nvcc" else 0]
+    return versions
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.emulated", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    args = parser.parse_args()
+    before = digest()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(args.jobs), "--dist", "worksteal"]
+    command += ["-m", "emulated and not long and not gpu", "--durations", "20"]
+    # What is skipped because a compiler is missing has not passed.
+    strict = {**os.environ, "MEMKERN_STRICT_SKIPS": "1"}
+    output = []
+    with subprocess.Popen(
+        [*command, "lab/tests"], cwd=ROOT, env=strict, stdout=subprocess.PIPE, text=True
+    ) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            output.append(line)
+    if tests.returncode:
+        return tests.returncode
+    if digest() != before:
+        print("the sources changed during the run: run it again", file=sys.stderr)
+        return 1
+    passed = re.search(r"(\d+) passed", output[-1])
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    row = {
+        "sources": before,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit.stdout.strip(),
+        "passed": int(passed[1]) if passed else 0,
+        "versions": _versions(),
+    }
+    RECORD.write_text(json.dumps(row, indent=1) + "\n")
+    print(RECORD)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,267 @@
+"""Compiles every CUDA kernel for every architecture: registers, spills, and instructions on the main paths.
+
+``python -m lab.emulators.cuda_kernels`` rewrites lab/results/cuda-kernels.json, which
+lab/tests/test_cuda_kernels.py compares with.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lab.emulators import sass
+from tests.support import cache
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "lab" / "results" / "cuda-kernels.json"
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+COUNTED = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fmad=false",
+    "-Xptxas=-v",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    "-DUSE_CUDA",
+]
+
+# Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
+ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
+PACKED = ADAM | {"LDG.64": 1, "STG.64": 1}
+LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
+PATHS = {
+    "AdamW fp32": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34}),
+    "AdamW bf16": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 8, "MUFU": 34}),
+    "AdamW bf16+8": (
+        "adam_tiles<1, 1>",
+        ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 6, "STG": 5},
+    ),
+    "AdamW bf16+16": (
+        "adam_tiles<1, 1>",
+        ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 6, "STG": 5},
+    ),
+    "AdamW fp32, v in 4 bits": (
+        "adam_tiles<3, 0>",
+        PACKED | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34},
+    ),
+    "AdamW bf16, v in 4 bits": (
+        "adam_tiles<3, 0>",
+        PACKED | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 8, "MUFU": 34},
+    ),
+    "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
+    "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
+}
+LAMB_NORMS = {"LDG.64": 2, "LDG": 5, "SHFL": 1, "MUFU": 16}
+PATHS |= {
+    "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 4, "LDG": 7}),
+    "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 2}),
+    "LAMB bf16": ("lamb_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4, "MUFU": 34}),
+}
+PATHS |= {
+    "LARS fp32": ("lars_tiles<1, 0>", PATHS["Lion fp32"][1]),
+    "LARS bf16": ("lars_tiles<1, 0>", PATHS["Lion bf16"][1]),
+    "grad norm fp32": ("norm_tiles", {"LDG.128": 4}),
+    "grad norm bf16": ("norm_tiles", {"LDG.128": 2}),
+}
+PATHS |= {
+    "Muon momentum fp32": ("muon_tiles<1>", LION | {"LDG.128": 2, "STG.128": 1, "LDG": 4, "STG": 3}),
+    "Muon momentum bf16": ("muon_tiles<1>", LION | {"LDG.128": 1, "STG.128": 1, "LDG": 3, "STG": 3}),
+    "Muon apply fp32": ("muon_apply_tiles<0>", {"LDG.128": 3, "STG.128": 2}),
+    "Muon apply bf16": ("muon_apply_tiles<0>", {"LDG.128": 2, "STG.128": 1}),
+}
+PATHS |= {
+    "GELU 3-bit forward bf16": ("forward_by_table<0, 3>", {"LDG.128": 1, "STG.128": 1, "STG": 4, "LDS": 8}),
+    "GELU 3-bit forward fp32": ("forward_by_planes<0, 0, 3>", {"LDG.128": 2, "STG.128": 2, "STG": 5}),
+    "GELU 3-bit backward bf16": (
+        "multiply_by_levels<1, 3>",
+        {"LDG.128": 1, "STG.128": 1, "LDG": 4, "LDS.64": 4},
+    ),
+    "GELU 3-bit backward fp32": (
+        "multiply_by_levels<0, 3>",
+        {"LDG.128": 2, "STG.128": 2, "LDG": 5, "LDS.64": 4},
+    ),
+}
+PATHS |= {  # of saved tensors: blocks of 128, rounded to the nearest
+    "power codes fp32": ("quantize_whole<0, 1>", {"LDG.128": 2, "STG.64": 1}),
+    "power codes bf16": ("quantize_whole<1, 1>", {"LDG.128": 1, "STG.64": 1}),
+    "power values fp32": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 2}),
+    "power values bf16": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
+}
+# What a warp takes for all its elements where a code of v is in doubt: 16 roots more; in bf16 another 8, of v. For
+# sm_90 only: the search for this way takes seconds there, and minutes on sm_80 and sm_89.
+SLOW_PATHS = {
+    "AdamW fp32, code in doubt": (PATHS["AdamW fp32"][0], PATHS["AdamW fp32"][1] | {"MUFU": 50}),
+    "AdamW bf16, code in doubt": (PATHS["AdamW bf16"][0], PATHS["AdamW bf16"][1] | {"MUFU": 58}),
+}
+PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
+TWO_VECTORS = ("grad norm fp32", "grad norm bf16")  # that a lane has in one turn
+
+
+def short_name(mangled: str) -> str:
+    """adam_tiles<1, 0> for _ZN7memkern10adam_tilesILNS_9StateKindE1ELb0EEE...: the name and its constants."""
+    rest = mangled.removeprefix("_ZN7memkern")
+    while (length := re.match(r"\d+", rest)) is not None:
+        name, rest = (
+            rest[length.end() : length.end() + int(length[0])],
+            rest[length.end() + int(length[0]) :],
+        )
+    found = re.match(r"I((?:L.*?E)+)E", rest)
+    constants = re.findall(r"L(?:NS_\d+[A-Za-z]+E|[a-z])(\d+)E", found[1]) if found else []
+    return name + (f"<{', '.join(constants)}>" if constants else "")
+
+
+def nvcc_version() -> str:
+    text = subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True).stdout
+    return re.search(r"V([\d.]+)", text)[1] if "V" in text else text  # type: ignore[index]
+
+
+def nvcc() -> str | None:
+    return shutil.which(os.environ.get("NVCC", "nvcc"))
+
+
+def write_headers(folder: Path) -> None:
+    """Those that setup.py writes, as it may not have run. By one thread: runpy changes sys.modules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runpy.run_path(str(ROOT / "csrc" / "generate.py"))["write_headers"](folder)
+
+
+def includes(headers: Path) -> list[str]:
+    """nvcc's arguments for the folders in which csrc/cuda finds headers, and those that were written."""
+    import torch
+
+    home = Path(torch.__file__).parent / "include"
+    return [f"-I{path}" for path in (ROOT / "csrc", headers, home, home / "torch/csrc/api/include")]
+
+
+def compile_for(arch: str, folder: Path) -> None:
+    """Into ``folder``: the machine code, and as JSON each kernel's registers and bytes of stack and spills."""
+    write_headers(folder)
+    unit = folder / f"{arch}.cu"
+    sources = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+    binary = folder / f"{arch}.cubin"
+    command = [str(nvcc()), *FLAGS, f"-arch={arch}", *includes(folder)]
+    done = subprocess.run(
+        [*command, "-cubin", "-o", str(binary), str(unit)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (folder / f"{arch}.json").write_text(json.dumps(usage(done.stderr)))
+
+
+def usage(messages: str) -> dict[str, dict[str, int]]:
+    """What ptxas -v says of each kernel: registers, and bytes of stack and spills."""
+    found = {}
+    for part in messages.split("Compiling entry function '")[1:]:
+        numbers = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
+        )
+        registers = re.search(r"Used (\d+) registers", part)
+        assert numbers, part
+        assert registers, part
+        stack, stores, loads = (int(n) for n in numbers.groups())
+        found[short_name(part.split("'")[0])] = {
+            "registers": int(registers[1]),
+            "stack": stack,
+            "spilled": stores + loads,
+        }
+    return found
+
+
+Compiled = tuple[Path, dict[str, dict[str, int]]]
+
+
+def compiled(arch: str) -> Compiled:
+    """The machine code for an architecture, and what it needs."""
+    folder = cache.built(arch, lambda folder: compile_for(arch, folder), FLAGS, nvcc_version())
+    return folder / f"{arch}.cubin", json.loads((folder / f"{arch}.json").read_text())
+
+
+@functools.cache
+def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
+    """The instructions of a turn of each loop, from an architecture's machine code."""
+    code = {short_name(name): kernel for name, kernel in sass.kernels(binary, arch).items()}
+    # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each turn of a loop.
+    more = {"MUFU": 1} if arch in ("sm_100", "sm_120") else {}
+    found = {}
+    for path, (kernel, wanted) in (PATHS | (SLOW_PATHS if arch == "sm_90" else {})).items():
+        wanted = {opcode: count + more.get(opcode, 0) for opcode, count in wanted.items()}
+        found[path] = sass.shortest_loop(code[kernel], wanted)
+        assert found[path], f"{arch}: no loop of {kernel} has {wanted}, which {path} is known by"
+    return found
+
+
+def elements(path: str) -> int:
+    """That a lane has in one turn of the loop."""
+    return 2 * PARAMETERS if path in TWO_VECTORS else PARAMETERS
+
+
+def instructions(binary: Path, arch: str) -> dict[str, float]:
+    """Instructions per element on the main paths."""
+    return {path: len(way) / elements(path) for path, way in main_paths(binary, arch).items()}
+
+
+def fp64_instructions(binary: Path, arch: str) -> dict[str, float]:
+    """Those that the fp64 units execute, per element: sums, products and conversions."""
+    counts = {
+        path: sum(i.opcode.startswith(("DADD", "DMUL", "DFMA", "F2F.F64", "F2F.F32.F64")) for i in way)
+        for path, way in main_paths(binary, arch).items()
+    }
+    return {path: count / elements(path) for path, count in counts.items() if count}
+
+
+def pipes(binary: Path, arch: str) -> dict[str, dict[str, float]]:
+    """Per element: instructions of the pipes that may limit, and words of the first-level cache and shared memory."""
+    found = {}
+    for path, way in main_paths(binary, arch).items():
+        count = Counter(sass.pipe(i.opcode) for i in way)
+        words = {
+            "words": sum(sass.words(i.opcode) for i in way),
+            "shared words": sum(sass.words(i.opcode) for i in way if i.opcode.startswith(("LDS", "STS"))),
+        }
+        found[path] = {
+            key: n / elements(path)
+            for key, n in ({key: count[key] for key in ("fma", "alu", "xu")} | words).items()
+        }
+    return found
+
+
+def measure() -> dict[str, Any]:
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        of_arch = dict(zip(ARCHS, pool.map(compiled, ARCHS), strict=True))
+    counted = {arch: instructions(of_arch[arch][0], arch) for arch in COUNTED}
+    fp64 = {arch: fp64_instructions(of_arch[arch][0], arch) for arch in COUNTED}
+    of_pipes = {arch: pipes(of_arch[arch][0], arch) for arch in COUNTED}
+    kernels = sorted({name for _, found in of_arch.values() for name in found})
+    return {
+        "nvcc": nvcc_version(),
+        "registers": {
+            kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()}
+            for kernel in kernels
+        },
+        "instructions per element": {
+            path: {arch: counts[path] for arch, counts in counted.items() if path in counts}
+            for path in PATHS | SLOW_PATHS
+        },
+        "fp64 instructions per element": {
+            path: {arch: counts[path] for arch, counts in fp64.items()} for path in fp64["sm_90"]
+        },
+        "pipes per element": {
+            path: {arch: counts[path] for arch, counts in of_pipes.items()} for path in PATHS
+        },
+    }
+
+
+if __name__ == "__main__":
+    record = measure()
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    json.dump(record["instructions per element"], sys.stdout, indent=1)

@@ -1,0 +1,119 @@
+"""Cases of the made-up devices that are about memory: what is kept from step to step, and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lab.emulators.fakegpu import Machine
+
+CASES: dict[str, Callable[[Machine], None]] = {}
+
+
+def case(function: Callable[[Machine], None]) -> Callable[[Machine], None]:
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def one(name: str, **options: Any) -> Any:
+    from tests.support.simt import drive
+
+    return drive.step_args(name, layouts=("whole blocks",), **options)
+
+
+@case
+def a_graphs_pool_while_torch_compile_warms_up(machine: Machine) -> None:
+    """By torch's own assertion: tables are kept, and nothing of them is in the graph's pool."""
+    import pytest
+    import torch
+
+    from lab.emulators.fakegpu.cases import small, stepped
+    from memkern.schemas import STEP_OPS
+    from tests.support.graph_pool import check_pool
+
+    def live() -> set[int]:
+        return {piece.address for piece in machine.pieces() if piece.owner == 2}
+
+    for name in STEP_OPS:
+        machine.use_stream(machine.new_stream())  # no earlier case's table is found
+        args = machine.to_device(small(name))
+        machine.runtime.fakegpu_allocate_to_pool(1)
+        getattr(machine.ops, name)(*args)
+        machine.runtime.fakegpu_allocate_to_pool(0)
+        assert machine.kernels()["write_table"] >= 1
+        check_pool(live)
+        getattr(machine.ops, name)(*args)
+        assert machine.kernels()["write_table"] == 0, "the table of the warm-up is still there"
+        stepped(machine, name, small(name), steps=1)
+    x = machine.to_device(torch.ones(300))
+    norm = machine.to_device(torch.zeros((), dtype=torch.float64))
+    machine.runtime.fakegpu_allocate_to_pool(1)
+    machine.ops.grad_norm_(norm, [x], None)
+    check_pool(live)
+    machine.runtime.fakegpu_out_of_memory(1)  # the table is torch's then, and would be found
+    machine.ops.grad_norm_(norm, [x, x], None)
+    machine.runtime.fakegpu_out_of_memory(0)
+    machine.runtime.fakegpu_allocate_to_pool(0)
+    with pytest.raises(RuntimeError, match=r"Detected 1 tensor\(s\) in the cudagraph pool"):
+        check_pool(live)
+
+
+@case
+def a_table_where_CUDA_has_no_memory_left(machine: Machine) -> None:
+    """torch has cached it all: the table is torch's."""
+    from lab.emulators.fakegpu.cases import small, stepped
+
+    def of_cuda() -> int:
+        return sum(piece.owner == 0 for piece in machine.pieces())
+
+    # On streams of their own: a table is found by its stream and an address, and freed addresses come again.
+    before = of_cuda()
+    machine.use_stream(machine.new_stream())
+    machine.runtime.fakegpu_out_of_memory(1)
+    stepped(machine, "adam_step_", small("adam_step_"))
+    machine.runtime.fakegpu_out_of_memory(0)
+    assert of_cuda() == before
+    machine.use_stream(machine.new_stream())
+    stepped(machine, "adam_step_", small("adam_step_"))
+    assert of_cuda() == before + 1
+
+
+@case
+def each_of_many_parameters_keeps_its_table(machine: Machine) -> None:
+    """As StepInBackward has it: the step of one parameter after the other, over and over."""
+    args = [machine.to_device(one("lion_step_")) for _ in range(150)]
+    machine.runs = False
+    for _ in range(3):
+        machine.noted.clear()
+        for each in args:
+            machine.ops.lion_step_(*each)
+    machine.runs = True
+    written = [name for name in machine.noted if "write_table" in name]
+    assert len(machine.noted) >= 2 * len(args)
+    assert not written
+
+
+@case
+def tables_are_bounded(machine: Machine) -> None:
+    """By their bytes: those that were not used for the longest time are freed."""
+    from tests.support.simt import drive
+
+    machine.runs = False
+    many = machine.to_device(drive.step_args("lion_step_", layouts=("one element",) * 1500))
+
+    def tables() -> list[int]:
+        return [piece.size for piece in machine.pieces() if piece.owner == 0]
+
+    most, firsts = 0, [machine.to_device(one("lion_step_")) for _ in range(240)]
+    for i, first in enumerate(firsts):
+        lists = {
+            name: [*getattr(first, name), *getattr(many, name)]
+            for name in ("params", "grads", "moments", "scales", "steps")
+        }
+        machine.ops.lion_step_(*many._replace(**lists, group=[0, *many.group]))
+        most = max(most, sum(tables()))
+        if i == 0:
+            assert max(tables()) > 200_000
+    machine.runs = True
+    assert 16 << 20 < most <= 33 << 20, most
+    assert len(tables()) > 64

@@ -1,0 +1,223 @@
+"""Headline times, each beside torch's own and others' that are installed: ``python -m lab.gpu.headline cuda|triton``.
+
+AdamW8bit, Lion8bit, LAMB8bit and LARS8bit over one tensor of 1e9 parameters and over GPT-2's 148 tensors, fp32 and
+bf16; 3-bit GELU; the gradients' norm; power codes of saved tensors. A line of JSON for each contender, as soon as its
+case is measured (benchmarks/harness.py says how); "copy_share" is the share of the copy rate of the same minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+import memkern
+from benchmarks import harness
+from benchmarks.bench_activation import contender as activation
+from benchmarks.bench_activation import gelus
+from benchmarks.bench_lamb import RECIPE, classic_norms, norms, nothing
+from benchmarks.bench_optim import GPT2, Shapes, gpt2_shapes, of, stepper
+from memkern import _ops
+
+from .supervised import Journal, is_sticky, supervise
+
+LARGE = 10**9
+ELEMENTS = 2**28  # of an activation
+BYTES_PER_PARAMETER = 90  # of all contenders of a case together, in fp32
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SECONDS = 0.6  # of a contender's calls
+ROUNDS = 20
+
+FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), nothing)
+FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), nothing)
+OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
+    "AdamW8bit": [
+        ("memkern AdamW, 8 and 4 bits", of("memkern.optim", "AdamW", state_bits=(8, 4)), nothing),
+        FUSED,
+        FOREACH,
+        ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), nothing),
+        ("flashoptim AdamW", of("flashoptim", "FlashAdamW"), nothing),
+    ],
+    "Lion8bit": [FUSED, ("bitsandbytes Lion8bit", of("bitsandbytes.optim", "Lion8bit"), nothing)],
+    "LAMB8bit": [FUSED],
+    "LARS8bit": [("torch SGD fused", of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), nothing)],
+}
+OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
+    "AdamW8bit": ({}, nothing),
+    "Lion8bit": ({}, nothing),
+    "LAMB8bit": ({}, norms),
+    "LARS8bit": (RECIPE, classic_norms),
+}
+
+
+def steps(name: str, shapes: Shapes, dtype: str, device: str) -> harness.Case:
+    options, reads = OURS[name]
+    contenders = [(f"memkern {name}", of("memkern.optim", name, **options), reads), *OTHERS[name]]
+    return harness.Case(
+        f"{name}, {len(shapes)} tensors, {dtype}" if len(shapes) > 1 else f"{name}, one tensor, {dtype}",
+        sum(map(math.prod, shapes)),
+        [stepper(title, make, shapes, device, DTYPES[dtype], of_it) for title, make, of_it in contenders],
+    )
+
+
+def gradient_norm(shapes: Shapes, dtype: str, device: str) -> harness.Case:
+    """memkern's one read of the gradients beside torch's clip_grad_norm_ without the clipping."""
+
+    def subject(ours: bool) -> Callable[[], harness.Subject]:
+        def setup() -> harness.Subject:
+            grads = [torch.randn(s, device=device).to(DTYPES[dtype]) for s in shapes]
+            norm = torch.zeros((), dtype=torch.float64, device=device)
+            call = (
+                (lambda: _ops.grad_norm_(norm, grads, None))
+                if ours
+                else (lambda: torch.nn.utils.get_total_norm(grads, foreach=True))
+            )
+            return harness.Subject(call, lambda: sum(g.nbytes for g in grads))
+
+        return setup
+
+    contenders = [
+        harness.Contender(name, subject(name.startswith("memkern")))
+        for name in ("memkern grad norm", "torch get_total_norm")
+    ]
+    return harness.Case(f"grad norm, {len(shapes)} tensors, {dtype}", sum(map(math.prod, shapes)), contenders)
+
+
+def gelu(elements: int, dtype: str, device: str) -> harness.Case:
+    functions = {
+        name: f for name, f in gelus("none").items() if name in ("memkern GELU, 3 bits", "torch GELU")
+    }
+    contenders = [activation(name, f, elements, device, DTYPES[dtype]) for name, f in functions.items()]
+    return harness.Case(f"GELU, {dtype}", elements, contenders)
+
+
+def saved(elements: int, dtype: str, device: str) -> harness.Case:
+    """Power codes of what compress saves, and back; torch's copy to 8-bit floats without scales as what is possible."""
+
+    def subject(call: Callable[[torch.Tensor], Callable[[], object]]) -> Callable[[], harness.Subject]:
+        def setup() -> harness.Subject:
+            x = torch.randn(elements, device=device).to(DTYPES[dtype])
+            return harness.Subject(call(x), lambda: x.nbytes + elements)
+
+        return setup
+
+    def values(x: torch.Tensor) -> Callable[[], object]:
+        codes, scale = _ops.quantize_blockwise(x, "power", True, 128, None)
+        return lambda: _ops.dequantize_blockwise(codes, scale, "power", 128, x.dtype)
+
+    calls: dict[str, Callable[[torch.Tensor], Callable[[], object]]] = {
+        "memkern power codes": lambda x: lambda: _ops.quantize_blockwise(x, "power", True, 128, None),
+        "memkern values of power codes": values,
+        "torch float8_e4m3fn": lambda x: lambda: x.to(torch.float8_e4m3fn),
+    }
+    contenders = [harness.Contender(name, subject(call)) for name, call in calls.items()]
+    return harness.Case(f"saved tensors, {dtype}", elements, contenders)
+
+
+def cases(device: str, large: int, gpt2: int, elements: int) -> Iterator[harness.Case]:
+    """In the order in which they are wanted should the time run out."""
+    one, many = [(max(1, large // 4096), 4096)], gpt2_shapes(gpt2)
+    for dtype in ("bf16", "fp32"):
+        yield steps("AdamW8bit", one, dtype, device)
+        yield gelu(elements, dtype, device)
+        yield steps("AdamW8bit", many, dtype, device)
+        yield saved(elements, dtype, device)
+    for dtype in ("bf16", "fp32"):
+        for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
+            yield steps(name, one, dtype, device)
+        yield gradient_norm(one, dtype, device)
+    for dtype in ("bf16", "fp32"):
+        for name in ("LAMB8bit", "Lion8bit", "LARS8bit"):
+            yield steps(name, many, dtype, device)
+        yield gradient_norm(many, dtype, device)
+
+
+def largest(device: str) -> int:
+    """Parameters of the one tensor: 1e9, or what fits."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return LARGE
+    return min(LARGE, torch.cuda.get_device_properties(0).total_memory // BYTES_PER_PARAMETER)
+
+
+def measured(
+    case: harness.Case, clock: harness.Clock, journal: Journal, rounds: dict[str, Any]
+) -> list[harness.Result]:
+    """The process ends where a contender leaves CUDA unusable; the next one measures the case without it."""
+    now = case.name
+
+    def watched(contender: harness.Contender) -> harness.Contender:
+        name = f"{case.name}: {contender.name}"
+
+        def call(function: Callable[[], Any]) -> Any:
+            nonlocal now
+            now = name
+            try:
+                return function()
+            except Exception as error:
+                if is_sticky():
+                    journal.die(name, error)
+                raise
+
+        def setup() -> harness.Subject:
+            if name in journal.died:
+                raise RuntimeError("ended its process")
+            journal.note("begin", name)
+            subject = call(contender.setup)
+            return replace(subject, step=lambda: call(subject.step))
+
+        return replace(contender, setup=setup)
+
+    try:
+        return harness.measure(replace(case, contenders=[*map(watched, case.contenders)]), clock, **rounds)
+    except Exception as error:  # at a synchronization
+        if is_sticky():
+            journal.die(now, error)
+        raise
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("backend", choices=["cuda", "triton", "cpu"])
+    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument(
+        "--small", action="store_true", help="tensors of 65,536 elements: a test of this script"
+    )
+    parser.add_argument("--journal", help="of processes before this one (supervised.py)")
+    args = parser.parse_args(argv)
+    device = "cpu" if args.backend == "cpu" else "cuda"
+    if device == "cuda" and args.journal is None and not args.plan:
+        given = sys.argv[1:] if argv is None else argv
+        return supervise([sys.executable, "-m", "lab.gpu.headline", *given])
+    journal = Journal(args.journal)
+    sizes = (2**16, 2**16, 2**16) if args.small else (largest(device), GPT2, ELEMENTS)
+    failed = False
+    clock = None if args.plan else harness.Clock(device)
+    for case in cases(device, *sizes):
+        if clock is None:
+            names = ", ".join(contender.name for contender in case.contenders)
+            print(f"would measure {case.name}: {case.numel:,} elements: {names}")
+            continue
+        if case.name in journal.over:
+            continue
+        with memkern.use_backend(args.backend):
+            rounds = {"rounds": 5, "seconds": 0.01} if args.small else {"rounds": ROUNDS, "seconds": SECONDS}
+            results = measured(case, clock, journal, rounds)
+        journal.note("done", case.name)
+        for result in results:
+            row = {k: v for k, v in asdict(result).items() if v not in (None, "")}
+            print(json.dumps(row), flush=True)
+        failed |= results[0].ms_median is None
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    journal.note("finished", "")
+    return int(failed or bool(journal.died))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

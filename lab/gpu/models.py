@@ -1,0 +1,161 @@
+"""What whole models cost on a GPU by what they save for their backward pass: ``python -m lab.gpu.models``.
+
+Models of transformers with random weights (tests/support/zoo.py), forward and backward pass without the optimizer.
+A line of JSON for each model and mode: ms of a step, the median over rounds of STEPS steps that nothing waits between;
+the time of its kernels alone, from torch's profiler; bytes kept from the forward to the backward pass, and the peak
+above parameters and gradients; and the gradients beside torch's (saved_models.py). "small" models have layers of
+width 64 at 32 tokens: their steps take what the processor takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lab.studies.host_time import MODELS as SMALL
+from lab.studies.saved_models import MODES, compared
+from tests.support import zoo
+
+STEPS, ROUNDS = 5, 3
+
+
+class Workload(NamedTuple):
+    """A model of zoo.py, its sizes, and a step's batch."""
+
+    name: str
+    model: str
+    sizes: dict[str, Any]
+    sequences: int
+    tokens: int
+    precision: str  # "bf16" or "bf16 autocast"
+    modes: tuple[str, ...] = ("torch", "checkpointing", "exact", "8")
+
+
+_LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+_GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+WORKLOADS = (
+    Workload("GPT-2, 124 M", "GPT-2", _GPT2, 8, 1024, "bf16 autocast", (*MODES,)),
+    Workload("Llama, 1.1 B", "Llama", _LLAMA_1B, 4, 2048, "bf16"),
+    *(Workload(f"small {name}", name, SMALL[name], 1, 32, "bf16") for name in ("Llama", "GPT-2")),
+)
+
+
+def batch_of(work: Workload, device: str) -> dict[str, Any]:
+    """Sequences of zoo.py's tokens, each shifted by one."""
+    one = zoo.batch(work.model, work.tokens)
+    rows = {k: v for k, v in one.items() if isinstance(v, torch.Tensor)}
+    many = {k: torch.cat([v.roll(i, 1) for i in range(work.sequences)]).to(device) for k, v in rows.items()}
+    return one | many
+
+
+def _busy_ms(step: Callable[[], object]) -> float:
+    """Milliseconds of the kernels of a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+
+
+def measured(work: Workload, mode: str, device: str, expected: dict[str, Any]) -> dict[str, object]:
+    """``expected``: torch's gradients; filled where the mode is torch's."""
+    on_gpu = device == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    with torch.device(device):
+        model: nn.Module = zoo.build(work.model, work.tokens, **work.sizes)
+    if work.precision == "bf16":
+        model = model.to(torch.bfloat16)
+    MODES[mode](model)
+    batch = batch_of(work, device)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=work.precision == "bf16 autocast"):
+            return model(**batch).loss
+
+    def step() -> None:
+        forward().backward()
+
+    step()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    row: dict[str, object] = {}
+    if mode == "torch":
+        expected.update({name: grad.clone() for name, grad in gradients.items()})
+    else:
+        error, cosine = compared(gradients, expected)
+        row |= {"gradient_error": float(f"{error:.3g}"), "cosine": round(cosine, 6)}
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        loss = forward()
+        row["saved_mib"] = round((torch.cuda.memory_allocated() - start) / 2**20, 1)
+        loss.backward()
+        row["peak_mib"] = round((torch.cuda.max_memory_allocated() - start) / 2**20, 1)
+        row["model_mib"] = round((start - before) / 2**20, 1)
+        del loss
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin) / STEPS)
+    row["ms"] = round(statistics.median(times), 3)
+    if on_gpu:
+        row["kernels_ms"] = round(_busy_ms(step), 3)
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument(
+        "--small", action="store_true", help="the small models on the CPU: a test of this script"
+    )
+    args = parser.parse_args(argv)
+    if args.plan:
+        for work in WORKLOADS:
+            print(
+                f"would measure {work.name}, {work.sequences} x {work.tokens} tokens: {', '.join(work.modes)}"
+            )
+        return 0
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    device, failed = "cpu" if args.small else "cuda", False
+    for work in WORKLOADS[-2:] if args.small else WORKLOADS:
+        expected: dict[str, Any] = {}
+        about = {
+            "model": work.name,
+            "sequences": work.sequences,
+            "tokens": work.tokens,
+            "precision": work.precision,
+        }
+        for mode in work.modes:
+            try:
+                row = measured(work, mode, device, expected)
+            except Exception as error:  # the other modes go on
+                row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+            print(json.dumps(about | {"mode": mode} | row), flush=True)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

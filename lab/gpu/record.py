@@ -1,0 +1,134 @@
+"""Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
+
+Times of headline.py and models.py go to benchmarks/results, for the tables of docs/: headline_HARDWARE.csv and
+gpu-models.csv. Those of recipe.py, profile.py and tune.py go to lab/results (gpu-recipe.csv, gpu-profile.csv,
+gpu-tune.csv), and what passed and failed to gpu-parts.csv there. Results of a tree with uncommitted changes are
+refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import benchmarks
+import lab
+import memkern
+from benchmarks import machine, report
+from benchmarks.harness import Result
+
+MODELS = (
+    *("model", "sequences", "tokens", "precision", "mode", "ms", "kernels_ms", "saved_mib", "peak_mib"),
+    *("model_mib", "gradient_error", "cosine", "error"),
+)
+RECIPE = (
+    *("run", "parameters", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "step_s"),
+    *("tokens_per_s", "losses", "error"),
+)
+PROFILE = (
+    *("group", "kernel", "time", "read", "written", "dram_percent", "issue_slots_percent"),
+    *("occupancy_percent", "registers", "instructions", "blocks", "stalls"),
+)
+TUNE = ("kind", "setting", "case", "ms", "copy_share", "copy_rate_gbps")
+PARTS = ("part", "result", "seconds", "equal", "near", "failed", "reason")
+Row = dict[str, Any]
+
+
+def read(paths: Iterable[Path]) -> Iterator[tuple[Path, Row, list[Row]]]:
+    """Each file with what its results are of, and its rows."""
+    for path in paths:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        about = next(row for row in rows if row["part"] == "environment")
+        yield path, about, [row for row in rows if row is not about]
+
+
+def provenance(path: Path, about: Row, commit: str | None) -> dict[str, str]:
+    name, driver, *_ = about["gpu"].split(", ")
+    date = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
+    return {
+        "date": date.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit or about["commit"],
+        "dirty": "no",  # main() refuses the others
+        "hardware": f"{name}, driver {driver}",
+        "python": about["python"],
+        "torch": about["torch"],
+        "memkern": memkern.__version__,
+    }
+
+
+def refuse_dirty(parser: argparse.ArgumentParser, path: Path, about: Row, commit: str | None) -> None:
+    """Ends the program unless the results were measured at a commit, without changes to it."""
+    if about.get("dirty"):
+        parser.error(f"{path} was measured with uncommitted changes: commit them and measure again")
+    if not (commit or about.get("commit")):
+        parser.error(
+            f"{path} does not say which commit was measured: give --commit where the tree had no changes"
+        )
+
+
+def text(row: Row, columns: Iterable[str]) -> dict[str, str]:
+    values = {name: row.get(name) for name in columns}
+    return {
+        name: "" if x is None else " ".join(map(str, x)) if isinstance(x, list) else str(x)
+        for name, x in values.items()
+    }
+
+
+def with_stalls(row: Row) -> Row:
+    """A row of profile.py with its stalls in one column, the longest first."""
+    stalls = {k.removeprefix("stalled "): v for k, v in row.items() if k.startswith("stalled ")}
+    longest = sorted(stalls, key=lambda name: -stalls[name])
+    return row | {"stalls": "; ".join(f"{name} {stalls[name]}" for name in longest)}
+
+
+def outcomes(rows: list[Row]) -> Iterator[Row]:
+    """A row for each part that ran: its result, and the counts of its cases."""
+    for part in [row for row in rows if "result" in row]:
+        counts: Counter[str] = Counter()
+        for row in rows:
+            if row["part"] == part["part"] and "equal" in row and "result" not in row:
+                counts.update({name: row[name] for name in ("equal", "near", "failed")})
+        yield part | {"seconds": round(part["seconds"], 1)} | counts
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m lab.gpu.record", description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="results.jsonl of `make gpu`")
+    parser.add_argument("--commit", help="that was measured, where the copy did not know")
+    parser.add_argument("--out", type=Path, help="folder for all of them")
+    args = parser.parse_args(argv)
+    found_results = list(read(args.results))
+    for path, about, _ in found_results:
+        refuse_dirty(parser, path, about, args.commit)
+    for path, about, rows in found_results:
+        of = provenance(path, about, args.commit)
+        times = [
+            Result(**{k: v for k, v in row.items() if k != "part"})
+            for row in rows
+            if row["part"] == "headline" and "case" in row
+        ]
+        if times:
+            name = f"headline_{machine.slug(of['hardware'])}.csv"
+            report.append((args.out or benchmarks.RESULTS) / name, report.rows(of, times))
+        for part, key, columns in (
+            ("models", "mode", MODELS),
+            ("recipe", "run", RECIPE),
+            ("profile", "kernel", PROFILE),
+            ("tune", "copy_share", TUNE),
+        ):
+            of_part = [row for row in rows if row["part"] == part and key in row]
+            found = [of | text(with_stalls(row) if part == "profile" else row, columns) for row in of_part]
+            if found:
+                folder = args.out or (benchmarks.RESULTS if part == "models" else lab.RESULTS)
+                report.append(folder / f"gpu-{part}.csv", found, (*report.PROVENANCE, *columns))
+        found = [of | text(row, PARTS) for row in outcomes(rows)]
+        report.append((args.out or lab.RESULTS) / "gpu-parts.csv", found, (*report.PROVENANCE, *PARTS))
+
+
+if __name__ == "__main__":
+    main()

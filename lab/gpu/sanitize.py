@@ -1,0 +1,51 @@
+"""compute-sanitizer's tools over small.py, side by side, the most valuable first: ``python -m lab.gpu.sanitize``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from .parts import tool
+from .runner import ROOT
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Each tensor in memory of its own. torch cuts large segments into tensors: inside of one nothing is out of bounds, and
+# what an earlier tensor left is not uninitialized.
+ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def command(name: str) -> list[str]:
+    program = [sys.executable, "-m", "lab.gpu.small"]
+    return [str(tool("compute-sanitizer")), "--tool", name, "--error-exitcode", "9", *program]
+
+
+def run(name: str) -> int:
+    """Lines come as the tool prints them: what it found is known where the time is up."""
+    process = subprocess.Popen(
+        command(name),
+        cwd=ROOT,
+        env=os.environ | ALONE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in process.stdout or ():
+        print(f"{name}: {line.rstrip()}", flush=True)
+    code = process.wait()
+    print(f"{name}: {'nothing found' if code == 0 else f'exit code {code}'}", flush=True)
+    return code
+
+
+def main() -> int:
+    if "--plan" in sys.argv:
+        for name in TOOLS:
+            print(f"would run: {' '.join([f'{k}={v}' for k, v in ALONE.items()] + command(name))}")
+        return 0
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        return int(any(pool.map(run, TOOLS)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,362 @@
+"""20 changes of one operator or constant that the tests must catch: ``python -m lab.mutations [--list] [--only N]``.
+
+Run by hand (half an hour: seven of them compile C++). Works on a copy of the tree, in which each change is made alone,
+the library compiled anew where C++ changed, and the tests run that catch it. Formulas move between files, so a
+snippet is searched for in every file of its pattern and must be found exactly once; tests are named by function.
+Outcomes with ``--record`` go to lab/mutations/mutations.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "lab" / "mutations" / "mutations.json"
+CPP, PYTHON, TRITON = "csrc/**/*", "memkern/**/*.py", "memkern/triton/**/*.py"
+
+
+class Mutation(NamedTuple):
+    """tests: functions that catch it; select: a ``-k`` expression that chooses among their cases."""
+
+    label: str
+    files: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    select: str = ""
+    interpret: bool = False  # Triton's kernels run in its interpreter
+
+
+# Each test runs twice, without the change and with it: few cases are enough.
+SAME_BITS = ("test_many_steps_give_the_same_bits", "test_settings_and_gradients_give_the_same_bits")
+MUTATIONS = (
+    # ---- C++
+    Mutation(
+        "Adam: the second moment takes 1 - beta1",
+        CPP,
+        "v = v + (F(s.one_minus_beta2) * g) * g;",
+        "v = v + (F(s.one_minus_beta1) * g) * g;",
+        SAME_BITS,
+        "AdamW and generic",
+    ),
+    Mutation(
+        "power codec: positive values may become 0",
+        CPP,
+        "min(max(floor(sqrt(x * factor) + u), F(1.0f))",
+        "min(max(floor(sqrt(x * factor) + u), F(0.0f))",
+        ("test_extreme_blocks", "test_power_beside_every_boundary"),
+        "generic",
+    ),
+    Mutation(
+        "clipping: 1e-5 beside the norm",
+        CPP,
+        "max_grad_norm / (grad_norm + 1e-6)",
+        "max_grad_norm / (grad_norm + 1e-5)",
+        ("test_as_torch_clips", "test_a_clipped_step_is_one_on_smaller_gradients"),
+    ),
+    Mutation(
+        "trust ratio: clipped from below",
+        CPP,
+        "if (ratio > 1.0) ratio = 1.0;",
+        "if (ratio < 1.0) ratio = 1.0;",
+        ("test_no_clipped_ratio_is_above_one", "test_settings_and_gradients_give_the_same_bits"),
+        "(LAMB or LARS) and generic",
+    ),
+    Mutation(
+        "layout: rows as long as a block count as short ones",
+        CPP,
+        "if (cols >= block_size) {",
+        "if (cols > block_size) {",
+        ("test_ops_make_the_scales_of_the_layout", "test_backends_cut_alike"),
+    ),
+    Mutation(
+        "LARS: the first step is dampened",
+        CPP,
+        "step == 1 ? 1.0 : 1.0 - ",
+        "step == 0 ? 1.0 : 1.0 - ",
+        ("test_many_steps_give_the_same_bits", "test_fifty_steps_of_a_gpt_are_the_published_ones"),
+        "LARS and clipped and generic",
+    ),
+    Mutation(
+        "activations: even derivatives are not taken of |x|",
+        CPP,
+        "if (table.symmetry != kPlain)",
+        "if (table.symmetry == kOdd)",
+        ("test_codes_are_the_same_everywhere", "test_codes_are_what_the_table_says"),
+    ),
+    Mutation(
+        "fp16 results: ties round away from even",
+        CPP,
+        "(rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13",
+        "(rest - 0x38000000 + 0x1000 + (rest >> 13 & 1)) >> 13",
+        ("test_backward_is_the_same_everywhere", "test_backends_give_the_same_bits"),
+        "generic and float16",
+    ),
+    # ---- the reference
+    Mutation(
+        "reference Adam: a correction of 1 + beta1^t",
+        PYTHON,
+        "), 1.0 - power_of(beta1, step)",
+        "), 1.0 + power_of(beta1, step)",
+        SAME_BITS,
+        "AdamW and generic",
+    ),
+    Mutation(
+        "reference: trust ratios need one norm only",
+        PYTHON,
+        "torch.where((x_norm > 0) & (norm > 0), ratio, 1.0)",
+        "torch.where((x_norm > 0) | (norm > 0), ratio, 1.0)",
+        ("test_a_ratio_is_one_where_a_norm_is_zero",),
+    ),
+    Mutation(
+        "reference: no code for the smallest positive values",
+        PYTHON,
+        ".floor().clamp(1, levels)",
+        ".floor().clamp(0, levels)",
+        ("test_extreme_blocks", "test_unsigned_power_rounds_down_after_u_and_never_to_zero"),
+    ),
+    # ---- layout, optimizers, converters
+    Mutation(
+        "layout: the last group of short rows has no scale",
+        PYTHON,
+        "(-(-rows // group),)",
+        "((rows // group),)",
+        ("test_backends_cut_alike", "test_ops_make_the_scales_of_the_layout"),
+    ),
+    Mutation(
+        "optimizers: a tensor of just min_8bit_size keeps 32 bits",
+        PYTHON,
+        "p.numel() >= least",
+        "p.numel() > least",
+        ("test_min_8bit_size_moves_the_border", "test_small_and_flat_tensors_keep_fp32_states"),
+    ),
+    Mutation(
+        "optimizers: vectors take 8-bit states like matrices",
+        PYTHON,
+        "MIN_1D_FACTOR if p.dim() <= 1 else 1",
+        "MIN_1D_FACTOR if p.dim() < 1 else 1",
+        ("test_small_and_flat_tensors_keep_fp32_states",),
+    ),
+    Mutation(
+        "from_torch_state_dict: v is not stored as its root",
+        PYTHON,
+        'rooted = codec == "power" and not signed',
+        'rooted = codec == "power" and signed',
+        (
+            "test_from_torch_stores_what_the_optimizer_would",
+            "test_codes_are_those_of_the_optimizers_own_step",
+        ),
+    ),
+    # ---- compress, few bits, training
+    Mutation(
+        "compress: the narrowest linear layer gives the width",
+        PYTHON,
+        "return max(widths, default=None)",
+        "return min(widths, default=None)",
+        ("test_the_width_that_the_structure_tells",),
+    ),
+    Mutation(
+        "training: micro-batches are not averaged",
+        PYTHON,
+        "self.loss)(*batch) / count",
+        "self.loss)(*batch) * count",
+        ("test_accumulation_is_a_larger_batch", "test_accumulation_weighs_tokens_alike"),
+    ),
+    Mutation(
+        "training: the last window is never drawn",
+        PYTHON,
+        "torch.randint(len(text) - seq_len, (accumulate",
+        "torch.randint(len(text) + ~seq_len, (accumulate",
+        ("test_targets_are_the_next_bytes_and_reach_the_last",),
+    ),
+    # ---- Triton
+    Mutation(
+        "Triton: a dynamic code's upper boundary is its own",
+        TRITON,
+        "tl.where(t > tl.load(midpoints + q), q + 1, q)",
+        "tl.where(t >= tl.load(midpoints + q), q + 1, q)",
+        ("test_dynamic_beside_every_boundary",),
+        "triton and dynamic and 1.0",
+        True,
+    ),
+    Mutation(
+        "Triton: what need not be clipped is",
+        TRITON,
+        "(clip >= 1.0)",
+        "(clip <= 1.0)",
+        ("test_steps",),
+        "adam_step_ and clipped and not backwards",
+        True,
+    ),
+)
+
+
+# ---- finding
+
+
+def find(tree: Path, mutation: Mutation) -> Path:
+    """The one file that holds the snippet once."""
+    found = {}
+    for path in sorted(tree.glob(mutation.files)):
+        if path.suffix in (".py", ".h", ".cpp", ".cuh", ".cu") and (
+            count := path.read_text().count(mutation.old)
+        ):
+            found[path] = count
+    if sum(found.values()) != 1:
+        where = ", ".join(f"{p.relative_to(tree)} ({n}x)" for p, n in found.items()) or "nowhere"
+        raise SystemExit(
+            f"'{mutation.label}' must be pointed at its formula again: {mutation.old!r} is in {where}, "
+            f"and should be once in {mutation.files}"
+        )
+    return next(iter(found))
+
+
+def selection(tree: Path, mutation: Mutation) -> list[str]:
+    """pytest's arguments: the files that define the functions, and which of their cases."""
+    files = set()
+    for name in mutation.tests:
+        of = [p for p in (tree / "tests").rglob("*.py") if re.search(rf"^def {name}\(", p.read_text(), re.M)]
+        if not of:
+            raise SystemExit(f"'{mutation.label}' must name other tests: there is no {name}")
+        files |= {str(p.relative_to(tree)) for p in of}
+    wanted = " or ".join(mutation.tests)
+    return [*sorted(files), "-k", f"({wanted}) and ({mutation.select})" if mutation.select else wanted]
+
+
+# ---- running
+
+
+class Tree:
+    """A copy of the checkout, to be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "tree"
+        out = {".git", ".venv", "out", "build", "shared", "__pycache__"}
+        shutil.copytree(ROOT, self.root, ignore=lambda _, names: out & {*names}, symlinks=True)
+        self.build_log = folder / "build.log"
+
+    def libraries(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.root.glob("memkern/**/*.so")}
+
+    def build(self) -> None:
+        # torch puts ccache before the compiler where there is one.
+        env = {"MEMKERN_BUILD": "cpu", "CCACHE_BASEDIR": str(self.root), "CCACHE_NOHASHDIR": "1"}
+        with self.build_log.open("w") as log:
+            done = subprocess.run(
+                [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+                cwd=self.root,
+                env={**os.environ, **env},
+                stdout=log,
+                stderr=log,
+            )
+        if done.returncode:
+            errors = [line for line in self.build_log.read_text().splitlines() if "error" in line]
+            raise SystemExit("the build failed:\n" + "\n".join(errors[:10]))
+
+    def test(self, mutation: Mutation) -> tuple[str, str]:
+        """pytest's outcome ('passed', 'failed' or why there is none), and its first failure."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+        env = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        if mutation.interpret:
+            env["TRITON_INTERPRET"] = "1"
+        done = subprocess.run(
+            [*command, *selection(self.root, mutation)],
+            cwd=self.root,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        first = re.search(r"^FAILED (\S+(?: \S+)*?)(?: - .*)?$", done.stdout, re.M)
+        if done.returncode == 0 and " passed" in done.stdout:
+            return "passed", ""
+        if done.returncode == 1 and first:
+            return "failed", first[1].rsplit("/", 1)[-1]
+        if done.returncode < 0:
+            return "failed", f"signal {-done.returncode}"
+        return f"no outcome (pytest returned {done.returncode})", done.stdout[-1500:] + done.stderr[-500:]
+
+
+def run(tree: Tree, mutation: Mutation) -> tuple[str, str]:
+    """'caught', 'survived' or why neither, and the test that caught it."""
+    path = find(tree.root, mutation)
+    outcome, detail = tree.test(mutation)
+    if outcome != "passed":
+        return f"the tests do not pass without it: {outcome}", detail
+    text, libraries = path.read_text(), tree.libraries()
+    compiled = mutation.files == CPP
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        if compiled:
+            tree.build()
+        outcome, detail = tree.test(mutation)
+    finally:
+        path.write_text(text)
+        for library, content in libraries.items() if compiled else ():
+            library.write_bytes(content)
+    return {"failed": "caught", "passed": "survived"}.get(outcome, outcome), detail
+
+
+def commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def record(found: dict[str, dict[str, str]]) -> None:
+    before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    merged = {m.label: entry for m in MUTATIONS if (entry := {**before, **found}.get(m.label))}
+    RECORD.write_text(json.dumps(merged, indent=1) + "\n")
+
+
+def listed(i: int, mutation: Mutation) -> bool:
+    """Prints where it would be made and what would run, or what it must be pointed at again."""
+    try:
+        place, tests = find(ROOT, mutation).relative_to(ROOT), " ".join(selection(ROOT, mutation))
+    except SystemExit as error:
+        print(f"{i:2}  {error}")
+        return False
+    print(f"{i:2}  {mutation.label:58} {place}  {tests}")
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--list", action="store_true", help="where each would be made, and nothing else")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers from --list")
+    parser.add_argument("--record", action="store_true", help=f"write outcomes to {RECORD.name}")
+    args = parser.parse_args()
+    chosen = [(i, m) for i, m in enumerate(MUTATIONS, 1) if not args.only or i in args.only]
+    if args.list:
+        places = [listed(i, m) for i, m in chosen]
+        sys.exit(not all(places))
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="memkern-mutations-") as folder:
+        tree = Tree(Path(folder))
+        if not tree.libraries():
+            print("compiling", flush=True)
+            tree.build()
+        for i, mutation in chosen:
+            began = time.monotonic()
+            print(f"{i:2} of {len(MUTATIONS)}  {mutation.label:58} ", end="", flush=True)
+            outcome, detail = run(tree, mutation)
+            print(f"{outcome:9} {time.monotonic() - began:4.0f} s  {detail}", flush=True)
+            found[mutation.label] = {"outcome": outcome, "caught by": detail, "commit": commit()}
+    if args.record:
+        record(found)
+    caught = sum(entry["outcome"] == "caught" for entry in found.values())
+    print(f"{caught} of {len(found)} caught")
+    sys.exit(caught != len(found))
+
+
+if __name__ == "__main__":
+    main()

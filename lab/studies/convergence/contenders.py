@@ -1,0 +1,203 @@
+"""The optimizers and ways to save memory that are compared, each with the 32-bit original that it stands in for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tests.support import timm_optim
+
+from ..muon_losses import TorchMuon
+from .tasks import Task
+
+Make = Callable[[nn.Module, float, Task], Any]
+
+
+BF16 = torch.bfloat16
+
+
+class Contender(NamedTuple):
+    name: str
+    package: str
+    family: str
+    make: Make
+    original: str
+    weights: torch.dtype | None = None  # None: the task's
+    compress: dict[str, Any] | None = None  # options of memkern.compress
+    only: tuple[str, ...] = ()  # tasks; default: all
+    note: str = ""
+
+    def reason_against(self, task: Task, model: nn.Module) -> str:
+        """Why the contender has no run in this task; empty where it has."""
+        families = getattr(task, "families", None)
+        if families and (self.family not in families or self.compress is not None or self.weights == BF16):
+            return "large batches compare AdamW, SGD, LAMB and LARS"
+        if self.only and task.name not in self.only:
+            return f"only in {', '.join(self.only)}"
+        if self.family == "muon" and not matrices(model):
+            return "the model has no matrix for Muon: embeddings, heads and convolutions stay with AdamW"
+        return ""
+
+
+def matrices(model: nn.Module) -> list[Any]:
+    from memkern.optim import muon_groups
+
+    return [p for group in muon_groups(model) if group["algorithm"] == "muon" for p in group["params"]]
+
+
+def of(module: str, cls: str, decay: float | None = None, **options: Any) -> Make:
+    """A class of a package that may be absent; biases and norms get no weight decay.
+
+    decay: in place of the task's.
+    """
+
+    def make(model: nn.Module, lr: float, task: Task) -> Any:
+        from memkern.optim import param_groups
+
+        found = timm_optim.load(cls) if module == "timm" else getattr(importlib.import_module(module), cls)
+        groups = param_groups(model, weight_decay=task.weight_decay if decay is None else decay)
+        if not module.startswith("memkern"):  # some refuse or misread options that they do not know
+            groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
+        with contextlib.redirect_stdout(io.StringIO()):
+            return found(groups, lr=lr, **options)
+
+    return make
+
+
+def torch_muon(model: nn.Module, lr: float, task: Task) -> Any:
+    return TorchMuon(model, lr)
+
+
+def muon8bit(model: nn.Module, lr: float, task: Task) -> Any:
+    from ..muon_losses import _muon
+
+    return _muon(model, lr)
+
+
+def ademamix(module: str, cls: str) -> Make:
+    """With the warm-ups of alpha and beta3 over the whole run, as its paper has them."""
+
+    def make(model: nn.Module, lr: float, task: Task) -> Any:
+        return of(module, cls, t_alpha=task.steps, t_beta3=task.steps)(model, lr, task)
+
+    return make
+
+
+def without_compiling(make: Make) -> Make:
+    """torchao compiles its step for each shape, 10 to 90 s each on a CPU: the same function runs uncompiled here."""
+
+    def uncompiled(model: nn.Module, lr: float, task: Task) -> Any:
+        optimizer = make(model, lr, task)
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+        return optimizer
+
+    return uncompiled
+
+
+ADAMW = functools.partial(of, "memkern.optim", "AdamW8bit")
+TORCH_ADAMW = of("torch.optim", "AdamW", fused=True)
+LARS = {"momentum": 0.9, "trust_coeff": 1e-3, "decay": 1e-4}
+SGD = {"momentum": 0.9, "decay": 1e-4}
+LAMB = {"decay": 0.01}
+A = "torch AdamW"
+EAGER = "without torch.compile"
+
+ALL = (
+    Contender(A, "torch", "adamw", TORCH_ADAMW, A, torch.float32),
+    Contender(f"{A}, bf16 weights", "torch", "adamw", TORCH_ADAMW, A, BF16, only=("fine-tune",)),
+    Contender("memkern AdamW", "memkern", "adamw", of("memkern.optim", "AdamW"), A),
+    Contender("memkern AdamW8bit", "memkern", "adamw", ADAMW(), A),
+    Contender("memkern AdamW8bit (8, 4)", "memkern", "adamw", ADAMW(state_bits=(8, 4)), A),
+    Contender("memkern AdamW8bit bf16+8", "memkern", "adamw", ADAMW(master_weights="bf16+8"), A, BF16),
+    Contender(
+        "memkern AdamW8bit stochastic", "memkern", "adamw", ADAMW(stochastic_rounding=True), A, BF16,
+        note="bf16 weights, stochastic rounding",
+    ),
+    Contender("memkern 3-bit activations", "memkern", "adamw", TORCH_ADAMW, A, torch.float32, {}),
+    Contender("memkern saved_bits=8", "memkern", "adamw", TORCH_ADAMW, A, torch.float32, {"saved_bits": 8}),
+    Contender(
+        "memkern all together", "memkern", "adamw", ADAMW(master_weights="bf16+8"), A, BF16, {"saved_bits": 8},
+        note="AdamW8bit bf16+8 and saved_bits=8",
+    ),
+    Contender(
+        "memkern linear=0.2", "memkern", "adamw", TORCH_ADAMW, A, torch.float32,
+        {"activations": None, "linear": 0.2}, only=("gpt", "fine-tune"),
+    ),
+    Contender(
+        "memkern linear=0.1", "memkern", "adamw", TORCH_ADAMW, A, torch.float32,
+        {"activations": None, "linear": 0.1}, only=("gpt", "fine-tune"),
+    ),
+    Contender("bitsandbytes AdamW8bit", "bitsandbytes", "adamw", of("bitsandbytes.optim", "AdamW8bit"), A),
+    Contender(
+        "torchao AdamW8bit", "torchao", "adamw", without_compiling(of("torchao.optim", "AdamW8bit")), A,
+        note=EAGER,
+    ),
+    Contender(
+        "torchao AdamW8bit stochastic", "torchao", "adamw",
+        without_compiling(of("torchao.optim", "AdamW8bit", bf16_stochastic_round=True)), A, BF16,
+        only=("fine-tune",), note=f"bf16 weights, stochastic rounding; {EAGER}",
+    ),
+    Contender(
+        "torchao AdamW4bit", "torchao", "adamw", without_compiling(of("torchao.optim", "AdamW4bit")), A,
+        note=EAGER,
+    ),
+    Contender(
+        "torchao AdamWFp8", "torchao", "adamw", without_compiling(of("torchao.optim", "AdamWFp8")), A,
+        note=EAGER,
+    ),
+    Contender("flashoptim FlashAdamW", "flashoptim", "adamw", of("flashoptim", "FlashAdamW"), A),
+    Contender(
+        "pytorch_optimizer FlashAdamW", "pytorch_optimizer", "adamw",
+        of("pytorch_optimizer", "FlashAdamW", decouple_lr=False), A, note="flashoptim's codes in plain PyTorch",
+    ),
+    Contender(
+        "pytorch_optimizer AdEMAMix", "pytorch_optimizer", "adamw", ademamix("pytorch_optimizer", "AdEMAMix"),
+        "pytorch_optimizer AdEMAMix", torch.float32,
+    ),
+    Contender(
+        "bitsandbytes AdEMAMix", "bitsandbytes", "adamw", ademamix("bitsandbytes.optim", "AdEMAMix32bit"),
+        "pytorch_optimizer AdEMAMix", torch.float32,
+    ),
+    Contender(
+        "bitsandbytes AdEMAMix8bit", "bitsandbytes", "adamw", ademamix("bitsandbytes.optim", "AdEMAMix8bit"),
+        "pytorch_optimizer AdEMAMix",
+    ),
+    Contender("memkern Lion", "memkern", "lion", of("memkern.optim", "Lion"), "memkern Lion", torch.float32),
+    Contender("memkern Lion8bit", "memkern", "lion", of("memkern.optim", "Lion8bit"), "memkern Lion"),
+    Contender(
+        "bitsandbytes Lion8bit", "bitsandbytes", "lion", of("bitsandbytes.optim", "Lion8bit"), "memkern Lion"
+    ),
+    Contender(
+        "torch SGD", "torch", "sgd", of("torch.optim", "SGD", fused=True, **SGD), "torch SGD", torch.float32
+    ),
+    Contender("memkern SGD8bit", "memkern", "sgd", of("memkern.optim", "SGD8bit", **SGD), "torch SGD"),
+    Contender("bitsandbytes SGD8bit", "bitsandbytes", "sgd", of("bitsandbytes.optim", "SGD8bit", **SGD), "torch SGD"),
+    Contender("torch Muon", "torch", "muon", torch_muon, "torch Muon", torch.float32),
+    Contender("memkern Muon8bit", "memkern", "muon", muon8bit, "torch Muon"),
+    Contender("timm Lamb", "timm", "lamb", of("timm", "Lamb", max_grad_norm=None, **LAMB), "timm Lamb", torch.float32),
+    Contender("memkern LAMB", "memkern", "lamb", of("memkern.optim", "LAMB", **LAMB), "timm Lamb"),
+    Contender("memkern LAMB8bit", "memkern", "lamb", of("memkern.optim", "LAMB8bit", **LAMB), "timm Lamb"),
+    Contender(
+        "bitsandbytes LAMB8bit", "bitsandbytes", "lamb", of("bitsandbytes.optim", "LAMB8bit", **LAMB), "timm Lamb"
+    ),
+    Contender("timm Lars", "timm", "lars", of("timm", "Lars", **LARS), "timm Lars", torch.float32),
+    Contender("memkern LARS", "memkern", "lars", of("memkern.optim", "LARS", **LARS), "timm Lars"),
+    Contender("memkern LARS8bit", "memkern", "lars", of("memkern.optim", "LARS8bit", **LARS), "timm Lars"),
+    Contender("Gefen", "gefen", "adamw", of("gefen", "Gefen"), A),  # last: its first step takes long
+)  # fmt: skip
+CONTENDERS = {contender.name: contender for contender in ALL}
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,293 @@
+"""The tables and the picture of docs/evidence.md, from the results."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, overview
+from benchmarks.plot import FAINT, GRID, OTHERS, OURS
+from lab import RESULTS
+
+from . import results
+from .contenders import ALL, CONTENDERS
+from .results import CHANCE, NOT_YET, Compared, Difference
+from .tasks import TASKS
+
+PATH = RESULTS / "convergence.csv"
+PICTURE = PATH.with_suffix(".png")
+PAGE = machine.ROOT / "docs" / "evidence.md"
+# package: color and marker
+STYLES = {
+    "torch": ("black", "s"),
+    "memkern": (OURS, "o"),
+    "bitsandbytes": ("#e8590c", "^"),
+    "torchao": ("#9c36b5", "v"),
+    "timm": ("#2f9e44", "D"),
+    "pytorch_optimizer": (OTHERS, "P"),
+    "gefen": (OTHERS, "X"),
+}
+
+
+@functools.cache
+def compared() -> dict[tuple[str, str], Compared]:
+    return results.compare(results.read(PATH))
+
+
+def cell(one: Compared) -> str:
+    """What the table of all tasks says: the difference where there is one, bold where it is beyond two errors."""
+    if one.why:
+        return "" if one.why == NOT_YET else "−"
+    if one.verdict in ("original", "diverged", "no original"):
+        return one.verdict
+    assert one.difference is not None
+    text = f"{one.difference.mean:+.2g}"
+    return text if one.verdict == "as good" else f"**{text}**"
+
+
+def small(value: float) -> str:
+    """Four digits after the point, or one significant digit where they would be zeros."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:.0e}"
+
+
+def signed(value: float) -> str:
+    return ("" if value < 0 else "+") + small(value)
+
+
+def with_error(difference: Difference) -> str:
+    return f"{signed(difference.mean)} ± {small(difference.error)}"
+
+
+def summary_table() -> str:
+    """Contenders by tasks: the difference of losses from the 32-bit original."""
+    lines = ["| | original | " + " | ".join(TASKS) + " |", "|---|---|" + "---:|" * len(TASKS)]
+    for contender in ALL:
+        cells = [cell(compared()[task, contender.name]) for task in TASKS]
+        original = "" if contender.original == contender.name else contender.original
+        lines.append("| " + " | ".join([contender.name, original, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def task_table(task: str) -> str:
+    """One task: every contender that has runs, the best loss first, and below why others have none."""
+    found = [one for (name, _), one in compared().items() if name == task]
+    ran = sorted((one for one in found if one.losses), key=lambda one: one.loss)
+    first = next((one.row for one in ran), {})
+    lines = [
+        f"{TASKS[task].what[0].upper()}{TASKS[task].what[1:]}; {TASKS[task].steps} steps, {TASKS[task].seeds} seeds."
+    ]
+    if first:
+        lines[0] += f" {first['hardware']}, commit {first['commit']}, {first['date'][:10]}."
+    heads = (
+        "",
+        "rate",
+        "loss",
+        "− original",
+        "",
+        "seen from",
+        "− original at its best",
+        "B/param",
+        "coded",
+        "saved kB",
+        "step ns/param",
+        "whole step ms",
+    )
+    lines += ["", "| " + " | ".join(heads) + " |", "|---|---:|---:|---:|---|" + "---:|" * (len(heads) - 5)]
+    lines += [_task_row(one) for one in ran]
+    reasons: dict[str, list[str]] = {}
+    for one in found:
+        if not one.losses:
+            reasons.setdefault(one.why.rstrip("."), []).append(one.contender.name)
+    lines += ["", *(f"- {', '.join(names)}: {why}." for why, names in reasons.items())]
+    return "\n".join(lines).rstrip()
+
+
+def _task_row(one: Compared) -> str:
+    difference = tuned = seen = ""
+    if one.difference is not None:
+        difference, seen = with_error(one.difference), small(2 * one.difference.error)
+    if one.tuned is not None:
+        tuned = f"**{with_error(one.tuned)}**" if one.tuned.beyond else with_error(one.tuned)
+    row = one.row
+    cells = [
+        one.contender.name,
+        one.lr + (" at the edge" if one.at_edge else ""),
+        f"{one.loss:.4f} ± {one.loss_error:.4f}",
+        difference,
+        one.verdict,
+        seen,
+        tuned,
+        f"{float(row['bytes_per_param']):.2f}",
+        f"{float(row['coded_share']):.0%}",
+        f"{float(row['saved_kb']):.0f}",
+        f"{float(row['step_ns']):.1f}",
+        f"{float(row['run_ms']):.1f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def chance() -> str:
+    """How many differences there are, how many are beyond two standard errors, and how many would be by chance."""
+    everything = [one for one in compared().values() if one.difference is not None]
+    beyond = [one for one in everything if one.verdict in ("better", "worse")]
+    ours = [one for one in everything if one.contender.package == "memkern"]
+    expected = sum(CHANCE[len(one.losses)] for one in everything)
+    worse = [one for one in beyond if one.verdict == "worse"]
+    ours_expected = sum(CHANCE[len(one.losses)] for one in ours)
+    return (
+        f"{len(everything)} differences, {len(beyond)} of them beyond two standard errors ({len(worse)} worse, "
+        f"{len(beyond) - len(worse)} better); {expected:.0f} would be if no contender differed from its original. "
+        f"Of memkern's {len(ours)}: {sum(one in beyond for one in ours)} beyond "
+        f"({sum(one in worse for one in ours)} worse), {ours_expected:.0f} by chance."
+    )
+
+
+def cost() -> str:
+    """Runs, and their processor time."""
+    rows = [row for row in results.read(PATH) if row["loss"]]
+    seconds = sum(float(row["run_ms"]) * TASKS[row["task"]].steps for row in rows) / 1000
+    versions = {row["package"]: row["version"] for row in rows}
+    names = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    return f"{len(rows):,} runs, {seconds / 60:.0f} minutes of one core in training steps; {names}."
+
+
+def worse_table() -> str:
+    """What diverged, or is beyond two standard errors above its original at the same rate or at the original's best."""
+    lines = [
+        "| task | contender | − original | in parts of the loss | − original at its best |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for (task, name), one in compared().items():
+        if one.verdict == "diverged":
+            lines.append(f"| {task} | {name} | diverged | | |")
+        elif any(d is not None and d.beyond and d.mean > 0 for d in (one.difference, one.tuned)):
+            share = (
+                ""
+                if one.difference is None
+                else f"{one.difference.mean / (one.loss - one.difference.mean):+.2%}"
+            )
+            cells = ["" if d is None else with_error(d) for d in (one.difference, one.tuned)]
+            lines.append(f"| {task} | {name} | {cells[0]} | {share} | {cells[1]} |")
+    return "\n".join(lines)
+
+
+def papers_table() -> str:
+    """The seeds' papers beside the same comparison here: difference, its error."""
+
+    def here(task: str, name: str, other: str | None = None) -> str:
+        one = compared()[task, name]
+        pair = one.difference
+        if other is not None:
+            pair = results.paired(one.losses, compared()[task, other].losses)
+        return f"{task} {with_error(pair)}" if pair else f"{task}: {one.why or one.verdict}"
+
+    def line(what: str, published: str, *found: str) -> str:
+        return f"| {what} | {published} | {'; '.join(found)} |"
+
+    tasks = ("gpt", "rows", "digits")
+    batches = ("batch-x1", "batch-x8", "batch-x64")
+    return "\n".join(
+        [
+            "| comparison | published | here |",
+            "|---|---|---|",
+            line(
+                "AdamW, block-wise 8 bits − 32 bits", "as good as 32 bits (Dettmers et al., arXiv 2110.02861)",
+                *(here(task, name) for task in tasks for name in ("bitsandbytes AdamW8bit", "memkern AdamW8bit")),
+            ),
+            line(
+                "LAMB − AdamW by batch", "no loss up to a batch of 32,868, SQuAD F1 90.584 at 64K/32K (You et al., "
+                "arXiv 1904.00962); AdamW with tuning reaches 91.58 at 32K (Nado et al., arXiv 2102.06356)",
+                *(here(task, "timm Lamb", "torch AdamW") for task in batches),
+            ),
+            line(
+                "3-bit − exact GELU", "comparable (Novikov et al., arXiv 2202.00441)",
+                *(here(task, "memkern 3-bit activations") for task in ("gpt", "fine-tune")),
+            ),
+            *(
+                line(
+                    f"randomized linear, {keep} − exact",
+                    "moderate decrease of the accuracy (Bershatsky et al., arXiv 2201.13195)",
+                    *(here(task, f"memkern linear={keep}") for task in ("gpt", "fine-tune")),
+                )
+                for keep in ("0.2", "0.1")
+            ),
+        ]
+    )  # fmt: skip
+
+
+def table_name(task: str) -> str:
+    return "evidence_" + task.replace("-", "_")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "evidence_summary": summary_table,
+    "evidence_chance": chance,
+    "evidence_cost": cost,
+    "evidence_worse": worse_table,
+    "evidence_papers": papers_table,
+    **{table_name(task): functools.partial(task_table, task) for task in TASKS},
+}
+
+
+def draw(path: Path = PICTURE) -> Path:
+    """Loss against bytes per parameter, a panel for each task. Bars are the differences' standard errors."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 4, figsize=(14, 6.4), layout="constrained")
+    for axis, task in zip(axes.flat, TASKS, strict=True):
+        _draw_task(axis, [compared()[task, name] for name in CONTENDERS], task)
+    labels = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        [*labels.values()], [*labels], loc="outside lower center", ncols=len(labels) or 1, frameon=False
+    )
+    figure.supylabel("validation loss, mean of the seeds at the best rate", fontsize=10, color=FAINT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _draw_task(axis: Any, found: list[Compared], task: str) -> None:
+    ran = sorted((o for o in found if o.losses and math.isfinite(o.loss)), key=lambda o: o.loss)
+    axis.set_title(task, fontsize=10, loc="left")
+    axis.set_visible(bool(ran))
+    axis.set_xlabel("weights and states, bytes per parameter", fontsize=8, color=FAINT)
+    axis.grid(color=GRID)
+    axis.spines[:].set_visible(False)
+    if not ran:
+        return
+    best = ran[0].loss
+    top = best + 2.5 * (ran[len(ran) // 2].loss - best) or best * 1.01
+    for one in ran:
+        color, marker = STYLES[one.contender.package]
+        x, over = float(one.row["bytes_per_param"]), one.loss > top
+        options = {"color": color, "label": one.contender.package, "alpha": 0.75, "markersize": 5}
+        if over:  # beyond the panel: its loss stands in the table
+            axis.plot(x, top, marker="$\\uparrow$", linestyle="", **options)
+        else:
+            axis.errorbar(
+                x,
+                one.loss,
+                one.difference.error if one.difference else 0.0,
+                marker=marker,
+                linestyle="",
+                linewidth=0.8,
+                **options,
+            )
+    axis.set_ylim(best - 0.08 * (top - best), top + 0.04 * (top - best))
+
+
+def write() -> None:
+    """docs/evidence.md and the picture."""
+    PAGE.write_text(overview.fill(PAGE.read_text(), TABLES))
+    print(PAGE, draw(), sep="\n")

@@ -1,0 +1,172 @@
+"""Reads the results, and compares each contender with its 32-bit original by paired seeds."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import report
+
+from .contenders import CONTENDERS, Contender
+from .runs import GRID, TUNING_SEED, Key, Outcome
+from .tasks import TASKS, LargeBatch, Task
+
+COLUMNS = (
+    *report.PROVENANCE,
+    "task",
+    "contender",
+    "lr",
+    "seed",
+    *Outcome._fields,
+    "package",
+    "version",
+    "note",
+)
+# How often the mean of n paired differences of equal contenders is beyond two of its standard errors: Student's t
+# with n - 1 degrees of freedom.
+CHANCE = {3: 0.184, 5: 0.116}
+NOT_YET = "not run yet"
+
+
+def read(path: Path) -> list[report.Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def losses(rows: Sequence[report.Row]) -> dict[Key, float]:
+    return {(r["task"], r["contender"], r["lr"], r["seed"]): float(r["loss"]) for r in rows if r["loss"]}
+
+
+class Difference(NamedTuple):
+    """The mean difference of losses over seeds, and its standard error."""
+
+    mean: float
+    error: float
+
+    @property
+    def beyond(self) -> bool:
+        """Beyond two standard errors."""
+        return abs(self.mean) > 2 * self.error
+
+
+class Compared(NamedTuple):
+    """A contender in a task. Without losses ``why`` says why."""
+
+    task: Task
+    contender: Contender
+    losses: dict[int, float]  # at the best rate, by seed; the tuning seed is not among them
+    lr: str
+    at_edge: bool  # of the rates that were tried
+    row: report.Row  # of the last run at the best rate
+    difference: Difference | None = None  # from the original at the contender's rate
+    tuned: Difference | None = None  # from the original at its own best rate
+    why: str = ""
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses.values())
+
+    @property
+    def loss_error(self) -> float:
+        return standard_error([*self.losses.values()])
+
+    @property
+    def verdict(self) -> str:
+        """By the difference at the same rate."""
+        if self.why:
+            return ""
+        if not math.isfinite(self.loss):
+            return "diverged"
+        if self.difference is None:
+            return "original" if self.contender.original == self.contender.name else "no original"
+        if not self.difference.beyond:
+            return "as good"
+        return "better" if self.difference.mean < 0 else "worse"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2 or not all(map(math.isfinite, values)):  # one diverged
+        return math.nan
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def paired(values: dict[int, float], originals: dict[int, float]) -> Difference | None:
+    """Over the seeds that both have; None with fewer than two, or where one of them diverged."""
+    found = [values[seed] - originals[seed] for seed in values if seed in originals]
+    finite = len(found) > 1 and all(map(math.isfinite, found))
+    return Difference(statistics.fmean(found), standard_error(found)) if finite else None
+
+
+def _rates(task: Task, contender: Contender, rows: Sequence[report.Row]) -> dict[str, float]:
+    """The tuning seed's losses by rate. A large batch has one rate, the scaled one of the small batch."""
+    tuned = {
+        r["lr"]: float(r["loss"])
+        for r in rows
+        if (r["task"], r["contender"], r["seed"]) == (task.name, contender.name, str(TUNING_SEED))
+        and r["loss"]
+    }
+    if isinstance(task, LargeBatch) and task.factor > 1:
+        small = _rates(TASKS["batch-x1"], contender, rows)
+        if len(small) < len(GRID):
+            return {}
+        return {f"{task.scaled(contender.family, float(min(small, key=lambda lr: small[lr]))):.5g}": 0.0}
+    return tuned if len(tuned) >= len(GRID) else {}
+
+
+def _at(task: Task, contender: Contender, lr: str, rows: Sequence[report.Row]) -> dict[int, report.Row]:
+    """The rows of a rate by seed, without the tuning seed."""
+    return {
+        int(r["seed"]): r
+        for r in rows
+        if (r["task"], r["contender"], r["lr"]) == (task.name, contender.name, lr)
+        and r["loss"]
+        and int(r["seed"]) != TUNING_SEED
+    }
+
+
+def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compared:
+    empty = Compared(task, contender, {}, "", False, {}, why=NOT_YET)
+    mine = [r for r in rows if (r["task"], r["contender"]) == (task.name, contender.name)]
+    if failed := [r["note"] for r in mine if not r["loss"]]:
+        return empty._replace(why=failed[-1])
+    tuned = _rates(task, contender, rows)
+    if not tuned:
+        return empty
+    seeds = {*task.compared}
+    complete = {
+        lr: at
+        for lr in dict.fromkeys(r["lr"] for r in mine)
+        if seeds <= {*(at := _at(task, contender, lr, rows))}
+    }
+    lr = min(tuned, key=lambda rate: tuned[rate])
+    if lr not in complete:
+        return empty
+    # A contender and its original have run with all seeds at each other's rates, too.
+    means = {rate: statistics.fmean(float(r["loss"]) for r in at.values()) for rate, at in complete.items()}
+    lr = min(means, key=lambda rate: means[rate])
+    at_best = complete[lr]
+    numbers = sorted(map(float, tuned))
+    edge = len(numbers) > 1 and float(lr) in (numbers[0], numbers[-1])
+    found = {seed: float(r["loss"]) for seed, r in at_best.items()}
+    return Compared(task, contender, found, lr, edge, at_best[max(at_best)], why="")
+
+
+def compare(rows: Sequence[report.Row]) -> dict[tuple[str, str], Compared]:
+    """By task and contender, in the order of TASKS and CONTENDERS."""
+    found = {(t.name, c.name): _best(t, c, rows) for t in TASKS.values() for c in CONTENDERS.values()}
+    for (task, name), one in found.items():
+        original = found[task, one.contender.original]
+        if name != one.contender.original and one.losses:
+            same = {
+                seed: float(r["loss"]) for seed, r in _at(one.task, original.contender, one.lr, rows).items()
+            }
+            found[task, name] = one._replace(
+                difference=paired(one.losses, same), tuned=paired(one.losses, original.losses)
+            )
+    return found

@@ -1,0 +1,115 @@
+"""Instructions per element of the CPU kernels for NEON, AVX2 and AVX-512, counted one by one.
+
+tests/support/cpu_kernels.cpp runs one kernel on 4,096 and on 12,288 elements in blocks of 128. qemu logs each basic
+block that it runs between the first and the last address of an instruction set's kernels. The difference of the two
+counts, divided by the difference in elements, is the cost of the loop without its start. The codec is power, dithered
+in the optimizers. qemu has no AVX-512: there the processor itself runs one instruction at a time (count_steps.cpp).
+
+Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks import machine, report
+from lab import RESULTS
+from tests.support.cpu_driver import compile_driver
+
+ROOT = Path(__file__).parents[2]
+COUNTER = ROOT / "tests/support/count_steps.cpp"
+TOOLS = {  # instruction set: compiler, what lists symbols, emulator
+    "neon": ("aarch64-linux-gnu-g++", "aarch64-linux-gnu-nm", ["qemu-aarch64"]),
+    "avx2": ("g++", "nm", ["qemu-x86_64", "-cpu", "max"]),
+    "avx512": ("g++", "nm", []),
+}
+_KINDS = ("Adam", "Lion", "quantize", "dequantize")
+KERNELS = tuple(f"{kind} {dtype}" for kind in _KINDS for dtype in ("fp32", "bf16"))
+FEW, MANY = 4096, 12288
+COLUMNS = (*report.PROVENANCE, "instruction_set", "kernel", "instructions")
+
+
+def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
+    """Those of an instruction set's functions, which the linker has put side by side."""
+    lines = subprocess.run(
+        [nm, "-n", program], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    symbols = [found for line in lines if (found := re.match(r"(\w+) [tTwW] (.*)", line))]
+    own = [i for i, symbol in enumerate(symbols) if f"{len(isa)}{isa}" in symbol[2]]
+    return symbols[own[0]][1], symbols[own[-1] + 1][1]
+
+
+_INSTRUCTION = re.compile(r"0x(\w+): +\w+( \w+)* {2,}\w")
+"""Its address, bytes and name; bytes after the eighth stand in a line of their own, without a name."""
+
+
+def _executed(log: Path) -> int:
+    """A basic block is listed when it is translated, and named by its address whenever it runs."""
+    sizes: dict[int, int] = {}
+    block, total = None, 0
+    with log.open(errors="replace") as lines:
+        for line in lines:
+            if ran := re.match(r"Trace \d+: \S+ \[\w+/(\w+)/", line):
+                total += sizes[int(ran[1], 16)]
+                block = None
+            elif listed := _INSTRUCTION.match(line):
+                block = int(listed[1], 16) if block is None else block
+                sizes[block] = sizes.get(block, 0) + 1
+            elif line.startswith("IN:"):
+                block = None
+    return total
+
+
+def _count(emulator: list[str], folder: Path, addresses: tuple[str, str], program: list[str]) -> int:
+    """The instructions that a program executes at some addresses."""
+    first, last = addresses
+    if not emulator:
+        command = [str(folder / "count_steps"), first, last, *program]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    log = folder / "log"
+    options = ["-d", "in_asm,exec,nochain", "-dfilter", f"0x{first}..0x{last}", "-D", str(log)]
+    subprocess.run([*emulator, *options, *program], check=True)
+    return _executed(log)
+
+
+def rows(isas: Sequence[str]) -> Iterator[dict[str, str]]:
+    provenance = machine.provenance("cpu")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
+        folder = Path(name)
+        subprocess.run(["g++", "-O2", str(COUNTER), "-o", str(folder / "count_steps")], check=True)
+        for isa in isas:
+            compiler, nm, emulator = TOOLS[isa]
+            program = compile_driver(compiler, (isa,), folder, pool)
+            addresses = _addresses(nm, program, isa)
+            for kernel in KERNELS:
+                few, many = (
+                    _count(emulator, folder, addresses, [str(program), isa, kernel, str(size)])
+                    for size in (FEW, MANY)
+                )
+                per_element = f"{(many - few) / (MANY - FEW):.1f}"
+                yield provenance | dict(zip(COLUMNS[-3:], (isa, kernel, per_element), strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.studies.cpu_instructions", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser.add_argument("--isa", choices=TOOLS, help="one instruction set (default: all)")
+    args = parser.parse_args(argv)
+    path = args.out / "cpu-instructions.csv"
+    for row in rows([args.isa] if args.isa else list(TOOLS)):
+        report.append(path, [row], COLUMNS)
+        print(*(row[name] for name in COLUMNS[-3:]), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The step on the host beside the step in memory, and the loss in chunks.
+
+Medians of interleaved runs on the CPU. The step: four GPT-2 blocks and an embedding, 36 M parameters, a bf16 model with
+fp32 weights beside it in both places; ``copies`` are those that a device with its own memory needs, made by the CPU
+itself here. The loss: 512 tokens of width 384, GPT-2's vocabulary, forward and backward, each in processes of its own
+in turn; bytes are the peak of the resident set above what was there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import machine, report
+from lab import RESULTS
+from memkern import functional, optim
+from memkern.optim.offload.transfers import Transfers, transfers_of
+
+COLUMNS = (*report.PROVENANCE, "what", "dtype", "way", "ms", "ratio", "peak_mb")
+ROWS, WIDTH, CLASSES = 512, 384, 50257
+
+
+class Copies(Transfers):
+    """As if the device's memory were not the host's."""
+
+    shares_memory = False
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    block = [
+        (2304, 768),
+        (2304,),
+        (768, 768),
+        (768,),
+        (3072, 768),
+        (3072,),
+        (768, 3072),
+        (768,),
+        *4 * [(768,)],
+    ]
+    made = [nn.Parameter(torch.full(shape, 0.02, dtype=dtype)) for shape in [(10_000, 768), *4 * block]]
+    for p in made:
+        p.grad = torch.full_like(p, 1e-3)
+    return made
+
+
+def steps(runs: int) -> Iterator[dict[str, str]]:
+    for build in (optim.AdamW, optim.AdamW8bit):
+        for dtype in (torch.float32, torch.bfloat16):
+            master: dict[str, Any] = {"master_weights": "fp32"} if dtype == torch.bfloat16 else {}
+            plain = build(parameters(dtype), min_8bit_size=0, **master)
+            ways: dict[str, Callable[[], Any]] = {"in memory": plain.step}
+            for name, transfers in (
+                ("on the host", transfers_of),
+                ("on the host, copies", lambda _: Copies()),
+            ):
+                options: dict[str, Any] = {"min_8bit_size": 0, "transfers": transfers}
+                ways[name] = optim.HostOffload(build, parameters(dtype), **options).step
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            for run in range(runs + 2):
+                for name, step in ways.items():
+                    start = time.perf_counter()
+                    step()
+                    if run >= 2:
+                        times[name].append(time.perf_counter() - start)
+            base = times["in memory"]
+            for name, found in times.items():
+                ratio = statistics.median(b / t for b, t in zip(base, found, strict=True))
+                yield {
+                    "what": build.__name__,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "way": name,
+                    "ms": f"{1e3 * statistics.median(found):.1f}",
+                    "ratio": f"{ratio:.3f}",
+                    "peak_mb": "",
+                }
+
+
+def torch_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
+
+
+def torch_chunks(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return torch.nn.functional.linear_cross_entropy(x, weight, target, options=options)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "torch": torch_loss,
+    "memkern, chunks of classes": functional.linear_cross_entropy,
+}
+if hasattr(torch.nn.functional, "linear_cross_entropy"):
+    LOSSES["torch, chunks of rows"] = torch_chunks
+
+
+def resident(key: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{key}:")[1].split()[0]) * 1024
+
+
+def one_loss(way: str, dtype: torch.dtype) -> None:
+    """In a process of its own: prints the seconds of a run and its peak."""
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
+    weight = (torch.randn(CLASSES, WIDTH) * 0.02).to(dtype).requires_grad_()
+    target = torch.randint(CLASSES, (ROWS,))
+    seconds = []
+    for _ in range(2):
+        x.grad = weight.grad = None
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before, start = resident("VmRSS"), time.perf_counter()
+        LOSSES[way](x, weight, target).backward()
+        seconds.append(time.perf_counter() - start)
+        peak = resident("VmHWM") - before
+    print(seconds[-1], peak)
+
+
+def losses(rounds: int) -> Iterator[dict[str, str]]:
+    # So that what is freed goes back to the system.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    for dtype in ("float32", "bfloat16"):
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in LOSSES}
+        for _ in range(rounds):
+            for way, of_way in found.items():
+                command = [sys.executable, "-m", __spec__.name, "--loss", way, dtype]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                seconds, peak = map(float, done.stdout.split())
+                of_way.append((seconds, peak))
+        for way, of_way in found.items():
+            pairs = zip(found["torch"], of_way, strict=True)
+            yield {
+                "what": "loss",
+                "dtype": dtype,
+                "way": way,
+                "ms": f"{1e3 * statistics.median(s for s, _ in of_way):.0f}",
+                "ratio": f"{statistics.median(a / b for (a, _), (b, _) in pairs):.3f}",
+                "peak_mb": f"{statistics.median(p for _, p in of_way) / 1e6:.0f}",
+            }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.studies.does_not_fit", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser.add_argument("--runs", type=int, default=11, help="of each step (default: 11)")
+    parser.add_argument("--rounds", type=int, default=3, help="of processes for each loss (default: 3)")
+    parser.add_argument("--loss", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.loss:
+        one_loss(args.loss[0], getattr(torch, args.loss[1]))
+        return
+    provenance = machine.provenance("cpu")
+    for source in (steps(args.runs), losses(args.rounds)):
+        for row in source:
+            print(*(row[key] for key in COLUMNS[-6:]), flush=True)
+            report.append(args.out / "does-not-fit.csv", [provenance | row], COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

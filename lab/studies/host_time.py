@@ -1,0 +1,195 @@
+"""Processor time of models so small that nearly all of it is Python's and the dispatcher's.
+
+On a GPU this is the time for which it may have to wait for the processor. Layers of width 64 at 32 tokens (ViT: 36
+patches), one thread, forward and backward pass, all modes in one process and interleaved; the ratio is the median over
+rounds of a mode's time over torch's in the same round. "with the collector": means over many steps, as a full garbage
+collection comes once in tens of steps, and the same after gc.freeze(). GELU: one call on 64 elements, torch's and the
+compressed one. Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import memkern
+from benchmarks import machine, report
+from lab import RESULTS
+from tests.support import zoo
+
+from .saved_models import MODES
+from .saved_time import step
+
+TOKENS, LAYERS = 32, 8
+_DECODER = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 176,
+}
+_ENCODER = {name: size for name, size in _DECODER.items() if name != "num_key_value_heads"}
+MODELS = {
+    "Llama": _DECODER,
+    "GPT-2": {"n_embd": 64, "n_head": 4, "n_layer": LAYERS},
+    "Mixtral": _DECODER,
+    "ViT": _ENCODER | {"intermediate_size": 256},
+}
+CALLS, STEPS = 200, 10
+"""Of GELU and of an optimizer in a round."""
+MANY = 50
+"""Steps of a model, over which a mean holds full collections."""
+TENSORS = (148, 1000)
+"""Of an optimizer: as many as GPT-2 has, and as a model of 100 layers."""
+COLUMNS = (*report.PROVENANCE, "transformers", "model", "mode", "rounds", "us", "ratio")
+
+
+def _timed(function: Callable[[nn.Module], object], layer: nn.Module) -> float:
+    start = time.process_time()
+    for _ in range(CALLS):
+        function(layer)
+    return (time.process_time() - start) / CALLS
+
+
+def models(name: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds per layer of every round by mode, after two that are not counted."""
+    batch = zoo.batch(name, TOKENS)
+    built = {mode: zoo.build(name, TOKENS, **MODELS[name]) for mode in MODES}
+    for mode, model in built.items():
+        MODES[mode](model)
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for i in range(rounds + 2):
+        for mode, model in built.items():
+            seconds = step(model, batch, "fp32") / LAYERS
+            if i > 1:
+                found[mode].append(seconds)
+    return found
+
+
+def with_collector(name: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds per layer as in :func:`models`, each a mean over MANY steps."""
+    batch = zoo.batch(name, TOKENS)
+    found: dict[str, list[float]] = {}
+    for mode in ("torch", "exact", "8"):
+        model = zoo.build(name, TOKENS, **MODELS[name])
+        MODES[mode](model)
+        for frozen in (False, True):
+            if frozen:
+                gc.collect()
+                gc.freeze()
+            found[f"{mode}, gc.freeze()" if frozen else mode] = [
+                statistics.mean(step(model, batch, "fp32") / LAYERS for _ in range(MANY))
+                for _ in range(rounds // 4)
+            ]
+            gc.unfreeze()
+    return found
+
+
+def _backward(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
+    layer(x).backward(grad)
+
+
+def _without_gradient(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return layer(x)
+
+
+def calls(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """What is called, and seconds per call of every round by mode."""
+    x, grad = torch.randn(64, requires_grad=True), torch.ones(64)
+    layers = {"torch": nn.GELU(), "compress": memkern.nn.GELU()}
+    kinds: dict[str, Callable[[nn.Module], object]] = {
+        "no gradient": lambda layer: _without_gradient(layer, x),
+        "forward": lambda layer: layer(x),
+        "forward and backward": lambda layer: _backward(layer, x, grad),
+    }
+    for kind, function in kinds.items():
+        found: dict[str, list[float]] = {mode: [] for mode in layers}
+        for _ in range(rounds):
+            for mode, layer in layers.items():
+                found[mode].append(_timed(function, layer))
+        yield f"GELU, {kind}", found
+
+
+def _trained(tensors: int) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.randn(64)) for _ in range(tensors)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(64)
+    return parameters
+
+
+def optimizers(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """What steps, and seconds per step of every round by mode, after two that are not counted."""
+    kinds: dict[str, dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
+        "AdamW": {
+            "torch": lambda given: torch.optim.AdamW(given, fused=True),
+            "torch foreach": lambda given: torch.optim.AdamW(given, foreach=True),
+            "memkern": memkern.optim.AdamW,
+            "memkern 8 bits": lambda given: memkern.optim.AdamW8bit(given, min_8bit_size=0),
+        },
+        "SGD with momentum": {
+            "torch": lambda given: torch.optim.SGD(given, momentum=0.9, fused=True),
+            "torch foreach": lambda given: torch.optim.SGD(given, momentum=0.9, foreach=True),
+            "memkern": lambda given: memkern.optim.SGD(given, momentum=0.9),
+            "memkern 8 bits": lambda given: memkern.optim.SGD8bit(given, momentum=0.9, min_8bit_size=0),
+        },
+    }
+    for kind, modes in kinds.items():
+        for tensors in TENSORS:
+            built = {mode: make(_trained(tensors)) for mode, make in modes.items()}
+            found: dict[str, list[float]] = {mode: [] for mode in modes}
+            for i in range(rounds + 2):
+                for mode, optimizer in built.items():
+                    start = time.process_time()
+                    for _ in range(STEPS):
+                        optimizer.step()
+                    if i > 1:
+                        found[mode].append((time.process_time() - start) / STEPS)
+            yield f"{kind}, {tensors} tensors", found
+
+
+def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    measured = [(name, models(name, rounds)) for name in names]
+    measured += [(f"{name} with the collector", with_collector(name, rounds)) for name in names[:1]]
+    for name, found in (*measured, *calls(rounds), *optimizers(rounds)):
+        for mode, seconds in found.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))
+            values = (
+                name,
+                mode,
+                str(len(seconds)),
+                f"{1e6 * statistics.median(seconds):.0f}",
+                f"{ratio:.2f}",
+            )
+            yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.studies.host_time", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    path = args.out / "host-time.csv"
+    for row in rows(args.models, args.rounds):
+        report.append(path, [row], COLUMNS)
+        print(*(row[name] for name in COLUMNS[-5:]), flush=True)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Compares memkern.plan's predictions with training steps that are measured on the CPU.
+
+Each case runs in a process of its own. A small model of the same kind first loads whatever else a step needs. Then two
+steps give the largest growth of the resident set, and a third the peak of torch's CPU allocator (profile_memory).
+glibc keeps freed blocks of up to 32 MiB for a while; mallopt's M_MMAP_THRESHOLD returns them to the system at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lab import RESULTS
+from memkern.options import Techniques
+
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    model: str
+    seq_len: int
+    techniques: dict[str, Any]
+    dropout: float | None = 0.0
+
+
+FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "step_in_backward": True}
+CASES = (
+    Case("distilgpt2", 256, {}),
+    Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
+    Case("gpt2", 128, {"checkpointing": "sqrt", "optimizer": "torch-adamw", "micro_batch": 2}),
+    Case("distilgpt2", 256, {"precision": "bf16-mixed"}),
+    Case("distilgpt2", 128, {"state_bits": 8, "micro_batch": 2, "accumulation": 2, "activation_bits": 3}),
+    Case("distilgpt2", 256, {"saved_bits": 8, "micro_batch": 2}),
+    Case("gpt2", 128, {"step_in_backward": True, "loss_chunk": 4096}),
+    Case("gpt2-medium", 128, FRUGAL | {"checkpointing": "blocks", "loss_chunk": 4096}),
+    Case("bert-base", 128, {"linear_share": 0.2, "micro_batch": 2, "state_bits": 8}, None),
+    Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
+    Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
+    Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
+)
+
+
+def source_of(case: Case, small: bool = False) -> Any:
+    from memkern.planner.models import resolve
+
+    source: Any = resolve(case.model, case.seq_len or None, None, None, case.dropout)
+    if small:
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+        for name, value in zip(names, (4, 64, 4, 256, 1000), strict=True):
+            if hasattr(source.config, name):
+                setattr(source.config, name, value)
+    return source
+
+
+def trainer(source: Any, techniques: Techniques) -> tuple[Any, Any, Callable[[], None]]:
+    """The model, its optimizer and a function that takes a step."""
+    import torch
+
+    from memkern import applying
+    from memkern.planner import fake_step
+
+    torch.manual_seed(0)
+    model = source.build(applying.weight_dtype(techniques))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.01)  # memory that nobody has written is not resident
+    applying.apply(model, techniques)
+    gc.collect()
+    optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
+    batch = source.batch(techniques.micro_batch)
+    if techniques.precision == "bf16":
+        batch = fake_step.floats_to(batch, torch.bfloat16)
+
+    def take() -> None:
+        for _ in range(techniques.accumulation):
+            with applying.autocast(techniques, "cpu"):
+                if techniques.loss_chunk:
+                    loss = fake_step.chunked_loss(model, batch, techniques.loss_chunk)
+                else:
+                    loss = source.loss(model, batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, take
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def predicted(case: Case) -> int:
+    """Bytes without those of the process."""
+    from memkern.planner.hardware import DEFAULTS
+    from memkern.planner.prediction import Predictor
+
+    predictor = Predictor(source_of(case), "cpu", "cpu", DEFAULTS["cpu"])
+    prediction = predictor.predict(Techniques(**case.techniques))
+    return prediction.peak - prediction.categories["process and context"]
+
+
+def measure(case: Case) -> dict[str, int]:
+    """What is predicted, by how much the resident set grows at most, and the peak of torch's allocator."""
+    import torch
+
+    from benchmarks.harness import largest_temporary
+    from memkern import memory
+    from memkern.train.heap import map_large_blocks
+
+    torch.set_num_threads(1)
+    map_large_blocks()
+    figures = {"predicted": predicted(case)}
+    techniques = Techniques(**case.techniques)
+    trainer(source_of(case, small=True), techniques)[2]()  # loads what is loaded on first use
+    gc.collect()
+    before = _status("VmRSS")
+    model, optimizer, take = trainer(source_of(case), techniques)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: not that of building the model
+    take()
+    take()
+    figures["resident"] = _status("VmHWM") - before
+    peak = largest_temporary(take, "cpu")
+    held = memory.tensor_bytes([*model.parameters(), *model.buffers()]) + memory.optimizer_bytes(optimizer)
+    return figures | {"allocated": peak + held}
+
+
+def row(number: int) -> dict[str, str]:
+    """A case, measured in a process of its own."""
+    case = CASES[number]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        figures = pool.apply(measure, (case,))
+    words = json.dumps(case.techniques | ({} if case.dropout == 0 else {"dropout": "as configured"}))
+    sizes = [f"{figures[name] / MIB:.1f}" for name in ("predicted", "allocated", "resident")]
+    ratios = [f"{figures['predicted'] / figures[name]:.4f}" for name in ("allocated", "resident")]
+    return dict(zip(COLUMNS, (case.model, str(case.seq_len), words, *sizes, *ratios), strict=True))
+
+
+COLUMNS = (
+    *("model", "seq_len", "techniques", "predicted_mib", "allocated_mib", "resident_mib"),
+    *("predicted_over_allocated", "predicted_over_resident"),
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.studies.plan_truth", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    args = parser.parse_args(argv)
+    import transformers
+
+    from benchmarks import machine, report
+    from memkern.planner import fake_step  # noqa: F401  (so that the processes need not import torch)
+
+    path = args.out / "plan-truth.csv"
+    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    for number in args.cases:
+        figures = row(number)
+        print(number, *figures.values(), flush=True)
+        report.append(path, [provenance | figures], (*provenance, *COLUMNS))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

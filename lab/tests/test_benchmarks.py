@@ -1,0 +1,258 @@
+"""The benchmarks run, name who is absent, take turns, and their results make the README's tables."""
+
+import csv
+import functools
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="the benchmarks need the [bench] extra")
+pytest.importorskip("matplotlib", reason="the benchmarks need the [bench] extra")
+
+from benchmarks import harness, report
+from benchmarks.__main__ import main, topics
+from benchmarks.bench_optim import gpt2_shapes
+from lab.studies import activation_parity, closed_loop, large_batch
+from tests.support import gradient_streams as streams
+from tests.support import quiet
+
+PEERS = ("bitsandbytes", "torchao", "deepspeed", "timm")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The CSV rows of one quick run of everything, by topic; without peers, which would compile first."""
+    out = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        for peer in PEERS:
+            for module in [name for name in sys.modules if name.split(".")[0] == peer]:
+                patch.delitem(sys.modules, module)
+            patch.setitem(sys.modules, peer, None)
+        main(["--quick", "--out", str(out)])
+    rows = {}
+    for path in out.glob("*.csv"):
+        with path.open(newline="") as file:
+            rows[path.name.split("_")[0]] = list(csv.DictReader(file))
+    return out, rows
+
+
+@pytest.mark.full
+def test_every_topic_has_results_and_a_picture(results):
+    out, rows = results
+    assert sorted(rows) == topics()
+    for path in out.glob("*.csv"):
+        assert path.with_suffix(".png").stat().st_size > 0
+
+
+@pytest.mark.full
+def test_rows_carry_their_conditions_and_figures(results):
+    _, rows = results
+    for row in (row for topic in rows.values() for row in topic):
+        assert tuple(row) == report.COLUMNS
+        assert all(row[column] for column in report.PROVENANCE)
+        if row["contender"].split()[0] in ("memkern", "torch"):
+            assert not row["note"].startswith("absent"), row["note"]
+            assert float(row["ms_p20"]) <= float(row["ms_median"]) <= float(row["ms_p80"])
+            assert float(row["bytes_per_param"]) > 0
+            assert float(row["copy_rate_gbps"]) > 0
+
+
+@pytest.mark.full
+def test_absent_peers_are_named_with_the_reason(results):
+    _, rows = results
+    absent = [row for topic in rows.values() for row in topic if row["contender"].lower().startswith(PEERS)]
+    assert {row["contender"].split()[0].lower() for row in absent} == set(PEERS)
+    for row in absent:
+        assert row["note"].startswith("absent: ModuleNotFoundError")
+        assert row["ms_median"] == row["ratio_to_memkern"] == ""
+
+
+@pytest.mark.full
+def test_bytes_of_a_step(results):
+    _, rows = results
+    one_tensor = {row["contender"]: row for row in rows["optim"] if row["case"] == "AdamW, one tensor"}
+    for contender, moved, state in (
+        ("memkern AdamW8bit", 16.125, 2.0625),
+        ("memkern AdamW", 28, 8),
+        ("torch AdamW fused", 28, 8),
+    ):
+        assert float(one_tensor[contender]["bytes_per_param"]) == pytest.approx(moved, abs=0.01)
+        assert float(one_tensor[contender]["state_bytes_per_param"]) == pytest.approx(state, abs=0.01)
+    assert float(one_tensor["torch AdamW foreach"]["temp_bytes_per_param"]) >= 4
+
+
+@pytest.mark.full
+def test_readme_tables_come_from_the_results_and_are_stable(results, tmp_path):
+    out, rows = results
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:optim -->\nold\n<!-- /bench -->\nafter\n")
+    arguments = ["table", "--page", str(readme), "--out", str(out)]
+    main(arguments)
+    once = readme.read_text()
+    main(arguments)
+    assert readme.read_text() == once
+    assert once.startswith("before\n<!-- bench:optim -->\n")
+    assert once.endswith("\n<!-- /bench -->\nafter\n")
+    assert "old" not in once
+    figure = next(row for row in rows["optim"] if row["contender"] == "torch AdamW fused")["ns_per_param"]
+    assert f"| {float(figure):.3f} |" in once
+
+
+@pytest.mark.full
+def test_a_marker_may_name_cases(results, tmp_path):
+    out, _ = results
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:optim: Lion, one; Adam, one -->\n<!-- /bench -->")
+    main(["table", "--page", str(readme), "--out", str(out)])
+    assert readme.read_text().startswith("<!-- bench:optim: Lion, one; Adam, one -->\n")
+    shown = [line for line in readme.read_text().splitlines() if line.startswith("| **")]
+    assert [line.split(":")[0] for line in shown] == ["| **Adam, one tensor", "| **Lion, one tensor"]
+    with pytest.raises(KeyError, match="no case of"):
+        report.fill_markers(
+            "<!-- bench:optim: Nothing --><!-- /bench -->", {"optim": [*out.glob("optim_*.csv")]}
+        )
+
+
+def test_a_marker_without_results_is_an_error():
+    with pytest.raises(KeyError, match="--only nothing"):
+        report.fill_markers("<!-- bench:nothing --><!-- /bench -->", {})
+
+
+def test_only_the_last_run_of_a_case_is_shown(tmp_path):
+    path = tmp_path / "optim_x.csv"
+    for date, contenders in (("1", "ABC"), ("2", "AB")):
+        new = [
+            dict.fromkeys(report.COLUMNS, "") | {"date": date, "case": "c", "contender": c}
+            for c in contenders
+        ]
+        report.append(path, new)
+    assert [(row["date"], row["contender"]) for row in report.latest(path)["c"]] == [("2", "A"), ("2", "B")]
+
+
+def test_contenders_take_turns():
+    calls = []
+    record = {name: (lambda name=name: calls.append(name)) for name in "ABC"}
+
+    def time_call(call):
+        call()
+        return 1.0
+
+    times = harness.take_turns(record, time_call, rounds=4, every={"A": 1, "B": 1, "C": 3})
+    rounds = ["".join(calls[i:j]) for i, j in ((0, 3), (3, 5), (5, 7), (7, 10))]
+    assert ["".join(sorted(names)) for names in rounds] == ["ABC", "AB", "AB", "ABC"]
+    assert rounds[0] != rounds[3]
+    assert {name: len(seconds) for name, seconds in times.items()} == {"A": 4, "B": 4, "C": 2}
+
+
+def test_a_contender_that_fails_is_a_row():
+    def broken():
+        raise RuntimeError("no such kernel\nand a traceback")
+
+    def contender(name, step):
+        return harness.Contender(name, lambda: harness.Subject(step, lambda: 8))
+
+    case = harness.Case("c", 1, [contender("memkern works", lambda: None), contender("torch broken", broken)])
+    works, failed = harness.measure(case, harness.Clock("cpu"), rounds=5)
+    assert works.ratio_to_memkern == 1
+    assert failed.note == "absent: RuntimeError: no such kernel"
+    assert failed.ms_median is None
+
+
+def test_largest_temporary_sees_what_a_call_allocates():
+    x = torch.ones(1000)
+    assert harness.largest_temporary(lambda: x.zero_(), "cpu") == 0
+    assert 8000 <= harness.largest_temporary(lambda: x.add(1).add(1).sum(), "cpu") <= 8200
+
+
+def test_gpt2_shapes():
+    assert sum(torch.Size(shape).numel() for shape in gpt2_shapes(124_439_808)) == 124_439_808
+    assert gpt2_shapes(124_439_808)[0] == (50257, 768)
+    shapes = gpt2_shapes(2**24)
+    assert len(shapes) == 148
+    assert 2**24 - 256 < sum(torch.Size(shape).numel() for shape in shapes) <= 2**24
+
+
+@pytest.mark.parametrize("name", streams.STREAMS)
+def test_streams_repeat_and_have_their_shape(name):
+    once, again = (list(streams.make(name, 3, seed=1)) for _ in range(2))
+    assert len(once) == 3
+    for a, b in zip(once, again, strict=True):
+        assert a.shape == (32, 512)
+        assert a.dtype is torch.float32
+        assert torch.equal(a, b)
+
+
+def test_fp32_adam_has_no_closed_loop_error():
+    error = streams.closed_loop(torch.optim.Adam, streams.make("base", 50))
+    assert error.mean_error < 1e-5
+    assert error.last_error < 1e-5
+    assert error.sqrt_v_ratio == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.full
+def test_large_batches(tmp_path):
+    setting = large_batch.Setting(
+        layers=1, heads=1, width=16, seq_len=16, batch_size=2, steps=32, factors=(1, 8), seeds=2,
+        parity_steps=4, parity_seeds=2, points=2, eval_tokens=512,
+    )  # fmt: skip
+    large_batch.main(["--out", str(tmp_path)], setting)
+    assert (tmp_path / "large-batch.png").stat().st_size > 0
+    with (tmp_path / "large-batch.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(tuple(row) == large_batch.COLUMNS and float(row["validation_loss"]) < 6 for row in rows)
+    ends = {
+        (row["optimizer"], row["factor"], row["seed"]): int(row["tokens"])
+        for row in rows
+        if row["part"] == "large batch" and row["step"] == row["steps"]
+    }
+    assert len(ends) == 3 * 2 * 2
+    assert {*ends.values()} == {32 * 2 * 16}  # every run has seen the same tokens
+    assert {row["lr"] for row in rows if row["factor"] == "8" and row["optimizer"] == "lamb"} == {"0.02828"}
+
+
+def test_closed_loop_table(tmp_path, monkeypatch):
+    setting = closed_loop.Setting("base", 0.999, 20, 1)
+    monkeypatch.setattr(closed_loop, "SETTINGS", (setting,))
+    one = functools.partial(quiet.one_gradient, neighbours=10, noisy=True, steps=20)
+    monkeypatch.setattr(closed_loop, "QUIET", (("one gradient", "mean movement", one),))
+    monkeypatch.setattr(closed_loop, "MOMENTA", ())
+    threads = torch.get_num_threads()
+    try:
+        closed_loop.main(["--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    with (tmp_path / "closed-loop.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["codec"] for row in rows] == ["power", "dynamic"]
+    for row in rows:
+        assert tuple(row) == closed_loop.COLUMNS
+        assert 0 < float(row["error"]) < 0.1
+        assert 0.97 < float(row["sqrt_v_ratio"]) < 1.05
+        assert 0 < float(row["total_error"]) < 0.1
+    with (tmp_path / "quiet-elements.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert tuple(row) == closed_loop.QUIET_COLUMNS
+    assert float(row["power"]) == pytest.approx(float(row["fp32"]), rel=0.05)
+
+
+@pytest.mark.full
+def test_activation_parity(tmp_path):
+    setting = activation_parity.Setting(2, 2, 32, 32, 2, 3, 2, seeds=2, eval_tokens=256, gradient_batches=1)
+    threads = torch.get_num_threads()
+    try:
+        activation_parity.main(["--out", str(tmp_path)], setting)
+    finally:
+        torch.set_num_threads(threads)
+    with (tmp_path / "activation-parity.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(tuple(row) == activation_parity.COLUMNS for row in rows)
+    assert (tmp_path / "activation-parity.png").stat().st_size > 0
+    errors = {row["mode"]: float(row["gradient_error"]) for row in rows if row["phase"] == "gradient"}
+    assert errors["exact"] == 0
+    modes = ("output", "4 bits", "3 bits", "2 bits", "1 bit")
+    assert [errors[mode] for mode in modes] == sorted(errors[mode] for mode in modes)
+    losses = activation_parity.losses_of(rows, "fine-tuning")
+    assert {mode: len(values) for mode, values in losses.items()} == dict.fromkeys(
+        activation_parity.FINE_TUNED, 2
+    )

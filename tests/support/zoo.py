@@ -1,0 +1,166 @@
+"""Models of transformers and timm with random weights, and a batch for each: nothing is downloaded.
+
+Those of transformers have small sizes, those of timm their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support import timm_nets
+
+VOCABULARY = 1000
+WIDTH, HEAD, LAYERS = 512, 64, 4
+_PATCH = 16
+# Sides of the image whose patches are about so many.
+_SIDES = {32: 6 * _PATCH, 512: 22 * _PATCH, 1024: 32 * _PATCH, 2048: 45 * _PATCH}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _decoder(tokens: int) -> dict[str, Any]:
+    return {
+        "hidden_size": WIDTH,
+        "num_attention_heads": WIDTH // HEAD,
+        "num_key_value_heads": WIDTH // HEAD // 2,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": WIDTH * 8 // 3 // 64 * 64,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": tokens,
+    }
+
+
+def _encoder(tokens: int) -> dict[str, Any]:
+    sizes = _decoder(tokens) | {"intermediate_size": 4 * WIDTH} | _NO_DROPOUT
+    del sizes["num_key_value_heads"]
+    return sizes
+
+
+def _t5(feed_forward: str) -> dict[str, Any]:
+    return {
+        "d_model": WIDTH,
+        "num_heads": WIDTH // HEAD,
+        "d_kv": HEAD,
+        "num_layers": LAYERS // 2,
+        "d_ff": 4 * WIDTH if feed_forward == "relu" else WIDTH * 8 // 3 // 64 * 64,
+        "vocab_size": VOCABULARY,
+        "dropout_rate": 0.0,
+        "feed_forward_proj": feed_forward,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
+def _whisper(tokens: int) -> dict[str, Any]:
+    both = ("attention_heads", WIDTH // HEAD), ("ffn_dim", 4 * WIDTH), ("layers", LAYERS // 2)
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in both}
+    tokens_of = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    positions = {"max_source_positions": tokens, "max_target_positions": tokens}
+    rest = {"d_model": WIDTH, "vocab_size": VOCABULARY, "dropout": 0.0, "num_mel_bins": 80}
+    return sizes | tokens_of | positions | rest
+
+
+def _clip(tokens: int) -> dict[str, Any]:
+    text = _encoder(tokens) | {"num_hidden_layers": LAYERS // 2}
+    for name in _NO_DROPOUT:
+        del text[name]
+    vision = {k: v for k, v in text.items() if k not in ("vocab_size", "max_position_embeddings")}
+    return {
+        "text_config": text,
+        "vision_config": vision | {"image_size": _SIDES[tokens], "patch_size": _PATCH},
+    }
+
+
+def _gpt2(tokens: int) -> dict[str, Any]:
+    dropout = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    sizes = {"n_embd": WIDTH, "n_head": WIDTH // HEAD, "n_layer": LAYERS, "n_positions": tokens}
+    return sizes | dropout | {"vocab_size": VOCABULARY}
+
+
+def _convnext(tokens: int) -> dict[str, Any]:
+    return {"hidden_sizes": [96, 192, 384, 768], "depths": [1, 1, 2, 1]}
+
+
+# name: transformers' config and model, and the config's arguments
+MODELS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
+    "GPT-2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
+    "BERT": ("BertConfig", "BertForMaskedLM", _encoder),
+    "RoBERTa": (
+        "RobertaConfig",
+        "RobertaForMaskedLM",
+        lambda n: _encoder(n) | {"max_position_embeddings": n + 2},
+    ),
+    "ViT": (
+        "ViTConfig",
+        "ViTForImageClassification",
+        lambda n: (
+            {k: v for k, v in _encoder(n).items() if k not in ("vocab_size", "max_position_embeddings")}
+            | {"image_size": _SIDES[n]}
+        ),
+    ),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", _decoder),
+    "Mistral": ("MistralConfig", "MistralForCausalLM", _decoder),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", lambda n: _decoder(n) | {"head_dim": HEAD}),
+    "Gemma": ("GemmaConfig", "GemmaForCausalLM", lambda n: _decoder(n) | {"head_dim": HEAD}),
+    "Phi-3": ("Phi3Config", "Phi3ForCausalLM", lambda n: _decoder(n) | {"pad_token_id": 0}),
+    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", lambda n: _decoder(n) | {"num_local_experts": 4}),
+    "T5": ("T5Config", "T5ForConditionalGeneration", lambda n: _t5("relu")),
+    "T5, gated": ("T5Config", "T5ForConditionalGeneration", lambda n: _t5("gated-gelu")),
+    "Whisper": ("WhisperConfig", "WhisperForConditionalGeneration", _whisper),
+    "CLIP": ("CLIPConfig", "CLIPModel", _clip),
+    "ConvNeXt": ("ConvNextConfig", "ConvNextForImageClassification", _convnext),
+}
+NAMES = (*MODELS, *timm_nets.NETS)
+OF_IMAGES = ("ConvNeXt", *timm_nets.NETS)  # nets, and without gradient_checkpointing_enable
+_CACHES = ("GPT-2", "Llama", "Mistral", "Qwen3", "Gemma", "Phi-3", "Mixtral", "T5", "T5, gated", "Whisper")
+
+
+def build(name: str, tokens: int, **changes: Any) -> nn.Module:
+    """The model in training mode, its dropout at 0, the same weights every time.
+
+    changes: to its config's arguments; not for timm's nets.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    if name in timm_nets.NETS:
+        return timm_nets.build(name).train()
+    config, model, arguments = MODELS[name]
+    return getattr(transformers, model)(getattr(transformers, config)(**arguments(tokens) | changes)).train()
+
+
+def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """One sequence, with what the model needs for a loss. CLIP: two samples. ConvNeXt: two images of 512 tokens, timm's
+    nets: four.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (1, tokens), generator=generator)
+    side = _SIDES[tokens]
+    if name == "ViT":
+        made = {
+            "pixel_values": torch.randn(1, 3, side, side, generator=generator),
+            "labels": torch.tensor([1]),
+        }
+    elif name in OF_IMAGES:
+        images = tokens // (256 if name == "ConvNeXt" else 128)
+        pixels = torch.randn(images, 3, 224, 224, generator=generator)
+        made = {"pixel_values": pixels, "labels": torch.arange(images) % 2}
+    elif name == "Whisper":
+        made = {"input_features": torch.randn(1, 80, 2 * tokens, generator=generator), "labels": ids}
+    elif name == "CLIP":
+        pixels = torch.randn(2, 3, side, side, generator=generator)
+        made = {"pixel_values": pixels, "input_ids": torch.cat((ids, ids.flip(1)))}
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()} | {
+            "return_loss": True
+        }
+    else:
+        made = {"input_ids": ids, "labels": ids}
+    made = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
+    return made | ({"use_cache": False} if name in _CACHES else {})
+
+
+def tensors(made: dict[str, Any]) -> Iterator[Tensor]:
+    return (value for value in made.values() if isinstance(value, Tensor))
