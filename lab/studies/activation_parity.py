@@ -11,7 +11,6 @@ No hardware is measured.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import math
@@ -29,7 +28,7 @@ from torch import nn
 
 from benchmarks import machine, report
 from benchmarks.plot import FAINT, GRID, OTHERS, OURS
-from lab import RESULTS
+from lab.studies import study
 from memkern.train.model import GPT
 
 COLUMNS = (
@@ -169,7 +168,7 @@ def results(setting: Setting) -> Iterator[dict[str, str]]:
     ) -> dict[str, str]:
         values = (phase, mode, seed, steps, steps * tokens, loss, error)
         texts = ["" if v is None else f"{v:.5g}" if isinstance(v, float) else str(v) for v in values]
-        return provenance | dict(zip(COLUMNS[-len(texts) :], texts, strict=True))
+        return study.row(provenance, COLUMNS, texts)
 
     base = None
     for seed, mode in track(
@@ -257,8 +256,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None, setting: Setting | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lab.studies.activation_parity", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("activation_parity", __doc__)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # a small model: a second thread costs more than it brings
     rows = list(results(setting or Setting()))

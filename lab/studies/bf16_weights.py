@@ -7,7 +7,6 @@ values of its weights, so that nothing differs but how they are stored; gradient
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 
 SEQ_LEN, BATCH, WIDTH, LAYERS, HEADS = 64, 4, 64, 2, 2
 EVAL_TOKENS = 32768
@@ -228,9 +227,8 @@ def run_part(
 
     Returns the path of the results.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m lab.studies.{module}", description=description)
+    parser = study.parser(module, description)
     parser.add_argument("part", choices=parts)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
     args = parser.parse_args(argv)
     provenance, console = machine.provenance("cpu"), Console()
     path = args.out / f"{module.replace('_', '-')}.csv"

@@ -10,11 +10,9 @@ them with fp32 states, and with those of 8 bits.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from tests.support import gradient_streams as streams
 from tests.support import quiet
 
@@ -117,7 +115,7 @@ def results() -> Iterator[dict[str, str]]:
     for setting, codec in track(settings, "streams", transient=True):
         error, ratio, total = measure(setting, codec)
         values = (*setting, codec, f"{error:.4g}", f"{ratio:.4g}", f"{total:.4g}")
-        yield provenance | dict(zip(COLUMNS[-len(values) :], map(str, values), strict=True))
+        yield study.row(provenance, COLUMNS, [*map(str, values)])
 
 
 def quiet_results() -> Iterator[dict[str, str]]:
@@ -161,8 +159,7 @@ def quiet_table(rows: list[dict[str, str]]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lab.studies.closed_loop", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("closed_loop", __doc__)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # 16,384 elements: a second thread costs more than it brings
     console = Console()

@@ -10,7 +10,6 @@ Debian: apt-get install g++ g++-aarch64-linux-gnu qemu-user.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from tests.support.cpu_driver import compile_driver
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +93,11 @@ def rows(isas: Sequence[str]) -> Iterator[dict[str, str]]:
                     for size in (FEW, MANY)
                 )
                 per_element = f"{(many - few) / (MANY - FEW):.1f}"
-                yield provenance | dict(zip(COLUMNS[-3:], (isa, kernel, per_element), strict=True))
+                yield study.row(provenance, COLUMNS, (isa, kernel, per_element))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.cpu_instructions", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("cpu_instructions", __doc__)
     parser.add_argument("--isa", choices=TOOLS, help="one instruction set (default: all)")
     args = parser.parse_args(argv)
     path = args.out / "cpu-instructions.csv"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from memkern import functional, optim
 from memkern.optim.offload.transfers import Transfers, transfers_of
 
@@ -149,10 +149,7 @@ def losses(rounds: int) -> Iterator[dict[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.does_not_fit", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("does_not_fit", __doc__)
     parser.add_argument("--runs", type=int, default=11, help="of each step (default: 11)")
     parser.add_argument("--rounds", type=int, default=3, help="of processes for each loss (default: 3)")
     parser.add_argument("--loss", nargs=2, help=argparse.SUPPRESS)

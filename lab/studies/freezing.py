@@ -8,7 +8,6 @@ over the elements of the quiet rows, which are the same in all runs. No hardware
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks import machine, report
 from benchmarks.plot import FAINT, GRID, OTHERS, OURS
-from lab import RESULTS
+from lab.studies import study
 
 from . import bf16_weights
 from .bf16_weights import HEADS, LAYERS, SEQ_LEN, WIDTH
@@ -151,8 +150,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lab.studies.freezing", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("freezing", __doc__)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=int, default=250, help="steps from one look to the next")
     parser.add_argument("--only", choices=VARIANTS, help="one of the runs; without it all, and the picture")
@@ -162,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in [args.only] if args.only else VARIANTS:
         for figure in run(name, args.steps, args.every):
             text = [f"{x:.5g}" if isinstance(x, float) else str(x) for x in figure]
-            report.append(path, [provenance | dict(zip(COLUMNS[-4:], text, strict=True))], COLUMNS)
+            report.append(path, [study.row(provenance, COLUMNS, text)], COLUMNS)
             console.print(*text, sep=" | ", highlight=False)
     import csv
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import RESULTS, ROOT
+from lab.studies import study
 
 GIB = 2**30
 POINTS = 400  # of a curve in the results
@@ -247,7 +248,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lab.studies.gpt2_xl", description=__doc__)
+    parser = study.parser("gpt2_xl", __doc__, RESULTS)
     choices = [*RUNS, "hand"]
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(choices)} (default: all)")
     parser.add_argument("--model", help="another model for all runs")
@@ -256,7 +257,6 @@ def main(argv: list[str] | None = None) -> None:
         "--rounds", type=int, default=3, help="of the comparison with a loop by hand (default: 3)"
     )
     parser.add_argument("--data", nargs="+", default=[], help="text (default: Python's standard library)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     parser.add_argument("--by-hand", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.by_hand:

@@ -9,19 +9,17 @@ compressed one. Optimizers: one step of 148 or 1,000 tensors of 64 elements, ove
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import memkern
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from tests.support import zoo
 
 from .saved_models import MODES
@@ -172,14 +170,11 @@ def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
                 f"{1e6 * statistics.median(seconds):.0f}",
                 f"{ratio:.2f}",
             )
-            yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+            yield study.row(provenance, COLUMNS, values)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.host_time", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("host_time", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args(argv)

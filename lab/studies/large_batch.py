@@ -8,7 +8,6 @@ deviation over seeds of LAMB's loss, the difference that of the two at the same 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import machine, report
 from benchmarks.plot import FAINT, GRID, OTHERS, OURS
-from lab import RESULTS
+from lab.studies import study
 
 COLUMNS = (
     *report.PROVENANCE,
@@ -97,7 +96,7 @@ def results(setting: Setting) -> Iterator[dict[str, str]]:
                 part, name, config.batch_factor, f"{config.peak_lr:.4g}", config.seed, config.steps, step,
                 step * config.tokens_per_step, f"{loss:.5f}",
             )  # fmt: skip
-            yield provenance | dict(zip(COLUMNS[-len(values) :], map(str, values), strict=True))
+            yield study.row(provenance, COLUMNS, [*map(str, values)])
 
 
 def losses(rows: list[dict[str, str]], part: str) -> dict[tuple[str, int], dict[int, list[float]]]:
@@ -179,8 +178,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None, setting: Setting | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m lab.studies.large_batch", description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("large_batch", __doc__)
     args = parser.parse_args(argv)
     rows = list(results(setting or Setting()))
     path = args.out / "large-batch.csv"

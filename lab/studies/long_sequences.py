@@ -14,7 +14,6 @@ together, of models with the same modules and width 512 at 2,048 tokens, checkpo
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import dataclasses
@@ -32,7 +31,7 @@ from torch import Tensor
 
 import memkern
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from memkern.options import Techniques
 from memkern.planner import fake_cuda
 from memkern.planner.hardware import DEFAULTS, LINKS
@@ -274,10 +273,7 @@ def errors(path: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.long_sequences", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("long_sequences", __doc__)
     parts = ("bytes", "longest", "error", "host")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

@@ -7,7 +7,6 @@ glibc keeps freed blocks of up to 32 MiB for a while; mallopt's M_MMAP_THRESHOLD
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab import RESULTS
+from lab.studies import study
 from memkern.options import Techniques
 
 MIB = 2**20
@@ -148,11 +147,8 @@ COLUMNS = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.plan_truth", description=__doc__.splitlines()[0]
-    )
+    parser = study.parser("plan_truth", __doc__)
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
     args = parser.parse_args(argv)
     import transformers
 

@@ -7,13 +7,11 @@ are GPT-2's vocabulary and dropout, and two kinds of attention.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import pickle
-from pathlib import Path
 from typing import Any
 
-from lab import RESULTS
+from lab.studies import study
 
 COLUMNS = (
     *(
@@ -76,10 +74,7 @@ def counted(attention: str, way: str) -> tuple[str, dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.published", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("published", __doc__)
     args = parser.parse_args(argv)
     import transformers
 

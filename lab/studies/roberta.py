@@ -11,12 +11,12 @@ Published: the figures of fewbit's authors (Novikov et al., arXiv 2202.00441; Be
 
 from __future__ import annotations
 
+from lab.studies import study
+
 from . import fakecuda  # noqa: F401  (before torch)
 
 # isort: split
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memkern
 from benchmarks import machine, report
-from lab import RESULTS
 from memkern import memory
 
 BATCH, TOKENS = 128, 103
@@ -92,7 +91,7 @@ def results() -> Iterator[dict[str, str]]:
         baseline = baseline or peak
         saving = 100 * (1 - peak / baseline)
         values = (row.gelu, row.bits or "", row.linear or "", f"{peak:.3f}", f"{saving:.2f}", *row.published)
-        yield provenance | dict(zip(COLUMNS[-len(values) :], map(str, values), strict=True))
+        yield study.row(provenance, COLUMNS, [*map(str, values)])
 
 
 def lines(rows: list[dict[str, str]]) -> Iterator[str]:
@@ -104,10 +103,7 @@ def lines(rows: list[dict[str, str]]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.roberta", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("roberta", __doc__)
     args = parser.parse_args(argv)
     rows = list(results())
     print(f"RoBERTa-base, batch {BATCH}, {TOKENS} tokens, fp32, eager attention: peak of a training step")

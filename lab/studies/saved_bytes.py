@@ -6,9 +6,7 @@ left out (memkern.memory.saved_bytes). No hardware is measured: the figures depe
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memkern
 from benchmarks import RESULTS, machine, report
+from lab.studies import study
 from memkern import memory
 
 WIDTHS = (768, 1600)
@@ -69,14 +68,11 @@ def results() -> Iterator[dict[str, str]]:
         for way, change in WAYS.items():
             saved = bytes_per_token(width, change)
             values = (str(width), way, f"{saved:.1f}", f"{saved / before:.4f}")
-            yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+            yield study.row(provenance, COLUMNS, values)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.saved_bytes", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
+    parser = study.parser("saved_bytes", __doc__, RESULTS)
     args = parser.parse_args(argv)
     rows = list(results())
     print("GPT-2 block, saved for the backward pass, bytes per token")

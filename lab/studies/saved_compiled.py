@@ -8,17 +8,15 @@ is of what torch saves without torch.compile (saved-models.csv, where "exact" an
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from tests.support import zoo
 
 from .saved_models import step
@@ -89,14 +87,11 @@ def rows(names: list[str], tokens: int) -> Iterator[dict[str, str]]:
             count = bytes_saved(name, precision, tokens)
             of = step(name, precision, tokens, "torch")[0]
             values = (name, precision, str(tokens), BACKEND, str(count // tokens), f"{count / of:.4f}")
-            yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+            yield study.row(provenance, COLUMNS, values)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.saved_compiled", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("saved_compiled", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tokens", type=int, default=512)
     args = parser.parse_args(argv)

@@ -7,9 +7,7 @@ over 8 batches. Bytes are those per token that the class takes in codes.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 
 import memkern
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from memkern.saved import codecs, resolve
 from memkern.saved.edge import Edge
 from memkern.saved.session import Session
@@ -82,14 +80,11 @@ def rows(steps: int) -> Iterator[dict[str, str]]:
         square = sum(float(((a - b).norm() / b.norm()) ** 2) for a, b in zip(found, exact, strict=True))
         per_token = coded.bytes / BATCHES / (SETTING.batch_size * SETTING.seq_len)
         values = (name, f"{per_token:.0f}", f"{(square / BATCHES) ** 0.5:.2e}")
-        yield provenance | dict(zip(COLUMNS[-3:], values, strict=True))
+        yield study.row(provenance, COLUMNS, values)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.saved_errors", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("saved_errors", __doc__)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args(argv)
     path = args.out / "saved-errors.csv"

@@ -9,7 +9,6 @@ gradient is zero but for rounding (the bias of keys) are left out of the median.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import gc
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import memkern
 from benchmarks import RESULTS, machine, report
+from lab.studies import study
 from memkern.memory import LiveBytes
 from tests.support import zoo
 
@@ -153,10 +153,7 @@ def table(path: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.saved_models", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
+    parser = study.parser("saved_models", __doc__, RESULTS)
     parser.add_argument("--models", nargs="+", choices=zoo.NAMES, default=list(zoo.NAMES))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=list(TOKENS))

@@ -6,9 +6,7 @@ text, AdamW, the same seeds and batches in every mode. Three seeds of 300 steps,
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 
 import memkern
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 
 from .activation_parity import Setting, train, validation_loss
 
@@ -68,10 +66,7 @@ def runs(seeds: int, steps: int, long: int) -> Iterator[tuple[str, str, int, int
 def main(argv: list[str] | None = None) -> None:
     from memkern.train.data import load_corpus
 
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.saved_parity", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("saved_parity", __doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--long", type=int, default=3000, help="steps of the longer run; 0 leaves it out")
@@ -87,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         loss = validation_loss(model, corpus.validation, SETTING)
         tokens = steps * SETTING.batch_size * SETTING.seq_len
         values = (name, mode, str(seed), str(steps), str(tokens), f"{loss:.5g}")
-        report.append(path, [provenance | dict(zip(COLUMNS[-6:], values, strict=True))], COLUMNS)
+        report.append(path, [study.row(provenance, COLUMNS, values)], COLUMNS)
         print(*values, flush=True)
     print(path)
 

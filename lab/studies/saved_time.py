@@ -7,19 +7,17 @@ time of the one thread, so that what else runs on a shared machine counts as lit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from tests.support import zoo
 
 from .saved_models import MODES as ALONE
@@ -83,14 +81,11 @@ def rows(
                     ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))
                     ms = f"{1e3 * statistics.median(seconds):.1f}"
                     values = (name, precision, str(tokens), mode, str(rounds), ms, f"{ratio:.3f}")
-                    yield provenance | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+                    yield study.row(provenance, COLUMNS, values)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.saved_time", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("saved_time", __doc__)
     parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16 autocast"])
     parser.add_argument("--tokens", nargs="+", type=int, choices=TOKENS, default=[2048])

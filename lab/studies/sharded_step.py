@@ -7,11 +7,9 @@ last case is a tensor whose shards end inside blocks, whose step runs on the ref
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from benchmarks import machine, report
 from benchmarks.bench_optim import GPT2, gpt2_shapes
 from benchmarks.harness import take_turns
-from lab import RESULTS
+from lab.studies import study
 from memkern import optim
 from memkern.optim.dtensor.shards import local
 
@@ -79,17 +77,14 @@ def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
         times = take_turns(calls, timed, rounds, dict.fromkeys(calls, 1))
         plain, ours = (1e3 * statistics.median(times[key]) for key in ("plain", "sharded"))
         values = (name, str(count), f"{plain:.3f}", f"{ours:.3f}", f"{ours / plain:.3f}")
-        yield machine.provenance("cpu") | dict(zip(COLUMNS[-len(values) :], values, strict=True))
+        yield study.row(machine.provenance("cpu"), COLUMNS, values)
     dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.sharded_step", description=__doc__.splitlines()[0]
-    )
+    parser = study.parser("sharded_step", __doc__)
     parser.add_argument("--size", type=int, default=GPT2 // 2, help="parameters of the whole model")
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []

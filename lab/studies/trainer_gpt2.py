@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine, report
-from lab import RESULTS
+from lab.studies import study
 from memkern.memory import optimizer_bytes
 
 COLUMNS = (
@@ -84,15 +84,12 @@ def results(steps: int, **config: Any) -> list[report.Row]:
     ):
         for i, (loss, reference) in enumerate(zip(values, theirs, strict=True), 1):
             texts = (way, str(i), f"{loss:.4f}", f"{loss / reference:.5f}", str(states), str(saved))
-            found.append(provenance | dict(zip(COLUMNS[-len(texts) :], texts, strict=True)))
+            found.append(study.row(provenance, COLUMNS, texts))
     return found
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.studies.trainer_gpt2", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder (default: lab/results)")
+    parser = study.parser("trainer_gpt2", __doc__)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args(argv)
     found = results(args.steps)

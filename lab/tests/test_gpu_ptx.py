@@ -250,7 +250,7 @@ def test_forward_of_every_bf16(simt_library: tuple[CDLL, Path]) -> None:
     code = (
         "import sys; from pathlib import Path; import torch; "
         "from tests.support import cache; from tests.support.activation_kernels import compare_bf16_table; "
-        "from tests.support.simt import build, ptx; path = Path(sys.argv[1]); "
+        "from tests.support.simt import build; from lab.emulators import simt_ptx as ptx; path = Path(sys.argv[1]); "
         "program = ptx.Program(cache.built('ptx', ptx.compile_all, ptx.FLAGS))\n"
         # Table and formula with the same approximations of exp; how near erf is, the shim shows.
         "with ptx.emulated(program, build.load(path), path) as launched:\n"

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import machine, report
 from lab import RESULTS
+from lab.studies import study
 
 from . import results
 from .contenders import CONTENDERS, Contender, version
@@ -34,7 +35,7 @@ def row(
         else [repr(outcome.loss), *(f"{x:.5g}" for x in outcome[1:])]
     )
     values = [*of, *figures, contender.package, version(contender.package), note]
-    return provenance | dict(zip(results.COLUMNS[-len(values) :], values, strict=True))
+    return study.row(provenance, results.COLUMNS, values)
 
 
 def attempt(task: Task, contender: Contender, lr: float, seed: int) -> tuple[Outcome | None, str]:
