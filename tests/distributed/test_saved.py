@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import memkern
-from tests.saved.helpers import error
-from tests.saved.test_freed import ERRORS, PostNorm, network
+from tests.saved.helpers import ERRORS, PostNorm, error, network
 from tests.support.ranks import Ranks
 
 FULLY_SHARD = {"fully_shard": True, "fully_shard, weights stay": False}  # reshard_after_forward

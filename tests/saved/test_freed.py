@@ -8,32 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import memkern
 
-from .helpers import WIDTH, error, gradients
-
-ERRORS = {8: 0.03, "exact": 1e-6}  # usual for 8 bits; rows of norms that are computed anew round otherwise
-
-
-class PostNorm(nn.Module):
-    """A block as BERT's: what a weight makes leaves the block and is saved by the next one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.shift = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + F.gelu(self.up(x))) + self.shift
-
-
-def network() -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), PostNorm(), PostNorm(), nn.Linear(WIDTH, 8)), torch.randn(
-        96, WIDTH
-    )
+from .helpers import ERRORS, WIDTH, error, gradients, network
 
 
 class Emptied:
