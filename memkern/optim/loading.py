@@ -19,6 +19,7 @@ from .state import (
     State,
     converted,
     dense_like,
+    has_scales,
     layers_of,
     load_moment,
     moment_dtype,
@@ -331,7 +332,7 @@ def saved(
     for (p, group), i in zip(params, numbers, strict=True):
         state = state_dict["state"].get(i, {})
         moments = op_of(group).moments
-        if is_flat_shard(p) and any(key.endswith("_scale") for key in state):
+        if is_flat_shard(p) and has_scales(state):
             floats = {key: load_moment(key, state) for key in moments}
             found[i] = {key: floats.get(key, x) for key, x in state.items() if not key.endswith("_scale")}
         elif state:

@@ -28,7 +28,7 @@ from .dtensor import muon as dtensor_muon
 from .dtensor.calls import Call
 from .format import Format
 from .muon_step import buckets, muon_step
-from .state import State
+from .state import State, has_scales
 
 Group = dict[str, Any]
 
@@ -50,9 +50,8 @@ class Values(NamedTuple):
     max_grad_norm: float | None
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    product_devices: Mapping[Tensor, torch.device] | None = (
-        None  # of Muon's matrix products, where not the parameter's
-    )
+    # Of Muon's matrix products, where they are not computed on the parameter's own.
+    product_devices: Mapping[Tensor, torch.device] | None = None
 
 
 class Kind(NamedTuple):
@@ -71,17 +70,13 @@ class Kind(NamedTuple):
     def of(cls, entry: Entry, group: Group, round: int, ranks: shards.Ranks | None) -> Kind:
         p, op = entry.param, entry.op
         is_muon = op is MUON_STEP
-        by_reference = op is AMSGRAD_STEP or p.dtype == torch.float64
-        cut = ranks is not None and shards.needs_reference(p, group, any(map(_is_scale, entry.state)))
+        cut = ranks is not None and shards.needs_reference(p, group, has_scales(entry.state))
         reduced = not is_muon and ranks is not None and (cut or op.has_trust_ratios)
+        by_reference = op is AMSGRAD_STEP or p.dtype == torch.float64 or (reduced and cut)
         # Matrices that are exchanged by themselves: every rank has the same of them, and so the same buckets.
         exchanged = is_muon and ranks is not None
         has_gaps = not p.is_contiguous() and not is_dense(p.shape, p.stride())
         return cls(round, p.device, op.name, by_reference, cut, reduced, exchanged, has_gaps)
-
-
-def _is_scale(key: str) -> bool:
-    return key.endswith("_scale")
 
 
 class StepPlan:
@@ -120,23 +115,18 @@ class StepPlan:
         for i, (entry, found) in enumerate(zip(entries, self.ranks, strict=True)):
             kind = Kind.of(entry, groups[entry.number], rounds.get(id(entry.param), 0), found)
             kinds.setdefault(kind, []).append(i)
-        storage = [
-            [Format.of(g).codec_number for g in groups],
-            [g["block_size"] for g in groups],
-            [weights.storage_of(g) for g in groups],
-        ]
         self.calls: list[Call] = []
         self.exchanged: list[Call] = []
         self.with_gaps: list[Call] = []
         reductions: dict[str, list[Call]] = {}  # by op
         for kind, numbers in sorted(kinds.items(), key=lambda item: item[0].round):
             parts = [numbers]
-            if kind.has_gaps or (kind.reduced and (kind.cut or kind.by_reference)):
+            if kind.has_gaps or (kind.reduced and kind.by_reference):
                 parts = [[i] for i in numbers]
             elif kind.op == MUON_STEP.name:
                 # Its updates are another 2 bytes per parameter while its step runs: of some matrices at a time.
                 parts = [*buckets(numbers, params, dtensor_muon.bytes_of_update)]
-            calls = [self._call(entries, some, kind, storage) for some in parts]
+            calls = [self._call(entries, some, kind, groups) for some in parts]
             if kind.has_gaps:
                 self.with_gaps += calls
             elif kind.reduced:
@@ -147,12 +137,12 @@ class StepPlan:
         self.is_one_call = len(kinds) == len(self.calls) == 1
 
     def _call(
-        self, entries: Sequence[Entry], numbers: list[int], kind: Kind, storage: list[list[int]]
+        self, entries: Sequence[Entry], numbers: list[int], kind: Kind, groups: Sequence[Group]
     ) -> Call:
         """The call of these parameters, with their states."""
         op = entries[numbers[0]].op
         states = [entries[i].state for i in numbers]
-        codec, block_size, weight_storage = storage
+        codecs = [Format.of(g).codec_number for g in groups]
         args = StepArgs(
             params=[entries[i].param for i in numbers],
             grads=(),
@@ -162,9 +152,9 @@ class StepPlan:
             trust_ratios=[s["trust_ratio"] for s in states] if op.has_trust_ratios else [],
             weight_states=[s[key] for s in states for key in weights.KEYS if key in s],
             group=[entries[i].number for i in numbers],
-            codec=[c if op.has_4bit_codes or c != POWER4 else CODECS["power"] for c in codec],
-            block_size=block_size,
-            weight_storage=weight_storage,
+            codec=[c if op.has_4bit_codes or c != POWER4 else CODECS["power"] for c in codecs],
+            block_size=[g["block_size"] for g in groups],
+            weight_storage=[weights.storage_of(g) for g in groups],
         )
         ranks = [self.ranks[i] for i in numbers]
         return Call(op, args, numbers, ranks, kind.by_reference, kind.cut, [None] * len(numbers))

@@ -121,6 +121,11 @@ def _unflatten(values: Iterable[Any], context: tuple[list[str], Format | None]) 
 register_pytree_node(State, lambda state: ([*state.values()], ([*state], state.format)), _unflatten)
 
 
+def has_scales(entries: Iterable[str]) -> bool:
+    """Whether the moments among a state's entries are codes."""
+    return any(key.endswith("_scale") for key in entries)
+
+
 def own_entries(state: dict[str, Any]) -> dict[str, Any]:
     return state if ENTRIES.issuperset(state) else {key: x for key, x in state.items() if key in ENTRIES}
 
@@ -243,7 +248,7 @@ def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> di
     before, wanted = state.format, Format.of(group)
     assert before is not None
     own = own_entries(state)
-    was_coded = any(key.endswith("_scale") for key in own)
+    was_coded = has_scales(own)
     coded = wanted.has_codes and (was_coded or takes_8bit_state(p, group))
     like = dense_like(p)
     stored = [name for name in op.moments if name in own]  # amsgrad may have come or gone

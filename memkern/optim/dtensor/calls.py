@@ -25,7 +25,7 @@ class Call(NamedTuple):
     numbers: list[int]  # of the parameters in the step
     ranks: Sequence[Ranks | None]  # that hold other elements of each parameter
     by_reference: bool
-    cut: bool  # other ranks have elements of its blocks or layers: one parameter, for the reference
+    cut: bool  # other ranks have elements of its blocks or layers
     product_devices: Sequence[torch.device | None]  # of Muon's matrix products; None for the matrix's own
 
 
@@ -66,7 +66,7 @@ def step_with_reduction(calls: Sequence[Call]) -> None:
     layouts: dict[int, ShardLayout] = {}  # of those calls that the reference takes
     for i, call in enumerate(calls):
         args = local_args(call.args)
-        if not (call.cut or call.by_reference):
+        if not call.by_reference:
             steps.append((args, partial(_ops.step_, op)))
             continue
         (p,), (group,) = call.args.params, args.group
