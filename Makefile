@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 demo: $(VENV)/.installed
 	$(BIN)/python -m memkern train --compare --activation-bits 3 --out out/demo
 
-# What to run before each push: under 4 minutes on two cores.
+# What to run before each push: 5 to 6 minutes on two cores.
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
@@ -27,7 +27,7 @@ test: $(VENV)/.installed
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# The CUDA and Triton kernels on emulated GPUs, for every architecture, about half an hour: after a change of what
+# The CUDA and Triton kernels on emulated GPUs, for every architecture, 2 to 30 minutes (caches): after a change of what
 # lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.
 emulate: $(VENV)/.installed
 	$(BIN)/python -m lab.emulated --jobs $(JOBS)

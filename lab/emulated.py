@@ -1,6 +1,6 @@
 """python -m lab.emulated: runs the kernels on emulated GPUs, and records of which sources they passed.
 
-The tests marked ``emulated`` take half an hour and depend on few files, so they run when one of these changed.
+The tests marked ``emulated`` take up to half an hour and depend on few files, so they run when one of these changed.
 lab/tests/test_emulated.py fails while the record is of other sources. Compilers are not part of the hash: another one
 does not make the test fail, and the record says which were used.
 """

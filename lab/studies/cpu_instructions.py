@@ -101,10 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--isa", choices=TOOLS, help="one instruction set (default: all)")
     args = parser.parse_args(argv)
     path = args.out / "cpu-instructions.csv"
-    for row in rows([args.isa] if args.isa else list(TOOLS)):
-        report.append(path, [row], COLUMNS)
-        print(*(row[name] for name in COLUMNS[-3:]), flush=True)
-    print(path)
+    study.write(path, rows([args.isa] if args.isa else list(TOOLS)), COLUMNS, shown=3)
 
 
 if __name__ == "__main__":

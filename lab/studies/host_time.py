@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from benchmarks import machine, report
+from benchmarks import report
 from lab.studies import study
 from tests.support import zoo
 
@@ -154,10 +154,7 @@ def optimizers(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
 
 
 def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    provenance = study.provenance_with_transformers()
     measured = [(name, models(name, rounds)) for name in names]
     measured += [(f"{name} with the collector", with_collector(name, rounds)) for name in names[:1]]
     for name, found in (*measured, *calls(rounds), *optimizers(rounds)):
@@ -180,10 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     path = args.out / "host-time.csv"
-    for row in rows(args.models, args.rounds):
-        report.append(path, [row], COLUMNS)
-        print(*(row[name] for name in COLUMNS[-5:]), flush=True)
-    print(path)
+    study.write(path, rows(args.models, args.rounds), COLUMNS, shown=5)
 
 
 if __name__ == "__main__":

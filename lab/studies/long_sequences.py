@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import memkern
-from benchmarks import machine, report
+from benchmarks import report
 from lab.studies import study
 from memkern.options import Techniques
 from memkern.planner import fake_cuda
@@ -285,10 +285,7 @@ def main(argv: list[str] | None = None) -> None:
         print(bytes_table(path), longest_table(path), sep="\n\n")
         return
     torch.set_num_threads(1)
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    provenance = study.provenance_with_transformers()
     for row in rows(args.parts, args.models, args.ways):
         report.append(path, [{**dict.fromkeys(COLUMNS, ""), **provenance, **row}], COLUMNS)
         print(*row.values(), flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import machine, report
+from benchmarks import report
 from lab.studies import study
 from tests.support import zoo
 
@@ -78,10 +78,7 @@ def bytes_saved(name: str, precision: str, tokens: int) -> int:
 
 
 def rows(names: list[str], tokens: int) -> Iterator[dict[str, str]]:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    provenance = study.provenance_with_transformers()
     for name in names:
         for precision in PRECISIONS:
             count = bytes_saved(name, precision, tokens)
@@ -97,10 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     path = args.out / "saved-compiled.csv"
-    for row in rows(args.models, args.tokens):
-        report.append(path, [row], COLUMNS)
-        print(*(row[name] for name in COLUMNS[-6:]), flush=True)
-    print(path)
+    study.write(path, rows(args.models, args.tokens), COLUMNS, shown=6)
 
 
 if __name__ == "__main__":

@@ -88,10 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args(argv)
     path = args.out / "saved-errors.csv"
-    for row in rows(args.steps):
-        report.append(path, [row], COLUMNS)
-        print(*(row[name] for name in COLUMNS[-3:]), flush=True)
-    print(path)
+    study.write(path, rows(args.steps), COLUMNS, shown=3)
 
 
 if __name__ == "__main__":

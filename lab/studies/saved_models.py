@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from benchmarks import RESULTS, machine, report
+from benchmarks import RESULTS, report
 from lab.studies import study
 from memkern.memory import LiveBytes
 from tests.support import zoo
@@ -83,10 +83,7 @@ def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
 def rows(
     models: list[str], precisions: list[str], lengths: list[int], modes: list[str]
 ) -> Iterator[dict[str, str]]:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    provenance = study.provenance_with_transformers()
     for tokens in lengths:
         for name in models:
             for precision in precisions:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import machine, report
+from benchmarks import report
 from lab.studies import study
 from tests.support import zoo
 
@@ -69,10 +69,7 @@ def times(name: str, precision: str, tokens: int, rounds: int) -> dict[str, list
 def rows(
     models: list[str], precisions: list[str], lengths: list[int], rounds: int
 ) -> Iterator[dict[str, str]]:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    provenance = machine.provenance("cpu") | {"transformers": transformers.__version__}
+    provenance = study.provenance_with_transformers()
     for tokens in lengths:
         for name in models:
             for precision in precisions:
@@ -93,10 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     path = args.out / "saved-time.csv"
-    for row in rows(args.models, args.precisions, args.tokens, args.rounds):
-        report.append(path, [row], COLUMNS)
-        print(*(row[name] for name in COLUMNS[-7:]), flush=True)
-    print(path)
+    study.write(path, rows(args.models, args.precisions, args.tokens, args.rounds), COLUMNS, shown=7)
 
 
 if __name__ == "__main__":

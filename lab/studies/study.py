@@ -1,12 +1,13 @@
-"""What every study has: a command with ``--out``, and rows of its columns behind their provenance."""
+"""Parts of all studies: a command with ``--out``, provenance, and rows that are written as they come."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from benchmarks import machine, report
 from lab import RESULTS
 
 Value = TypeVar("Value")
@@ -23,3 +24,19 @@ def parser(name: str, doc: str | None, out: Path = RESULTS) -> argparse.Argument
 def row(provenance: dict[str, Value], columns: Sequence[str], values: Sequence[Value]) -> dict[str, Value]:
     """A row of a results file: the provenance, then a value for each of the last columns."""
     return provenance | dict(zip(columns[-len(values) :], values, strict=True))
+
+
+def provenance_with_transformers() -> dict[str, str]:
+    """The provenance of rows about models of transformers, whose warnings are silenced."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return machine.provenance("cpu") | {"transformers": transformers.__version__}
+
+
+def write(path: Path, rows: Iterable[dict[str, str]], columns: Sequence[str], shown: int) -> None:
+    """Appends each row when it is there, and prints the last ``shown`` columns of it."""
+    for each in rows:
+        report.append(path, [each], columns)
+        print(*(each[name] for name in columns[-shown:]), flush=True)
+    print(path)
