@@ -163,18 +163,18 @@ def _largest(predict: Any, memory: int) -> tuple[int, Prediction] | None:
 def error(model: str, precision: str, tokens: int = 2048) -> Row:
     """One row of ``error``."""
 
-    def gradients(**options: Any) -> dict[str, Tensor]:
+    def gradients(bits: int | None) -> dict[str, Tensor]:
         made: Any = zoo.build(MODELS[model], tokens)
-        made.gradient_checkpointing_enable({"use_reentrant": False})
-        if options:
-            memkern.compress(made, activations=None, **options)
+        if bits:
+            memkern.compress(made, activations=None, saved_bits=bits)
+        memkern.checkpoint_blocks(made, "blocks", bits=bits)
         autocast = torch.autocast("cpu", torch.bfloat16) if precision != "fp32" else contextlib.nullcontext()
         with autocast:
             loss = made(**zoo.batch(MODELS[model], tokens)).loss
         loss.backward()
         return {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
 
-    cosine = saved_models.compared(gradients(saved_bits=8), gradients())[1]
+    cosine = saved_models.compared(gradients(8), gradients(None))[1]
     return {"tokens": str(tokens), "error": f"{max(0.0, 2 - 2 * cosine) ** 0.5:.1e}"}
 
 
