@@ -11,8 +11,6 @@ Published: the figures of fewbit's authors (Novikov et al., arXiv 2202.00441; Be
 
 from __future__ import annotations
 
-from lab.studies import study
-
 from . import fakecuda  # noqa: F401  (before torch)
 
 # isort: split
@@ -25,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memkern
 from benchmarks import machine, report
 from memkern import memory
+
+from . import study
 
 BATCH, TOKENS = 128, 103
 GIB = 2**30
