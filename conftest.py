@@ -1,5 +1,6 @@
 """The same conditions for every test: backend, seed, threads."""
 
+import gc
 import os
 from ctypes import CDLL
 from pathlib import Path
@@ -24,6 +25,16 @@ pytest_plugins = [
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support import triton_interpreter  # noqa: F401  (repairs it
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections do not look through the 20,000 tests and the modules: many tests collect."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # for what nanobind looks for at the end: objects that were never freed
 
 
 @pytest.fixture(scope="session")
