@@ -1,5 +1,7 @@
 """Derivatives where they jump."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import Tensor
 
 import memkern
 from memkern.fewbit.tables import LEVELS
+from tests.support.helpers import hard
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 3.0])
@@ -66,3 +69,15 @@ def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> 
     (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, bits=4).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x).sum(), x)
     assert (found - expected).abs().max() < NEARLY[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("elu", (0.3,)), ("elu", (-1.0,)), ("celu", (2.0,)), ("selu", ())]
+)
+def test_derivatives_of_elu_right_of_0_are_torchs(name: str, arguments: Any, dtype: torch.dtype) -> None:
+    x = torch.linspace(1e-3, 8, 1001).to(dtype).requires_grad_()
+    grad = hard(x.shape, 1).to(dtype)
+    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments, bits=1), x, grad)
+    (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments), x, grad)
+    assert torch.equal(found, expected)
