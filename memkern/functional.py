@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .fewbit.activations import Activation
+from .fewbit.activations import Activation, in_dtype
 from .fewbit.levels import Levels
 from .functions.activation import FewBit, activate, check_dtype
 from .functions.autograd import apply, constant, needs_gradient
@@ -31,23 +31,33 @@ from .functions.mlp import mlp
 from .functions.randomized_linear import randomized_linear
 
 __all__ = [
+    "celu",
+    "elu",
     "few_bit",
     "geglu",
     "gelu",
+    "hardshrink",
+    "hardsigmoid",
     "hardswish",
     "hardtanh",
     "leaky_relu",
     "linear_cross_entropy",
+    "logsigmoid",
     "mish",
     "mlp",
     "quick_gelu",
     "randomized_linear",
     "relu",
+    "selu",
     "sigmoid",
     "silu",
     "softplus",
+    "softshrink",
+    "softsign",
     "swiglu",
     "tanh",
+    "tanhshrink",
+    "threshold",
 ]
 
 
@@ -139,6 +149,47 @@ def quick_gelu(x: Tensor, *, bits: int = 3) -> Tensor:
     return activate(x, "quick_gelu", bits)
 
 
+def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> Tensor:
+    """``x`` where positive, else ``alpha (exp(x) - 1)``; the derivative of positive x is exact."""
+    return activate(x, "elu", bits, inplace=inplace, parameters=(constant(alpha), 0.0))
+
+
+def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> Tensor:
+    """``x`` where positive, else ``alpha (exp(x / alpha) - 1)``; the derivative of positive x is exact.
+
+    Raises:
+        ValueError: ``alpha`` is not positive.
+    """
+    check_alpha(alpha)
+    return activate(x, "celu", bits, inplace=inplace, parameters=(constant(alpha), 0.0))
+
+
+def check_alpha(alpha: float) -> None:
+    """Raises ValueError unless CELU's ``alpha`` is positive."""
+    if not alpha > 0:
+        raise ValueError(f"alpha must be positive, got {alpha!r}")
+
+
+def selu(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
+    """1.0507 times ELU with an alpha of 1.6733 (Klambauer et al., arXiv 1706.02515); exact as :func:`elu`."""
+    return activate(x, "selu", bits, inplace=inplace)
+
+
+def logsigmoid(x: Tensor, *, bits: int = 3) -> Tensor:
+    """``-log(1 + exp(-x))``."""
+    return activate(x, "logsigmoid", bits)
+
+
+def softsign(x: Tensor, *, bits: int = 3) -> Tensor:
+    """``x / (1 + |x|)``."""
+    return activate(x, "softsign", bits)
+
+
+def tanhshrink(x: Tensor, *, bits: int = 3) -> Tensor:
+    """``x - tanh(x)``."""
+    return activate(x, "tanhshrink", bits)
+
+
 def relu(x: Tensor, inplace: bool = False) -> Tensor:
     """``max(x, 0)``; its derivative is exact in one bit."""
     return activate(x, "relu", inplace=inplace)
@@ -154,6 +205,43 @@ def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bo
     if not min_val < max_val:
         raise ValueError(f"max_val must be larger than min_val, got {max_val!r} and {min_val!r}")
     return activate(x, "hardtanh", inplace=inplace, parameters=(constant(min_val), constant(max_val)))
+
+
+def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+    """``min(max(x + 3, 0), 6) / 6``; its derivative is exact in one bit."""
+    return activate(x, "hardsigmoid", inplace=inplace)
+
+
+def hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    """``x`` where ``|x| > lambd``, else 0; its derivative is exact in one bit."""
+    return activate(x, "hardshrink", parameters=_lambd(x, lambd))
+
+
+def softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    """``x - lambd`` where ``x > lambd``, ``x + lambd`` where ``x < -lambd``, else 0; its derivative is exact in a bit.
+
+    Raises:
+        ValueError: ``lambd`` is negative.
+    """
+    check_lambd(lambd)
+    return activate(x, "softshrink", parameters=_lambd(x, lambd))
+
+
+def check_lambd(lambd: float) -> None:
+    """Raises ValueError unless softshrink's ``lambd`` is 0 or more."""
+    if not lambd >= 0:
+        raise ValueError(f"lambd must be 0 or more, got {lambd!r}")
+
+
+def _lambd(x: Tensor, lambd: float) -> tuple[float, float]:
+    """As it is, and as torch's backward pass of both functions compares x with it."""
+    lambd = constant(lambd)
+    return lambd, in_dtype(lambd, x.dtype)
+
+
+def threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    """``x`` where ``x > threshold``, else ``value``; its derivative is exact in one bit."""
+    return activate(x, "threshold", inplace=inplace, parameters=(constant(threshold), constant(value)))
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

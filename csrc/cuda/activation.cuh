@@ -14,7 +14,8 @@ namespace memkern {
 
 MEMKERN_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds.
+// a, b: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds, ELU's and CELU's alpha,
+// threshold's threshold and value, the shrinking functions' lambd and that in the dtype of x.
 template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
   if constexpr (Fn == kGelu) return x * 0.5f * (1.0f + erff(x * 0x1.6a09e6p-1f));  // sqrt(1/2)
   if constexpr (Fn == kGeluTanh) {
@@ -31,6 +32,18 @@ template <int Fn> MEMKERN_DEVICE float activate(float x, float a, float b) {
   if constexpr (Fn == kRelu) return x < 0.0f ? 0.0f : x;
   if constexpr (Fn == kLeakyRelu) return x > 0.0f ? x : x * a;
   if constexpr (Fn == kHardtanh) return x < a ? a : x > b ? b : x;
+  if constexpr (Fn == kElu) return x > 0.0f ? x : expm1f(x) * a;
+  if constexpr (Fn == kCelu) return x > 0.0f ? x : expm1f(x / a) * a;
+  if constexpr (Fn == kSelu)
+    return x > 0.0f ? x * 0x1.0cfabep+0f : expm1f(x) * 0x1.c212ccp+0f;  // scale, scale alpha
+  if constexpr (Fn == kLogsigmoid) return (x < 0.0f ? x : 0.0f) - log1pf(expf(-fabsf(x)));
+  if constexpr (Fn == kSoftsign) return x / (1.0f + fabsf(x));
+  if constexpr (Fn == kTanhshrink) return x - tanhf(x);
+  if constexpr (Fn == kHardsigmoid)
+    return x < -3.0f ? 0.0f : x > 3.0f ? 1.0f : (x + 3.0f) * 0x1.555556p-3f;  // 1/6
+  if constexpr (Fn == kHardshrink) return fabsf(x) <= b ? 0.0f : x;
+  if constexpr (Fn == kSoftshrink) return fabsf(x) <= a ? 0.0f : x > 0.0f ? x - a : x + a;
+  if constexpr (Fn == kThreshold) return x <= a ? b : x;
 }
 
 // The codes of a vector: byte p holds the 8 elements' bits of plane p.

@@ -48,6 +48,10 @@ class Levels(NamedTuple):
         """The table of f(factor * x) / factor."""
         return self._replace(thresholds=tuple(t / factor for t in self.thresholds))
 
+    def one_minus(self) -> Levels:
+        """The table of x - f(x): tanhshrink's from tanh's, and log-sigmoid's, x - softplus(x), from softplus'."""
+        return self._replace(levels=tuple(1 - level for level in self.levels))
+
 
 class TwoBranch(NamedTuple):
     """The derivative of an activation with one minimum, from its output y and the bit ``x > at``.
@@ -103,14 +107,32 @@ def below(x: float) -> float:
     return float(torch.nextafter(torch.tensor(x), torch.tensor(-torch.inf)))
 
 
-def relu_levels(negative_slope: float = 0.0) -> Levels:
-    """Exact: 1 for x > 0, else the slope."""
-    return Levels(1, (negative_slope, 1.0), (0.0,), (1,))
+def relu_levels(negative_slope: float = 0.0, threshold: float = 0.0) -> Levels:
+    """Exact: 1 for x > threshold, else the slope."""
+    return Levels(1, (negative_slope, 1.0), (threshold,), (1,))
 
 
-def hardtanh_levels(min_val: float, max_val: float) -> Levels:
-    """Exact: 1 for min_val < x < max_val, else 0."""
-    return Levels(1, (0.0, 1.0), (min_val, below(max_val)), (1, 1))
+def hardtanh_levels(min_val: float, max_val: float, slope: float = 1.0) -> Levels:
+    """Exact: the slope for min_val < x < max_val, else 0."""
+    return Levels(1, (0.0, slope), (min_val, below(max_val)), (1, 1))
+
+
+def shrink_levels(lambd: float) -> Levels:
+    """Exact: 1 for |x| > lambd, else 0."""
+    return Levels(1, (0.0, 1.0), (lambd,), (1,), EVEN)
+
+
+ELU_ALPHA = 0.5
+"""The alpha of ELU's table: below 1 its derivative jumps at 0, so that a threshold is there."""
+
+
+def elu_levels(table: Levels, alpha: float, scale: float = 1.0) -> Levels:
+    """The table of scale * ELU with any alpha: ``scale`` for x > 0, and scale * alpha * exp(x) elsewhere.
+
+    The level 1 is that of x > 0 alone, the others are proportional to alpha.
+    """
+    factor = scale * alpha / ELU_ALPHA
+    return table._replace(levels=tuple(scale if v == 1 else factor * v for v in table.levels))
 
 
 def softplus_levels(table: Levels, beta: float, threshold: float) -> Levels:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..quant.codec import EVEN, MAX_BITS, ODD, PLAIN
 from .fit import Derivative, Fit, fit_levels, mean_squared_error
-from .levels import TwoBranch, below
+from .levels import ELU_ALPHA, TwoBranch, below
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -48,6 +48,8 @@ DERIVATIVES: dict[str, Derivative] = {
     "mish": _mish,
     "hardswish": _hardswish,
     "quick_gelu": lambda x: _silu(1.702 * x),
+    "elu": lambda x: torch.where(x > 0, 1.0, ELU_ALPHA * torch.exp(x)),
+    "softsign": lambda x: 1 / (1 + x.abs()) ** 2,
 }
 """The derivatives that have tables, as functions of a fp64 tensor."""
 
@@ -59,6 +61,7 @@ OPTIONS: dict[tuple[str, int], dict[str, Any]] = {
     for name in ("gelu", "gelu_tanh")
     for bits in (3, 4)
 }
+OPTIONS |= {("elu", bits): {"exact": (1.0,)} for bits in range(1, MAX_BITS + 1)}  # the derivative for x > 0
 
 
 KINKS = {"hardswish": (3.0,)}
@@ -84,6 +87,7 @@ TWO_BRANCH_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]]
     "silu": (lambda x: x * torch.sigmoid(x), -40.0, 9.0),
 }
 DEGREE = 10
+MAX_LINE = 110
 NODES = 400
 
 
@@ -141,14 +145,17 @@ def _main() -> None:
             fit = fit_table(name, bits)
             errors = ", ".join(f"s={s:g}: {1e3 * error:.3f}" for s, error in fit.errors.items())
             table = fit.levels
-            lines += [
-                f"    # error times 1e-3, x ~ N(0, s^2): {errors}",
+            numbers = ", ".join(map(repr, table[:4]))
+            in_one = f'    ("{name}", {bits}): Levels({numbers}, {symmetries[table.symmetry]}),'
+            wrapped = [
                 f'    ("{name}", {bits}): Levels(',
                 f"        {bits},",
                 *(row for numbers in table[1:4] for row in _wrapped(numbers)),
                 f"        {symmetries[table.symmetry]},",
                 "    ),",
             ]
+            lines.append(f"    # error times 1e-3, x ~ N(0, s^2): {errors}")
+            lines += [in_one] if len(in_one) <= MAX_LINE else wrapped
     lines += ["}", "TWO_BRANCHES: dict[str, TwoBranch] = {"]
     for name in TWO_BRANCH_FUNCTIONS:
         two_branch = fit_two_branch(name)

@@ -14,8 +14,9 @@ from ..fewbit.levels import check_bits
 from ..quant.layout import FLOATS, is_dense, same_layout
 from .autograd import SavesLess, apply, is_eager, needs_gradient, no_second_derivative
 
-# A user's function, and what autocast runs in fp32: torch's op is dispatched through autocast, the fused op is not.
-_NOT_FUSED = ("", "softplus")
+# A user's function, what autocast runs in fp32 (torch's op is dispatched through autocast, the fused op is not), and
+# what has other strides than its input: torch's log-sigmoid, contiguous on a CPU.
+_NOT_FUSED = ("", "softplus", "logsigmoid")
 
 
 def activate(

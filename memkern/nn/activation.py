@@ -1,8 +1,7 @@
 """torch.nn's activations that save a few bits per element: :mod:`memkern.functional` as modules.
 
 Each is a subclass of its namesake in torch.nn, with its arguments, and has no parameters and no buffers: state_dict
-keys stay. ``bits``: 1 to 4 bits per element saved for the backward pass. ReLU, LeakyReLU and Hardtanh need one and are
-exact.
+keys stay. ``bits``: 1 to 4 bits per element saved for the backward pass. Those without ``bits`` need one and are exact.
 """
 
 from __future__ import annotations
@@ -144,6 +143,97 @@ class QuickGELU(nn.Module):
         return f"bits={self.bits}"
 
 
+class ELU(nn.ELU):
+    """``x`` where positive, else ``alpha (exp(x) - 1)``."""
+
+    def __init__(self, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> None:
+        super().__init__(alpha, inplace)
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.elu(input, self.alpha, self.inplace, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+
+class CELU(nn.CELU):
+    """``x`` where positive, else ``alpha (exp(x / alpha) - 1)``; ``alpha`` positive."""
+
+    def __init__(self, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> None:
+        super().__init__(alpha, inplace)
+        F.check_alpha(alpha)
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.celu(input, self.alpha, self.inplace, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+
+class SELU(nn.SELU):
+    """1.0507 times ELU with an alpha of 1.6733."""
+
+    def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
+        super().__init__(inplace)
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.selu(input, self.inplace, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return _joined(super().extra_repr(), f"bits={self.bits}")
+
+
+class LogSigmoid(nn.LogSigmoid):
+    """``-log(1 + exp(-x))``."""
+
+    def __init__(self, *, bits: int = 3) -> None:
+        super().__init__()
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.logsigmoid(input, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
+class Softsign(nn.Softsign):
+    """``x / (1 + |x|)``."""
+
+    def __init__(self, *, bits: int = 3) -> None:
+        super().__init__()
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softsign(input, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
+class Tanhshrink(nn.Tanhshrink):
+    """``x - tanh(x)``."""
+
+    def __init__(self, *, bits: int = 3) -> None:
+        super().__init__()
+        check_bits(bits)
+        self.bits = bits
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.tanhshrink(input, bits=self.bits)
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}"
+
+
 class ReLU(nn.ReLU):
     """``max(x, 0)``: one bit, exact."""
 
@@ -163,6 +253,38 @@ class Hardtanh(nn.Hardtanh):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardtanh(input, self.min_val, self.max_val, self.inplace)
+
+
+class Hardsigmoid(nn.Hardsigmoid):
+    """``min(max(x + 3, 0), 6) / 6``: one bit, exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardsigmoid(input, self.inplace)
+
+
+class Hardshrink(nn.Hardshrink):
+    """``x`` where ``|x| > lambd``, else 0: one bit, exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardshrink(input, self.lambd)
+
+
+class Softshrink(nn.Softshrink):
+    """``x`` less ``lambd`` of its magnitude, and 0 where it has no more: one bit, exact. ``lambd`` 0 or more."""
+
+    def __init__(self, lambd: float = 0.5) -> None:
+        super().__init__(lambd)
+        F.check_lambd(lambd)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.softshrink(input, self.lambd)
+
+
+class Threshold(nn.Threshold):
+    """``x`` where ``x > threshold``, else ``value``: one bit, exact."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.threshold(input, self.threshold, self.value, self.inplace)
 
 
 class FewBit(nn.Module):

@@ -48,6 +48,16 @@ ACTIVATIONS = {
     "relu": 9,
     "leaky_relu": 10,
     "hardtanh": 11,
+    "elu": 12,
+    "celu": 13,
+    "selu": 14,
+    "logsigmoid": 15,
+    "softsign": 16,
+    "tanhshrink": 17,
+    "hardsigmoid": 18,
+    "hardshrink": 19,
+    "softshrink": 20,
+    "threshold": 21,
 }
 """Activation names and the numbers that stand for them in op arguments."""
 

@@ -32,11 +32,21 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "hardswish": F.hardswish,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
+    "selu": F.selu,
+    "logsigmoid": F.logsigmoid,
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "hardsigmoid": F.hardsigmoid,
 }
 _WITH_PARAMETERS: dict[str, Callable[[float, float], Callable[..., Tensor]]] = {
     "softplus": lambda beta, threshold: functools.partial(F.softplus, beta=beta, threshold=threshold),
     "leaky_relu": lambda slope, _: functools.partial(F.leaky_relu, negative_slope=slope),
     "hardtanh": lambda low, high: functools.partial(F.hardtanh, min_val=low, max_val=high),
+    "elu": lambda alpha, _: functools.partial(F.elu, alpha=alpha),
+    "celu": lambda alpha, _: functools.partial(F.celu, alpha=alpha),
+    "hardshrink": lambda lambd, _: functools.partial(F.hardshrink, lambd=lambd),
+    "softshrink": lambda lambd, _: functools.partial(F.softshrink, lambd=lambd),
+    "threshold": lambda threshold, value: functools.partial(F.threshold, threshold=threshold, value=value),
 }
 _NAMES = [*ACTIVATIONS]
 
@@ -47,8 +57,11 @@ def function_of(name: str, a: float = 0.0, b: float = 0.0) -> Callable[..., Tens
 
 
 def activate(x: Tensor, fn: int, a: float = 0.0, b: float = 0.0) -> Tensor:
-    """The activation of a number in ``ACTIVATIONS``."""
-    return function_of(_NAMES[fn], a, b)(x)
+    """The activation of a number in ``ACTIVATIONS``, with the strides of x."""
+    y = function_of(_NAMES[fn], a, b)(x)
+    if _NAMES[fn] == "logsigmoid" and not x.is_contiguous():  # on a CPU torch's is contiguous whatever x is
+        return torch.empty_like(x).copy_(y)
+    return y
 
 
 def check_function(fn: int) -> None:

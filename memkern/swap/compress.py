@@ -83,10 +83,10 @@ def compress(
             output and one bit, see :func:`memkern.functional.gelu`; ``"recompute"``: composites of several operations
             save their input and are run again in the backward pass, which gives the bits of torch; None leaves them
             alone. Default ``"auto"``: 3 bits, and ``"recompute"`` in modules that ``saved_bits`` covers, where
-            recomputing the output saves more than bits do and rounds less. Swapped are torch.nn's GELU, SiLU, Mish,
-            Hardswish, Softplus, LeakyReLU, Hardtanh and ReLU6, and by name, if the operations of their forward are
-            those of the function (as torch.fx records them; nothing is run, and an attribute that could be set later
-            is no constant), transformers' (gelu_new and the other composites, GELUActivation, QuickGELUActivation,
+            recomputing the output saves more than bits do and rounds less. Swapped are torch.nn's elementwise
+            activations (not PReLU and RReLU), and by name, if the operations of their forward are those of the function
+            (as torch.fx records them; nothing is run, and an attribute that could be set later is no constant),
+            transformers' (gelu_new and the other composites, GELUActivation, QuickGELUActivation,
             SiLUActivation, MishActivation, BloomGelu), minGPT's NewGELU, CLIP's QuickGELU and timm's. With bits or
             ``"output"`` a composite's forward changes in the last bits: it becomes torch's fused one. Outside of
             ``saved_bits``, gated units whose gate and up come out of one layer (Phi-3's MLP, Mixtral's experts) become

@@ -30,6 +30,16 @@ TORCH: dict[type[nn.Module], Maker] = {
     nn.LeakyReLU: lambda m, bits, keep: ours.LeakyReLU(m.negative_slope, m.inplace),
     nn.Hardtanh: lambda m, bits, keep: ours.Hardtanh(m.min_val, m.max_val, m.inplace),
     nn.ReLU6: lambda m, bits, keep: ours.Hardtanh(m.min_val, m.max_val, m.inplace),
+    nn.ELU: lambda m, bits, keep: ours.ELU(m.alpha, m.inplace, bits=bits),
+    nn.CELU: lambda m, bits, keep: ours.CELU(m.alpha, m.inplace, bits=bits),
+    nn.SELU: lambda m, bits, keep: ours.SELU(m.inplace, bits=bits),
+    nn.LogSigmoid: lambda m, bits, keep: ours.LogSigmoid(bits=bits),
+    nn.Softsign: lambda m, bits, keep: ours.Softsign(bits=bits),
+    nn.Tanhshrink: lambda m, bits, keep: ours.Tanhshrink(bits=bits),
+    nn.Hardsigmoid: lambda m, bits, keep: ours.Hardsigmoid(m.inplace),
+    nn.Hardshrink: lambda m, bits, keep: ours.Hardshrink(m.lambd),
+    nn.Softshrink: lambda m, bits, keep: ours.Softshrink(m.lambd),
+    nn.Threshold: lambda m, bits, keep: ours.Threshold(m.threshold, m.value, m.inplace),
     nn.ReLU: lambda m, bits, keep: ours.ReLU(m.inplace),
     nn.Tanh: lambda m, bits, keep: ours.Tanh(bits=bits),
     nn.Sigmoid: lambda m, bits, keep: ours.Sigmoid(bits=bits),
@@ -69,23 +79,18 @@ BY_NAME: dict[str, str] = {
 
 # Activations and layers that save much and have no counterpart here.
 NO_COUNTERPART = (
-    *(
-        nn.ELU,
-        nn.SELU,
-        nn.CELU,
-        nn.PReLU,
-        nn.RReLU,
-        nn.GLU,
-        nn.LogSigmoid,
-        nn.Softsign,
-        nn.Tanhshrink,
-        nn.Softmax,
-    ),
-    *(nn.LogSoftmax, nn.RNNBase, nn.MultiheadAttention),
+    *(nn.PReLU, nn.RReLU, nn.GLU, nn.Softmax, nn.LogSoftmax),
+    *(nn.RNNBase, nn.MultiheadAttention),
 )
 
-# Functions whose input torch saves; called in a forward they are out of reach.
-FUNCTIONS = frozenset({"gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"})
+# Functions whose input torch saves; called in a forward they are out of reach. Not threshold, which names much else.
+FUNCTIONS = frozenset(
+    {
+        *("gelu", "silu", "mish", "hardswish", "softplus", "leaky_relu", "hardtanh", "relu6"),
+        *("elu", "celu", "selu", "logsigmoid", "softsign", "tanhshrink"),
+        *("hardsigmoid", "hardshrink", "softshrink"),
+    }
+)
 
 
 _REPLACED = "its class's forward has been replaced"
@@ -107,9 +112,10 @@ def activation(cls: type[nn.Module], module: Any, bits: int, keep: str) -> nn.Mo
     if cls in TORCH:
         if not proof.is_as_defined(cls):
             return _REPLACED
-        if cls is nn.Softplus and module.beta <= 0:
-            return f"beta is {module.beta}, allowed: above 0"
-        return TORCH[cls](module, bits, keep)
+        try:
+            return TORCH[cls](module, bits, keep)
+        except ValueError as error:  # of softplus' beta, CELU's alpha, softshrink's lambd
+            return str(error)
     if (kind := BY_NAME.get(proof.defining_class(cls).__name__)) is not None:
         new = _KINDS[kind](module, bits, keep)
         if proof.computes(cls, module, kind):

@@ -24,6 +24,16 @@ QUICK_GELU = tl.constexpr(ACTIVATIONS["quick_gelu"])
 RELU = tl.constexpr(ACTIVATIONS["relu"])
 LEAKY_RELU = tl.constexpr(ACTIVATIONS["leaky_relu"])
 HARDTANH = tl.constexpr(ACTIVATIONS["hardtanh"])
+ELU = tl.constexpr(ACTIVATIONS["elu"])
+CELU = tl.constexpr(ACTIVATIONS["celu"])
+SELU = tl.constexpr(ACTIVATIONS["selu"])
+LOGSIGMOID = tl.constexpr(ACTIVATIONS["logsigmoid"])
+SOFTSIGN = tl.constexpr(ACTIVATIONS["softsign"])
+TANHSHRINK = tl.constexpr(ACTIVATIONS["tanhshrink"])
+HARDSIGMOID = tl.constexpr(ACTIVATIONS["hardsigmoid"])
+HARDSHRINK = tl.constexpr(ACTIVATIONS["hardshrink"])
+SOFTSHRINK = tl.constexpr(ACTIVATIONS["softshrink"])
+THRESHOLD = tl.constexpr(ACTIVATIONS["threshold"])
 
 _INF = tl.constexpr(float("inf"))
 _SIGN_BIT = tl.constexpr(-(2**31))
@@ -75,8 +85,16 @@ def sigmoid(x):
 
 
 @triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0."""
+    t = tanh(0.5 * x)
+    return tl.math.div_rn(2.0 * t, 1.0 - t)
+
+
+@triton.jit
 def activate(x, A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr):
-    """A, B: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds."""
+    """A, B: softplus' beta and threshold, leaky ReLU's slope, hardtanh's bounds, ELU's and CELU's alpha, threshold's
+    threshold and value, the shrinking functions' lambd and that in the dtype of x."""
     if FN == GELU:
         y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif FN == GELU_TANH:
@@ -106,8 +124,28 @@ def activate(x, A: tl.constexpr, B: tl.constexpr, FN: tl.constexpr):
         y = tl.where(x < 0, 0.0, x)
     elif FN == LEAKY_RELU:
         y = tl.where(x > 0, x, x * A)
-    else:
+    elif FN == HARDTANH:
         y = tl.where(x < A, A, tl.where(x > B, B, x))
+    elif FN == ELU:
+        y = tl.where(x > 0, x, A * expm1(x))
+    elif FN == CELU:
+        y = tl.where(x > 0, x, A * expm1(tl.math.div_rn(x, A)))
+    elif FN == SELU:
+        y = tl.where(x > 0, 1.0507009873554805 * x, 1.7580993408473766 * expm1(x))  # scale, scale alpha
+    elif FN == LOGSIGMOID:
+        y = tl.where(x < 0, x, 0.0) - log1p_to_one(exp(-tl.abs(x)))
+    elif FN == SOFTSIGN:
+        y = tl.math.div_rn(x, 1.0 + tl.abs(x))
+    elif FN == TANHSHRINK:
+        y = x - tanh(x)
+    elif FN == HARDSIGMOID:
+        y = tl.where(x < -3.0, 0.0, tl.where(x > 3.0, 1.0, (x + 3.0) * 0.16666667))
+    elif FN == HARDSHRINK:
+        y = tl.where(tl.abs(x) <= B, 0.0, x)
+    elif FN == SOFTSHRINK:
+        y = tl.where(tl.abs(x) <= A, 0.0, tl.where(x > 0, x - A, x + A))
+    else:
+        y = tl.where(x <= A, B, x)
     return y
 
 

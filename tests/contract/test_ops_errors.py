@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memkern.quant.codec import ACTIVATIONS
 from tests.support.bad_steps import BAD_CASES, BAD_STEPS, p
 from tests.support.interpreted import interpreted
 from tests.support.op_helpers import SAMPLES, TABLE, op, over_namespaces, step_args
@@ -57,7 +58,7 @@ BAD_CALLS |= {
     "encode, symmetry": ("few_bit_encode", (X, 2, [0.5], [1], 3)),
     "encode, int": ("few_bit_encode", (X.int(), *TABLE)),
     "encode, gaps": ("few_bit_encode", (X[:, ::2], *TABLE)),
-    "forward, no such function": ("few_bit_forward", (X, 12, 0.0, 0.0, *TABLE)),
+    "forward, no such function": ("few_bit_forward", (X, len(ACTIVATIONS), 0.0, 0.0, *TABLE)),
     "forward, gaps": ("few_bit_forward", (X[:, ::2], 0, 0.0, 0.0, *TABLE)),
     "backward, codes of less": ("few_bit_backward", (X, PLANES[:, :112].contiguous(), [0.5] * 8)),
     "backward, rows with gaps": ("few_bit_backward", (X, PLANES.repeat(1, 2)[:, ::2], [0.5] * 8)),

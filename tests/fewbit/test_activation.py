@@ -366,6 +366,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "keep input": (lambda: GELU(X, keep="input"), "use torch.nn.functional, or memkern.nn.MLP"),
     "keep output in place": (lambda: SILU(X, True, keep="output"), "keep must be 'codes' where inplace"),
     "beta": (lambda: ACTIVATIONS["softplus"].ours(X, -1.0), "beta must be positive, got -1.0"),
+    "alpha": (lambda: ACTIVATIONS["celu"].ours(X, 0.0), "alpha must be positive, got 0.0"),
+    "lambd": (lambda: ACTIVATIONS["softshrink"].ours(X, -0.5), "lambd must be 0 or more, got -0.5"),
     "bounds": (lambda: ACTIVATIONS["hardtanh"].ours(X, 1.0, 1.0), "max_val must be larger than min_val"),
 }
 

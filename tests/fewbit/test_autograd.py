@@ -1,6 +1,7 @@
 """Few-bit activations inside autograd, autocast, checkpointing and torch.compile; what they keep; the modules."""
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +157,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu from output": lambda x: functional.gelu(x, "tanh", keep="output"),
     "softplus": lambda x: functional.softplus(x, 2.0, bits=4),
     "hardtanh": lambda x: functional.hardtanh(x, 0.0, 6.0),
+    "softshrink": lambda x: functional.softshrink(x, 0.3),
     "in place": lambda x: functional.leaky_relu(x * 2, inplace=True) + 1,
     "wrapped": lambda x: functional.few_bit(x, torch.sin, LEVELS["gelu", 2]),
     "module": torch.nn.Sequential(torch.nn.Linear(7, 9), nn.Mish(), torch.nn.Linear(9, 7)),
@@ -166,7 +168,8 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_compile_without_a_graph_break(case: str) -> None:
     fn = COMPILED[case]
     torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=case in ("gelu", "hardtanh"))
+    dynamic = case in ("gelu", "hardtanh", "softshrink")
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (5, 6):
         x = torch.randn(rows, 7)
         assert_same(gradients(compiled, x), gradients(fn, x))
@@ -183,7 +186,8 @@ def test_inductor() -> None:
 # ---- modules
 
 MODULES = [nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Mish, nn.Hardswish]
-MODULES += [nn.ReLU, nn.LeakyReLU, nn.Hardtanh]
+MODULES += [nn.ELU, nn.CELU, nn.SELU, nn.LogSigmoid, nn.Softsign, nn.Tanhshrink]
+MODULES += [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, nn.Hardshrink, nn.Softshrink, nn.Threshold]
 
 
 @pytest.mark.parametrize("cls", MODULES, ids=lambda c: c.__name__)
@@ -194,7 +198,8 @@ def test_modules_are_torchs(cls: Any) -> None:
     theirs = {name: p for name, p in theirs.items() if name not in ("args", "kwargs")}
     assert [p for p in ours if p not in ("bits", "keep", "args", "kwargs")] == [*theirs]
     assert all(ours[p].default == theirs[p].default for p in theirs)
-    assert not cls().state_dict()
+    required = [0.0 for p in theirs.values() if p.default is p.empty]
+    assert not cls(*required).state_dict()
 
 
 @over_activations
@@ -211,10 +216,21 @@ def test_modules_call_their_function(name: str, bits: int) -> None:
 
 def test_modules_in_place() -> None:
     x = torch.randn(9)
-    for cls in (nn.SiLU, nn.Mish, nn.Hardswish, nn.ReLU, nn.LeakyReLU):
+    classes = [
+        nn.SiLU,
+        nn.Mish,
+        nn.Hardswish,
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.CELU,
+        nn.SELU,
+        nn.Hardsigmoid,
+    ]
+    for cls in (*classes, functools.partial(nn.Threshold, 0.0, 0.0)):
         h = x.clone()
         assert cls(inplace=True)(h) is h
-        assert "inplace=True" in repr(cls(inplace=True))
+        assert cls is nn.Hardsigmoid or "inplace=True" in repr(cls(inplace=True))  # torch's does not show it
 
 
 @pytest.mark.parametrize(
@@ -224,6 +240,8 @@ def test_modules_in_place() -> None:
         (lambda: nn.GELU(keep="input"), "torch.nn.functional"),
         (lambda: nn.SiLU(True, keep="output"), "keep"),
         (lambda: nn.Softplus(0.0), "beta"),
+        (lambda: nn.CELU(0.0), "alpha"),
+        (lambda: nn.Softshrink(-0.5), "lambd"),
         (lambda: nn.Tanh(bits="3"), "bits"),
         (lambda: nn.MLP(4, 8, keep="both"), "keep"),
         (lambda: nn.MLP(4, 8, approximate="x"), "approximate"),

@@ -1,21 +1,26 @@
 """fit_levels: it gives the tables of memkern.fewbit.tables, and no better ones are found."""
 
 import math
+import re
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from memkern import functional, nn
-from memkern.fewbit.fit import SIGMAS, fit_levels, mean_squared_error
-from memkern.fewbit.levels import Levels
+from memkern.fewbit.activations import activation_of
+from memkern.fewbit.fit import SIGMAS, Derivative, fit_levels, mean_squared_error
+from memkern.fewbit.levels import ELU_ALPHA, Levels
 from memkern.fewbit.make_tables import DERIVATIVES, TWO_BRANCH_FUNCTIONS, fit_table, fit_two_branch
 from memkern.fewbit.tables import LEVELS, TWO_BRANCHES
 from memkern.quant.codec import EVEN, ODD, PLAIN
 from tests.support.activation_helpers import gradients, over_bits
 from tests.support.helpers import assert_same, hard
 
+ROOT = Path(__file__).parents[2]
 over_names = pytest.mark.parametrize("name", DERIVATIVES)
 
 # fewbit's 3-bit GELU, 2023: mean squared error of the derivative for x ~ N(0, s^2).
@@ -27,6 +32,10 @@ def sampled_error(table: Levels, name: str, sigma: float) -> float:
     u = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
     x = sigma * math.sqrt(2) * torch.erfinv(2 * u - 1)
     return float((DERIVATIVES[name](x) - table.derivative(x).double()).pow(2).mean())
+
+
+def derivative_of(fn: Callable[[Tensor], Tensor]) -> Derivative:
+    return lambda x: gradients(fn, x, torch.ones_like(x))[1]
 
 
 @over_names
@@ -51,6 +60,7 @@ def test_derivatives_are_those_of_the_functions(name: str) -> None:
         "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
         "tanh": torch.tanh,
         "sigmoid": torch.sigmoid,
+        "elu": lambda x: torch.nn.functional.elu(x, ELU_ALPHA),
     }.get(name) or getattr(torch.nn.functional, name)
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64) + 1e-3
     torch.testing.assert_close(
@@ -92,7 +102,7 @@ def test_best_levels_for_n_0_1(name: str, bits: int, levels: list[float] | None,
 @over_bits
 def test_symmetry_is_seen(name: str, bits: int) -> None:
     table = LEVELS[name, bits]
-    expected = {"tanh": EVEN, "sigmoid": EVEN, "mish": PLAIN}.get(name, ODD)
+    expected = {"tanh": EVEN, "sigmoid": EVEN, "softsign": EVEN, "mish": PLAIN, "elu": PLAIN}.get(name, ODD)
     assert table.symmetry == expected
     if expected == ODD:
         half = 2 ** (bits - 1)
@@ -100,6 +110,39 @@ def test_symmetry_is_seen(name: str, bits: int) -> None:
             a + b for a, b in zip(table.levels[:half], table.levels[half:], strict=True)
         ] == pytest.approx([1.0] * half, abs=2e-6)
         assert len(table.thresholds) < 2**bits
+
+
+# Activations whose tables are made of another's: parameters, and how much larger the mean error is than the least.
+MADE_OF_OTHERS = {
+    "elu": ((1.0, 0.0), 1.2),
+    "elu 0.3": ((0.3, 0.0), 1.01),
+    "celu 2": ((2.0, 0.0), 1.5),  # of the best table for x / 2, which is spread otherwise
+    "selu": (None, 1.4),
+    "logsigmoid": (None, 1.01),
+    "tanhshrink": (None, 1.01),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_OTHERS)
+@pytest.mark.parametrize("bits", [3, 4])
+def test_tables_made_of_others_are_near_the_best(name: str, bits: int) -> None:
+    parameters, factor = MADE_OF_OTHERS[name]
+    activation = activation_of(name.split()[0], bits, "codes", parameters)
+    derivative = derivative_of(activation.forward)
+    errors = mean_squared_error(activation.levels, derivative)
+    assert sum(errors.values()) <= factor * sum(fit_levels(derivative, bits).errors.values())
+
+
+def test_errors_in_the_docs() -> None:
+    rows = re.findall(
+        r"^\| (\w+), (\d) bits? \|(.*)\|$", (ROOT / "docs/numerics.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) >= 10
+    for name, bits, numbers in rows:
+        parameters = {"elu": (1.0, 0.0)}.get(name.lower())
+        activation = activation_of(name.lower(), int(bits), "codes", parameters)
+        errors = mean_squared_error(activation.levels, derivative_of(activation.forward))
+        assert [f"{1e3 * error:.3f}" for error in errors.values()] == numbers.replace(" ", "").split("|")
 
 
 @pytest.mark.parametrize("name", ["gelu", "mish", "tanh"])

@@ -1,5 +1,7 @@
 """Derivatives where they jump."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import Tensor
 
 import memkern
 from memkern.fewbit.tables import LEVELS
+from tests.support.helpers import hard
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 3.0])
@@ -26,12 +29,55 @@ def test_softplus_above_its_threshold_is_x(bits: int, threshold: float, beta: fl
         assert (error(threshold)[beta * x.detach() > threshold] == 0).all()
 
 
+# Functions with their arguments. 0.3 and 1.1 are no bf16 numbers.
+EXACT: dict[str, tuple[str, tuple[float, ...]]] = {
+    "relu": ("relu", ()),
+    "leaky_relu": ("leaky_relu", ()),
+    "hardtanh": ("hardtanh", ()),
+    "hardsigmoid": ("hardsigmoid", ()),
+    **{f"hardshrink {lambd}": ("hardshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0, -1.0)},
+    **{f"softshrink {lambd}": ("softshrink", (lambd,)) for lambd in (0.5, 0.3, 1.1, 0.0)},
+    **{f"threshold {at}": ("threshold", (at, 20.0)) for at in (0.5, 0.3, -1.1, 0.0)},
+}
+NEARLY = {"hardswish": 0.1, "elu": 0.04, "celu": 0.04, "selu": 0.07}
+"""With 4 bits, the largest error of a derivative."""
+
+
+def kinks(dtype: torch.dtype) -> Tensor:
+    """Numbers where derivatives jump, and their neighbours."""
+    at = torch.tensor([0.0, 0.3, 0.5, 1.0, 1.1, 3.0], dtype=dtype)
+    up, down = (at.nextafter(torch.full_like(at, toward)) for toward in (torch.inf, -torch.inf))
+    x = torch.cat([at, up, down])
+    return torch.cat([x, -x]).requires_grad_()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["hardswish", "relu", "leaky_relu", "hardtanh"])
-def test_derivatives_at_kinks_are_torchs(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", EXACT)
+def test_exact_derivatives_at_kinks_are_torchs(case: str, dtype: torch.dtype) -> None:
     """bf16 and fp16 meet them."""
-    x = torch.tensor([-3.0, -1.0, -0.0, 0.0, 1.0, 3.0], dtype=dtype, requires_grad=True)
-    options = {"bits": 4} if name == "hardswish" else {}
-    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, **options).sum(), x)
+    name, arguments = EXACT[case]
+    x = kinks(dtype)
+    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments).sum(), x)
+    (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments).sum(), x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NEARLY)
+def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> None:
+    x = kinks(dtype)
+    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, bits=4).sum(), x)
     (expected,) = torch.autograd.grad(getattr(F, name)(x).sum(), x)
-    assert (found - expected).abs().max() < (0.05 if options else 1e-6)
+    assert (found - expected).abs().max() < NEARLY[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("elu", (0.3,)), ("elu", (-1.0,)), ("celu", (2.0,)), ("selu", ())]
+)
+def test_derivatives_of_elu_right_of_0_are_torchs(name: str, arguments: Any, dtype: torch.dtype) -> None:
+    x = torch.linspace(1e-3, 8, 1001).to(dtype).requires_grad_()
+    grad = hard(x.shape, 1).to(dtype)
+    (found,) = torch.autograd.grad(getattr(memkern.functional, name)(x, *arguments, bits=1), x, grad)
+    (expected,) = torch.autograd.grad(getattr(F, name)(x, *arguments), x, grad)
+    assert torch.equal(found, expected)

@@ -11,7 +11,17 @@ from tests.support.activation_kernels import RARE, assert_near
 from tests.support.helpers import assert_same, on, over_dtypes, over_gpu
 
 LARGE = 2_200_000_011  # more than 2**31 elements, and a short last group
-DEFAULTS = {"softplus": (1.0, 20.0), "leaky_relu": (0.01, 0.0), "hardtanh": (-1.0, 1.0)}
+DEFAULTS = {
+    "softplus": (1.0, 20.0),
+    "leaky_relu": (0.01, 0.0),
+    "hardtanh": (-1.0, 1.0),
+    "elu": (1.0, 0.0),
+    "celu": (1.0, 0.0),
+    "hardshrink": (0.5, 0.5),
+    "softshrink": (0.5, 0.5),
+    "threshold": (0.25, -2.0),
+}
+ROUNDED_TWICE = ("quick_gelu", "softsign", "tanhshrink")  # torch's, of two or three operations
 
 
 @over_gpu
@@ -25,7 +35,7 @@ def test_forward_is_near_torchs(backend: str, name: str, dtype: torch.dtype) -> 
     own = activation.torch(x)
     if name in NUMBERS:
         assert_near(y.detach(), x.detach(), name, *DEFAULTS.get(name, ()))
-    if name != "quick_gelu" and dtype != torch.float32:  # torch's own rounds that one three times
+    if name not in ROUNDED_TWICE and dtype != torch.float32:
         bits, others = (t.detach().view(torch.int16).int() for t in (y, own))
         apart = (bits - others).abs()
         if (

@@ -6,6 +6,7 @@ import torch
 import memkern.triton
 from memkern import reference
 from memkern.fewbit.levels import Levels
+from memkern.quant.codec import ACTIVATIONS
 from tests.support.activation_helpers import TABLES, around, over_layouts, values
 from tests.support.activation_kernels import compare_activations, compare_bf16_gelu, compare_forward
 from tests.support.helpers import FLOATS, assert_same, name_of
@@ -46,7 +47,7 @@ def test_bad_arguments_raise() -> None:
     for call in (
         lambda: memkern.triton.few_bit_encode(x, 5, [], [], 0),
         lambda: memkern.triton.few_bit_encode(x.double(), 3, [], [], 0),
-        lambda: memkern.triton.few_bit_forward(x, 12, 0.0, 0.0, 3, [], [], 0),
+        lambda: memkern.triton.few_bit_forward(x, len(ACTIVATIONS), 0.0, 0.0, 3, [], [], 0),
         lambda: memkern.triton.few_bit_backward(x, codes[:2], [0.0] * 8),
         lambda: memkern.triton.few_bit_backward_from_output(x, x, codes, 0.0, [1.0], [1.0], 1.0, 1.0),
     ):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memkern import functional, nn
-from memkern.fewbit.levels import Levels, hardtanh_levels, relu_levels
+from memkern.fewbit.activations import SELU_ALPHA, SELU_SCALE
+from memkern.fewbit.levels import Levels, elu_levels, hardtanh_levels, relu_levels, shrink_levels
 from memkern.fewbit.make_tables import DERIVATIVES
 from memkern.fewbit.tables import LEVELS
 from tests.support.helpers import hard
@@ -34,6 +35,10 @@ class Activation(NamedTuple):
 
 def _shipped(name: str, factor: float = 1.0) -> Callable[[int], Levels]:
     return lambda bits: LEVELS[name, bits].scaled(factor)
+
+
+def _elu(alpha: float, scale: float = 1.0, factor: float = 1.0) -> Callable[[int], Levels]:
+    return lambda bits: elu_levels(LEVELS["elu", bits], alpha, scale).scaled(factor)
 
 
 def _with(fn: Callable[..., Tensor], *args: Any) -> Callable[..., Tensor]:
@@ -64,6 +69,30 @@ ACTIVATIONS = {
     "quick_gelu": Activation(
         f.quick_gelu, lambda x: x * torch.sigmoid(1.702 * x), nn.QuickGELU, _shipped("quick_gelu")
     ),
+    "elu": Activation(f.elu, F.elu, nn.ELU, _elu(1.0), inplace=True),
+    "elu 0.3": Activation(
+        _with(f.elu, 0.3),
+        lambda x, **o: F.elu(x, 0.3, **o),
+        lambda **o: nn.ELU(0.3, **o),
+        _elu(0.3),
+        inplace=True,
+    ),
+    "celu": Activation(f.celu, F.celu, nn.CELU, _elu(1.0), inplace=True),
+    "celu 2": Activation(
+        _with(f.celu, 2.0),
+        lambda x, **o: F.celu(x, 2.0, **o),
+        lambda **o: nn.CELU(2.0, **o),
+        _elu(1.0, factor=0.5),
+        inplace=True,
+    ),
+    "selu": Activation(f.selu, F.selu, nn.SELU, _elu(SELU_ALPHA, SELU_SCALE), inplace=True),
+    "logsigmoid": Activation(
+        f.logsigmoid, F.logsigmoid, nn.LogSigmoid, lambda bits: LEVELS["softplus", bits].one_minus()
+    ),
+    "softsign": Activation(f.softsign, F.softsign, nn.Softsign, _shipped("softsign")),
+    "tanhshrink": Activation(
+        f.tanhshrink, F.tanhshrink, nn.Tanhshrink, lambda bits: LEVELS["tanh", bits].one_minus()
+    ),
     "relu": Activation(f.relu, F.relu, nn.ReLU, lambda bits: relu_levels(), False, True),
     "leaky_relu": Activation(
         f.leaky_relu, F.leaky_relu, nn.LeakyReLU, lambda bits: relu_levels(0.01), False, True
@@ -79,6 +108,30 @@ ACTIVATIONS = {
         False,
         True,
     ),
+    "hardsigmoid": Activation(
+        f.hardsigmoid, F.hardsigmoid, nn.Hardsigmoid, lambda bits: hardtanh_levels(-3, 3, 1 / 6), False, True
+    ),
+    "hardshrink": Activation(
+        f.hardshrink, F.hardshrink, nn.Hardshrink, lambda bits: shrink_levels(0.5), False
+    ),
+    "softshrink": Activation(
+        f.softshrink, F.softshrink, nn.Softshrink, lambda bits: shrink_levels(0.5), False
+    ),
+    "softshrink 1.1": Activation(
+        _with(f.softshrink, 1.1),
+        lambda x: F.softshrink(x, 1.1),
+        lambda **o: nn.Softshrink(1.1, **o),
+        lambda bits: shrink_levels(1.1),
+        False,
+    ),
+    "threshold": Activation(
+        _with(f.threshold, 0.25, -2.0),
+        lambda x, **o: F.threshold(x, 0.25, -2.0, **o),
+        lambda **o: nn.Threshold(0.25, -2.0, **o),
+        lambda bits: relu_levels(threshold=0.25),
+        False,
+        True,
+    ),
 }
 EXACT = [name for name, a in ACTIVATIONS.items() if not a.has_bits]
 over_activations = pytest.mark.parametrize("name", ACTIVATIONS)
@@ -90,6 +143,7 @@ TABLES = {
     **{f"{name} {bits}": LEVELS[name, bits] for name in DERIVATIVES for bits in (1, 2, 3, 4)},
     "relu": relu_levels(),
     "hardtanh": hardtanh_levels(-1.0, 1.0),
+    "softshrink": shrink_levels(0.5),
     "nothing": Levels(1, (0.5, 0.5), (), ()),
     "sign": Levels(4, (0.5,) * 16, (), (), 2),
     "sign and threshold in one plane": Levels(2, (0.0, 0.2, 0.4, 0.6), (0.1, 0.5), (1, 2), 2),

@@ -168,16 +168,16 @@ def few_bit_forward(machine: Machine) -> None:
     from memkern.quant.codec import ACTIVATIONS
     from memkern.reference.activation import activate
     from tests.support.activation_helpers import values
+    from tests.support.activation_kernels import ARGUMENTS
     from tests.support.helpers import FLOATS, assert_same
 
     table = LEVELS["gelu", 3]
-    for name, a, b in (("relu", 0.0, 0.0), ("leaky_relu", 0.125, 0.0), ("hardtanh", -1.0, 0.75)):
+    for name in ("relu", "leaky_relu", "hardtanh", "hardshrink", "softshrink", "threshold"):
+        args = ACTIVATIONS[name], *ARGUMENTS.get(name, (0.0, 0.0))
         for layout, dtype in zip(("odd", "channels_last", "unaligned"), FLOATS, strict=True):
             x = values(layout, dtype)
-            y, codes = machine.ops.few_bit_forward(
-                machine.to_device(x), ACTIVATIONS[name], a, b, 3, *table[2:]
-            )
-            own = activate(x, ACTIVATIONS[name], a, b)
+            y, codes = machine.ops.few_bit_forward(machine.to_device(x), *args, 3, *table[2:])
+            own = activate(x, *args)
             assert bool(((machine.to_host(y) == own) | (own.isnan())).all()), name
             assert_same(machine.to_host(codes), reference.few_bit_encode(x, 3, *table[2:]), name)
 
