@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .format import Format
+from .state import State
+
 Group = dict[str, Any]
 Look = tuple[list[int], list[Any]]
 """The ids of a group's parameters, and the options whose change needs work before a step.
@@ -90,6 +93,23 @@ def moves(
     for k, i, old in left:  # removed, unless one like it has come to another group
         if any(p.shape == old.shape for p in fresh.values()):
             raise _no_place(k, i, old)
+
+
+def states(groups: Sequence[Group], found: Mapping[Any, Any], before: Sequence[Look]) -> dict[Tensor, State]:
+    """The states of the groups' parameters as the next step will have them, for who reads them before it.
+
+    Each knows its format, and one whose parameter was replaced is that of the parameter in its place. ``found``: by
+    their own parameters. Raises ValueError as :func:`moves` does.
+    """
+    own = {
+        p: State.of(values, Format.of(group))
+        for group in groups
+        for p in group["params"]
+        if (values := found.get(p))
+    }
+    for old, new, group in moves(groups, found, before):
+        own[new] = State.of(found[old], Format.of(group)).moved(new)
+    return own
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

@@ -161,8 +161,9 @@ class HostOffload(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of the host's weights, after the steps that ``backward()`` has begun."""
+        """The optimizer of the host's weights, with the groups' options, after the steps that ``backward()`` began."""
         self._finish_backward()
+        copy_options(self, self._inner)
         return self._inner
 
     # ---- parameters
@@ -464,9 +465,7 @@ class HostOffload(Optimizer):
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
         self._finish_backward()
-        copy_options(
-            self, self._inner
-        )  # what they are now wins over the state's, where the inner optimizer says so
+        copy_options(self, self._inner)  # they win over the state's, where the inner optimizer says so
         given = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
