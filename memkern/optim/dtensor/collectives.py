@@ -99,7 +99,7 @@ def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
 def grad_norm(
     grads: Sequence[Tensor], grad_scale: Tensor | None, ranks: Sequence[Ranks | None], all_ranks: AllRanks
 ) -> Tensor:
-    """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is not finite.
+    """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is, or else infinite.
 
     ``grads``: this rank's parts. ``ranks``: who holds other elements of each tensor.
     """
@@ -109,10 +109,9 @@ def grad_norm(
     if all_ranks.have_equal_sums or not all_ranks.meshes:
         return total.sqrt()
     # Gradients of plain tensors beside DTensors, and of replicas, are as equal as their own reduction has made them.
-    finite = total.isfinite()
-    values = torch.stack([total.where(finite, torch.zeros_like(total)), (~finite).double()])
-    total, infinite = largest(values, all_ranks).unbind()
-    return total.sqrt().where(infinite == 0, torch.full_like(total, torch.nan))
+    values = torch.stack([total.nan_to_num(nan=0.0, posinf=torch.inf), total.isnan().double()])
+    total, has_nan = largest(values, all_ranks).unbind()
+    return total.sqrt().where(has_nan == 0, torch.full_like(total, torch.nan))
 
 
 def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:
