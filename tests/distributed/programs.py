@@ -131,9 +131,9 @@ class Program:
             is_plain = self._place(g, number) == -1
             missing = False
             if p is victim and fault < 0.1:
-                # All ranks skip such a step of Muon, and have the same norm; others step it by themselves.
+                # All ranks skip a step of such a matrix of Muon, and have one norm; other tensors they step alone.
                 clips = self.optimizer.param_groups[0]["max_grad_norm"] is not None
-                everywhere = not is_plain or (self.is_alone and (self.is_muon or clips))
+                everywhere = not is_plain or (self.is_alone and ((self.is_muon and p.dim() >= 2) or clips))
                 if everywhere or self.rank == rank:
                     g.view(-1)[at] = torch.nan if is_plain else value
             elif p is victim and fault < 0.2:

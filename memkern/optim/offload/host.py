@@ -36,6 +36,7 @@ HOST_WEIGHT = "host_weight"
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
 
 
+_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_steps_in_backward", "_weights")
 
 
@@ -83,8 +84,9 @@ class HostOffload(Optimizer):
 
     With ``step_in_backward`` the groups' options (lr and all others) count as they are when ``backward()`` begins to
     deliver gradients. Ones that are set between ``backward()`` and ``step()`` count from the next ``backward()`` on,
-    and in ``step()`` for gradients that were set by hand. The methods of this class wait for the steps that
-    ``backward()`` began; ``model.state_dict()`` and others that read weights belong after ``step()``.
+    and in ``step()`` for gradients that were set by hand. ``backward()`` returns when its steps are taken, and raises
+    what they raised. A second one before ``step()`` raises at the first gradient that comes again, or, where its
+    forward pass was before the steps, torch's error for weights that were modified in place.
 
     It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
     load it. Weights of another dtype than the model's are in a parameter's state as ``master_weight``, or as
@@ -237,6 +239,7 @@ class HostOffload(Optimizer):
                     for group in self.param_groups:
                         check_no_reductions(self._class, group["params"], group)
                     self._follow()
+                    _at_end_of_backward(self._finish_backward)  # who reads weights then reads stepped ones
                 self._stepped.add(p)
                 w.fetch(self._weights.transfers(p))
             self._take(w)
@@ -427,10 +430,8 @@ class HostOffload(Optimizer):
     def _host_weight(self, p: Tensor) -> Tensor | None:
         """The host's weight of a parameter where it has another dtype, and so more bits."""
         self._finish_backward()
-        weight = self._weights.get(p)
-        return (
-            weight.host_param.detach() if weight is not None and weight.host_param.dtype != p.dtype else None
-        )
+        w = self._weights.get(p)
+        return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
     def _share_state(self) -> None:
         """state[p] is the inner optimizer's own dict, on the host."""
@@ -472,9 +473,8 @@ class HostOffload(Optimizer):
         weights = [*self._weights.values()]
         numbers = [i for group in given["param_groups"] for i in group["params"]]
         loaded, state = {}, {**given["state"]}
-        for i, w in zip(
-            numbers, weights, strict=False
-        ):  # the inner optimizer has an error for other numbers of them
+        # The inner optimizer has an error for other numbers of them.
+        for i, w in zip(numbers, weights, strict=False):
             if isinstance(of_one := state.get(i), dict) and HOST_WEIGHT in of_one:
                 loaded[w] = x = of_one[HOST_WEIGHT]
                 state[i] = {key: value for key, value in of_one.items() if key != HOST_WEIGHT}
