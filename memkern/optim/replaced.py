@@ -63,14 +63,10 @@ def check_not_flattened(groups: Sequence[Group], before: Sequence[Look], needed:
 # ---- parameters in place of others
 
 
-def moves(
+def _moves(
     groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
-    """Parameters that have a state and are in no group any more, those in their places, and their group.
-
-    Raises:
-        ValueError: it is not clear which parameter takes the place of one that has a state.
-    """
+    """Parameters that have a state and are in no group any more, those in their places, and their group."""
     now = {id(p) for group in groups for p in group["params"]}
     known = {number for ids, _ in before for number in ids}
     stateful = {id(p): p for p, state in states.items() if isinstance(p, Tensor) and state}
@@ -95,11 +91,25 @@ def moves(
             raise _no_place(k, i, old)
 
 
+def moved(
+    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
+) -> list[tuple[Tensor, Tensor, State]]:
+    """Parameters that have a state and are in no group any more, those in their places, and the states for these.
+
+    Raises:
+        ValueError: it is not clear which parameter takes the place of one that has a state.
+    """
+    return [
+        (old, new, State.of(states[old], Format.of(group)).moved(new))
+        for old, new, group in _moves(groups, states, before)
+    ]
+
+
 def states(groups: Sequence[Group], found: Mapping[Any, Any], before: Sequence[Look]) -> dict[Tensor, State]:
     """The states of the groups' parameters as the next step will have them, for who reads them before it.
 
     Each knows its format, and one whose parameter was replaced is that of the parameter in its place. ``found``: by
-    their own parameters. Raises ValueError as :func:`moves` does.
+    their own parameters. Raises ValueError as :func:`moved` does.
     """
     own = {
         p: State.of(values, Format.of(group))
@@ -107,9 +117,7 @@ def states(groups: Sequence[Group], found: Mapping[Any, Any], before: Sequence[L
         for p in group["params"]
         if (values := found.get(p))
     }
-    for old, new, group in moves(groups, found, before):
-        own[new] = State.of(found[old], Format.of(group)).moved(new)
-    return own
+    return own | {new: state for _, new, state in moved(groups, found, before)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

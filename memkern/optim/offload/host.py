@@ -23,6 +23,7 @@ from ..backward import (
 )
 from ..base import BlockwiseOptimizer
 from ..checks import check_gradient
+from ..dtensor.order import Order
 from ..dtensor.shards import local, placed
 from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
@@ -34,8 +35,6 @@ from .worker import Worker
 HOST_WEIGHT = "host_weight"
 """The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
-
-
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_steps_in_backward", "_weights")
 
@@ -210,7 +209,7 @@ class HostOffload(Optimizer):
 
     def _make_buckets(self) -> None:
         self._at_once = self.defaults.get("max_grad_norm") is not None
-        self._weights.make_buckets(self._at_once)
+        self._weights.make_buckets(self._at_once, Order(self.param_groups))
 
     # ---- gradients
 
