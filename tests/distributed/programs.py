@@ -85,6 +85,10 @@ class Program:
                 {"params": [p for p in params if p.dim() < 2], "algorithm": "adamw", "lr": 1e-3},
             ]
             groups = [group for group in groups if group["params"]]
+        self.is_named = self.choice.random() < 0.5
+        for group in groups if self.is_named else ():  # in another order on the last rank
+            named = [(f"p{self.number_of[p]}", p) for p in group["params"]]
+            group["params"] = named[::-1] if self.rank == self.world - 1 else named
         self.params = params
         self.offloads = self.choice.random() < 0.25
         options = {"lr": 1e-2, "min_8bit_size": self.choice.choice([0, 4096])}
@@ -159,6 +163,8 @@ class Program:
 
     def load_whole(self) -> None:
         """The state as one process has it."""
+        if self.is_named:
+            return  # it would be gathered in another order on each rank
         state_dict = self.optimizer.state_dict()
         for state in state_dict["state"].values():
             state.update({key: whole(x) for key, x in state.items()})
@@ -176,7 +182,8 @@ class Program:
 
     def move_to_a_group(self) -> None:
         params = self.choice.choice(self.optimizer.param_groups)["params"]
-        if len(params) > 1 and not self.is_muon and not self.offloads:
+        if len(params) > 1 and not self.is_muon and not self.offloads and not self.is_named:
+            self.optimizer.state_dict()  # a look at the groups: one that was replaced and then moved would be unknown
             self.optimizer.add_param_group({"params": [params.pop()], "lr": 0.05})
             self.scheduler = None
 
@@ -195,6 +202,8 @@ class Program:
         self.scheduler = SCHEDULERS[self.choice.choice([*SCHEDULERS])](self.optimizer)
 
     def export(self) -> None:
+        if self.is_named:
+            return
         inner = getattr(self.optimizer, "inner", self.optimizer)
         if self.is_muon:
             muon, adamw = optim.to_torch_muon_state_dict(inner)
