@@ -74,7 +74,7 @@ class Loop(RuleBasedStateMachine):
         dtype=sampled_from([torch.float32, torch.bfloat16, torch.float16]),
         bits=sampled_from([8, 8, 32, (8, 4)]),
         weights=sampled_from([None, "fp32", "bf16+16", "bf16+8", "stochastic"]),
-        wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward"]),
+        wrapper=sampled_from(["", "", "", "host", "host gradients", "late", "backward", "host backward"]),
         seed=seeds,
         compiler=integers(0, 7),
     )
@@ -143,7 +143,8 @@ class Loop(RuleBasedStateMachine):
             return optim.StepInBackward(new, groups, **options)
         if self.wrapper:
             wrapper = LateHostOffload if self.wrapper == "late" else optim.HostOffload
-            return wrapper(new, groups, offload_gradients=self.wrapper != "host", **options)
+            mode = {"host": {}, "host backward": {"step_in_backward": True}}
+            return wrapper(new, groups, **mode.get(self.wrapper, {"offload_gradients": True}), **options)
         return new(groups, **options)
 
     def _directions(self) -> list[Tensor]:
@@ -168,9 +169,7 @@ class Loop(RuleBasedStateMachine):
         """Whether more than the parameter is kept of its weight: masters, errors, the host's fp32 weights."""
         if self.group_of(i).get("master_weights"):
             return True
-        hosted = (
-            self.wrapper in ("host", "host gradients", "late") and self.model.weight(i).element_size() < 4
-        )
+        hosted = self.wrapper not in ("", "backward") and self.model.weight(i).element_size() < 4
         return hosted and not self.group_of(i).get("stochastic_rounding")
 
     @torch.no_grad()
@@ -209,7 +208,7 @@ class Loop(RuleBasedStateMachine):
         accumulated: bool,
         compiled: bool,
     ) -> None:
-        inside, offloads = self.wrapper == "backward", self.wrapper in ("host gradients", "late")
+        inside, offloads = "backward" in self.wrapper, self.wrapper in ("host gradients", "late")
         micro, clip = (1, None) if inside else (micro, clip)
         clip, scaled = (None, "") if inside or offloads else (clip, scaled)
         if scaled and any(p.dtype == torch.float16 for p in self.model.parameters()):
@@ -478,7 +477,7 @@ class Loop(RuleBasedStateMachine):
                 self.budgets[i] = mean + float(size.mean()) * 2.0**-15, most + float(size.max()) * 2.0**-15
             self._note_storage(i, kept)
 
-    @precondition(lambda self: self.wrapper != "backward")
+    @precondition(lambda self: "backward" not in self.wrapper)
     @rule(norm=one_of(just(None), sampled_from([0.05, 1.0])))
     def change_norm(self, norm: float | None) -> None:
         for group in self.optimizer.param_groups:
