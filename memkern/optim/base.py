@@ -74,7 +74,8 @@ class BlockwiseOptimizer(Optimizer):
             foreign.check_arguments(type(self), param_group)
             tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             foreign.check_overrides(tensors)
-            norm = self.defaults["max_grad_norm"]
+            default = self.defaults["max_grad_norm"]
+            norm = self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, default)
             self._check_params({**self.defaults, **param_group, "params": tensors})
             check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
