@@ -46,12 +46,13 @@ class StepInBackward(Optimizer):
     set by hand or its parameter needed none when it was added, is stepped and freed by ``step()``.
 
     Cannot work, and raises: ``max_grad_norm`` (the norm of all gradients is known when all are there), a GradScaler
-    (whether a step is skipped is too), a second ``backward()`` before ``step()``, ``zero_grad()`` between
-    ``backward()`` and ``step()`` (the step cannot be undone), optimizers whose step needs a closure (LBFGS), parameters
-    on several devices (each has its own thread in the backward pass), and DistributedDataParallel (gradients are
-    reduced after the hooks). Cannot work and cannot be noticed: torch.nn.utils.clip_grad_norm_ after ``backward()``,
-    which finds no gradients. A GradScaler is noticed at its first ``step()``, after one step on scaled gradients, and
-    so is the clipping of transformers' Trainer and of Lightning.
+    (whether a step is skipped is too), a second ``backward()`` before ``step()`` (where its forward pass came before
+    the first one, torch's error for weights that were modified in place), ``zero_grad()`` between ``backward()`` and
+    ``step()`` (the step cannot be undone), optimizers whose step needs a closure (LBFGS), parameters on several devices
+    (each has its own thread in the backward pass), and plain parameters in a job of several processes (whatever reduces
+    their gradients, such as DistributedDataParallel, does so after the hooks). Cannot work and cannot be noticed:
+    torch.nn.utils.clip_grad_norm_ after ``backward()``, which finds no gradients. A GradScaler is noticed at its first
+    ``step()``, after one step on scaled gradients, and so is the clipping of transformers' Trainer and of Lightning.
 
     Raises:
         ValueError, TypeError: from ``optimizer_class`` for its options, and for what is said above.
@@ -342,9 +343,9 @@ def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
         return
     if not isinstance(p, distributed.tensor.DTensor):
         raise RuntimeError(
-            f"{cls.__name__} takes this process's own gradients, here of a parameter of shape {tuple(p.shape)}, before "
-            "DistributedDataParallel reduces them; in a job of several processes shard the model with fully_shard, or "
-            f"{cure}"
+            f"{cls.__name__} takes and frees the gradient of a plain parameter, here of shape {tuple(p.shape)}, before "
+            f"the {distributed.get_world_size()} processes of this job can reduce it; shard the model with "
+            f"fully_shard, or {cure}"
         )
 
 

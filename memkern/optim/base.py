@@ -74,7 +74,8 @@ class BlockwiseOptimizer(Optimizer):
             foreign.check_arguments(type(self), param_group)
             tensors = [item[1] if isinstance(item, tuple) else item for item in params]
             foreign.check_overrides(tensors)
-            norm = self.defaults["max_grad_norm"]
+            default = self.defaults["max_grad_norm"]
+            norm = self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, default)
             self._check_params({**self.defaults, **param_group, "params": tensors})
             check_norm_of_group(param_group, norm)
         super().add_param_group(param_group)
@@ -94,7 +95,7 @@ class BlockwiseOptimizer(Optimizer):
         self._all_ranks, self._elsewhere = collectives.NO_OTHERS, set()
         if any(shards.is_dtensor(p) for p, _ in pairs):
             self._elsewhere = {id(p) for p, _ in pairs if shards.is_elsewhere(p)}
-            self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs])
+            self._all_ranks = collectives.all_ranks_of([p for p, _ in pairs], self.param_groups)
             for p, group in pairs:
                 if takes_8bit_state(p, group) and shards.cuts_blocks(p, group["block_size"]):
                     shards.note_cut_blocks(p)
@@ -159,21 +160,20 @@ class BlockwiseOptimizer(Optimizer):
         for group in self.param_groups:
             group["state_bits"] = Format.of(group).state_bits
             self._check_params(group)
-        moves = [*replaced.moves(self.param_groups, self.state, self._looks)]
-        states = [State.of(self.state[old], Format.of(group)).moved(new) for old, new, group in moves]
-        for (old, new, _), state in zip(moves, states, strict=True):
+        for old, new, state in replaced.moved(self.param_groups, self.state, self._looks):
             del self.state[old]
             if state:
                 self.state[new] = state
         self.defaults["max_grad_norm"] = norm
+        self._look_at_groups()
         for group in self.param_groups:
             place_lr(group)
-            for p in group["params"]:
-                self._convert_storage(p, group)
+        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        for p, group in self._all_ranks.order.sorted(pairs):
+            self._convert_storage(p, group)
         for state in self.state.values():
             if isinstance(state, State):
                 state.plan = None
-        self._look_at_groups()
         self._looks = self._look()
 
     def _prepare(self, pairs: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -182,6 +182,7 @@ class BlockwiseOptimizer(Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: a parameter that is not supported; before anything is changed.
         """
+        pairs = self._all_ranks.order.sorted(pairs)
         changed = [(p, group) for p, group in pairs if not self._known(p, group).is_checked(p)]
         for p, group in changed:
             with step_errors.of_parameter(p, self.param_groups):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import replaced
 from .base import BlockwiseOptimizer
 from .state import layers_number, layers_of
 
@@ -23,12 +24,13 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             its number, a float32 tensor of shape (layers,) on its device. 1 where a layer was not adapted.
         """
         found, number = {}, 0
+        states = replaced.states(self.param_groups, self.state, self._looks)
         for group in self.param_groups:
             for p, name in zip(
                 group["params"], group.get("param_names", [None] * len(group["params"])), strict=True
             ):
-                if p in self.state:
-                    found[str(number) if name is None else name] = self.state[p]["trust_ratio"]
+                if p in states:
+                    found[str(number) if name is None else name] = states[p]["trust_ratio"]
                 number += 1
         return found
 

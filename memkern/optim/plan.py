@@ -112,8 +112,9 @@ class StepPlan:
             self._layouts = _layouts(params)
 
         kinds: dict[Kind, list[int]] = {}
-        for i, (entry, found) in enumerate(zip(entries, self.ranks, strict=True)):
-            kind = Kind.of(entry, groups[entry.number], rounds.get(id(entry.param), 0), found)
+        for _, i in all_ranks.order.sorted(zip(params, range(len(params)), strict=True)):
+            entry = entries[i]
+            kind = Kind.of(entry, groups[entry.number], rounds.get(id(entry.param), 0), self.ranks[i])
             kinds.setdefault(kind, []).append(i)
         self.calls: list[Call] = []
         self.exchanged: list[Call] = []
@@ -157,7 +158,8 @@ class StepPlan:
             weight_storage=[weights.storage_of(g) for g in groups],
         )
         ranks = [self.ranks[i] for i in numbers]
-        return Call(op, args, numbers, ranks, kind.by_reference, kind.cut, [None] * len(numbers))
+        takes_all = numbers == [*range(len(entries))]
+        return Call(op, args, numbers, takes_all, ranks, kind.by_reference, kind.cut, [None] * len(numbers))
 
     # ---- whether it holds
 
@@ -187,6 +189,8 @@ class StepPlan:
         if not self.is_one_call:  # whose op checks by itself
             for p, g in zip(self.params, values.grads, strict=True):
                 check_gradient(p, g)
+        if (self.exchanged or self.reductions) and not torch.compiler.is_compiling():
+            collectives.check_order(self.all_ranks.order)
         norm = self._grad_norm(values)
         if self.matrices:
             values = self._skipped_if_not_finite(values, norm)
@@ -309,7 +313,7 @@ def _filled(call: Call, values: Values, rates: list[Tensor], norm: Tensor | None
     device = call.args.params[0].device
     grads = values.grads
     args = call.args._replace(
-        grads=grads if len(call.numbers) == len(grads) else [grads[i] for i in call.numbers],
+        grads=grads if call.takes_all else [grads[i] for i in call.numbers],
         lr=rates,
         hyperparameters=values.hyperparameters(call.op),
         grad_scale=_on(values.grad_scale, device),

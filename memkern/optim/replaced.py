@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .format import Format
+from .state import State
+
 Group = dict[str, Any]
 Look = tuple[list[int], list[Any]]
 """The ids of a group's parameters, and the options whose change needs work before a step.
@@ -60,14 +63,10 @@ def check_not_flattened(groups: Sequence[Group], before: Sequence[Look], needed:
 # ---- parameters in place of others
 
 
-def moves(
+def _moves(
     groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
-    """Parameters that have a state and are in no group any more, those in their places, and their group.
-
-    Raises:
-        ValueError: it is not clear which parameter takes the place of one that has a state.
-    """
+    """Parameters that have a state and are in no group any more, those in their places, and their group."""
     now = {id(p) for group in groups for p in group["params"]}
     known = {number for ids, _ in before for number in ids}
     stateful = {id(p): p for p, state in states.items() if isinstance(p, Tensor) and state}
@@ -90,6 +89,35 @@ def moves(
     for k, i, old in left:  # removed, unless one like it has come to another group
         if any(p.shape == old.shape for p in fresh.values()):
             raise _no_place(k, i, old)
+
+
+def moved(
+    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
+) -> list[tuple[Tensor, Tensor, State]]:
+    """Parameters that have a state and are in no group any more, those in their places, and the states for these.
+
+    Raises:
+        ValueError: it is not clear which parameter takes the place of one that has a state.
+    """
+    return [
+        (old, new, State.of(states[old], Format.of(group)).moved(new))
+        for old, new, group in _moves(groups, states, before)
+    ]
+
+
+def states(groups: Sequence[Group], found: Mapping[Any, Any], before: Sequence[Look]) -> dict[Tensor, State]:
+    """The states of the groups' parameters as the next step will have them, for who reads them before it.
+
+    Each knows its format, and one whose parameter was replaced is that of the parameter in its place. ``found``: by
+    their own parameters. Raises ValueError as :func:`moved` does.
+    """
+    own = {
+        p: State.of(values, Format.of(group))
+        for group in groups
+        for p in group["params"]
+        if (values := found.get(p))
+    }
+    return own | {new: state for _, new, state in moved(groups, found, before)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

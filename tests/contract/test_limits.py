@@ -13,7 +13,7 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 
 # As many lines as each has at most. Never raise a number: split the file, or shorten the function.
 LONG_FILES = {
-    "memkern/optim/offload/host.py": 514,
+    "memkern/optim/offload/host.py": 512,
     "tests/distributed/test_shards.py": 425,
     "tests/fixtures/make_hashes.py": 518,
     "tests/gpu/test_cuda_simt.py": 617,
@@ -32,7 +32,7 @@ LONG_FILES = {
     "tests/support/cpu_kernels.cpp": 444,
     "lab/emulators/fakegpu/cases.py": 410,
     "lab/emulators/ptx_instructions.py": 412,
-    "tests/support/training_loops.py": 550,
+    "tests/support/training_loops.py": 484,
     "tests/train/test_cli.py": 526,
     "lab/gpu/smoke.py": 429,
     "lab/gpu/tune.py": 428,

@@ -184,3 +184,17 @@ def test_capturable_makes_lr_a_tensor_that_schedulers_fill(build: type) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == capturable
     assert_same(*runs)
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_a_group_that_is_added_has_the_norm_that_was_set_in_all(hosted: bool) -> None:
+    p, q = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+    optimizer: Any = optim.HostOffload(optim.AdamW, [p]) if hosted else optim.AdamW([p])
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0  # and no step since
+    with pytest.raises(ValueError, match=r"max_grad_norm belongs to the whole optimizer, which has 1\.0"):
+        optimizer.add_param_group({"params": [q], "max_grad_norm": 2.0})
+    optimizer.add_param_group({"params": [q]})
+    assert [group["max_grad_norm"] for group in optimizer.param_groups] == [1.0, 1.0]
+    for x in (p, q):
+        x.grad = torch.ones(8)
+    optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,28 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memkern import optim
 from tests.support.helpers import OPTIMIZERS, assert_same, name_of, snapshot
+from tests.support.schedulers import SCHEDULERS
 
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.7**step),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 3], 0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-    ),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=1),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=9),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4),
-}
 over_schedulers = pytest.mark.parametrize("name", SCHEDULERS)
 ALL = [*OPTIMIZERS, optim.Muon, optim.Muon8bit]
 WRITTEN = ("lr", "betas", "momentum")

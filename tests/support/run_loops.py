@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "800"))
+LOOPS = int(os.environ.get("MEMKERN_FUZZ_LOOPS", "400"))
 SECONDS = float(os.environ.get("MEMKERN_FUZZ_SECONDS", "3600"))
 SEED = int(os.environ.get("MEMKERN_FUZZ_SEED", "1"))  # of the first fifty loops; the next have the next
 

@@ -226,9 +226,9 @@ def check_guards(names: list[str]) -> None:
 def check_loops() -> None:
     """Training loops of random steps and edits. Inductor would start a compiler with the sanitizers' libraries."""
     from tests.support.run_loops import run_for
-    from tests.support.training_loops import Loop
+    from tests.support.training_exports import ExportedLoop
 
-    class Compiled(Loop):
+    class Compiled(ExportedLoop):
         compilers = ("", "", "aot_eager")
 
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from ..base import BlockwiseOptimizer
 from ..dtensor.shards import local, placed
 from ..offload.host import HostOffload
 from ..weights import KEYS, fp32_weight
+from .states import states_of
 
 
 def _check_model(model: Any, optimizer: Any) -> None:
@@ -50,6 +51,7 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
     """
     _check_model(model, optimizer)
     state_dict = model.state_dict()
+    states = states_of(optimizer) if isinstance(optimizer, BlockwiseOptimizer) else optimizer.state
     for name, p in model.named_parameters(remove_duplicate=False):
         if name not in state_dict:
             continue
@@ -58,7 +60,7 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
             x = host.to(p.device, torch.float32)
             state_dict[name] = torch.where(x.to(p.dtype) == p, x, p.detach().float())
         elif p.dtype == torch.bfloat16:
-            kept = {key: x.to(p.device) for key, x in optimizer.state.get(p, {}).items() if key in KEYS}
+            kept = {key: x.to(p.device) for key, x in states.get(p, {}).items() if key in KEYS}
             state_dict[name] = x = fp32_weight(p, kept)
             own = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
             local(x).copy_(torch.where(own == 0, own.float(), local(x)))
@@ -89,6 +91,7 @@ def load_fp32_state_dict(
             "optimizer must not be HostOffload: load into the model and an optimizer of its class, and give that one's "
             "state_dict() to HostOffload.load_state_dict"
         )
+    optimizer._follow_groups()  # as the next step would: states of replaced parameters, and of other options
     model.load_state_dict(state_dict)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters(remove_duplicate=False):

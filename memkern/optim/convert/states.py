@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...schemas import StepOp
+from .. import replaced
 from ..base import BlockwiseOptimizer
-from ..format import Format
 from ..loading import block_order
 from ..state import State, load_moment, moment_dtype
 
@@ -69,10 +69,16 @@ def groups_to(optimizer: BlockwiseOptimizer, added: dict[str, Any]) -> list[dict
 
 def own_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
     """Every parameter that has a state, which knows its format; numbered as state_dict() does."""
+    states = states_of(optimizer)
     pairs = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for i, (p, group) in enumerate(pairs):
-        if values := optimizer.state.get(p):
-            yield i, p, group, State.of(values, Format.of(group))
+        if p in states:
+            yield i, p, group, states[p]
+
+
+def states_of(optimizer: BlockwiseOptimizer) -> dict[Tensor, State]:
+    """The states by parameter, also of one that has taken another's place since the last step."""
+    return replaced.states(optimizer.param_groups, optimizer.state, optimizer._looks)
 
 
 def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> list[Entry]:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from .. import weights
-from ..format import Format
 from ..muon import Muon
-from ..state import State, store_moment
+from ..state import store_moment
 from .states import (
     OPTIONS,
     TORCH_ONLY,
@@ -19,6 +18,7 @@ from .states import (
     floats_of,
     loadable,
     numbers,
+    states_of,
 )
 from .torch import adam_state
 
@@ -119,6 +119,7 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
         ValueError: a group of Muon's has ``maximize`` or ``split``, which torch.optim.Muon has not.
     """
     check_optimizer(optimizer, Muon)
+    states = states_of(optimizer)
     found: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in ("muon", "adamw")}
     for k, group in enumerate(optimizer.param_groups):
         own = found[group["algorithm"]]
@@ -136,8 +137,8 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
             options |= {**TORCH_ONLY, "amsgrad": False, "decoupled_weight_decay": True}
         own["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
         for i, p in enumerate(group["params"], first):
-            if values := optimizer.state.get(p):
-                moments = floats_of(optimizer._op_of(group), State.of(values, Format.of(group)), p)
+            if values := states.get(p):
+                moments = floats_of(optimizer._op_of(group), values, p)
                 step = {} if is_muon else {"step": values["step"].detach().to("cpu", copy=True)}
                 own["state"][i] = {**step, **moments}
     return found["muon"], found["adamw"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import _ops
+from .order import Order
 from .shards import Ranks, is_dtensor, ranks_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class AllRanks(NamedTuple):
     """Reductions over these, one after the other, bring a value of any rank to all."""
     kinds: tuple[Ranks | None, ...]
     """The ranks that hold other elements, of each parameter, once."""
+    order: Order
+    """In which the ranks exchange."""
 
     @property
     def have_equal_sums(self) -> bool:
@@ -62,22 +65,46 @@ class AllRanks(NamedTuple):
         return not every or kind == (mesh, every)
 
 
-NO_OTHERS = AllRanks((), (None,))
+NO_OTHERS = AllRanks((), (None,), Order())
 
 
-def all_ranks_of(params: Sequence[Tensor]) -> AllRanks:
-    """All ranks that have a part of ``params``, of which some are DTensors.
+def _place_of(mesh: DeviceMesh) -> Any:
+    """By which meshes are sorted, alike on every rank."""
+    return -mesh.size(), mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
+
+
+def _place_of_kind(kind: Ranks | None) -> Any:
+    return () if kind is None else (*_place_of(kind[0]), kind[1])
+
+
+def all_ranks_of(params: Sequence[Tensor], groups: Iterable[dict[str, Any]]) -> AllRanks:
+    """All ranks that have a part of ``params``, of which some are DTensors. ``groups``: the optimizer's.
 
     Of meshes the largest serves where it has all ranks. Otherwise all of them in turn, as often as there are meshes: a
     value may have to go through each.
     """
-    meshes = sorted(
-        dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)),
-        key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()),
-    )
+    meshes = sorted(dict.fromkeys(p.device_mesh for p in params if is_dtensor(p)), key=_place_of)
     ranks = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
     meshes = meshes[:1] if all(own <= ranks[0] for own in ranks) else meshes * len(meshes)
-    return AllRanks(tuple(meshes), tuple(dict.fromkeys(map(ranks_of, params))))
+    kinds = sorted({*map(ranks_of, params)}, key=_place_of_kind)
+    return AllRanks(tuple(meshes), tuple(kinds), Order(groups))
+
+
+def check_order(order: Order) -> None:
+    """Raises RuntimeError on all ranks where one has other parameters than another, or in another order; once."""
+    if order.is_checked:
+        return
+    own = order.fingerprints()
+    kinds = sorted(own, key=_place_of_kind)
+    values = [torch.tensor([own[kind], -own[kind]], dtype=torch.float64, device="cpu") for kind in kinds]
+    all_reduce("max", values, kinds)
+    if any(most + negated != 0 for most, negated in map(Tensor.tolist, values)):
+        raise RuntimeError(
+            "params must be the same in the same order on every rank, as ranks exchange what belongs to their shards "
+            f"in that order; another rank has others than this one: {order}. Give named parameters "
+            "(model.named_parameters()), which are ordered by their names, or groups in one order"
+        )
+    order.is_checked = True
 
 
 def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
@@ -99,7 +126,7 @@ def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
 def grad_norm(
     grads: Sequence[Tensor], grad_scale: Tensor | None, ranks: Sequence[Ranks | None], all_ranks: AllRanks
 ) -> Tensor:
-    """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is not finite.
+    """The norm of all gradients, fp64 and unscaled: one for all ranks, NaN where any rank's is, or else infinite.
 
     ``grads``: this rank's parts. ``ranks``: who holds other elements of each tensor.
     """
@@ -109,10 +136,9 @@ def grad_norm(
     if all_ranks.have_equal_sums or not all_ranks.meshes:
         return total.sqrt()
     # Gradients of plain tensors beside DTensors, and of replicas, are as equal as their own reduction has made them.
-    finite = total.isfinite()
-    values = torch.stack([total.where(finite, torch.zeros_like(total)), (~finite).double()])
-    total, infinite = largest(values, all_ranks).unbind()
-    return total.sqrt().where(infinite == 0, torch.full_like(total, torch.nan))
+    values = torch.stack([total.nan_to_num(nan=0.0, posinf=torch.inf), total.isnan().double()])
+    total, has_nan = largest(values, all_ranks).unbind()
+    return total.sqrt().where(has_nan == 0, torch.full_like(total, torch.nan))
 
 
 def is_finite(grads: Sequence[Tensor], all_ranks: AllRanks) -> Tensor:

@@ -23,6 +23,7 @@ from ..backward import (
 )
 from ..base import BlockwiseOptimizer
 from ..checks import check_gradient
+from ..dtensor.order import Order
 from ..dtensor.shards import local, placed
 from ..foreign import lightning_asks, refuse_clipping
 from ..muon import Muon
@@ -34,8 +35,7 @@ from .worker import Worker
 HOST_WEIGHT = "host_weight"
 """The entry of a parameter's state in ``state_dict()``, where the inner optimizer's state has no weights."""
 _TAKES_OTHER_GRADIENTS = hasattr(Tensor, "grad_dtype")  # torch 2.11: p.grad may have another dtype than p
-
-
+_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
 _COPIED = ("_inner", "_class", "_options", "_hooks_gradients", "_steps_in_backward", "_weights")
 
 
@@ -83,8 +83,9 @@ class HostOffload(Optimizer):
 
     With ``step_in_backward`` the groups' options (lr and all others) count as they are when ``backward()`` begins to
     deliver gradients. Ones that are set between ``backward()`` and ``step()`` count from the next ``backward()`` on,
-    and in ``step()`` for gradients that were set by hand. The methods of this class wait for the steps that
-    ``backward()`` began; ``model.state_dict()`` and others that read weights belong after ``step()``.
+    and in ``step()`` for gradients that were set by hand. ``backward()`` returns when its steps are taken, and raises
+    what they raised. A second one before ``step()`` raises at the first gradient that comes again, or, where its
+    forward pass was before the steps, torch's error for weights that were modified in place.
 
     It is a torch.optim.Optimizer of the model's parameters. ``state_dict()`` is that of ``optimizer_class``, which can
     load it. Weights of another dtype than the model's are in a parameter's state as ``master_weight``, or as
@@ -161,8 +162,9 @@ class HostOffload(Optimizer):
 
     @property
     def inner(self) -> Optimizer:
-        """The optimizer of the host's weights, after the steps that ``backward()`` has begun."""
+        """The optimizer of the host's weights, with the groups' options, after the steps that ``backward()`` began."""
         self._finish_backward()
+        copy_options(self, self._inner)
         return self._inner
 
     # ---- parameters
@@ -207,7 +209,7 @@ class HostOffload(Optimizer):
 
     def _make_buckets(self) -> None:
         self._at_once = self.defaults.get("max_grad_norm") is not None
-        self._weights.make_buckets(self._at_once)
+        self._weights.make_buckets(self._at_once, Order(self.param_groups))
 
     # ---- gradients
 
@@ -236,6 +238,7 @@ class HostOffload(Optimizer):
                     for group in self.param_groups:
                         check_no_reductions(self._class, group["params"], group)
                     self._follow()
+                    _at_end_of_backward(self._finish_backward)  # who reads weights then reads stepped ones
                 self._stepped.add(p)
                 w.fetch(self._weights.transfers(p))
             self._take(w)
@@ -426,10 +429,8 @@ class HostOffload(Optimizer):
     def _host_weight(self, p: Tensor) -> Tensor | None:
         """The host's weight of a parameter where it has another dtype, and so more bits."""
         self._finish_backward()
-        weight = self._weights.get(p)
-        return (
-            weight.host_param.detach() if weight is not None and weight.host_param.dtype != p.dtype else None
-        )
+        w = self._weights.get(p)
+        return w.host_param.detach() if w is not None and w.host_param.dtype != p.dtype else None
 
     def _share_state(self) -> None:
         """state[p] is the inner optimizer's own dict, on the host."""
@@ -464,18 +465,15 @@ class HostOffload(Optimizer):
             ValueError: the state, or a host weight's shape, does not fit; before anything is changed.
         """
         self._finish_backward()
-        copy_options(
-            self, self._inner
-        )  # what they are now wins over the state's, where the inner optimizer says so
+        copy_options(self, self._inner)  # they win over the state's, where the inner optimizer says so
         given = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
         weights = [*self._weights.values()]
         numbers = [i for group in given["param_groups"] for i in group["params"]]
         loaded, state = {}, {**given["state"]}
-        for i, w in zip(
-            numbers, weights, strict=False
-        ):  # the inner optimizer has an error for other numbers of them
+        # The inner optimizer has an error for other numbers of them.
+        for i, w in zip(numbers, weights, strict=False):
             if isinstance(of_one := state.get(i), dict) and HOST_WEIGHT in of_one:
                 loaded[w] = x = of_one[HOST_WEIGHT]
                 state[i] = {key: value for key, value in of_one.items() if key != HOST_WEIGHT}

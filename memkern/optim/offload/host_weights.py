@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base import BlockwiseOptimizer
+from ..dtensor.order import Order
 from .transfers import Transfers
 from .weight import (
     Options,
@@ -116,11 +117,11 @@ class HostWeights(dict[Tensor, Weight]):
 
     # ---- buckets
 
-    def make_buckets(self, at_once: bool) -> None:
+    def make_buckets(self, at_once: bool, order: Order) -> None:
         """Puts neighbours whose states are in one place together; ``at_once``: all, for a norm of all gradients."""
         self.buckets = [[]]
         elements = 0
-        for w in (w for w in self.values() if not w.frozen):
+        for w in (w for _, w in order.sorted(self.items()) if not w.frozen):
             last = self.buckets[-1]
             own = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
             full = elements >= BUCKET_ELEMENTS or own >= BUCKET_ELEMENTS

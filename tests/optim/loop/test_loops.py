@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 from tests.support.run_loops import LOOPS, SECONDS, run, run_for
-from tests.support.training_loops import Loop
+from tests.support.training_exports import ExportedLoop
 
 resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimizer with other options")
 
@@ -14,13 +14,13 @@ resumed_so = pytest.mark.filterwarnings("ignore:the state_dict is of an optimize
 @pytest.mark.full
 @resumed_so
 def test_loops_are_those_of_a_plain_optimizer() -> None:
-    run(Loop, 0, LOOPS)
+    run(ExportedLoop, 0, LOOPS)
 
 
 @pytest.mark.long
 @resumed_so
 def test_an_hour_of_loops() -> None:
-    class Compiled(Loop):
+    class Compiled(ExportedLoop):
         compilers = ("", "", "aot_eager", "inductor")
 
     run_for(SECONDS, Compiled)

@@ -390,7 +390,7 @@ def test_gradients_that_are_reduced_later(monkeypatch: pytest.MonkeyPatch) -> No
     optimizer = StepInBackward(optim.AdamW, [p])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match="before DistributedDataParallel reduces them"):
+    with pytest.raises(RuntimeError, match="before the 2 processes of this job can reduce it"):
         backward_of(p)
     assert torch.equal(p, torch.ones(5))
     assert not optimizer.state

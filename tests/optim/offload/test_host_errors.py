@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -81,17 +82,45 @@ def test_a_bad_gradient_is_refused_before_anything_is_changed() -> None:
     assert torch.equal(a, torch.ones(400))
 
 
-def test_an_error_in_the_worker_reaches_step() -> None:
+def test_an_error_in_the_worker_reaches_backward() -> None:
     class Broken(optim.AdamW):
         def _init_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
             raise RuntimeError("no state today")
 
     p = nn.Parameter(torch.ones(400))
     optimizer = HostOffload(Broken, [p], step_in_backward=True)
-    p.sum().backward()
     with pytest.raises(RuntimeError, match="no state today"):
-        optimizer.step()
+        p.sum().backward()
     assert not optimizer._stepped
+    optimizer.step()
+
+
+@pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload])
+@pytest.mark.parametrize(
+    ("forward_twice", "error"),
+    [(False, "a second gradient of a parameter"), (True, "modified by an inplace")],
+)
+def test_a_second_backward_raises_the_same_however_fast_the_thread_is(
+    wrapper: type[HostOffload], forward_twice: bool, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights do not change after backward(): a forward pass before step() reads stepped ones."""
+
+    class Slow(optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            time.sleep(0.02)
+            return super().step(closure)
+
+    monkeypatch.setattr("memkern.optim.offload.host_weights.BUCKET_ELEMENTS", 1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = wrapper(Slow, model.parameters(), step_in_backward=True)
+    losses = [model(torch.ones(4, 8)).sum() for _ in range(2 if forward_twice else 1)]
+    losses[0].backward()
+    stepped = [p.detach().clone() for p in model.parameters()]
+    loss = losses[-1] if forward_twice else model(torch.ones(4, 8)).sum()
+    with pytest.raises(RuntimeError, match=error):
+        loss.backward()
+    optimizer.step()
+    assert all(map(torch.equal, stepped, model.parameters()))
 
 
 def test_transfers_of_the_cpu_are_plain_copies() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memkern import optim
 from memkern.optim import HostOffload, StepInBackward
@@ -21,7 +22,7 @@ LR = 0.5
 
 
 class SlowHostOffload(HostOffload):
-    """The worker is still at its first bucket when ``backward()`` returns."""
+    """The worker is still at its first bucket when the last gradient has come."""
 
     def _step_bucket(self, bucket: Any) -> None:
         time.sleep(0.005)
@@ -186,3 +187,25 @@ def test_an_interrupted_wait_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert_same(state, states_of(expected))
     optimizer.step()
     assert_same(params, twin)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reentrant checkpoint has backward passes of its own inside, of which each ends by itself."""
+    monkeypatch.setattr("memkern.optim.offload.host_weights.BUCKET_ELEMENTS", 1)
+
+    def trained(build: Any, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        optimizer = build(params=model.parameters(), lr=1e-2, min_8bit_size=0, **options)
+        for seed in range(3):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    found = trained(HostOffload, optimizer_class=optim.AdamW8bit, step_in_backward=True)
+    assert_same(found, trained(optim.AdamW8bit))

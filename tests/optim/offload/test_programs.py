@@ -142,7 +142,7 @@ def test_random_programs(
             StepInBackward(build, params, **given) if mode == "step_in_backward" else build(params, **given)
         )
 
-    for seed in range(60):
+    for seed in range(45):
         expected = Program(seed, plain, mode, build).run()
         found = Program(seed, offloaded, mode, build).run()
         assert_same(found[0], expected[0], f"seed {seed}")
