@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from . import _ops
@@ -46,7 +47,7 @@ class _Decode(torch.autograd.Function):
         return grad, None, None
 
 
-def _checkpoint(run: Callable[[Tensor, Calls], Tensor], x: Tensor, calls: Calls, bits: int | None) -> Tensor:
+def _checkpoint(run: Callable[[Tensor, Calls], Any], x: Tensor, calls: Calls, bits: int | None) -> Any:
     """``run(x, calls)`` in a checkpoint, which saves x, or its codes.
 
     From codes the forward pass goes on with the decoded values, and so does the recomputation: both are one function,
@@ -58,7 +59,7 @@ def _checkpoint(run: Callable[[Tensor, Calls], Tensor], x: Tensor, calls: Calls,
         codes, scale = _ops.quantize_blockwise(dense(x), "power", True, BLOCK_SIZE, None, mark_nonfinite=True)
     link = (_Link.apply(x),)  # in a tuple: a checkpoint saves the tensors among its arguments
 
-    def decoded(codes: Tensor, scale: Tensor, link: tuple[Tensor], calls: Calls) -> Tensor:
+    def decoded(codes: Tensor, scale: Tensor, link: tuple[Tensor], calls: Calls) -> Any:
         return run(_Decode.apply(*link, codes, scale), calls)
 
     return checkpoint(decoded, codes, scale, link, calls, use_reentrant=False)
@@ -79,42 +80,76 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
 
 
-def _group(blocks: list[nn.Module], bits: int | None) -> None:
+def _group(blocks: list[nn.Module], bits: int | None, returned: list[Any]) -> None:
     """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments.
 
-    They return what they were given. So the model must hand each block that very tensor, which is seen at every call.
+    They return what they were given, as what a block returns: a tensor, or a tuple of that length. So the model must
+    hand each block that very tensor, which is seen at every call. returned: the type and the length of what a block
+    has returned, for all groups. While it is empty, a group's first block has a checkpoint of its own, and fills it.
     """
     forwards = [block.forward for block in blocks]
     calls: Calls = []
     given: list[Tensor] = []
+    start = 0
 
-    def run(x: Tensor, calls: Calls) -> Tensor:
-        for forward, (args, kwargs) in zip(forwards, calls, strict=True):
-            x = forward(x, *args, **kwargs)
+    def run(x: Any, calls: Calls) -> Any:
+        for forward, (args, kwargs) in zip(forwards[-len(calls) :], calls, strict=True):
+            x = forward(x if isinstance(x, Tensor) else x[0], *args, **kwargs)
         return x
 
     def record(index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index == 0:  # also after a forward pass that was interrupted
+        if index == start:  # also after a forward pass that was interrupted
             calls.clear()
             given[:] = [x]
-        elif len(calls) != index or given[0] is not x:
+        elif len(calls) != index - start or given[0] is not x:
             raise RuntimeError(
                 "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
                 f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
             )
         calls.append(_without_cache(args, kwargs))
 
-    def forward(index: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal start
+        if index == 0:
+            start = 0
         record(index, x, args, kwargs)
-        if index < len(blocks) - 1:
-            return x
+        is_first_call = index == 0 and not returned
+        if index < len(blocks) - 1 and not is_first_call:
+            return _as_returned(x, *returned)
         recorded = [*calls]
         calls.clear()
         given.clear()
-        return _checkpoint(run, x, recorded, bits)
+        if not is_first_call or len(blocks) == 1:
+            return _checkpoint(run, x, recorded, bits)
+        start = 1
+        out = _checkpoint(lambda x, calls: forwards[0](x, *calls[0][0], **calls[0][1]), x, recorded, bits)
+        returned.append(_shape_of(out))
+        return out
 
     for index, block in enumerate(blocks):
         block.forward = functools.partial(forward, index)
+
+
+Shape = tuple[type, int] | None
+"""The type and the length of what a block returns; None for a tensor."""
+
+
+def _shape_of(out: Any) -> Shape:
+    if isinstance(out, Tensor):
+        return None
+    if not isinstance(out, (tuple, list)) or any(isinstance(leaf, Tensor) for leaf in tree_leaves(out[1:])):
+        raise RuntimeError(
+            "checkpointing='sqrt' runs several blocks in one checkpoint, and these return more than one tensor; "
+            "checkpointing='blocks' does not mind"
+        )
+    return type(out), len(out)
+
+
+def _as_returned(x: Tensor, shape: Shape) -> Any:
+    if shape is None:
+        return x
+    kind, length = shape
+    return kind((x, *[None] * (length - 1)))
 
 
 def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
@@ -141,7 +176,8 @@ def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) ->
             (docs/saved-tensors.md). A NaN or an infinity makes its block
             of 128 NaN. float64 stays as it is.
 
-    A block takes a tensor and returns a tensor for the next block; its other arguments may differ from block to block.
+    A block takes a tensor and returns one for the next block, or a tuple that begins with it ("sqrt": and has no other
+    tensor); its other arguments may differ from block to block.
     Where gradients are asked for, it gets no cache of keys and values (transformers' use_cache): it would be filled
     anew in the backward pass.
 
@@ -151,6 +187,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) ->
     if bits not in CHECKPOINT_BITS:
         raise not_allowed("bits", bits, ", ".join(map(repr, CHECKPOINT_BITS)))
     for blocks in _block_lists_of(model, how):
+        returned: list[Any] = []
         size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
         for start in range(0, len(blocks), size):
-            _group(blocks[start : start + size], bits)
+            _group(blocks[start : start + size], bits, returned)

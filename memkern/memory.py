@@ -66,7 +66,7 @@ def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
 
 @dataclasses.dataclass(eq=False)
 class Storage:
-    """Bytes of a storage, and after how many operators it was allocated and freed."""
+    """Bytes of a storage, and by how many operators that allocate it was allocated and freed."""
 
     size: int
     born: int
@@ -79,10 +79,10 @@ class LiveBytes(TorchDispatchMode):
     Of fake tensors that leave the device (``offload=True``), the memory on the device is followed.
 
     held: tensors that exist before. counted: whether their bytes count.
-    on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator.
+    on_operator: called as ``on_operator(func, args, kwargs, out)`` after each operator that allocates.
 
-    live, peak: bytes now, and the most so far. clock: the number of operators so far. storages: all that count, in the
-    order of their allocation. Tensors on the meta device have no bytes.
+    live, peak: bytes now, and the most so far. clock: how many operators have allocated so far. storages: all that
+    count, in the order of their allocation. Tensors on the meta device have no bytes.
     """
 
     def __init__(
@@ -126,6 +126,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # half of all calls for fake tensors
+            return func(*args)
         # An input that is not known yet was allocated before the call. It does not count, and an output that is a view
         # of it is no new storage.
         self._track(tree_leaves((args, kwargs)), counted=False)
@@ -133,9 +135,13 @@ class LiveBytes(TorchDispatchMode):
         if is_in_transfer():
             self._track(tree_leaves(out), counted=True)
             return out
+        known = len(self.storages)
         self.clock += 1
         self._track(tree_leaves(out), counted=True)
-        self._on_operator(func, args, kwargs, out)
+        if len(self.storages) == known:
+            self.clock -= 1
+        else:
+            self._on_operator(func, args, kwargs, out)
         return out
 
 

@@ -90,11 +90,12 @@ class Chooser:
         for saving in reversed(self.saving):  # but for what excludes what is given
             with contextlib.suppress(OptionError):
                 found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk} | self.given))
-                if self.host_memory is None or not found.offload_saved or self._host_fits(found):
+                if self.predictor.runs(found) and (not found.offload_saved or self._host_fits(found)):
                     return found
         return techniques
 
     def _host_fits(self, techniques: Techniques) -> bool:
+        """Whether what leaves the device fits on the host."""
         return self.host_memory is None or self.predictor.predict(techniques).host <= self.host_memory
 
     @functools.cached_property
@@ -134,7 +135,9 @@ class Chooser:
         for techniques in sorted(self.candidates, key=self.predictor.floor):
             shape = (techniques.micro_batch, techniques.step_in_backward, techniques.offload)
             least.setdefault(shape, techniques)
-        return min(map(self.predictor.predict, map(self.frugal, least.values())), key=lambda p: p.peak)
+        frugal = [self.frugal(techniques) for techniques in least.values()]
+        running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # which raises the reason
+        return min(map(self.predictor.predict, running), key=lambda p: p.peak)
 
     def fastest(self, memory: int) -> Prediction | None:
         """The fastest set that fits; of sets within 2 % of its time, the one with the fewest techniques."""
@@ -144,13 +147,14 @@ class Chooser:
             return round(math.log(seconds) / 0.02), _changes(techniques)
 
         found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
-        ranks = {t: rank(self.predictor.seconds(t), t) for t in found}  # without the time of transfers
+        estimates = {t: self.predictor.estimate(t) for t in found}
+        ranks = {t: rank(seconds, t) for t, seconds in estimates.items() if seconds is not None}
         best: Prediction | None = None
-        for techniques in sorted(found, key=ranks.__getitem__):
+        for techniques in sorted(ranks, key=ranks.__getitem__):
             if best is not None and ranks[techniques] >= rank(best.seconds, best.techniques):
                 break
-            if predict(self.frugal(techniques)).peak > memory:
-                continue
+            if predict(self.frugal(techniques)).peak > memory or not self.predictor.runs(techniques):
+                continue  # the first is found sooner
             prediction = predict(techniques)
             if prediction.peak > memory or not self._host_fits(techniques):
                 continue

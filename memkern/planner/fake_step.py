@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
@@ -40,13 +43,14 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
     depth = source.depth
-    # Groups of sqrt(L) blocks are not alike: the last one is smaller. What leaves the device depends on all blocks.
+    # Groups of sqrt(L) blocks are not alike: the last is smaller. The order in which tensors leave the device, but for
+    # inputs of checkpoints, depends on all blocks.
     if (
         not isinstance(source, Configured)
         or depth is None
         or depth <= FEW + 1
         or techniques.checkpointing == "sqrt"
-        or techniques.offload_saved
+        or (techniques.offload_saved and not techniques.checkpointing)
     ):
         return [trace(source, techniques, device)], 0
     few, many = (trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1))
@@ -59,7 +63,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     """A forward and a backward pass on fake tensors of a device."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
-        model = source.build(weight_dtype(techniques))
+        model = source.empty(weight_dtype(techniques))
     apply(model, techniques)  # outside the mode: compress measures what activations save
     with mode, torch.device(device):
         batch = source.batch(techniques.micro_batch)
@@ -67,30 +71,82 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
             batch = floats_to(batch, torch.bfloat16)
 
         def forward() -> Tensor:
-            with autocast(techniques, device), _no_packed_sequences():
+            with autocast(techniques, device):
                 if techniques.loss_chunk:
                     assert isinstance(batch, dict)
                     return chunked_loss(model, batch, techniques.loss_chunk)
                 return source.loss(model, batch)
 
-        found = record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
+        with _as_on_real_tensors(), _Values():
+            found = record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
     return dataclasses.replace(found, left=fake_bytes_on_host(mode))
 
 
+class _Values(TorchDispatchMode):
+    """What models ask of values, which fake tensors do not have.
+
+    "Any" is false and "all" is true: no position is masked, no label out of range. A selection selects all, which needs
+    the most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._true = weakref.WeakValueDictionary[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return self._true.get(id(args[0])) is args[0]
+        if func in (aten.all.default, aten.all.dim, aten.all.dims):
+            out = func(*args, **kwargs or {})
+            self._true[id(out)] = out
+            return out
+        if func is aten.nonzero.default:
+            return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.long, device=args[0].device)
+        if func is aten.masked_select.default:
+            return torch.broadcast_tensors(*args)[0].reshape(-1).clone()
+        if func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            indices = [
+                j for i in args[1] for j in ((i,) if i is None or i.dtype != torch.bool else _all_of(i))
+            ]
+            return func(args[0], indices)
+        if func is aten.index_put_.default and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            return args[0]
+        if func is aten._ctc_loss.Tensor:
+            log_probs, targets = args[:2]
+            frames, size = log_probs.shape[:2]
+            states = 2 * (targets.numel() // size) + 1
+            return log_probs.new_zeros(size), log_probs.new_zeros(size, frames, states)
+        if func is aten._ctc_loss_backward.Tensor:
+            return torch.zeros_like(args[1])
+        return func(*args, **kwargs or {})
+
+
+def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
+    return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device).unbind(1)
+
+
 @contextlib.contextmanager
-def _no_packed_sequences() -> Iterator[None]:
-    """transformers cannot look at the positions of fake tensors, and would mask attention as for packed sequences."""
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    before = getattr(masks, name, None)
-    if before is None:
+def _as_on_real_tensors() -> Iterator[None]:
+    """What transformers does with real tensors, where it looks at values or where fake ones know less.
+
+    Positions of packed sequences cannot be looked at: attention is masked as for one sequence. The fake grouped product
+    of matrices takes bf16 alone: other dtypes use transformers' own operator, which returns and saves the same.
+    """
+    masks, experts = (sys.modules.get(f"transformers.{n}") for n in ("masking_utils", "integrations.moe"))
+    with contextlib.ExitStack() as stack:
+        if hasattr(masks, "find_packed_sequence_indices"):
+            patch = mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
+            stack.enter_context(patch)
+        if hasattr(experts, "_can_use_grouped_mm"):
+
+            def is_bf16(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
+                return weight.dtype == torch.bfloat16
+
+            stack.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", is_bf16))
+        # Checks of values, which raise unless all are true
+        stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         yield
-        return
-    setattr(masks, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        setattr(masks, name, before)
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:
@@ -128,7 +184,7 @@ def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
 def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.device(device):
-        model = source.build(weight_dtype(techniques))
+        model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
         muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained

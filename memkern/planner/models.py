@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..options import not_allowed
+from .inputs import Inputs, is_language_model, text_config
 
 Batch = dict[str, Any] | tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -115,18 +117,39 @@ class Configured:
 
     def build(self, dtype: torch.dtype, empty: bool = True) -> nn.Module:
         """The model in a dtype. empty: without initial values, which fake tensors cannot have."""
-        import transformers
         from transformers.initialization import no_init_weights
 
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with no_init_weights() if empty else contextlib.nullcontext():
-                model = getattr(transformers, _architecture(self.config))(self.config).train()
+                model = self.inputs.cls(self.config).train()
             model.tie_weights()
             return model
         finally:
             torch.set_default_dtype(before)
+
+    def empty(self, dtype: torch.dtype) -> nn.Module:
+        """The model without values, in a dtype; under ``torch.device``, there.
+
+        It is built on the meta device, as transformers builds what it loads: some models compute with values on the CPU
+        meanwhile, which fake tensors do not have.
+        """
+        with _disable_current_modes(), torch.device("meta"):
+            model = self.build(dtype)
+        made: dict[int, Tensor] = {}
+        for module in model.modules():
+            owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+            for tensors in owners:
+                for name, x in tensors.items():
+                    if isinstance(x, Tensor):
+                        as_ = dtype if isinstance(x, nn.Parameter) else x.dtype
+                        tensors[name] = made.setdefault(id(x), _empty_like(x, as_))
+        return model
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.config, self.seq_len)
 
     @property
     def depth(self) -> int | None:
@@ -143,9 +166,7 @@ class Configured:
 
     @property
     def tokens(self) -> int:
-        if self.takes_images:
-            return (self.config.image_size // self.config.patch_size) ** 2 + 1
-        return self.seq_len
+        return self.inputs.patches + 1 if self.takes_images else self.seq_len
 
     @property
     def attention(self) -> float:
@@ -160,24 +181,15 @@ class Configured:
 
     @property
     def takes_images(self) -> bool:
-        return _architecture(self.config).endswith("ForImageClassification")
+        return self.inputs.takes_images
 
     @property
     def is_language_model(self) -> bool:
-        return not _architecture(self.config).endswith("Classification")
+        return is_language_model(self.inputs.name)
 
     def batch(self, size: int) -> Batch:
         """Inputs and labels of ``size`` sequences."""
-        if self.takes_images:
-            side, channels = self.config.image_size, self.config.num_channels
-            return {
-                "pixel_values": torch.zeros(size, channels, side, side),
-                "labels": torch.zeros(size, dtype=torch.long),
-            }
-        ids = torch.zeros(size, self.seq_len, dtype=torch.long)
-        if self.is_language_model:
-            return {"input_ids": ids, "labels": ids, "use_cache": False}
-        return {"input_ids": ids, "labels": torch.zeros(size, dtype=torch.long)}
+        return self.inputs.batch(size)
 
 
 @dataclasses.dataclass
@@ -193,9 +205,11 @@ class Given:
     attention: float = 0.0
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """A copy of the module on fake tensors, with its weights in a dtype."""
+        """A copy of the module without values, with its weights in a dtype; under ``torch.device``, there."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return copy.deepcopy(self.model, {id(x): _empty_like(x, dtype) for x in tensors}).train()
+
+    empty = build
 
     @property
     def loss_code(self) -> str:
@@ -239,27 +253,6 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
-def _architecture(config: Any) -> str:
-    """The transformers class for a configuration: the one that it names, else the one for its model type."""
-    import transformers
-    from transformers.models.auto import modeling_auto as auto
-
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return name
-    kind = config.model_type
-    images = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(kind)
-    if images is not None:
-        return images if isinstance(images, str) else images[0]
-    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if causal is not None and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return causal
-    classifier = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
-    if classifier is None:
-        raise not_allowed("model", kind, "a model for language, sequence or image classification")
-    return classifier
-
-
 def _built_in(name: str) -> Any:
     import transformers
 
@@ -287,8 +280,10 @@ def set_dropout(config: Any, rate: float) -> None:
 def positions(config: Any) -> int | None:
     """The length of the longest sequence that a transformers configuration allows; None without a limit."""
     count = getattr(config, "max_position_embeddings", None)
+    if not isinstance(count, int) or count < 1:  # -1, in XLNet's and others'
+        return None
     # RoBERTa numbers positions from padding_idx + 1 on.
-    if count is not None and config.model_type in ("roberta", "camembert", "xlm-roberta", "longformer"):
+    if config.model_type in ("roberta", "camembert", "xlm-roberta", "longformer"):
         count -= config.pad_token_id + 1
     return count
 
@@ -331,9 +326,14 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
             "model must be a name, a folder, a transformers configuration or a torch.nn.Module, got "
             f"{type(model).__name__}"
         )
+    config = copy.deepcopy(config)
     if dropout is not None:
-        config = copy.deepcopy(config)
         set_dropout(config, dropout)
+    # Labels are made inputs of a decoder with these, and a batch has an end with the second.
+    for token in ("decoder_start_token_id", "pad_token_id"):
+        if getattr(config, token, None) is None:
+            setattr(config, token, 0)
+    config = text_config(config)
     source = Configured(name, config, seq_len or 0, loss or model_output_loss)
     if not source.takes_images:
         _check_length(config, seq_len)

@@ -28,7 +28,8 @@ class Plan:
     changes: where nothing fits, the changes that are enough by themselves; if there are none, all that help.
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
     host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ways: the
-    fastest that fits with each of the ways of saving less for the backward pass, None where nothing does.
+    fastest that fits with each of the ways of saving less for the backward pass, None where nothing does. ruled_out:
+    the rows of techniques with which the model's step raises, with the error.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Plan:
     host_memory: int | None = None
     link: float = 0.0
     ways: dict[str, Prediction | None] = dataclasses.field(default_factory=dict)
+    ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -115,6 +117,7 @@ def text(plan: Plan) -> str:
         lines.append(
             f"{name:<32}{p.peak / unit:>8.{digits}f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}"
         )
+    lines += [f"{name}: not with this model. {reason}" for name, reason in plan.ruled_out.items()]
     if any(p.peak * (1 + above) > plan.memory for _, p in rows(plan)):
         lines.append("! may need more than the limit")
     lines += ["", *verdict(plan)]

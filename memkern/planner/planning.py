@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pickle
 import re
@@ -15,7 +14,7 @@ from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, LINKS, Hardware, default
 from .outcome import Plan
-from .prediction import BAND, Predictor
+from .prediction import BAND, NotTraced, Predictor
 from .smaller import Asked, would_fit
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -173,14 +172,20 @@ def _plan(
 ) -> Plan:
     predictor = Predictor(source, device, counted_on, hardware)
     chooser = Chooser(predictor, given, batch_size, clip, host_memory)
-    alone = {}
+    alone, ruled_out = {}, {}
     for name, changes in ALONE.items():
         if "loss_chunk" in changes and not source.is_language_model:
             continue
         if {"offload", "offload_saved"} & changes.keys() and device == "cpu":
             continue
-        with contextlib.suppress(OptionError):
+        try:
             alone[name] = predictor.predict(Techniques(**changes))
+        except NotTraced as error:
+            if not changes:
+                raise
+            ruled_out[name] = error.message
+        except OptionError:  # a model without blocks
+            pass
     limit = int(memory / (1 + BAND[counted_on][0]))
     best = chooser.fastest(limit)
     plain = predictor.predict(Techniques(micro_batch=batch_size))
@@ -210,4 +215,5 @@ def _plan(
         host_memory,
         hardware.link,
         {} if device == "cpu" or plain.peak <= limit else chooser.fastest_of_each(limit),
+        ruled_out,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
 
-from ..options import Techniques
+from ..options import OptionError, Techniques, spelled
 from .hardware import Hardware, hidden_from, seconds
 
 CATEGORIES = (
@@ -52,6 +53,33 @@ class Prediction:
         return sum(self.categories.values())
 
 
+class NotTraced(OptionError):
+    """A step of the model with these techniques does not run on fake tensors."""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+
+
+def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
+    """The error for a step that raises on fake tensors. It names what differs from plain training."""
+    plain = Techniques(micro_batch=techniques.micro_batch)
+    fields = dataclasses.fields(Techniques)
+    with_ = [
+        f"{f.name}={spelled(getattr(techniques, f.name))}"
+        for f in fields
+        if getattr(techniques, f.name) != getattr(plain, f.name)
+    ]
+    if with_:
+        return NotTraced("techniques", f"{', '.join(with_)}: the model's step raises {_first_line(error)}")
+    return NotTraced(
+        "model",
+        f"a plain training step raises on fake tensors, which have no values ({_first_line(error)}); allowed: a model "
+        "whose step does not depend on values, as a configuration, or as a module with a batch (inputs=) and, where "
+        "the model returns none, a loss (loss=)",
+    )
+
+
 class Predictor:
     """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
@@ -60,12 +88,22 @@ class Predictor:
 
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
-        self._traces = functools.cache(lambda techniques: fake_step.traces(source, techniques, fake_device))
+
+        def traces(techniques: Techniques) -> Any:
+            try:
+                return fake_step.traces(source, techniques, fake_device)
+            except OptionError as error:
+                return error
+            except Exception as error:  # a model's own code may raise anything
+                return _not_traced(techniques, error)
+
+        self._traces = functools.cache(traces)
         self._fixed = functools.cache(lambda techniques: fake_step.fixed(source, techniques, fake_device))
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
-        return self._traces(
+        """Traces of a step. Raises NotTraced where the model's own code raises."""
+        found = self._traces(
             techniques.replace(
                 optimizer="adamw",
                 state_bits=32,
@@ -76,6 +114,33 @@ class Predictor:
                 accumulation=1,
             )
         )
+        if isinstance(found, OptionError):
+            raise found
+        return found
+
+    def runs(self, techniques: Techniques) -> bool:
+        """Whether a step with these techniques can be traced."""
+        with contextlib.suppress(NotTraced):
+            self.traces(techniques)
+            return True
+        return False
+
+    def estimate(self, techniques: Techniques) -> float | None:
+        """Seconds of a step, before its trace: with offload_saved, as if all that is saved left.
+
+        None where a step does not run.
+        """
+        one = Techniques(
+            precision=techniques.precision,
+            saved_bits=techniques.saved_bits,
+            checkpointing=techniques.checkpointing,
+            checkpoint_bits=techniques.checkpoint_bits,
+        )
+        try:
+            left = techniques.micro_batch * self._saved(one) if techniques.offload_saved else 0
+            return self.seconds(techniques, left)
+        except NotTraced:
+            return None
 
     def fixed(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"

@@ -184,3 +184,56 @@ def test_bits_are_none_or_8() -> None:
         memkern.OptionError, match="checkpoint_bits: 8 given; allowed: None without checkpointing"
     ):
         memkern.Techniques(checkpoint_bits=8)
+
+
+class Returns(nn.Module):
+    """A model whose blocks return a tensor in a tuple, with something beside it."""
+
+    def __init__(self, beside: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(ReturnsBlock(beside) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, *_ = block(x)
+        return x
+
+
+class ReturnsBlock(nn.Module):
+    def __init__(self, beside: Any) -> None:
+        super().__init__()
+        self.linear, self.beside = nn.Linear(32, 32), beside
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.linear(x).tanh()
+        return (out, *self.beside(out))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("beside", [lambda x: (), lambda x: (None,), lambda x: (None, None)])
+def test_blocks_that_return_tuples(beside: Any, bits: Any) -> None:
+    """As checkpoints around every block give, in each of two steps and after one that was interrupted."""
+    expected, model = Returns(beside), Returns(beside)
+    memkern.checkpoint_blocks(model, "sqrt", bits=bits)
+    with pytest.raises(RuntimeError):
+        model(X[..., :31])
+    for _ in range(2):
+        found = gradients(model, X)
+        if bits is None:
+            assert all(torch.equal(found[name], grad) for name, grad in gradients(expected, X).items())
+        assert found.keys() == gradients(expected, X).keys()
+    assert torch.equal(model(X), model(X))
+
+
+def test_blocks_that_return_two_tensors_are_refused_by_groups() -> None:
+    model = Returns(lambda x: (x + 1,))
+    memkern.checkpoint_blocks(model, "sqrt")
+    with pytest.raises(
+        RuntimeError, match=r"return more than one tensor; checkpointing='blocks' does not mind"
+    ):
+        model(X)
+    other, plain = Returns(lambda x: (x + 1,)), Returns(lambda x: (x + 1,))
+    memkern.checkpoint_blocks(other, "blocks")
+    expected = gradients(plain, X)
+    assert all(torch.equal(grad, expected[name]) for name, grad in gradients(other, X).items())

@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ...options import OptionError
+
 HERE = Path(__file__).parent
 
 
@@ -69,8 +71,16 @@ def install() -> None:
 
 
 def call(request: bytes) -> Any:
-    """Runs a pickled (function, arguments) in a process with fake CUDA; raises RuntimeError where that fails."""
+    """Runs a pickled (function, arguments) in a process with fake CUDA.
+
+    Raises:
+        OptionError: the function's own.
+        RuntimeError: anything else.
+    """
     done = subprocess.run([sys.executable, "-m", __name__], input=request, capture_output=True)
     if done.returncode:
         raise RuntimeError(f"on fake CUDA tensors: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return pickle.loads(done.stdout)
+    found = pickle.loads(done.stdout)
+    if isinstance(found, OptionError):
+        raise found
+    return found

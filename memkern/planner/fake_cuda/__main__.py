@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 
+from ...options import OptionError
 from . import install
 
 if __name__ == "__main__":
@@ -15,7 +16,11 @@ if __name__ == "__main__":
 
     patch()
     function, arguments = pickle.load(sys.stdin.buffer)
-    pickle.dump(function(**arguments), result)
+    try:
+        found = function(**arguments)
+    except OptionError as error:
+        found = error
+    pickle.dump(found, result)
     result.close()
     sys.stderr.flush()
     # No destructors: those of libraries that made threads for the fake device have aborted ("terminate called without

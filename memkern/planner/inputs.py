@@ -1,0 +1,183 @@
+"""What a step of a transformers model takes: the class for a configuration, its inputs and its labels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..options import not_allowed
+
+TASKS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ",
+    "MODEL_FOR_IMAGE_CLASSIFICATION",
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+    "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_CTC",
+    "MODEL_FOR_AUDIO_CLASSIFICATION",
+    "MODEL_FOR_VIDEO_CLASSIFICATION",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+    "MODEL_FOR_SEMANTIC_SEGMENTATION",
+)
+"""transformers' auto classes, by which the class for a model type is found where its configuration names none."""
+PER_SEQUENCE = ("Classification", "MultipleChoice", "NextSentencePrediction")
+"""The ends of the names of classes with one label for each sequence."""
+BESIDE = {"input_ids": ("bbox",), "input_features": ("attention_mask",)}
+"""What a model that takes an input takes beside it, if its forward pass has the argument."""
+CHOICES = 2  # of a multiple-choice question
+LABELS = 8  # tokens of a transcript
+SAMPLES = 320  # of a waveform, of which encoders make a frame
+
+
+def architecture(config: Any) -> str:
+    """The transformers class for a configuration: the one that it names, else the one for its model type."""
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return name
+    for name in classes_of_type(config.model_type):
+        return name
+    known = "images, video, audio or semantic segmentation"
+    raise not_allowed(
+        "model",
+        config.model_type,
+        f"a type that transformers has for text or for the classification of {known}; others as a module with inputs=",
+    )
+
+
+def classes_of_type(kind: str) -> Iterator[str]:
+    """Classes for a model type. Encoders, which have a class for masked tokens, are classifiers of sequences."""
+    from transformers.models.auto import modeling_auto as auto
+
+    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    for task in TASKS:
+        found = getattr(auto, f"{task}_MAPPING_NAMES", {}).get(kind)
+        if found is not None and not (task == "MODEL_FOR_CAUSAL_LM" and masked):
+            yield found if isinstance(found, str) else found[0]
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the language model, where the class for a configuration of several models takes that."""
+    import transformers
+
+    cls = getattr(transformers, architecture(config))
+    return config if isinstance(config, cls.config_class) else config.get_text_config(decoder=True)
+
+
+def is_language_model(name: str) -> bool:
+    """Whether a class of that name predicts each next token of its own sequence."""
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+class Inputs:
+    """The inputs of a class of transformers for a configuration, and its labels.
+
+    seq_len: tokens of a sequence; frames of a spectrogram; of a waveform, the frames that the encoder makes of it.
+    """
+
+    def __init__(self, config: Any, seq_len: int) -> None:
+        import transformers
+
+        self.config, self.seq_len = config, seq_len
+        self.name = architecture(config)
+        self.cls = getattr(transformers, self.name)
+        parameters = inspect.signature(self.cls.forward).parameters
+        self.names = set(parameters)
+        main = self.cls.main_input_name
+        self.needed = {n for n, p in parameters.items() if p.default is p.empty} | {main}
+        self.needed |= {*BESIDE.get(main, ())} & self.names
+        if "return_loss" in self.names:  # of pairs of texts and images or sounds
+            self.needed |= {"pixel_values", "input_features"} & self.names
+
+    @property
+    def takes_images(self) -> bool:
+        return "pixel_values" in self.needed and "input_ids" not in self.needed
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        config = getattr(self.config, "vision_config", self.config)
+        side = getattr(config, "image_size", None) or 224
+        height, width = side if isinstance(side, (tuple, list)) else (side, side)
+        return getattr(config, "num_channels", 3), height, width
+
+    @property
+    def patches(self) -> int:
+        config = getattr(self.config, "vision_config", self.config)
+        size = getattr(config, "patch_size", None) or 16
+        _, height, width = self.image
+        size = size if isinstance(size, int) else size[-1]
+        return (height // size) * (width // size)
+
+    def batch(self, size: int) -> dict[str, Any]:
+        """Inputs and labels of ``size`` sequences."""
+        made: dict[str, Any] = {}
+        for name in sorted(self.needed):
+            shape, dtype = self._shape(name, size)
+            if shape is not None:
+                made[name] = torch.zeros(shape, dtype=dtype)
+        made |= self._labels(size)
+        if "decoder_input_ids" in self.names and not made.keys() & {"labels", "decoder_input_ids"}:
+            made["decoder_input_ids"] = torch.zeros(size, self.seq_len, dtype=torch.long)
+        if "use_cache" in self.names and is_language_model(self.name):
+            made["use_cache"] = False
+        return made
+
+    def _shape(self, name: str, size: int) -> tuple[tuple[int, ...] | None, torch.dtype]:
+        if name in ("input_ids", "decoder_input_ids", "bbox"):
+            choices = (CHOICES,) if self.name.endswith("MultipleChoice") else ()
+            return (size, *choices, self.seq_len, *((4,) if name == "bbox" else ())), torch.long
+        if name == "pixel_values":
+            frames = getattr(self.config, "num_frames", None)
+            return (size, *((frames,) if frames else ()), *self.image), torch.float32
+        if name == "input_values":
+            bins = getattr(self.config, "num_mel_bins", None)
+            if bins and hasattr(self.config, "max_length"):
+                return (size, self.config.max_length, bins), torch.float32
+            ratio = getattr(self.config, "inputs_to_logits_ratio", SAMPLES)
+            return (size, self.seq_len * (ratio if isinstance(ratio, int) else SAMPLES)), torch.float32
+        if name == "input_features":
+            return (size, *self._spectrogram), torch.float32
+        if name == "attention_mask":
+            return (size, self._spectrogram[0]), torch.long
+        if name == "bool_masked_pos":
+            return (size, self.patches), torch.bool
+        return None, torch.float32
+
+    @property
+    def _spectrogram(self) -> tuple[int, int]:
+        config = self.config
+        for name in ("encoder_config", "audio_config"):
+            config = getattr(config, name, config)
+        bins = getattr(config, "input_feat_per_channel", None)
+        if bins is not None:
+            return self.seq_len, bins
+        bins = getattr(config, "num_mel_bins", None) or 80
+        if hasattr(config, "max_source_positions") and hasattr(config, "encoder_layers"):
+            return bins, 2 * config.max_source_positions  # Whisper pads to its window
+        return self.seq_len, bins
+
+    def _labels(self, size: int) -> dict[str, Any]:
+        def numbers(*shape: int) -> Any:
+            return torch.zeros(size, *shape, dtype=torch.long)
+
+        names = self.names
+        if {"start_positions", "end_positions"} <= names:
+            return {"start_positions": numbers(), "end_positions": numbers()}
+        made = {"return_loss": True} if "return_loss" in names and "labels" not in names else {}
+        if "next_sentence_label" in names:
+            made["next_sentence_label"] = numbers()
+        if "labels" not in names:
+            return made
+        if self.name.endswith("SemanticSegmentation"):
+            return made | {"labels": numbers(*self.image[1:])}
+        if self.name.endswith("ForCTC"):
+            return made | {"labels": numbers(LABELS)}
+        if self.name.endswith(PER_SEQUENCE) and not self.name.endswith("TokenClassification"):
+            return made | {"labels": numbers()}
+        return made | ({} if self.takes_images else {"labels": numbers(self.seq_len)})

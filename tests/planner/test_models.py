@@ -1,0 +1,138 @@
+"""memkern.plan of transformers' configurations: inputs for their tasks; models that it cannot trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkern
+from memkern.options import OptionError, Techniques
+from memkern.planner.fake_step import trace
+from memkern.planner.inputs import Inputs, architecture
+from memkern.planner.models import resolve
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+TEXT = SIZES | {"vocab_size": 100, "max_position_embeddings": 64}
+T5 = {"d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 64, "vocab_size": 100}
+SOUND = SIZES | {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "vocab_size": 20}
+SOUND |= {"num_conv_pos_embedding_groups": 2}
+WHISPER = {
+    "d_model": 32,
+    "vocab_size": 100,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "max_source_positions": 50,
+}
+for side in ("encoder", "decoder"):
+    WHISPER |= {f"{side}_attention_heads": 2, f"{side}_ffn_dim": 64}
+WHISPER |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+CONVNEXT: dict[str, Any] = {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "image_size": 32}
+IMAGE = SIZES | {"image_size": 32, "patch_size": 16}
+
+
+def bert(task: str) -> Any:
+    return transformers.BertConfig(**TEXT, architectures=[f"BertFor{task}"])
+
+
+CASES = {
+    "MaskedLM": lambda: bert("MaskedLM"),
+    "TokenClassification": lambda: bert("TokenClassification"),
+    "QuestionAnswering": lambda: bert("QuestionAnswering"),
+    "MultipleChoice": lambda: bert("MultipleChoice"),
+    "NextSentencePrediction": lambda: bert("NextSentencePrediction"),
+    "PreTraining": lambda: bert("PreTraining"),
+    "BertModel": lambda: transformers.BertConfig(**TEXT, architectures=["BertModel"]),
+    "T5": lambda: transformers.T5Config(**T5),
+    "DeBERTa-v2": lambda: transformers.DebertaV2Config(**TEXT),
+    "Longformer": lambda: transformers.LongformerConfig(**TEXT, attention_window=16, pad_token_id=1),
+    "XLNet": lambda: transformers.XLNetConfig(d_model=32, n_layer=2, n_head=2, d_inner=64, vocab_size=100),
+    "Mixtral": lambda: transformers.MixtralConfig(**TEXT, num_key_value_heads=1, num_local_experts=4),
+    "ConvNeXt": lambda: transformers.ConvNextConfig(
+        hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], image_size=32, drop_path_rate=0.1
+    ),
+    "wav2vec2": lambda: transformers.Wav2Vec2Config(**SOUND),
+    "Whisper": lambda: transformers.WhisperConfig(**WHISPER),
+    "CLIP": lambda: transformers.CLIPConfig(
+        text_config=TEXT, vision_config=IMAGE, architectures=["CLIPModel"]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inputs_are_what_a_real_step_takes(case: str) -> None:
+    """The same batch, with values, gives a loss and gradients."""
+    config = CASES[case]()
+    source: Any = resolve(config, 32, None, None, None)
+    model = source.build(torch.float32, empty=False)
+    batch = source.batch(2)
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            batch[name] = torch.randn_like(x)
+    source.loss(model, batch).backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_traced(case: str) -> None:
+    source: Any = resolve(CASES[case](), 32, None, None, None)
+    one, two = (trace(source, Techniques(micro_batch=size), "cpu") for size in (1, 2))
+    assert 0 < one.saved < two.saved
+    assert trace(source, Techniques(precision="bf16"), "cpu").saved < one.saved
+
+
+def test_the_class_that_a_configuration_is_for() -> None:
+    assert architecture(transformers.BertConfig()) == "BertForSequenceClassification"
+    assert architecture(transformers.T5Config()) == "T5ForConditionalGeneration"
+    assert architecture(transformers.WhisperConfig()) == "WhisperForConditionalGeneration"
+    assert Inputs(transformers.Llama4Config().get_text_config(), 8).name == "Llama4ForCausalLM"
+    with pytest.raises(
+        OptionError, match=r"model: 'dac' given; allowed: a type that transformers has for text"
+    ):
+        memkern.plan(transformers.DacConfig(), memory="8GiB", seq_len=32, device="cpu")
+
+
+class Stubborn(nn.Module):
+    """A model whose forward pass looks at a number, or which does not run in bf16."""
+
+    def __init__(self, needs: str) -> None:
+        super().__init__()
+        self.needs = needs
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.needs == "values":
+            x = x[: int(x.sum().item())]
+        if self.needs == "fp32" and torch.is_autocast_enabled("cpu"):
+            raise NotImplementedError("no kernel for bf16\nsecond line")
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_technique_that_a_model_does_not_run_with_is_ruled_out() -> None:
+    plan = memkern.plan(Stubborn("fp32"), inputs=torch.ones(2, 8), memory="1GiB", device="cpu")
+    reason = (
+        "techniques, precision=bf16-mixed: the model's step raises NotImplementedError: no kernel for bf16"
+    )
+    assert plan.ruled_out == {"bf16 autocast": reason.removeprefix("techniques, ")}
+    assert "bf16 autocast: not with this model. precision=bf16-mixed" in str(plan)
+    assert plan.recommended is not None
+    assert plan.recommended.techniques.precision != "bf16-mixed"
+    with pytest.raises(OptionError, match="precision=bf16-mixed: the model's step raises"):
+        memkern.plan(
+            Stubborn("fp32"),
+            inputs=torch.ones(2, 8),
+            memory="1GiB",
+            device="cpu",
+            techniques={"precision": "bf16-mixed"},
+        )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.full)])
+def test_a_step_that_depends_on_values_is_one_error(device: str) -> None:
+    with pytest.raises(
+        OptionError, match=r"model: a plain training step raises on fake tensors(?s:.)*; allowed: "
+    ):
+        memkern.plan(Stubborn("values"), inputs=torch.ones(2, 8), memory="1GiB", device=device)
