@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -65,8 +66,12 @@ def text_config(config: Any) -> Any:
     """The configuration of the language model, where the class for a configuration of several models takes that."""
     import transformers
 
-    cls = getattr(transformers, architecture(config))
-    return config if isinstance(config, cls.config_class) else config.get_text_config(decoder=True)
+    name = architecture(config)
+    if isinstance(config, getattr(transformers, name).config_class):
+        return config
+    found = copy.copy(config.get_text_config(decoder=True))
+    found.architectures = [name]
+    return found
 
 
 def is_language_model(name: str) -> bool:

@@ -171,12 +171,10 @@ class Configured:
     @property
     def attention(self) -> float:
         """Operations per token and token of the sequence of a forward pass's attention, all layers together."""
-        config = self.config
-        heads = getattr(config, "num_attention_heads", None)
-        width = getattr(config, "hidden_size", None)
+        heads, width = (_number(self.config, name) for name in ("num_attention_heads", "hidden_size"))
         if heads is None or width is None or self.depth is None:
             return 0.0
-        width = heads * (getattr(config, "head_dim", None) or width // heads)
+        width = heads * (getattr(self.config, "head_dim", None) or width // heads)
         return self.depth * width * (2.0 if self.is_language_model else 4.0)  # half of it is masked
 
     @property
@@ -245,6 +243,15 @@ class Given:
 
 
 Source = Configured | Given
+
+
+def _number(config: Any, name: str) -> int | None:
+    """A configuration's number; None where it has none, or one for each layer."""
+    try:
+        found = getattr(config, name, None)
+    except Exception:  # transformers' own, where layers differ
+        return None
+    return found if isinstance(found, int) else None
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:

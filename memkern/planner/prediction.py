@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from ..options import OptionError, Techniques, spelled
@@ -74,10 +75,16 @@ def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
         return NotTraced("techniques", f"{', '.join(with_)}: the model's step raises {_first_line(error)}")
     return NotTraced(
         "model",
-        f"a plain training step raises on fake tensors, which have no values ({_first_line(error)}); allowed: a model "
-        "whose step does not depend on values, as a configuration, or as a module with a batch (inputs=) and, where "
-        "the model returns none, a loss (loss=)",
+        f"a plain training step raises on fake tensors ({_first_line(error)}); allowed: a model that can be built, and "
+        "whose step does not depend on values: as a configuration, or as a module with a batch (inputs=) and, where it "
+        "returns none, a loss (loss=)",
     )
+
+
+def _checked(found: Any) -> Any:
+    if isinstance(found, OptionError):
+        raise found
+    return found
 
 
 class Predictor:
@@ -89,16 +96,18 @@ class Predictor:
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
-        def traces(techniques: Techniques) -> Any:
-            try:
-                return fake_step.traces(source, techniques, fake_device)
-            except OptionError as error:
-                return error
-            except Exception as error:  # a model's own code may raise anything
-                return _not_traced(techniques, error)
+        def caught(found_by: Callable[..., Any]) -> Callable[[Techniques], Any]:
+            def found(techniques: Techniques) -> Any:
+                try:
+                    return found_by(source, techniques, fake_device)
+                except OptionError as error:
+                    return error
+                except Exception as error:  # a model's own code may raise anything
+                    return _not_traced(techniques, error)
 
-        self._traces = functools.cache(traces)
-        self._fixed = functools.cache(lambda techniques: fake_step.fixed(source, techniques, fake_device))
+            return functools.cache(found)
+
+        self._traces, self._fixed = caught(fake_step.traces), caught(fake_step.fixed)
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
@@ -114,9 +123,7 @@ class Predictor:
                 accumulation=1,
             )
         )
-        if isinstance(found, OptionError):
-            raise found
-        return found
+        return _checked(found)
 
     def runs(self, techniques: Techniques) -> bool:
         """Whether a step with these techniques can be traced."""
@@ -147,7 +154,7 @@ class Predictor:
         kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
         if techniques.host_copies:
             kept["master_weights"] = None
-        return self._fixed(Techniques(precision=precision, **kept))
+        return _checked(self._fixed(Techniques(precision=precision, **kept)))
 
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
