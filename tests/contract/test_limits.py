@@ -13,7 +13,7 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 
 # As many lines as each has at most. Never raise a number: split the file, or shorten the function.
 LONG_FILES = {
-    "memkern/optim/offload/host.py": 512,
+    "memkern/optim/offload/host.py": 507,
     "tests/distributed/test_shards.py": 425,
     "tests/fixtures/make_hashes.py": 518,
     "tests/gpu/test_cuda_simt.py": 617,

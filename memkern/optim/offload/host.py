@@ -310,12 +310,7 @@ class HostOffload(Optimizer):
 
     def _follow(self) -> None:
         """Hands the groups' options to the inner optimizer, before its first bucket is stepped."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        if [*map(id, params)] != [*map(id, self._weights)]:
-            raise RuntimeError(
-                "params of HostOffload were replaced, and the host has weights of the ones that it was given: make a "
-                "new HostOffload of the new ones, and load_state_dict() of this one's state"
-            )
+        self._weights.check_are_of(self.param_groups)
         copy_options(self, self._inner)
         self._thaw()
         self._weights.follow_memory()

@@ -92,6 +92,15 @@ class HostWeights(dict[Tensor, Weight]):
             self.room = self.room - needed if resident else 0  # those that come after go to the host, too
         return host_weight_of(p, dtype, resident, self.transfers(p))
 
+    def check_are_of(self, param_groups: Sequence[Options]) -> None:
+        """Raises RuntimeError where the groups have other parameters."""
+        params = [p for group in param_groups for p in group["params"]]
+        if [*map(id, params)] != [*map(id, self)]:
+            raise RuntimeError(
+                "params of HostOffload were replaced, and the host has weights of the ones that it was given: make a "
+                "new HostOffload of the new ones, and load_state_dict() of this one's state"
+            )
+
     def thawed(self) -> set[Tensor]:
         """Parameters that were frozen when they were added, and are not any more."""
         return {w.p for w in self.values() if w.frozen and (w.p.requires_grad or w.p.grad is not None)}
