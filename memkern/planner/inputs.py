@@ -96,6 +96,10 @@ class Inputs:
         main = self.cls.main_input_name
         self.needed = {n for n, p in parameters.items() if p.default is p.empty} | {main}
         self.needed |= {*BESIDE.get(main, ())} & self.names
+        if main == "pixel_values" and self.name.endswith(
+            "ForConditionalGeneration"
+        ):  # of a text about an image
+            self.needed |= {"input_ids"} & self.names
         if "return_loss" in self.names:  # of pairs of texts and images or sounds
             self.needed |= {"pixel_values", "input_features"} & self.names
 
