@@ -156,7 +156,11 @@ class Configured:
         """The number of blocks, where all are alike."""
         if len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return None
-        return getattr(self.config, "num_hidden_layers", None)
+        depth = _number(self.config, "num_hidden_layers")
+        try:
+            return None if depth is None else self.with_depth(depth).config.num_hidden_layers
+        except NotImplementedError:  # transformers', where it follows from others
+            return None
 
     def with_depth(self, depth: int) -> Configured:
         """The same model with another number of blocks."""
