@@ -205,7 +205,8 @@ def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
 def _head(model: Any) -> int:
     """Parameters of a language model's output layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return 0 if head is None else head.weight.numel()
+    weight = getattr(head, "weight", None)  # MusicGen has several heads
+    return weight.numel() if isinstance(weight, Tensor) else 0
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,0 +1,47 @@
+"""lab.studies.planned_models: of which model types a step can be planned."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+
+import pytest
+
+from lab import RESULTS
+from lab.studies import planned_models as study
+
+PATH = RESULTS / "planned-models.csv"
+LEAST = 0.95  # of the types whose default configuration transformers makes a model of
+
+
+def outcomes() -> dict[str, str]:
+    with PATH.open(newline="") as file:
+        return {row["type"]: row["outcome"] for row in csv.DictReader(file)}
+
+
+def share_planned(outcomes: dict[str, str]) -> float:
+    built = [outcome for outcome in outcomes.values() if not outcome.startswith("not built")]
+    return sum(outcome == "planned" for outcome in built) / len(built)
+
+
+def test_the_page_says_how_many_types_are_planned_for() -> None:
+    found = outcomes()
+    built = sum(not outcome.startswith("not built") for outcome in found.values())
+    planned = sum(outcome == "planned" for outcome in found.values())
+    page = (RESULTS.parents[1] / "docs/what-does-not-fit.md").read_text()
+    assert f"{planned} of {built} model types" in page
+    assert share_planned(found) >= LEAST
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "t5", "vit", "mixtral"])
+def test_small_configurations_are_planned_for(kind: str) -> None:
+    assert study.outcome(kind)[0] == "planned"
+
+
+@pytest.mark.long
+def test_each_model_type_is_planned_for() -> None:
+    def found() -> Iterator[tuple[str, str]]:
+        for kind, _ in study.types():
+            yield kind, study.outcome(kind)[0]
+
+    assert share_planned(dict(found())) >= LEAST
