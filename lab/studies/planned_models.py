@@ -19,6 +19,8 @@ import torch
 import memkern
 from lab.studies import study
 from memkern.options import OptionError
+from memkern.planner.inputs import classes_of_type
+from memkern.planner.models import resolve
 
 DEPTHS = (
     "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers",
@@ -47,22 +49,21 @@ def types() -> Iterator[tuple[str, str]]:
     """Every model type, and its class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    from memkern.planner.inputs import classes_of_type
-
     for kind in sorted(CONFIG_MAPPING_NAMES):
         for model in classes_of_type(kind):
             yield kind, model
             break
 
 
-def _builds(config: Any) -> bool:
-    from memkern.planner.models import resolve
+def _built(kind: str) -> Iterator[Any]:
+    """The type's configuration with few layers and with all, where transformers makes models of them."""
+    from transformers import CONFIG_MAPPING
 
-    try:
-        resolve(config, TOKENS, None, None, None).build(torch.float32)
-    except Exception:  # transformers' own, of any kind
-        return False
-    return True
+    for changed in (shallow, lambda config: config):
+        with contextlib.suppress(Exception), torch.device("meta"):  # transformers' own, of any kind
+            config = changed(CONFIG_MAPPING[kind]())
+            resolve(config, TOKENS, None, None, None).build(torch.float32)
+            yield config
 
 
 def outcome(kind: str) -> tuple[str, str]:
@@ -70,12 +71,8 @@ def outcome(kind: str) -> tuple[str, str]:
 
     With few layers, or with all, where a model's other sizes depend on their number.
     """
-    from transformers import CONFIG_MAPPING
-
-    with torch.device("meta"):
-        configs = [*filter(_builds, (shallow(CONFIG_MAPPING[kind]()), CONFIG_MAPPING[kind]()))]
     found = "not built: transformers makes no model of the default configuration here"
-    for config in configs:
+    for config in [*_built(kind)]:
         techniques = memkern.Techniques(state_bits=8)
         try:
             made = memkern.plan(config, memory="64GiB", seq_len=TOKENS, device="cpu", techniques=techniques)
