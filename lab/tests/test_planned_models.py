@@ -33,6 +33,7 @@ def test_the_page_says_how_many_types_are_planned_for() -> None:
     assert share_planned(found) >= LEAST
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5", "vit", "mixtral"])
 def test_small_configurations_are_planned_for(kind: str) -> None:
     assert study.outcome(kind)[0] == "planned"
