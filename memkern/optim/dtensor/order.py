@@ -24,9 +24,8 @@ class Order:
         named: list[tuple[str, Tensor]] = []
         for group in groups:
             params, names = group["params"], group.get("param_names", ())
-            names = (
-                names if len(names) == len(params) else [""] * len(params)
-            )  # the list was edited without names
+            if len(names) != len(params):  # there are none, or the list was edited without them
+                names = [""] * len(params)
             named += [(name, p) for name, p in zip(names, params, strict=True) if is_dtensor(p)]
         named.sort(key=itemgetter(0))
         self._places = {id(p): i for i, (_, p) in enumerate(named)}
