@@ -1,4 +1,4 @@
-"""A sign of life while a plan is made, which takes a minute for GPT-2-XL."""
+"""A sign of life while a plan is made, which takes half a minute for GPT-2-XL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-TEXT = "The planner tries techniques on fake tensors; a minute or more for a large model."
+TEXT = "The planner tries techniques on fake tensors; half a minute or more for a large model."
 SECONDS = 3.0
 
 
