@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -147,11 +148,11 @@ class Configured:
                         tensors[name] = made.setdefault(id(x), _empty_like(x, as_))
         return model
 
-    @property
+    @functools.cached_property
     def inputs(self) -> Inputs:
         return Inputs(self.config, self.seq_len)
 
-    @property
+    @functools.cached_property
     def depth(self) -> int | None:
         """The number of blocks, where all are alike."""
         if len(set(getattr(self.config, "layer_types", None) or ())) > 1:
