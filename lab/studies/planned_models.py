@@ -17,19 +17,17 @@ from typing import Any
 import torch
 
 import memkern
+from benchmarks import report
 from lab.studies import study
 from memkern.options import OptionError
-from memkern.planner.inputs import classes_of_type
+from memkern.planner.inputs import class_of_type
 from memkern.planner.models import resolve
 
 DEPTHS = (
     "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers",
 )  # fmt: skip
 LAYERS, TOKENS, SECONDS = 2, 64, 100
-COLUMNS = (
-    "date", "commit", "dirty", "hardware", "python", "torch", "memkern", "transformers", "type", "model", "outcome",
-    "ruled_out", "seconds",
-)  # fmt: skip
+COLUMNS = (*report.PROVENANCE, "transformers", "type", "model", "outcome", "ruled_out", "seconds")
 
 
 class TakesLong(BaseException):
@@ -54,9 +52,8 @@ def types() -> Iterator[tuple[str, str]]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     for kind in sorted(CONFIG_MAPPING_NAMES):
-        for model in classes_of_type(kind):
+        if (model := class_of_type(kind)) is not None:
             yield kind, model
-            break
 
 
 def _built(kind: str) -> Iterator[Any]:
@@ -71,10 +68,24 @@ def _built(kind: str) -> Iterator[Any]:
 
 
 def outcome(kind: str) -> tuple[str, str]:
-    """What came of a plan: "planned" or the error, and what was ruled out.
+    """What came of a plan: "planned" or the error, and what was ruled out."""
 
-    With few layers, or with all, where a model's other sizes depend on their number.
-    """
+    def timeout(*_: object) -> None:
+        raise TakesLong
+
+    before = signal.signal(signal.SIGALRM, timeout)
+    signal.alarm(SECONDS)
+    try:
+        return _outcome(kind)
+    except TakesLong:
+        return f"takes more than {SECONDS} s", ""
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _outcome(kind: str) -> tuple[str, str]:
+    """With few layers, or with all, where a model's other sizes depend on their number."""
     found = "not built: transformers makes no model of the default configuration here"
     for config in [*_built(kind)]:
         techniques = memkern.Techniques(state_bits=8)
@@ -93,22 +104,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     provenance = study.provenance_with_transformers()
 
-    def timeout(*_: object) -> None:
-        raise TakesLong
-
-    signal.signal(signal.SIGALRM, timeout)
-
     def rows() -> Iterator[dict[str, str]]:
         for kind, model in types():
             if args.types and kind not in args.types:
                 continue
             began = time.process_time()
-            signal.alarm(SECONDS)
-            try:
-                found, ruled_out = outcome(kind)
-            except TakesLong:
-                found, ruled_out = f"takes more than {SECONDS} s", ""
-            signal.alarm(0)
+            found, ruled_out = outcome(kind)
             seconds = f"{time.process_time() - began:.1f}"
             yield study.row(provenance, COLUMNS, (kind, model, found, ruled_out, seconds))
 

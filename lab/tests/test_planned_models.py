@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 
 import pytest
 
@@ -41,8 +40,4 @@ def test_small_configurations_are_planned_for(kind: str) -> None:
 
 @pytest.mark.long
 def test_each_model_type_is_planned_for() -> None:
-    def found() -> Iterator[tuple[str, str]]:
-        for kind, _ in study.types():
-            yield kind, study.outcome(kind)[0]
-
-    assert share_planned(dict(found())) >= LEAST
+    assert share_planned({kind: study.outcome(kind)[0] for kind, _ in study.types()}) >= LEAST

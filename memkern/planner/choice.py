@@ -154,7 +154,7 @@ class Chooser:
             if best is not None and ranks[techniques] >= rank(best.seconds, best.techniques):
                 break
             if predict(self.frugal(techniques)).peak > memory or not self.predictor.runs(techniques):
-                continue  # the first is found sooner
+                continue
             prediction = predict(techniques)
             if prediction.peak > memory or not self._host_fits(techniques):
                 continue

@@ -102,15 +102,13 @@ class _Values(TorchDispatchMode):
             self._true[id(out)] = out
             return out
         if func is aten.nonzero.default:
-            return torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.long, device=args[0].device)
+            return _all_of(args[0])
         if func is aten.masked_select.default:
             return torch.broadcast_tensors(*args)[0].reshape(-1).clone()
-        if func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            indices = [
-                j for i in args[1] for j in ((i,) if i is None or i.dtype != torch.bool else _all_of(i))
-            ]
+        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
+            indices = [j for i in args[1] for j in (_all_of(i).unbind(1) if _is_mask(i) else (i,))]
             return func(args[0], indices)
-        if func is aten.index_put_.default and any(i is not None and i.dtype == torch.bool for i in args[1]):
+        if func is aten.index_put_.default and any(map(_is_mask, args[1])):
             return args[0]
         if func is aten._ctc_loss.Tensor:
             log_probs, targets = args[:2]
@@ -122,8 +120,13 @@ class _Values(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
-    return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device).unbind(1)
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
+
+
+def _all_of(mask: Tensor) -> Tensor:
+    """As many indices as a mask has elements."""
+    return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
 
 
 @contextlib.contextmanager

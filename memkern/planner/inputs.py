@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,8 +40,9 @@ def architecture(config: Any) -> str:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return name
-    for name in classes_of_type(config.model_type):
-        return name
+    found = class_of_type(config.model_type)
+    if found is not None:
+        return found
     known = "images, video, audio or semantic segmentation"
     raise not_allowed(
         "model",
@@ -51,15 +51,16 @@ def architecture(config: Any) -> str:
     )
 
 
-def classes_of_type(kind: str) -> Iterator[str]:
-    """Classes for a model type. Encoders, which have a class for masked tokens, are classifiers of sequences."""
+def class_of_type(kind: str) -> str | None:
+    """The class for a model type. Encoders, which have one for masked tokens, are classifiers of sequences."""
     from transformers.models.auto import modeling_auto as auto
 
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     for task in TASKS:
         found = getattr(auto, f"{task}_MAPPING_NAMES", {}).get(kind)
         if found is not None and not (task == "MODEL_FOR_CAUSAL_LM" and masked):
-            yield found if isinstance(found, str) else found[0]
+            return found if isinstance(found, str) else found[0]
+    return None
 
 
 def text_config(config: Any) -> Any:
@@ -96,9 +97,8 @@ class Inputs:
         main = self.cls.main_input_name
         self.needed = {n for n, p in parameters.items() if p.default is p.empty} | {main}
         self.needed |= {*BESIDE.get(main, ())} & self.names
-        if main == "pixel_values" and self.name.endswith(
-            "ForConditionalGeneration"
-        ):  # of a text about an image
+        if main == "pixel_values" and self.name.endswith("ForConditionalGeneration"):
+            # of a text about an image
             self.needed |= {"input_ids"} & self.names
         if "return_loss" in self.names:  # of pairs of texts and images or sounds
             self.needed |= {"pixel_values", "input_features"} & self.names
@@ -108,17 +108,20 @@ class Inputs:
         return "pixel_values" in self.needed and "input_ids" not in self.needed
 
     @property
+    def _vision(self) -> Any:
+        return getattr(self.config, "vision_config", self.config)
+
+    @property
     def image(self) -> tuple[int, int, int]:
         """Channels, height and width."""
-        config = getattr(self.config, "vision_config", self.config)
+        config = self._vision
         side = getattr(config, "image_size", None) or 224
         height, width = side if isinstance(side, (tuple, list)) else (side, side)
         return getattr(config, "num_channels", 3), height, width
 
     @property
     def patches(self) -> int:
-        config = getattr(self.config, "vision_config", self.config)
-        size = getattr(config, "patch_size", None) or 16
+        size = getattr(self._vision, "patch_size", None) or 16
         _, height, width = self.image
         size = size if isinstance(size, int) else size[-1]
         return (height // size) * (width // size)

@@ -83,7 +83,7 @@ def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
 
 def _checked(found: Any) -> Any:
     if isinstance(found, OptionError):
-        raise found
+        raise found.with_traceback(None)  # which would grow with each time
     return found
 
 
