@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_structure, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from . import _ops
@@ -80,12 +80,12 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
 
 
-def _group(blocks: list[nn.Module], bits: int | None, returned: list[Any]) -> None:
+def _group(blocks: list[nn.Module], bits: int | None, returned: list[TreeSpec]) -> None:
     """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments.
 
-    They return what they were given, as what a block returns: a tensor, or a tuple of that length. So the model must
-    hand each block that very tensor, which is seen at every call. returned: the type and the length of what a block
-    has returned, for all groups. While it is empty, a group's first block has a checkpoint of its own, and fills it.
+    They return what they were given, in the structure of what a block returns: a tensor, or a tuple with one. So the
+    model must hand each block that very tensor, which is seen at every call. returned: that structure, for all groups.
+    While it is empty, a group's first block has a checkpoint of its own, and fills it.
     """
     forwards = [block.forward for block in blocks]
     calls: Calls = []
@@ -123,33 +123,25 @@ def _group(blocks: list[nn.Module], bits: int | None, returned: list[Any]) -> No
             return _checkpoint(run, x, recorded, bits)
         start = 1
         out = _checkpoint(lambda x, calls: forwards[0](x, *calls[0][0], **calls[0][1]), x, recorded, bits)
-        returned.append(_shape_of(out))
+        returned.append(_structure_of(out))
         return out
 
     for index, block in enumerate(blocks):
         block.forward = functools.partial(forward, index)
 
 
-Shape = tuple[type, int] | None
-"""The type and the length of what a block returns; None for a tensor."""
-
-
-def _shape_of(out: Any) -> Shape:
-    if isinstance(out, Tensor):
-        return None
-    if not isinstance(out, (tuple, list)) or any(isinstance(leaf, Tensor) for leaf in tree_leaves(out[1:])):
+def _structure_of(out: Any) -> TreeSpec:
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    if [id(x) for x in tree_leaves(out) if isinstance(x, Tensor)] != [id(first)]:
         raise RuntimeError(
             "checkpointing='sqrt' runs several blocks in one checkpoint, and these return more than one tensor; "
             "checkpointing='blocks' does not mind"
         )
-    return type(out), len(out)
+    return tree_structure(out)
 
 
-def _as_returned(x: Tensor, shape: Shape) -> Any:
-    if shape is None:
-        return x
-    kind, length = shape
-    return kind((x, *[None] * (length - 1)))
+def _as_returned(x: Tensor, structure: TreeSpec) -> Any:
+    return tree_unflatten([x, *[None] * (structure.num_leaves - 1)], structure)
 
 
 def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
@@ -187,7 +179,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) ->
     if bits not in CHECKPOINT_BITS:
         raise not_allowed("bits", bits, ", ".join(map(repr, CHECKPOINT_BITS)))
     for blocks in _block_lists_of(model, how):
-        returned: list[Any] = []
+        returned: list[TreeSpec] = []
         size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
         for start in range(0, len(blocks), size):
             _group(blocks[start : start + size], bits, returned)

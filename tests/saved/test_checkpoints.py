@@ -1,7 +1,7 @@
 """Inputs of checkpoints: exact, or in codes with which the forward pass goes on, too."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -237,3 +237,23 @@ def test_blocks_that_return_two_tensors_are_refused_by_groups() -> None:
     memkern.checkpoint_blocks(other, "blocks")
     expected = gradients(plain, X)
     assert all(torch.equal(grad, expected[name]) for name, grad in gradients(other, X).items())
+
+
+class Output(NamedTuple):
+    hidden: Tensor
+    attention: Any = None
+
+
+class Named(ReturnsBlock):
+    def forward(self, x: Tensor) -> Any:
+        return Output(*super().forward(x))
+
+
+def test_blocks_that_return_named_tuples() -> None:
+    expected, model = Returns(lambda x: ()), Returns(lambda x: ())
+    model.blocks = nn.ModuleList(Named(lambda x: ()) for _ in range(7))
+    model.load_state_dict(expected.state_dict())
+    memkern.checkpoint_blocks(model, "sqrt")
+    for _ in range(2):
+        found = gradients(model, X)
+        assert all(torch.equal(found[name], grad) for name, grad in gradients(expected, X).items())
