@@ -124,14 +124,14 @@ def sigmoid(x: Tensor, *, bits: int = 3) -> Tensor:
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> Tensor:
     """``log(1 + exp(beta x)) / beta``, and x where ``beta x > threshold``."""
-    check_beta(beta)
+    check_positive("beta", beta)
     return activate(x, "softplus", bits, parameters=(constant(beta), constant(threshold)))
 
 
-def check_beta(beta: float) -> None:
-    """Raises ValueError unless softplus' ``beta`` is positive."""
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, got {beta!r}")
+def check_positive(name: str, value: float) -> None:
+    """Raises ValueError unless an argument (softplus' ``beta``, CELU's ``alpha``) is positive."""
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")
 
 
 def mish(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:
@@ -160,14 +160,8 @@ def celu(x: Tensor, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3)
     Raises:
         ValueError: ``alpha`` is not positive.
     """
-    check_alpha(alpha)
+    check_positive("alpha", alpha)
     return activate(x, "celu", bits, inplace=inplace, parameters=(constant(alpha), 0.0))
-
-
-def check_alpha(alpha: float) -> None:
-    """Raises ValueError unless CELU's ``alpha`` is positive."""
-    if not alpha > 0:
-        raise ValueError(f"alpha must be positive, got {alpha!r}")
 
 
 def selu(x: Tensor, inplace: bool = False, *, bits: int = 3) -> Tensor:

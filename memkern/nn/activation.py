@@ -16,6 +16,17 @@ from ..fewbit.fit import Derivative, fit_levels
 from ..fewbit.levels import Levels, check_bits
 
 
+class _ShowsBits(nn.Module):
+    bits: int
+
+    def extra_repr(self) -> str:
+        return _joined(super().extra_repr(), f"bits={self.bits}")
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
+
+
 class GELU(nn.GELU):
     """GELU; ``keep``, what is saved for backward: see :func:`memkern.functional.gelu`."""
 
@@ -48,11 +59,7 @@ class SiLU(nn.SiLU):
         return _joined(super().extra_repr(), f"bits={self.bits}, keep={self.keep!r}")
 
 
-def _joined(*parts: str) -> str:
-    return ", ".join(filter(None, parts))
-
-
-class Tanh(nn.Tanh):
+class Tanh(_ShowsBits, nn.Tanh):
     """Hyperbolic tangent."""
 
     def __init__(self, *, bits: int = 3) -> None:
@@ -63,11 +70,8 @@ class Tanh(nn.Tanh):
     def forward(self, input: Tensor) -> Tensor:
         return F.tanh(input, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
 
-
-class Sigmoid(nn.Sigmoid):
+class Sigmoid(_ShowsBits, nn.Sigmoid):
     """``1 / (1 + exp(-x))``."""
 
     def __init__(self, *, bits: int = 3) -> None:
@@ -78,27 +82,21 @@ class Sigmoid(nn.Sigmoid):
     def forward(self, input: Tensor) -> Tensor:
         return F.sigmoid(input, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
 
-
-class Softplus(nn.Softplus):
+class Softplus(_ShowsBits, nn.Softplus):
     """``log(1 + exp(beta x)) / beta``; ``beta`` positive."""
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> None:
         super().__init__(beta, threshold)
-        F.check_beta(beta)
+        F.check_positive("beta", beta)
         check_bits(bits)
         self.bits = bits
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softplus(input, self.beta, self.threshold, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits={self.bits}"
 
-
-class Mish(nn.Mish):
+class Mish(_ShowsBits, nn.Mish):
     """``x tanh(softplus(x))``."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
@@ -108,9 +106,6 @@ class Mish(nn.Mish):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.mish(input, self.inplace, bits=self.bits)
-
-    def extra_repr(self) -> str:
-        return _joined(super().extra_repr(), f"bits={self.bits}")
 
 
 class Hardswish(nn.Hardswish):
@@ -128,7 +123,7 @@ class Hardswish(nn.Hardswish):
         return _joined("inplace=True" if self.inplace else "", f"bits={self.bits}")
 
 
-class QuickGELU(nn.Module):
+class QuickGELU(_ShowsBits):
     """``x sigmoid(1.702 x)``, CLIP's."""
 
     def __init__(self, *, bits: int = 3) -> None:
@@ -139,11 +134,8 @@ class QuickGELU(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         return F.quick_gelu(input, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
 
-
-class ELU(nn.ELU):
+class ELU(_ShowsBits, nn.ELU):
     """``x`` where positive, else ``alpha (exp(x) - 1)``."""
 
     def __init__(self, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> None:
@@ -154,27 +146,21 @@ class ELU(nn.ELU):
     def forward(self, input: Tensor) -> Tensor:
         return F.elu(input, self.alpha, self.inplace, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits={self.bits}"
 
-
-class CELU(nn.CELU):
+class CELU(_ShowsBits, nn.CELU):
     """``x`` where positive, else ``alpha (exp(x / alpha) - 1)``; ``alpha`` positive."""
 
     def __init__(self, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> None:
         super().__init__(alpha, inplace)
-        F.check_alpha(alpha)
+        F.check_positive("alpha", alpha)
         check_bits(bits)
         self.bits = bits
 
     def forward(self, input: Tensor) -> Tensor:
         return F.celu(input, self.alpha, self.inplace, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits={self.bits}"
 
-
-class SELU(nn.SELU):
+class SELU(_ShowsBits, nn.SELU):
     """1.0507 times ELU with an alpha of 1.6733."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
@@ -185,11 +171,8 @@ class SELU(nn.SELU):
     def forward(self, input: Tensor) -> Tensor:
         return F.selu(input, self.inplace, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return _joined(super().extra_repr(), f"bits={self.bits}")
 
-
-class LogSigmoid(nn.LogSigmoid):
+class LogSigmoid(_ShowsBits, nn.LogSigmoid):
     """``-log(1 + exp(-x))``."""
 
     def __init__(self, *, bits: int = 3) -> None:
@@ -200,11 +183,8 @@ class LogSigmoid(nn.LogSigmoid):
     def forward(self, input: Tensor) -> Tensor:
         return F.logsigmoid(input, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
 
-
-class Softsign(nn.Softsign):
+class Softsign(_ShowsBits, nn.Softsign):
     """``x / (1 + |x|)``."""
 
     def __init__(self, *, bits: int = 3) -> None:
@@ -215,11 +195,8 @@ class Softsign(nn.Softsign):
     def forward(self, input: Tensor) -> Tensor:
         return F.softsign(input, bits=self.bits)
 
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
 
-
-class Tanhshrink(nn.Tanhshrink):
+class Tanhshrink(_ShowsBits, nn.Tanhshrink):
     """``x - tanh(x)``."""
 
     def __init__(self, *, bits: int = 3) -> None:
@@ -229,9 +206,6 @@ class Tanhshrink(nn.Tanhshrink):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.tanhshrink(input, bits=self.bits)
-
-    def extra_repr(self) -> str:
-        return f"bits={self.bits}"
 
 
 class ReLU(nn.ReLU):
