@@ -24,7 +24,7 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
             its number, a float32 tensor of shape (layers,) on its device. 1 where a layer was not adapted.
         """
         found, number = {}, 0
-        states = replaced.states(self.param_groups, self.state, self._looks)
+        states = replaced.states_of(self)
         for group in self.param_groups:
             for p, name in zip(
                 group["params"], group.get("param_names", [None] * len(group["params"])), strict=True

@@ -105,19 +105,20 @@ def moved(
     ]
 
 
-def states(groups: Sequence[Group], found: Mapping[Any, Any], before: Sequence[Look]) -> dict[Tensor, State]:
-    """The states of the groups' parameters as the next step will have them, for who reads them before it.
+def states_of(optimizer: Any) -> dict[Tensor, State]:
+    """The states of a block-wise optimizer's parameters as its next step will have them, for who reads them before.
 
-    Each knows its format, and one whose parameter was replaced is that of the parameter in its place. ``found``: by
-    their own parameters. Raises ValueError as :func:`moved` does.
+    Each knows its format, and one whose parameter was replaced is that of the parameter in its place. Raises ValueError
+    as :func:`moved` does.
     """
+    groups, found = optimizer.param_groups, optimizer.state
     own = {
         p: State.of(values, Format.of(group))
         for group in groups
         for p in group["params"]
         if (values := found.get(p))
     }
-    return own | {new: state for _, new, state in moved(groups, found, before)}
+    return own | {new: state for _, new, state in moved(groups, found, optimizer._looks)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

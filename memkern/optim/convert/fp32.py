@@ -12,8 +12,8 @@ from ...reference.weights import split_weight
 from ..base import BlockwiseOptimizer
 from ..dtensor.shards import local, placed
 from ..offload.host import HostOffload
+from ..replaced import states_of
 from ..weights import KEYS, fp32_weight
-from .states import states_of
 
 
 def _check_model(model: Any, optimizer: Any) -> None:

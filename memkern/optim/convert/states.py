@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...schemas import StepOp
-from .. import replaced
 from ..base import BlockwiseOptimizer
 from ..loading import block_order
+from ..replaced import states_of
 from ..state import State, load_moment, moment_dtype
 
 # memkern's own, which no other state has (torch.optim's capturable is the caller's choice)
@@ -74,11 +74,6 @@ def own_entries(optimizer: BlockwiseOptimizer) -> Iterator[Entry]:
     for i, (p, group) in enumerate(pairs):
         if p in states:
             yield i, p, group, states[p]
-
-
-def states_of(optimizer: BlockwiseOptimizer) -> dict[Tensor, State]:
-    """The states by parameter, also of one that has taken another's place since the last step."""
-    return replaced.states(optimizer.param_groups, optimizer.state, optimizer._looks)
 
 
 def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> list[Entry]:

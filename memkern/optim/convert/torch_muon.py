@@ -8,6 +8,7 @@ import torch
 
 from .. import weights
 from ..muon import Muon
+from ..replaced import states_of
 from ..state import store_moment
 from .states import (
     OPTIONS,
@@ -18,7 +19,6 @@ from .states import (
     floats_of,
     loadable,
     numbers,
-    states_of,
 )
 from .torch import adam_state
 
