@@ -65,14 +65,11 @@ def _first_line(error: Exception) -> str:
 def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
     """The error for a step that raises on fake tensors. It names what differs from plain training."""
     plain = Techniques(micro_batch=techniques.micro_batch)
-    fields = dataclasses.fields(Techniques)
-    with_ = [
-        f"{f.name}={spelled(getattr(techniques, f.name))}"
-        for f in fields
-        if getattr(techniques, f.name) != getattr(plain, f.name)
-    ]
-    if with_:
-        return NotTraced("techniques", f"{', '.join(with_)}: the model's step raises {_first_line(error)}")
+    names = [field.name for field in dataclasses.fields(Techniques)]
+    differ = [name for name in names if getattr(techniques, name) != getattr(plain, name)]
+    if differ:
+        given = ", ".join(f"{name}={spelled(getattr(techniques, name))}" for name in differ)
+        return NotTraced("techniques", f"{given}: the model's step raises {_first_line(error)}")
     return NotTraced(
         "model",
         f"a plain training step raises on fake tensors ({_first_line(error)}); allowed: a model that can be built, and "
@@ -96,10 +93,12 @@ class Predictor:
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
-        def caught(found_by: Callable[..., Any]) -> Callable[[Techniques], Any]:
+        def cached(run: Callable[..., Any]) -> Callable[[Techniques], Any]:
+            """What it returns, or the error to raise: functools.cache would forget that."""
+
             def found(techniques: Techniques) -> Any:
                 try:
-                    return found_by(source, techniques, fake_device)
+                    return run(source, techniques, fake_device)
                 except OptionError as error:
                     return error
                 except Exception as error:  # a model's own code may raise anything
@@ -107,7 +106,7 @@ class Predictor:
 
             return functools.cache(found)
 
-        self._traces, self._fixed = caught(fake_step.traces), caught(fake_step.fixed)
+        self._traces, self._fixed = cached(fake_step.traces), cached(fake_step.fixed)
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from memkern import optim
 from tests.support.helpers import assert_same
+from tests.support.random_options import OPTIONS, set_option
 from tests.support.schedulers import SCHEDULERS
 from tests.support.sharded import whole
 
@@ -28,17 +29,6 @@ BUILDS: list[Any] = [
     optim.Muon,
 ]  # fmt: skip
 SHAPES = [(64, 64), (40, 100), (33,), (8, 4, 3, 3), (2, 300), (37, 3, 5), (1001,), (48, 40)]
-VALUES: dict[str, list[Any]] = {
-    "lr": [1e-3, 1e-2],
-    "weight_decay": [0.0, 0.1],
-    "betas": [(0.9, 0.99), (0.5, 0.9)],
-    "codec": ["power", "dynamic"],
-    "block_size": [64, 128],
-    "state_bits": [8, 32],
-    "min_8bit_size": [0, 4096],
-    "max_grad_norm": [None, 0.1],
-    "amsgrad": [False, True],
-}
 STEPS = 5
 Place = Callable[[Tensor], Tensor]
 
@@ -148,15 +138,9 @@ class Program:
     # ---- what is done between two steps
 
     def set_option(self) -> None:
-        name = self.choice.choice([*VALUES])
-        value, groups = self.choice.choice(VALUES[name]), self.optimizer.param_groups
-        if name == "max_grad_norm" and not self.can_clip:
-            return
-        if name != "max_grad_norm" and self.choice.random() < 0.4:
-            groups = [self.choice.choice(groups)]
-        for group in groups:
-            if name in group:
-                group[name] = value
+        set_option(
+            self.choice, self.optimizer.param_groups, OPTIONS, () if self.can_clip else ("max_grad_norm",)
+        )
 
     def load(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))

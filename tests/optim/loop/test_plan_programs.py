@@ -13,24 +13,13 @@ from torch import Tensor, nn
 from memkern import optim
 from memkern.optim.state import State
 from tests.support.helpers import assert_same
+from tests.support.random_options import OPTIONS, set_option
 
 BUILDS = [
     optim.AdamW8bit, optim.Lion8bit, optim.SGD8bit, optim.LAMB8bit, optim.LARS8bit, optim.Muon8bit, optim.Adam,
 ]  # fmt: skip
 SHAPES = [(64, 64), (40, 100), (33,), (8, 4, 3, 3), (70000,), (16, 300), (128, 32)]
-VALUES: dict[str, list[Any]] = {
-    "lr": [1e-3, 1e-2],
-    "weight_decay": [0.0, 0.1],
-    "betas": [(0.9, 0.99), (0.5, 0.9)],
-    "codec": ["power", "dynamic"],
-    "block_size": [64, 128],
-    "state_bits": [8, 32],
-    "min_8bit_size": [0, 4096],
-    "max_grad_norm": [None, 0.1],
-    "amsgrad": [False, True],
-    "stochastic_rounding": [False, True],
-    "layers": [1, 2],
-}
+VALUES = OPTIONS | {"stochastic_rounding": [False, True], "layers": [1, 2]}
 STEPS = 8
 
 
@@ -65,13 +54,7 @@ class Program:
     # ---- what is done between two steps
 
     def set_option(self) -> None:
-        name = self.choice.choice([*VALUES])
-        value, groups = self.choice.choice(VALUES[name]), self.optimizer.param_groups
-        if name != "max_grad_norm" and self.choice.random() < 0.4:
-            groups = [self.choice.choice(groups)]
-        for group in groups:
-            if name in group:
-                group[name] = value
+        set_option(self.choice, self.optimizer.param_groups, VALUES)
 
     def replace_entry(self) -> None:
         if state := self.a_state():
