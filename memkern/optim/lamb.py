@@ -44,7 +44,7 @@ class LAMB(LayerwiseOptimizer):
         layers: for tensors of two or more dimensions that are many layers: their number, each an equal run of rows
             along the outermost dimension in memory (3 for the ``(3 * width, width)`` weight of a fused q, k and v), or
             ``"rows"`` for a ratio per row. Layers are whole blocks, so rows shorter than one may not divide. Default 1.
-        trust_bounds: (low, high) of phi, 0 <= low < high, or None for phi(z) = z, which the paper's experiments have.
+        trust_bounds: (low, high) of phi, 0 <= low < high, or None for phi(z) = z, the paper's other choice.
             high may be ``math.inf``. With a low above 0 a layer of zeros has a ratio, too. Default None.
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
