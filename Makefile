@@ -62,6 +62,8 @@ bench: $(VENV)/.installed
 evidence: $(VENV)/.installed
 	for peer in scikit-learn torchao pytorch_optimizer flashoptim gefen numba; do $(BIN)/python -m pip install -q $$peer || true; done
 	$(BIN)/python -m lab.studies.convergence $(EVIDENCE_ARGS)
+	$(BIN)/python -m pip uninstall -q -y gefen && $(BIN)/python -m pip install -q gefen-x || true  # one module
+	$(BIN)/python -m lab.studies.convergence $(EVIDENCE_ARGS)
 	$(BIN)/python -m lab.studies.convergence table
 
 # On a machine with a GPU, without a network: uses the torch that $(PYTHON) already has, and needs nothing else but nvcc or

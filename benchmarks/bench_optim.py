@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import memkern
 from memkern.memory import optimizer_bytes, tensor_bytes
@@ -19,6 +20,14 @@ Shapes = Sequence[tuple[int, ...]]
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 UNUSED = {"DeepSpeed CPULion": "exp_avg_sq"}  # state that is allocated and never read or written
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors of the states, those in objects too: flashoptim's moments are some."""
+    objects = [
+        x for x in tree_leaves([*optimizer.state.values()]) if type(x).__module__.startswith("flashoptim")
+    ]
+    return optimizer_bytes(optimizer) + sum(tensor_bytes(vars(x).values()) for x in objects)
 
 
 def stepper(
@@ -45,14 +54,14 @@ def stepper(
 
         def moved_bytes() -> int:  # parameter and states in and out, gradient in
             unused = tensor_bytes(state.get(UNUSED.get(name)) for state in optimizer.state.values())
-            size, state = tensor_bytes(params), optimizer_bytes(optimizer) - unused
+            size, state = tensor_bytes(params), state_bytes(optimizer) - unused
             return 3 * size + 2 * state + reads(size, state)
 
         def step() -> None:
             with memkern.use_backend(backend) if backend else contextlib.nullcontext():
                 optimizer.step()
 
-        return Subject(step, moved_bytes, lambda: optimizer_bytes(optimizer))
+        return Subject(step, moved_bytes, lambda: state_bytes(optimizer))
 
     return Contender(name, setup)
 
@@ -62,6 +71,12 @@ def of(module: str, cls: str, **options: Any) -> Make:
     return lambda params: getattr(importlib.import_module(module), cls)(params, **options)
 
 
+def flash_adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """flashoptim's at its defaults, which add 8 bits to each bf16 weight (24 in all) and are refused for fp32 ones."""
+    bits = 24 if params[0].dtype == torch.bfloat16 else None
+    return of("flashoptim", "FlashAdamW", master_weight_bits=bits)(params)
+
+
 ADAMW = {
     "memkern AdamW8bit": of("memkern.optim", "AdamW8bit"),
     "memkern AdamW": of("memkern.optim", "AdamW"),
@@ -69,7 +84,7 @@ ADAMW = {
     "torch AdamW foreach": of("torch.optim", "AdamW", foreach=True),
     "bitsandbytes AdamW8bit": of("bitsandbytes.optim", "AdamW8bit"),
     "torchao AdamW8bit": of("torchao.optim", "AdamW8bit"),
-    "flashoptim AdamW": of("flashoptim", "FlashAdamW"),
+    "flashoptim AdamW": flash_adamw,
     "DeepSpeed CPUAdam": of("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
 }
 ADAM = {

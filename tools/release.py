@@ -1,7 +1,11 @@
-"""python tools/release.py version REF: whether a tag such as refs/tags/v0.1.0 is that of memkern/_version.py.
+"""What a release needs beside its build. Needs nothing but the standard library; docs/releasing.md has the whole way.
 
-The version stands there alone: pyproject.toml reads it, and CHANGELOG.md and CITATION.cff must name the same. Of a ref
-that is no tag only these are checked. Needs nothing but the standard library.
+python tools/release.py version REF: whether a tag such as refs/tags/v0.1.0 is that of memkern/_version.py. The version
+stands there alone: pyproject.toml reads it, and CHANGELOG.md and CITATION.cff must name the same. Of a ref that is no
+tag only these are checked.
+
+python tools/release.py links URL REF: writes the repository's address into README.md and pyproject.toml, for a build
+alone. A package index shows the README without the repository, where relative links lead nowhere.
 """
 
 from __future__ import annotations
@@ -39,9 +43,40 @@ def problems(ref: str) -> list[str]:
     return found
 
 
+def with_links(text: str, url: str, ref: str) -> str:
+    """The README with whole links: to files of the repository at a tag or branch, and to pictures as they are."""
+    name = ref.removeprefix("refs/tags/").removeprefix("refs/heads/")
+
+    def whole(found: re.Match[str]) -> str:
+        kind = "raw" if found[1] == "!" else "tree" if (ROOT / found[3].split("#")[0]).is_dir() else "blob"
+        return f"{found[1]}[{found[2]}]({url}/{kind}/{name}/{found[3]})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)", whole, text)
+
+
+def with_urls(project: str, url: str) -> str:
+    """pyproject.toml with the addresses that an index shows beside the page."""
+    places = {"Repository": url, "Changelog": f"{url}/blob/main/CHANGELOG.md", "Issues": f"{url}/issues"}
+    urls = "".join(f'{name} = "{place}"\n' for name, place in places.items())
+    after = "[project.optional-dependencies]\n"
+    return project.replace(after, f"[project.urls]\n{urls}\n{after}", 1)
+
+
+def write_links(url: str, ref: str) -> None:
+    for name, change in (
+        ("README.md", lambda text: with_links(text, url, ref)),
+        ("pyproject.toml", lambda text: with_urls(text, url)),
+    ):
+        path = ROOT / name
+        path.write_text(change(path.read_text()))
+
+
 def main(argv: list[str]) -> int:
+    if len(argv) == 3 and argv[0] == "links" and argv[1].startswith("https://"):
+        write_links(argv[1].rstrip("/"), argv[2])
+        return 0
     if len(argv) != 2 or argv[0] != "version":
-        print("usage: python tools/release.py version REF", file=sys.stderr)
+        print("usage: python tools/release.py version REF | links https://... REF", file=sys.stderr)
         return 2
     found = problems(argv[1])
     print("\n".join(found) or version(), file=sys.stderr if found else sys.stdout)

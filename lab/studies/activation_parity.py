@@ -155,10 +155,11 @@ def gradient_errors(model: GPT, text: torch.Tensor, setting: Setting) -> dict[st
 
 
 def results(setting: Setting) -> Iterator[dict[str, str]]:
-    from memkern.train.data import find_files, load_corpus
+    from memkern.train.data import load_corpus
+    from memkern.train.files import standard_library_files
 
     provenance = machine.provenance("cpu")
-    library = [str(file) for file in find_files(()) if str(file) != FINE_TUNED_ON]
+    library = [str(file) for file in standard_library_files() if str(file) != FINE_TUNED_ON]
     corpus = load_corpus(library, seq_len=setting.seq_len)
     other = load_corpus([FINE_TUNED_ON], seq_len=setting.seq_len)
     tokens = setting.batch_size * setting.seq_len

@@ -26,7 +26,7 @@ CURES: dict[str, tuple[str, str]] = {
     "args": (_BNB, "write its entries as arguments"),
     "max_unorm": (
         _BNB,
-        "trust ratios bound the update; write trust_clip=True for at most 1",
+        "trust ratios bound the update; write trust_clip=True for at most 1, or trust_bounds=(0, high)",
     ),
     "adam_w_mode": (_APEX, "take memkern.optim.AdamW for True, memkern.optim.Adam for False"),
     "bias_correction": (_APEX, "Adam and AdamW always have it; leave it out (LAMB has the argument)"),

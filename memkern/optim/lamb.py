@@ -28,6 +28,7 @@ class LAMB(LayerwiseOptimizer):
 
     The trust ratio ``|p| / |u|`` is one number per tensor, or per layer of it (``layers``). It is 1 where a norm is
     0 or NaN, and where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a group without decay.
+    With ``trust_bounds`` it is ``phi(|p|) / |u|``, where ``phi(z) = min(max(z, low), high)``.
 
     Args:
         params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
@@ -43,6 +44,8 @@ class LAMB(LayerwiseOptimizer):
         layers: for tensors of two or more dimensions that are many layers: their number, each an equal run of rows
             along the outermost dimension in memory (3 for the ``(3 * width, width)`` weight of a fused q, k and v), or
             ``"rows"`` for a ratio per row. Layers are whole blocks, so rows shorter than one may not divide. Default 1.
+        trust_bounds: (low, high) of phi, 0 <= low < high, or None for phi(z) = z, the paper's other choice.
+            high may be ``math.inf``. With a low above 0 a layer of zeros has a ratio, too. Default None.
         maximize: ascend instead of descend. Default False.
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
         differentiable: not supported, must be False.
@@ -60,7 +63,7 @@ class LAMB(LayerwiseOptimizer):
         TypeError: a parameter of another dtype.
 
     Sources: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962),
-    algorithm 2; the options are those of timm.optim.Lamb.
+    algorithm 2, and section 3 for phi; the options are those of timm.optim.Lamb.
     """
 
     op = LAMB_STEP
@@ -83,6 +86,7 @@ class LAMB(LayerwiseOptimizer):
         foreach: bool | None = None,
         *,
         layers: int | str = 1,
+        trust_bounds: tuple[float, float] | None = None,
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
@@ -109,6 +113,7 @@ class LAMB(LayerwiseOptimizer):
             "always_adapt": always_adapt,
             "decoupled_decay": decoupled_decay,
             "layers": layers,
+            "trust_bounds": trust_bounds,
             "maximize": maximize,
             "capturable": capturable,
         }
@@ -120,7 +125,7 @@ class LAMB8bit(LAMB):
 
     Args:
         params, lr, bias_correction, betas, eps, weight_decay, trust_clip, always_adapt, decoupled_decay, layers,
-            maximize: as for :class:`LAMB`.
+            trust_bounds, maximize: as for :class:`LAMB`.
         grad_averaging, caution, corrected_weight_decay, differentiable: must keep their defaults.
         foreach, fused: accepted and ignored. capturable: for CUDA graphs.
         state_bits: default 8; 32 for moments in fp32.

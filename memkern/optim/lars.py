@@ -33,7 +33,8 @@ class LARS(LayerwiseOptimizer):
         p = p - lr * m                               (nesterov: p = p - lr * (d + momentum * m))
 
     The trust ratio is one number per tensor, or per layer of it (``layers``). It is 1 where a norm is 0 or NaN, and
-    where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a group without decay.
+    where ``weight_decay`` is 0 unless ``always_adapt``: so for biases and norms in a group without decay. With
+    ``trust_bounds`` it is made of ``phi(|p|) = min(max(|p|, low), high)`` in place of ``|p|``.
 
     Args:
         params: tensors, named tensors or groups, as for :class:`memkern.optim.Adam`.
@@ -51,6 +52,7 @@ class LARS(LayerwiseOptimizer):
         foreach, fused: accepted and ignored; every step is one fused call for all tensors.
         differentiable: not supported, must be False.
         layers: as for :class:`memkern.optim.LAMB`. Default 1.
+        trust_bounds: (low, high) of phi, as for :class:`memkern.optim.LAMB`. Default None.
         maximize: ascend instead of descend. Default False.
         capturable, state_bits, block_size, codec, min_8bit_size, max_grad_norm, master_weights, stochastic_rounding:
             as for :class:`memkern.optim.Adam`.
@@ -68,8 +70,8 @@ class LARS(LayerwiseOptimizer):
         TypeError: a parameter of another dtype.
 
     Sources: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962),
-    algorithm 1; classic: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (arXiv
-    1708.03888), with the options of timm.optim.Lars.
+    algorithm 1, and section 3 for phi; classic: You, Gitman and Ginsburg, "Large Batch Training of Convolutional
+    Networks" (arXiv 1708.03888), with the options of timm.optim.Lars.
     """
 
     op = LARS_STEP
@@ -89,6 +91,7 @@ class LARS(LayerwiseOptimizer):
         foreach: bool | None = None,
         *,
         layers: int | str = 1,
+        trust_bounds: tuple[float, float] | None = None,
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
@@ -107,6 +110,7 @@ class LARS(LayerwiseOptimizer):
             "trust_clip": trust_clip,
             "always_adapt": always_adapt,
             "layers": layers,
+            "trust_bounds": trust_bounds,
             "maximize": maximize,
             "capturable": capturable,
         }
@@ -134,7 +138,7 @@ class LARS8bit(LARS):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, trust_coeff, eps, trust_clip, always_adapt, layers,
-            maximize: as for :class:`LARS`.
+            trust_bounds, maximize: as for :class:`LARS`.
         foreach, fused: accepted and ignored. differentiable: must be False. capturable: for CUDA graphs.
         state_bits: default 8; 32 for moments in fp32.
         block_size, codec, min_8bit_size: how the momentum is stored, see :class:`Adam`; tensors with fewer than

@@ -9,12 +9,13 @@ from torch import Tensor
 from . import replaced
 from .base import BlockwiseOptimizer
 from .state import layers_number, layers_of
+from .trust_bounds import check_trust_bounds
 
 
 class LayerwiseOptimizer(BlockwiseOptimizer):
     """An optimizer whose steps are scaled by a trust ratio per layer; the last step's are in the state."""
 
-    storage_options = (*BlockwiseOptimizer.storage_options, "layers")
+    storage_options = (*BlockwiseOptimizer.storage_options, "layers", "trust_bounds")
 
     def trust_ratios(self) -> dict[str, Tensor]:
         """The trust ratios of the last step, for logging: the state's own tensors, which the next step overwrites.
@@ -34,8 +35,14 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
                 number += 1
         return found
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group.setdefault("trust_bounds", None)  # earlier versions had none
+        super().__setstate__(state)
+
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        check_trust_bounds(group.get("trust_bounds"))
         layers = group["layers"]
         if layers != "rows" and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
             raise ValueError(f"layers must be a number of layers, 1 or more, or 'rows', got {layers!r}")

@@ -116,7 +116,8 @@ def prepared(target: Target, state_dict: dict[str, Any]) -> tuple[dict[str, Any]
 
 def _check_options(target: Target, k: int, saved: Group) -> None:
     """Raises ValueError for a saved group that lacks options of the optimizer."""
-    own = {*target.defaults} - {"differentiable"}  # torch's __setstate__ adds that one
+    # torch's __setstate__ adds the first; states of earlier versions lack the second.
+    own = {*target.defaults} - {"differentiable", "trust_bounds"}
     if missing := own - {*saved}:
         names = [f"memkern.optim.{name}" for name in target.converters]
         way = (

@@ -20,7 +20,7 @@ from ..quant.codec import CODECS, POWER4
 from ..quant.layout import extent, is_dense
 from ..reference.state import check_step
 from ..schemas import AMSGRAD_STEP, MUON_STEP, StepArgs, StepOp
-from . import step_errors, weights
+from . import step_errors, trust_bounds, weights
 from .checks import check_gradient
 from .dtensor import calls as dtensor_calls
 from .dtensor import collectives, shards
@@ -213,7 +213,7 @@ class StepPlan:
         if exchanged:
             dtensor_muon.steps(exchanged, groups)
         for reduced in reductions:
-            dtensor_calls.step_with_reduction(reduced)
+            dtensor_calls.step_with_reduction(reduced, groups)
         for call in with_gaps:
             (p,) = call.args.params
             dense = _buffer(buffers, p).copy_(p)
@@ -245,6 +245,8 @@ class StepPlan:
         try:
             if call.op is MUON_STEP:
                 muon_step(taken, call.by_reference, groups, call.product_devices)
+            elif call.op.has_trust_ratios and any(groups[k].get("trust_bounds") for k in {*taken.group}):
+                trust_bounds.step_(call.op, taken, call.by_reference, groups)
             else:
                 _ops.step_(call.op, taken, call.by_reference)
         except step_errors.OP_ERRORS as error:

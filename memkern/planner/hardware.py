@@ -45,6 +45,21 @@ def default(device: str) -> Hardware:
     return hardware
 
 
+def rate_of(hardware: Hardware, techniques: Techniques) -> float:
+    """Operations per second of the matrix products."""
+    return hardware.flops if techniques.precision == "fp32" else hardware.half_flops
+
+
+def passes_of(techniques: Techniques) -> float:
+    """Forward pass, gradients of activations and of weights; with checkpoints the forward pass twice."""
+    passes = 3.0
+    if techniques.checkpointing:
+        passes += 1
+    if techniques.linear_share is not None:
+        passes -= 1 - techniques.linear_share
+    return passes
+
+
 def seconds(
     hardware: Hardware,
     techniques: Techniques,
@@ -71,12 +86,8 @@ def seconds(
     technique. state_bytes: of the optimizer and of the errors. attention: operations per token of the products of
     queries, keys, probabilities and values in a forward pass. left: bytes of a micro-batch that leave the device.
     """
-    passes = 3.0
-    if techniques.checkpointing:
-        passes += 1
-    if techniques.linear_share is not None:
-        passes -= 1 - techniques.linear_share
-    rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
+    passes = passes_of(techniques)
+    rate = rate_of(hardware, techniques)
     of_a_pass = techniques.micro_batch * tokens * (2 * parameters + attention) / rate
     micro_batch = passes * of_a_pass
     if techniques.loss_chunk:
@@ -95,6 +106,20 @@ def seconds(
     return total
 
 
+def intensity(
+    techniques: Techniques, *, parameters: int, tokens: int, weight_bytes: int, saved: int, attention: float
+) -> float:
+    """Operations per byte of a micro-batch's passes, as the roofline model (Williams et al. 2009) has them.
+
+    The bytes are the least that the passes move: each reads the weights, the last writes their gradients, and what is
+    ``saved`` is written in the forward pass and read in the backward pass. The operations are those of
+    :func:`seconds`.
+    """
+    passes = passes_of(techniques)
+    operations = passes * techniques.micro_batch * tokens * (2 * parameters + attention)
+    return operations / ((passes + 1) * weight_bytes + 2 * saved)
+
+
 def hidden_from(
     hardware: Hardware, techniques: Techniques, *, parameters: int, quadratic: float, left: float
 ) -> int | None:
@@ -103,7 +128,7 @@ def hidden_from(
     Both are proportional to the tokens but for attention, whose operations per token are ``quadratic`` times the
     tokens. ``left``: bytes per token. None: never.
     """
-    rate = hardware.flops if techniques.precision == "fp32" else hardware.half_flops
+    rate = rate_of(hardware, techniques)
     lacking = left * rate / hardware.link - 2 * parameters
     if lacking <= 0:
         return 1

@@ -152,6 +152,8 @@ def verdict(plan: Plan) -> Iterator[str]:
         yield "Fits as it is: plain training needs no more than the limit."
     yield f"{'The fastest that fits' if plan.fits_as_it_is else 'Fits'}: {p.techniques}."
     yield f"Largest micro-batch with these: {plan.largest_micro_batch}."
+    if p.balance:
+        yield _roofline(p)
     if p.host:
         yield f"On the host: {p.host / GIB:.2f} GiB."
     if p.left:
@@ -160,6 +162,14 @@ def verdict(plan: Plan) -> Iterator[str]:
     yield "In a loop of your own:"
     yield ""
     yield plan.code()
+
+
+def _roofline(p: Prediction) -> str:
+    limit = "arithmetic limits them" if p.intensity >= p.balance else "memory limits them"
+    return (
+        f"Roofline: the passes have {p.intensity:,.0f} operations for each byte of weights and saved tensors that they "
+        f"move, this device {p.balance:,.0f} for each of its memory: {limit}, and memory limits the optimizer's step."
+    )
 
 
 def _transfers(plan: Plan, p: Prediction) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..options import OptionError, Techniques, spelled
-from .hardware import Hardware, hidden_from, seconds
+from .hardware import Hardware, hidden_from, intensity, rate_of, seconds
 
 CATEGORIES = (
     "parameters",
@@ -38,7 +38,8 @@ class Prediction:
     host: bytes on the host with offload: weights, states, and buffers for the transfers; and ``left``, what leaves the
     device in a forward pass with offload_saved. hidden_from: tokens from which a forward pass's arithmetic takes as
     long as the transfer of that, None if no number does. seconds: of an optimizer step, by the model of
-    memkern/planner/hardware.py.
+    memkern/planner/hardware.py. intensity: operations per byte of a micro-batch's passes; balance: the device's
+    operations per byte of its memory.
     """
 
     techniques: Techniques
@@ -48,6 +49,8 @@ class Prediction:
     seconds: float
     left: int = 0
     hidden_from: int | None = None
+    intensity: float = 0.0
+    balance: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -216,6 +219,8 @@ class Predictor:
             )
             if left
             else None,
+            self._intensity(techniques),
+            rate_of(self.hardware, techniques) / self.hardware.bandwidth,
         )
 
     def seconds(self, techniques: Techniques, left: int = 0) -> float:
@@ -233,6 +238,18 @@ class Predictor:
             state_bytes=fixed.optimizer + fixed.errors,
             attention=self.source.attention * self.source.tokens,
             left=left,
+        )
+
+    def _intensity(self, techniques: Techniques) -> float:
+        """Operations per byte of a micro-batch's passes."""
+        fixed = self.fixed(techniques)
+        return intensity(
+            techniques,
+            parameters=fixed.count,
+            tokens=self.source.tokens,
+            weight_bytes=fixed.parameters,
+            saved=self._saved(techniques),
+            attention=self.source.attention * self.source.tokens,
         )
 
     def _saved(self, techniques: Techniques) -> int:

@@ -38,9 +38,9 @@ def load(config: TrainConfig) -> Source:
     hf_config = huggingface.load_config(config)
     huggingface.auto_class(hf_config)
     huggingface.check_seq_len(config, hf_config)
-    train, validation, files = read_documents(config.data, text_field=config.text_field)
-    tokenizer = huggingface.load_tokenizer(config, hf_config, train)
-    return Source(token_corpus(config, train, validation, files, tokenizer), hf_config, tokenizer)
+    documents = read_documents(config.data, text_field=config.text_field)
+    tokenizer = huggingface.load_tokenizer(config, hf_config, documents.train)
+    return Source(token_corpus(config, documents, tokenizer), hf_config, tokenizer)
 
 
 def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:

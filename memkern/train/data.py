@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from ..options import OptionError
 from .config import TrainConfig
-from .tables import TEXT_FIELD, check_installed, field, is_table, rows
+from .files import find_files
+from .tables import TEXT_FIELD, is_table, texts
 
 VALIDATION_SHARE = 10  # one byte in ten: the tail of every file
-SNIFF = 8192
 IGNORED = -100  # a target that is not predicted: torch's ignore_index
 
 
@@ -45,14 +44,20 @@ class Corpus:
     name: str
     files: int
     digest: str
+    left_out: Sequence[str] = ()
+    """Files of the folders that are no text, each with the reason."""
     unit: ClassVar[str] = "byte"
     """The unit of sizes and losses."""
 
     def description(self) -> str:
-        """Name and sizes in one line."""
+        """Name and sizes in one line, and what was left out."""
+        left_out = ""
+        if self.left_out:
+            more = f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else ""
+            left_out = f"; left out: {', '.join(self.left_out[:3])}{more}"
         return (
             f"{self.name} ({self.files} files): {len(self.train):,} {self.unit}s for training, "
-            f"{len(self.validation):,} for validation"
+            f"{len(self.validation):,} for validation{left_out}"
         )
 
     def steps_per_epoch(self, config: TrainConfig) -> int:
@@ -81,67 +86,16 @@ class Corpus:
         return [Batch(*batch) for batch in batches]
 
 
-def standard_library_files() -> list[Path]:
-    """The running Python's own .py files, sorted by path, without site-packages and without tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return [
-        path
-        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
-        if left_out.isdisjoint(path.relative_to(root).parts[:-1])
-    ]
-
-
-def text_files(folder: Path) -> Iterator[Path]:
-    """Text files under ``folder``, sorted by path.
-
-    Left out: what is hidden, links to folders, and binary files (git's rule: a zero byte in the first 8 KiB) but
-    Parquet.
-    """
-    for parent, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(parent, name)
-            if name.startswith(".") or not path.is_file():
-                continue
-            with path.open("rb") as file:
-                if 0 not in file.read(SNIFF) or is_table(path):
-                    yield path
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def find_files(data: Sequence[str]) -> list[Path]:
-    """The files that ``data`` names, each once, in that order. Raises OptionError for a binary file."""
-    if not data:
-        return standard_library_files()
-    files: dict[Path, None] = {}
-    for name in data:
-        path = Path(name)
-        try:
-            if path.is_dir():
-                files.update((file.resolve(), None) for file in text_files(path))
-            elif path.is_file():
-                with path.open("rb") as file:
-                    if 0 in file.read(SNIFF) and not is_table(path):
-                        raise OptionError(
-                            "data", f"{name!r} given, a binary file; allowed: text, JSONL, CSV, Parquet"
-                        )
-                files[path.resolve()] = None
-            else:
-                raise OptionError("data", f"{name!r} given, which is neither a file nor a folder")
-        except OSError as error:
-            raise OptionError("data", f"{name!r} given, which cannot be read: {error}") from error
-    check_installed(list(files))
-    return list(files)
-
-
 def check_lengths(name: str, train: int, validation: int, seq_len: int, unit: str) -> None:
     """Raises OptionError unless both are long enough for a window and its targets."""
-    if not train:
+    if not train and not validation:
         raise OptionError("data", f"{name!r} given, which holds no text; allowed: files or folders of text")
+    if not train or not validation:
+        part = "training" if validation else "validation"
+        why = "every tenth row of a table is for validation, and the last tenth of a text"
+        raise OptionError(
+            "data", f"{name!r} given, which holds no text for {part} ({why}); allowed: ten rows or more"
+        )
     shortest = min(train, validation)
     if shortest >= seq_len + 1:
         return
@@ -162,10 +116,8 @@ def read_bytes(path: Path, text_field: str) -> tuple[bytes, bytes]:
     """
     if is_table(path):
         parts: tuple[list[str], list[str]] = ([], [])
-        for number, row in enumerate(rows(path), 1):
-            parts[number % VALIDATION_SHARE == 0].append(
-                field(row, "text_field", text_field, path, number) + "\n"
-            )
+        for number, text in enumerate(texts(path, text_field), 1):
+            parts[number % VALIDATION_SHARE == 0].append(text + "\n")
         return "".join(parts[0]).encode(), "".join(parts[1]).encode()
     try:
         content = path.read_bytes()
@@ -178,14 +130,14 @@ def read_bytes(path: Path, text_field: str) -> tuple[bytes, bytes]:
 def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str | None = None) -> Corpus:
     """Reads files and folders whole into memory; the last tenth of every file's bytes is for validation.
 
-    Of a .jsonl, .csv, .tsv or .parquet file the text is that of ``text_field`` (default "text"), and every tenth row is
-    for validation. Empty ``data``: ``standard_library_files()``. Raises OptionError where nothing can be read, or
-    where training or validation text is too short for one window of seq_len + 1 bytes.
+    Of a table (.jsonl, .json, .csv, .tsv, .parquet) the text is that of ``text_field`` (default "text"), and every
+    tenth row is for validation. Empty ``data``: ``standard_library_files()``. Raises OptionError where nothing can be
+    read, or where training or validation text is too short for one window of seq_len + 1 bytes.
     """
     files = find_files(data)
     name = " ".join(data) if data else f"Python {sysconfig.get_python_version()} standard library"
     train, validation = bytearray(), bytearray()
-    for path in files:
+    for path in files.paths:
         parts = read_bytes(path, text_field or TEXT_FIELD)
         train += parts[0]
         validation += parts[1]
@@ -197,8 +149,9 @@ def load_corpus(data: Sequence[str] = (), *, seq_len: int, text_field: str | Non
         train=torch.frombuffer(train, dtype=torch.uint8),
         validation=torch.frombuffer(validation, dtype=torch.uint8),
         name=name,
-        files=len(files),
+        files=len(files.paths),
         digest=digest.hexdigest(),
+        left_out=files.left_out,
     )
 
 

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ..options import OptionError
-from .data import VALIDATION_SHARE, find_files
-from .tables import TEXT_FIELD, decoded, field, is_table, rows
+from .data import VALIDATION_SHARE
+from .files import find_files
+from .tables import TEXT_FIELD, decoded, is_table, texts
+
+
+class Documents(NamedTuple):
+    """The documents for training and for validation, the number of files, and what folders have beside them."""
+
+    train: list[str]
+    validation: list[str]
+    files: int
+    left_out: list[str]
 
 
 def read_table(path: Path, text_field: str, train: list[str], validation: list[str]) -> None:
     """Adds a table's rows: every tenth one is for validation, as files are often sorted."""
-    for number, row in enumerate(rows(path), 1):
-        if text := field(row, "text_field", text_field, path, number):
+    for number, text in enumerate(texts(path, text_field), 1):
+        if text:
             (train if number % VALIDATION_SHARE else validation).append(text)
 
 
@@ -26,23 +37,23 @@ def read_text(path: Path, train: list[str], validation: list[str]) -> None:
             documents.append(part)
 
 
-def read_documents(data: Sequence[str], *, text_field: str | None = None) -> tuple[list[str], list[str], int]:
-    """The documents for training and for validation, and the number of files.
+def read_documents(data: Sequence[str], *, text_field: str | None = None) -> Documents:
+    """The documents of files and folders.
 
-    A text file is a document, of which the last tenth is for validation. A row of a .jsonl, .csv, .tsv or .parquet file
-    is one, and every tenth row is for validation.
+    A text file is a document, of which the last tenth is for validation. A row of a table (.jsonl, .json, .csv, .tsv,
+    .parquet) is one, and every tenth row is for validation.
 
     Raises OptionError for what cannot be read, is no such file, has no such field or holds no text.
     """
     files = find_files(data)
     train: list[str] = []
     validation: list[str] = []
-    for path in files:
+    for path in files.paths:
         if is_table(path):
             read_table(path, text_field or TEXT_FIELD, train, validation)
         else:
             read_text(path, train, validation)
-    if not train:
+    if not train and not validation:
         given = " ".join(data)
         raise OptionError("data", f"{given!r} given, which holds no text; allowed: files or folders of text")
-    return train, validation, len(files)
+    return Documents(train, validation, len(files.paths), files.left_out)

@@ -24,6 +24,7 @@ from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe
 SAFE = {"trust_remote_code": False}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CLASSIFIER = "ForSequenceClassification"
+ADAPTERS = "adapters are trained by PEFT with an optimizer of memkern.optim"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model")
 
 
@@ -59,19 +60,40 @@ def load_config(config: TrainConfig) -> Any:
     quiet()
     name, path = config.model, Path(config.model)
     allowed = f"allowed: {', '.join(MODELS)}, a folder that save_pretrained wrote, or a name on the Hugging Face Hub"
+    if (path / "adapter_config.json").is_file():
+        text = f"{name!r} given, adapters of PEFT; allowed: a whole model, as merge_and_unload() makes it; {ADAPTERS}"
+        raise OptionError("model", text)
     if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         kind = "a file" if path.is_file() else "a folder without config.json"
         raise OptionError("model", f"{name!r} given, {kind}; {allowed}")
     if path.is_dir():
         with named("config.json cannot be used", name, "allowed: a folder that save_pretrained wrote"):
-            return AutoConfig.from_pretrained(path, **SAFE)
+            return trainable(AutoConfig.from_pretrained(path, **SAFE), config)
     if config.from_config and name in BUILT_IN:
         source: Any = resolve(name, 1, None, None, None)
         return source.config
     if not HUB_NAME.fullmatch(name):
         raise OptionError("model", f"{name!r} given, which is no folder and no name; {allowed}")
     with named("no such model could be had from the Hugging Face Hub", name, allowed):
-        return AutoConfig.from_pretrained(name, **SAFE)
+        return trainable(AutoConfig.from_pretrained(name, **SAFE), config)
+
+
+def trainable(hf_config: Any, config: TrainConfig) -> Any:
+    """The configuration for random weights without its quantization. Raises OptionError for quantized weights."""
+    given = getattr(hf_config, "quantization_config", None)
+    if given is None:
+        return hf_config
+    if config.from_config:
+        del hf_config.quantization_config
+        return hf_config
+    options = given if isinstance(given, dict) else given.to_dict()
+    method = str(options.get("quant_method", "unknown"))
+    bits = next((f" in {n} bits" for n in (4, 8) if options.get(f"load_in_{n}bit")), "")
+    raise OptionError(
+        "model",
+        f"{config.model!r} given, whose weights are quantized ({method}{bits}) and would stay as they are; "
+        f"allowed: unquantized weights, or --from-config; {ADAPTERS}",
+    )
 
 
 def check_seq_len(config: TrainConfig, hf_config: Any) -> None:

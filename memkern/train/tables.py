@@ -1,24 +1,25 @@
-"""Rows out of JSONL, CSV, TSV and Parquet files, read by ``datasets``, and their fields."""
+"""Texts out of the rows of JSONL, JSON, CSV, TSV and Parquet files, each error with file, row and reason."""
 
 from __future__ import annotations
 
-import glob
+import contextlib
+import csv
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..options import OptionError
 
 TEXT_FIELD = "text"
-_READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),  # "NA" and "null" are texts
-    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
-    ".parquet": ("parquet", {}),
-}
-TABLES = tuple(_READERS)
+Row = tuple[str, dict[str, Any]]
+"""Where a row is, as "row 3 (line 4)", and its fields."""
+
+_SPACE = re.compile(r"\s*")
+_RECORDS = re.compile(rb"\s*\[\s*[{\]]")  # an array of objects, or an empty one
+_LINES = re.compile(rb"\s*\{[^\n]*\}\s*\n\s*\{")  # an object a line
 
 
 def decoded(path: Path) -> str:
@@ -34,70 +35,179 @@ def decoded(path: Path) -> str:
 
 
 def is_table(path: Path) -> bool:
-    return path.suffix.lower() in TABLES
+    """Whether rows are read from the file; of a .json file where it is an array of objects, or has one a line."""
+    return _reader(path) is not None
 
 
 def check_installed(paths: Sequence[Path]) -> None:
-    """Raises OptionError where one of the files is a table and ``datasets`` is absent."""
-    table = next(filter(is_table, paths), None)
-    if table is not None and importlib.util.find_spec("datasets") is None:
+    """Raises OptionError where one of the files is Parquet and ``pyarrow`` is absent."""
+    table = next((path for path in paths if path.suffix.lower() == ".parquet"), None)
+    if table is not None and importlib.util.find_spec("pyarrow") is None:
         raise OptionError(
-            "data", f"{str(table)!r} needs datasets: pip install memkern[data], or convert the file to text"
+            "data", f"{str(table)!r} needs pyarrow: pip install memkern[data], or convert the file to JSONL"
         )
 
 
-def _stream(path: Path, features: Any = None) -> Iterator[dict[str, Any]]:
-    """The file's rows in order, with nothing written to the disk."""
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors become OptionErrors of one line
-    builder, options = _READERS[path.suffix.lower()]
-    files = glob.escape(str(path))
-    return iter(
-        datasets.load_dataset(
-            builder, data_files=files, split="train", streaming=True, features=features, **options
-        )
-    )
+def texts(path: Path, name: str) -> Iterator[str]:
+    """The field ``name`` of each row, in the rows' order. Raises OptionError, with the row, where there is no text."""
+    read = _reader(path)
+    assert read is not None
+    try:
+        for where, row in read(path, name):
+            yield _text(row, name, f"{where} of {str(path)!r}")
+    except OSError as error:
+        raise OptionError("data", f"{str(path)!r} cannot be read: {error}") from error
 
 
-def _strings(path: Path) -> Any:
-    """The features of a CSV file, all of them strings: its types would change texts such as 1.50."""
-    from datasets import Features, Value
-
-    return Features({name: Value("string") for name in next(_stream(path), {})}) or None
+def _absent(name: str, names: Iterable[str], where: str) -> OptionError:
+    allowed = ", ".join(map(repr, names)) or "none"
+    return OptionError("text_field", f"{name!r} given, which {where} has not; allowed: {allowed}")
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table. Raises OptionError where they cannot be read."""
+def _text(row: dict[str, Any], name: str, where: str) -> str:
+    if name not in row:
+        raise _absent(name, row, where)
+    value = row[name]
+    if value is None:
+        why = f"which is null or missing in {where}; allowed: a text in every row"
+        raise OptionError("text_field", f"{name!r} given, {why}")
+    if not isinstance(value, (str, int, float)):
+        raise OptionError("text_field", f"{name!r} given, which is no text in {where}")
+    text = value if isinstance(value, str) else json.dumps(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell one, UTF-8 cannot
+        half = f"half a surrogate pair, \\u{ord(text[error.start]):x}, at character {error.start}"
+        raise OptionError("data", f"{where}: {name!r} has {half}; allowed: whole characters") from error
+    return text
+
+
+@contextlib.contextmanager
+def _named(path: Path, where: str) -> Iterator[None]:
+    """Whatever a reader raises becomes an OptionError with the place."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        why = f"byte {error.object[error.start]:#04x} is no UTF-8 text"
+        raise OptionError("data", f"{where} of {str(path)!r}: {why}; allowed: text in UTF-8") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        why = f"no JSON: {error.msg} at {line}column {error.colno}"
+        raise OptionError("data", f"{where} of {str(path)!r}: {why}") from error
+    except RecursionError as error:
+        raise OptionError("data", f"{where} of {str(path)!r}: brackets are nested too deeply") from error
+    except (ValueError, csv.Error) as error:
+        why = str(error).partition("; use sys.")[0]  # of a number with more digits than Python converts
+        why = why.replace("unexpected end of data", 'a quote (") is opened and not closed')
+        raise OptionError("data", f"{where} of {str(path)!r}: {why}") from error
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("no object; allowed: a JSON object in every row")
+    return value
+
+
+def _json_lines(path: Path, name: str) -> Iterator[Row]:
+    with path.open("rb") as file:
+        row = 0
+        for line, content in enumerate(file, 1):
+            if not content.strip(b"\xef\xbb\xbf\r\n\t "):
+                continue
+            row += 1
+            where = f"row {row} (line {line})"
+            with _named(path, where):
+                found = _object(
+                    json.loads(content.rstrip(b"\r\n").decode("utf-8-sig" if line == 1 else "utf-8"))
+                )
+            yield where, found
+
+
+def _json_array(path: Path, name: str) -> Iterator[Row]:
+    content = decoded(path)
+    decode = json.JSONDecoder().raw_decode
+
+    def skip(place: int) -> int:
+        return _SPACE.match(content, place).end()  # type: ignore[union-attr]  # it matches nothing, too
+
+    row, place = 0, skip(content.index("[") + 1)
+    while content[place : place + 1] != "]":
+        row += 1
+        where = f"row {row}"
+        with _named(path, where):
+            value, place = decode(content, place)
+            found = _object(value)
+            place = skip(place)
+            if content[place : place + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", content, place)
+            if content[place] == ",":
+                place = skip(place + 1)
+        yield where, found
+
+
+def _separated(path: Path, name: str) -> Iterator[Row]:
+    """CSV's and TSV's rows; the first line has the names. All fields are texts as they stand in the file."""
+    limit = csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is shorter than many texts
     try:
         with path.open("rb") as file:
-            first = file.read(4096).lstrip(b"\xef\xbb\xbf\r\n\t ")[:1]
-        if not first:
-            return
-        builder = _READERS[path.suffix.lower()][0]
-        if builder == "json" and first != b"{":  # of a list datasets would make a column of its values
-            raise ValueError("its first line is no object; allowed: an object a line")
-        yield from _stream(path, _strings(path) if builder == "csv" else None)
-    except Exception as error:  # pandas' and pyarrow's, some wrapped by datasets
-        cause = str(error.__cause__ or error).strip().split("\n")[0]
-        raise OptionError("data", f"{str(path)!r} is no {path.suffix[1:].upper()} file: {cause}") from error
+            lines = (line.decode("utf-8-sig" if i == 0 else "utf-8") for i, line in enumerate(file))
+            reader = csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            names: list[str] | None = None
+            row = 0
+            while True:
+                where = f"row {row + 1} (line {reader.line_num + 1})" if names else "the first line"
+                with _named(path, where):
+                    fields = next(reader, None)
+                    if fields is None:
+                        return
+                    if names is not None and len(fields) > len(names):
+                        raise ValueError(f"{len(fields)} fields, where the first line has {len(names)} names")
+                    if names is None and len({*fields}) < len(fields):
+                        raise ValueError("a name is there twice")
+                if not fields:
+                    continue
+                if names is None:
+                    names = fields
+                    continue
+                row += 1
+                yield where, dict(zip(names, [*fields, *[None] * (len(names) - len(fields))], strict=True))
+    finally:
+        csv.field_size_limit(limit)
 
 
-def field(row: dict[str, Any], option: str, name: str, path: Path, number: int) -> str:
-    """A field of a row as text. Raises OptionError for the option that named it."""
-    value = row.get(name)
-    if value is None and name in row:
-        raise OptionError(
-            option,
-            f"{name!r} given, which is null or missing in row {number} of {str(path)!r}; allowed: a text in every row",
-        )
-    if value is None:
-        names = ", ".join(map(repr, row)) or "none"
-        raise OptionError(
-            option, f"{name!r} given, which row {number} of {str(path)!r} has not; allowed: {names}"
-        )
-    if not isinstance(
-        value, (str, int, float)
-    ):  # a list, an object, or a date that pyarrow has made of a text
-        raise OptionError(option, f"{name!r} given, which is no text in row {number} of {str(path)!r}")
-    return value if isinstance(value, str) else json.dumps(value)
+def _parquet(path: Path, name: str) -> Iterator[Row]:
+    """By pyarrow, a batch of rows of one column at a time."""
+    from pyarrow import ArrowException, parquet
+
+    row = 0
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if name not in names:
+            raise _absent(name, names, f"{str(path)!r}")
+        for batch in file.iter_batches(columns=[name]):
+            for found in batch.to_pylist():
+                row += 1
+                yield f"row {row}", found
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise OptionError("data", f"{str(path)!r} is no Parquet file, after row {row}: {reason}") from error
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".csv": _separated,
+    ".tsv": _separated,
+    ".parquet": _parquet,
+}
+
+
+def _reader(path: Path) -> Callable[[Path, str], Iterator[Row]] | None:
+    ending = path.suffix.lower()
+    if ending != ".json":
+        return _READERS.get(ending)
+    with path.open("rb") as file:
+        lines = (line for line in file if line.strip())
+        head = next(lines, b"").removeprefix(b"\xef\xbb\xbf") + next(lines, b"")
+    return _json_array if _RECORDS.match(head) else _json_lines if _LINES.match(head) else None

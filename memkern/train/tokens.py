@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .config import TrainConfig
 from .data import IGNORED, Batch, Corpus, check_lengths, validation_batches
+from .documents import Documents
 from .tokenizers import Tokenizer, stream
 
 
@@ -82,10 +83,10 @@ def name_of(config: TrainConfig) -> str:
     return " ".join(config.data) if config.data else "Python's standard library"
 
 
-def token_corpus(
-    config: TrainConfig, train: Sequence[str], validation: Sequence[str], files: int, tokenizer: Tokenizer
-) -> Tokens:
+def token_corpus(config: TrainConfig, documents: Documents, tokenizer: Tokenizer) -> Tokens:
     """Windows of all documents. Raises OptionError where they are shorter than a window."""
-    streams = [stream(tokenizer, texts) for texts in (train, validation)]
+    streams = [stream(tokenizer, texts) for texts in (documents.train, documents.validation)]
     check_lengths(name_of(config), len(streams[0]), len(streams[1]), config.seq_len, "token")
-    return Tokens(streams[0], streams[1], name_of(config), files, digest_of(streams))
+    return Tokens(
+        streams[0], streams[1], name_of(config), documents.files, digest_of(streams), documents.left_out
+    )

@@ -117,12 +117,17 @@ def without_packages() -> None:
     check_installed(("a_package_that_is_absent",))
 
 
-def without_datasets() -> None:
-    Path("rows.csv").write_text("text\n" + "fox\n" * 100)
+def without_pyarrow() -> None:
+    Path("rows.parquet").write_bytes(b"PAR1")
     found = importlib.util.find_spec
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else found(name))
-        train("--data", "rows.csv")()
+        patched.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else found(name))
+        train("--data", "rows.parquet")()
+
+
+def nine_rows() -> None:
+    Path("rows.csv").write_text("text\n" + "fox\n" * 9)
+    train("--data", "rows.csv")()
 
 
 planned = train("--model", "byte-tiny", "--fit", "1MiB", "--data", "text.txt")
@@ -149,7 +154,8 @@ CAUSES: list[Callable[[], Any]] = [
     train("--steps", "1", "--data", "short.txt"),
     train("--resume", "short.txt"),
     without_packages,
-    without_datasets,
+    without_pyarrow,
+    nine_rows,
 ]
 
 
@@ -177,7 +183,7 @@ def test_the_message_is_what_memkern_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 500)
-    Path("short.txt").write_text("fox")
+    Path("short.txt").write_text("fox jumps.")
     with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning, SystemExit)) as raised:
         cause()
     said = capsys.readouterr().err + str(raised.value)

@@ -62,7 +62,11 @@ def test_the_tests_run_on_both_ends_of_what_is_supported() -> None:
 
 def test_nothing_is_published_by_itself() -> None:
     publish = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]["publish"]
-    assert publish["if"].startswith("vars.PUBLISH == 'yes' && startsWith(github.ref, 'refs/tags/v')")
+    asked = "(vars.PUBLISH == 'yes' || vars.PUBLISH == 'test')"
+    assert publish["if"] == f"{asked} && startsWith(github.ref, 'refs/tags/v')"
+    for place in (publish["environment"], publish["env"]["TWINE_REPOSITORY"]):
+        assert place == "${{ vars.PUBLISH == 'yes' && 'pypi' || 'testpypi' }}"
+    assert publish["permissions"] == {"id-token": "write"}
     assert publish["needs"] == "test"
 
 
@@ -74,4 +78,20 @@ def test_the_version_is_the_same_everywhere() -> None:
     )
     done = subprocess.run([sys.executable, ROOT / "tools" / "release.py"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "usage: python tools/release.py version REF\n"
+    assert done.stderr == "usage: python tools/release.py version REF | links https://... REF\n"
+
+
+def test_an_index_gets_whole_links() -> None:
+    release = runpy.run_path(str(ROOT / "tools" / "release.py"))
+    text = (ROOT / "README.md").read_text()
+    whole = release["with_links"](text, "https://host/o/memkern", "refs/tags/v1.2.3")
+    assert "![Bytes before" in whole
+    assert "(https://host/o/memkern/raw/v1.2.3/docs/assets/saves.png)" in whole
+    assert "(https://host/o/memkern/blob/v1.2.3/docs/gpu-checks.md#on-an-h200)" in whole
+    assert "[examples/](https://host/o/memkern/tree/v1.2.3/examples)" in whole
+    links = re.findall(r"\]\(([^)]+)\)", whole)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", text))
+    assert all(link.startswith(("https://", "#")) for link in links)
+    project = release["with_urls"]((ROOT / "pyproject.toml").read_text(), "https://host/o/memkern")
+    assert project.count("[project.urls]") == 1
+    assert 'Repository = "https://host/o/memkern"' in project

@@ -22,7 +22,7 @@ from tests.support.sharded import Odd, alone, everything, gpt, in_shards, mesh, 
 LAYERWISE = {
     "LAMB8bit": (optim.LAMB8bit, {}),
     "LAMB decoupled, clipped": (optim.LAMB, {"decoupled_decay": True, "trust_clip": True}),
-    "LARS8bit": (optim.LARS8bit, {"weight_decay": 1e-2}),
+    "LARS8bit, bounds on norms": (optim.LARS8bit, {"weight_decay": 1e-2, "trust_bounds": (0.5, 2.0)}),
     "LARS8bit classic": (optim.LARS8bit, {"trust_coeff": 1e-2, "nesterov": True}),
     "LAMB8bit, a ratio per row": (optim.LAMB8bit, {"layers": "rows", "block_size": 8}),
 }

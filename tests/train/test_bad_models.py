@@ -44,6 +44,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write("vit/config.json", json.dumps(transformers.ViTConfig().to_dict()))
     write("classes/config.json", config(architectures=["GPT2ForSequenceClassification"]))
     write("torn/config.json", config())
+    write(
+        "4bit/config.json", config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    )
+    write(
+        "8bit/config.json", config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    )
+    write("fp8/config.json", config(quantization_config={"quant_method": "fp8"}))
+    write("adapters/adapter_config.json", "{}")
     write("torn/model.safetensors", b"\x10\x00")
     write("folder/readme", "no model")
     write("full/file", "kept")
@@ -65,13 +73,17 @@ BAD = [
     (["--model", "torn", "--bytes"], "--model", "cannot be built"),
     (["--model", "vit", "--from-config", "--bytes"], "--model", "no causal language model"),
     (["--model", "classes", "--bytes"], "--model", "a sequence classifier", "a causal language model"),
+    (["--model", "4bit", "--bytes"], "--model", "quantized (bitsandbytes in 4 bits)", "memkern.optim"),
+    (["--model", "8bit", "--bytes"], "--model", "quantized (bitsandbytes in 8 bits)", "unquantized weights"),
+    (["--model", "fp8", "--bytes"], "--model", "quantized (fp8)", "unquantized weights"),
+    (["--model", "adapters"], "--model", "adapters of PEFT", "a whole model", "by PEFT with"),
     (["--model", "few", "--from-config", "--bytes"], "--bytes", "100", "258"),
     ([*MODEL, "--seq-len", "65"], "--seq-len", "65 given", "1 to 64"),
     ([*MODEL, "--data", "binary"], "--data", "a binary file"),
     ([*MODEL, "--data", "nothing"], "--data", "holds no text"),
     ([*MODEL, "--data", "latin.txt"], "--data", "byte 3", "UTF-8"),
-    ([*MODEL, "--data", "bad.jsonl"], "--data", "bad.jsonl' is no JSONL file: "),
-    ([*MODEL, "--data", "list.jsonl"], "--data", "list.jsonl' is no JSONL file: its first line is no object"),
+    ([*MODEL, "--data", "bad.jsonl"], "--data", "row 2 (line 2) of", "bad.jsonl': no JSON: "),
+    ([*MODEL, "--data", "list.jsonl"], "--data", "list.jsonl': no object; allowed: a JSON object"),
     (
         [*MODEL, "--data", "null.jsonl"],
         "--text-field",

@@ -1,6 +1,7 @@
 """The text that is trained on, and its batches."""
 
 import csv
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 
 from memkern import OptionError
 from memkern.train import Corpus, load_corpus, tables
-from memkern.train.data import standard_library_files, step_batches, validation_batches
+from memkern.train.data import step_batches, validation_batches
+from memkern.train.files import standard_library_files
 
 
 def test_the_tail_of_every_file_is_for_validation(tmp_path: Path) -> None:
@@ -89,9 +91,8 @@ def write_rows(path: Path) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     elif path.suffix == ".parquet":
-        from datasets import Dataset
-
-        Dataset.from_list(ROWS).to_parquet(path)
+        pyarrow = pytest.importorskip("pyarrow")
+        importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path)
     else:
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(
@@ -110,58 +111,90 @@ def test_bytes_of_a_table_are_those_of_its_texts(tmp_path: Path, ending: str, na
     texts = [row[name] + "\n" for row in ROWS]
     assert bytes(corpus.validation.tolist()) == (texts[9] + texts[19]).encode()
     assert bytes(corpus.train.tolist()) == "".join(texts[:9] + texts[10:19]).encode()
-    with pytest.raises(
-        OptionError, match=r"text_field: 'prose' given, which row 1 .* has not; allowed: 'id'"
-    ):
+    with pytest.raises(OptionError, match=r"text_field: 'prose' given, which .* has not; allowed: 'id'"):
         load_corpus([str(tmp_path)], seq_len=8, text_field="prose")
 
 
-def test_a_table_without_datasets_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else found(name))
-    (tmp_path / "a.txt").write_text("text " * 100)
-    assert load_corpus([str(tmp_path)], seq_len=8).files == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyarrow" else found(name))
     write_rows(tmp_path / "rows.csv")
+    assert load_corpus([str(tmp_path)], seq_len=8).files == 1
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(
-        OptionError, match=r"rows.csv' needs datasets: pip install memkern\[data\], or convert"
+        OptionError, match=r"rows.parquet' needs pyarrow: pip install memkern\[data\], or convert"
     ):
         load_corpus([str(tmp_path)], seq_len=8)
+
+
+def test_fields_of_csv_are_texts_as_they_stand(tmp_path: Path) -> None:
+    texts = [
+        "1.50",
+        "NA",
+        "null",
+        "true",
+        "007",
+        "2020-01-01",
+        " a ",
+        'say "x"',
+        "two\r\nlines",
+        "\u2028",
+        "x" * 200_000,
+    ]
+    path = tmp_path / "a[1]*.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file)
+        writer.writerows([["text", "id"], *([text, i] for i, text in enumerate(texts))])
+    limit = csv.field_size_limit()
+    assert [*tables.texts(path, "text")] == texts
+    assert [*tables.texts(path, "id")] == [*map(str, range(len(texts)))]
+    assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("rows.parquet", b"PAR1" + bytes(100)),
-        ("rows.jsonl", b'{"text": "a"}\n{"text": \n'),
-        ("rows.csv", b'text,id\n"a,1\n'),
-        ("rows.tsv", b"text\n\xff\n"),
+        ("array.json", json.dumps(ROWS)),
+        ("pretty.json", "\n\n" + json.dumps(ROWS, indent=2) + "\n"),
+        ("marked.json", "\ufeff" + json.dumps(ROWS, ensure_ascii=False)),
+        ("lines.json", "\n\n".join(map(json.dumps, ROWS))),
+        ("lines.ndjson", "\r\n".join(map(json.dumps, ROWS))),
     ],
 )
-def test_a_file_that_is_no_table(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(OptionError, match=rf"{name}' is no {name[5:].upper()} file: .") as caught:
-        load_corpus([str(tmp_path)], seq_len=8)
-    assert "\n" not in str(caught.value)
+def test_json_records(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert [*tables.texts(tmp_path / name, "text")] == [row["text"] for row in ROWS]
 
 
-def test_fields_of_csv_are_texts_as_they_stand(tmp_path: Path) -> None:
-    texts = ["1.50", "NA", "null", "true", "007", "2020-01-01", " a ", 'say "x"', "two\r\nlines", "\u2028"]
-    path = tmp_path / "a[1]*.csv"  # no pattern
-    with path.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.writer(file)
-        writer.writerows([["text", "id"], *([text, i] for i, text in enumerate(texts))])
-    assert [row["text"] for row in tables.rows(path)] == texts
-    assert [row["id"] for row in tables.rows(path)] == [*map(str, range(len(texts)))]
+@pytest.mark.parametrize("content", ['{"a": 1}', '{\n  "a": {\n    "b": 1\n  }\n}\n', '["a", "b"]', ""])
+def test_other_json_is_text(tmp_path: Path, content: str) -> None:
+    (tmp_path / "package.json").write_text(content)
+    assert not tables.is_table(tmp_path / "package.json")
 
 
 def test_tables_without_rows(tmp_path: Path) -> None:
-    for name, content in (("a.jsonl", "\n"), ("b.csv", "text\n"), ("c.tsv", "")):
+    for name, content in (("a.jsonl", "\n"), ("b.csv", "text\n"), ("c.tsv", ""), ("d.json", "[ ]")):
         (tmp_path / name).write_text(content)
-        assert [*tables.rows(tmp_path / name)] == []
+        assert [*tables.texts(tmp_path / name, "text")] == []
 
 
-def test_a_date_in_place_of_a_text_is_refused(tmp_path: Path) -> None:
-    """pyarrow makes dates of a JSON column of which all texts are dates."""
-    (tmp_path / "a.jsonl").write_text('{"text": "2020-01-01"}\n' * 20)
-    with pytest.raises(OptionError, match="text_field: 'text' given, which is no text in row 1"):
-        load_corpus([str(tmp_path)], seq_len=8)
+def test_a_date_and_a_number_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "2020-01-01"}\n{"text": 1.5}\n{"text": true}\n')
+    assert [*tables.texts(tmp_path / "a.jsonl", "text")] == ["2020-01-01", "1.5", "true"]
+
+
+def test_what_a_folder_leaves_out_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "b.png").write_bytes(b"PNG\0" * 100)
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"text"))
+    (tmp_path / "d").symlink_to(tmp_path / "absent")
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    corpus = load_corpus([str(tmp_path)], seq_len=8)
+    names = [(name.split("'")[1].rpartition("/")[2], name.rpartition("(")[2]) for name in corpus.left_out]
+    assert names == [
+        ("loop", "a link to a folder)"),
+        ("b.png", "a binary file)"),
+        ("c.txt.gz", "compressed by gzip)"),
+        ("d", "no file, or a broken link)"),
+    ]
+    assert corpus.description().endswith("(compressed by gzip) and 1 more")

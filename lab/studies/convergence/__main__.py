@@ -19,7 +19,7 @@ from lab import RESULTS
 from lab.studies import study
 
 from . import results
-from .contenders import CONTENDERS, Contender, version
+from .contenders import CONTENDERS, ONE_MODULE, Contender, version
 from .runs import Key, Outcome, Study, key, run
 from .tasks import TASKS, LargeBatch, Task
 
@@ -50,6 +50,8 @@ def attempt(task: Task, contender: Contender, lr: float, seed: int) -> tuple[Out
 
 def complete(task: Task, contender: Contender, path: Path) -> None:
     """All runs of a contender in a task that the file lacks."""
+    if contender.package in ONE_MODULE and version(contender.package) == "absent":
+        return  # the other one is installed
     found = results.read(path)
     mine = [r for r in found if (r["task"], r["contender"]) == (task.name, contender.name)]
     if any(not r["loss"] for r in mine):

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support import timm_optim
 
-from ..muon_losses import TorchMuon
+from ..muon_losses import TorchMuon, _groups
 from .tasks import Task
 
 Make = Callable[[nn.Module, float, Task], Any]
@@ -80,6 +80,32 @@ def muon8bit(model: nn.Module, lr: float, task: Task) -> Any:
     from ..muon_losses import _muon
 
     return _muon(model, lr)
+
+
+def normuon(model: nn.Module, lr: float, task: Task) -> Any:
+    """pytorch_optimizer's, with the groups, the weight decay and the AdamW of torch's Muon here."""
+    from pytorch_optimizer import NorMuon
+
+    groups = [
+        {**{k: v for k, v in g.items() if k != "algorithm"}, "use_muon": g["algorithm"] == "muon"}
+        for g in _groups(model, lr)
+    ]
+    for group in groups:
+        group.update({"weight_decay": 0.1} if group["use_muon"] else {"betas": (0.9, 0.999)})
+    return NorMuon(groups, lr=lr)
+
+
+ONE_MODULE = ("gefen", "gefen-x")  # packages that have a module of one name: either is installed
+
+
+def gefen(package: str, **options: Any) -> Make:
+    """Two packages have a module ``gefen``: the class of that which is installed under this name."""
+
+    def make(model: nn.Module, lr: float, task: Task) -> Any:
+        importlib.metadata.version(package)  # raises where it is not
+        return of("gefen", "Gefen", **options)(model, lr, task)
+
+    return make
 
 
 def ademamix(module: str, cls: str) -> Make:
@@ -182,6 +208,7 @@ ALL = (
     Contender("bitsandbytes SGD8bit", "bitsandbytes", "sgd", of("bitsandbytes.optim", "SGD8bit", **SGD), "torch SGD"),
     Contender("torch Muon", "torch", "muon", torch_muon, "torch Muon", torch.float32),
     Contender("memkern Muon8bit", "memkern", "muon", muon8bit, "torch Muon"),
+    Contender("pytorch_optimizer NorMuon", "pytorch_optimizer", "muon", normuon, "torch Muon", torch.float32),
     Contender("timm Lamb", "timm", "lamb", of("timm", "Lamb", max_grad_norm=None, **LAMB), "timm Lamb", torch.float32),
     Contender("memkern LAMB", "memkern", "lamb", of("memkern.optim", "LAMB", **LAMB), "timm Lamb"),
     Contender("memkern LAMB8bit", "memkern", "lamb", of("memkern.optim", "LAMB8bit", **LAMB), "timm Lamb"),
@@ -191,7 +218,11 @@ ALL = (
     Contender("timm Lars", "timm", "lars", of("timm", "Lars", **LARS), "timm Lars", torch.float32),
     Contender("memkern LARS", "memkern", "lars", of("memkern.optim", "LARS", **LARS), "timm Lars"),
     Contender("memkern LARS8bit", "memkern", "lars", of("memkern.optim", "LARS8bit", **LARS), "timm Lars"),
-    Contender("Gefen", "gefen", "adamw", of("gefen", "Gefen"), A),  # last: its first step takes long
+    Contender("Gefen", "gefen", "adamw", gefen("gefen"), A),  # last: its first step takes long
+    Contender(
+        "Gefen-X", "gefen-x", "adamw", gefen("gefen-x", fused=False), A,
+        note="fused=False: its kernels are CUDA's",
+    ),
 )  # fmt: skip
 CONTENDERS = {contender.name: contender for contender in ALL}
 

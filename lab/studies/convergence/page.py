@@ -29,6 +29,7 @@ STYLES = {
     "timm": ("#2f9e44", "D"),
     "pytorch_optimizer": (OTHERS, "P"),
     "gefen": (OTHERS, "X"),
+    "gefen-x": (OTHERS, "d"),
 }
 
 

@@ -80,9 +80,9 @@ class Task:
 @functools.cache
 def corpus(files: tuple[str, ...] = ()) -> Any:
     from memkern.train import load_corpus
-    from memkern.train.data import find_files
+    from memkern.train.files import standard_library_files
 
-    library = [str(file) for file in find_files(()) if str(file) != TEXT]
+    library = [str(file) for file in standard_library_files() if str(file) != TEXT]
     return load_corpus(files or library, seq_len=64)
 
 

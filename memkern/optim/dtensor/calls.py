@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import _ops, reference
 from ...reference.shard import ShardArgs, ShardLayout
 from ...schemas import StepArgs, StepOp
+from ..trust_bounds import clamp_norms, new_squares
 from .blocks import layout_of_shard, reduce_magnitudes
 from .collectives import all_reduce
 from .shards import Ranks, is_dtensor, local, locals_of
@@ -60,7 +61,7 @@ def local_args(args: StepArgs) -> StepArgs:
     )
 
 
-def step_with_reduction(calls: Sequence[Call]) -> None:
+def step_with_reduction(calls: Sequence[Call], groups: Sequence[Mapping[str, Any]]) -> None:
     """The step of shards that first need a reduction: squares of layers, or largest values of blocks."""
     op = calls[0].op
     steps: list[tuple[StepArgs, Callable[[StepArgs], None]]] = []
@@ -76,10 +77,12 @@ def step_with_reduction(calls: Sequence[Call]) -> None:
         args = args._replace(scales=[s.view(layout.scale_shape) for s in args.scales])
         steps.append((args, partial(_run_on_reference, op, layout)))
     if op.has_trust_ratios:
-        steps = [(args._replace(squares=_new_squares(args)), run) for args, run in steps]
+        steps = [(args._replace(squares=new_squares(args)), run) for args, run in steps]
         for args, run in steps:
             run(args._replace(squares_only=True))
         _reduce_squares([args for args, _ in steps], [call.ranks for call in calls])
+        for args, _ in steps:
+            clamp_norms(args, groups)
     for i, layout in layouts.items():
         args, run = steps[i]
         if layout.cut:
@@ -95,12 +98,6 @@ def step_with_reduction(calls: Sequence[Call]) -> None:
 def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:
     layout.shard.begin()
     getattr(reference, op.name)(ShardArgs.of(args, [layout]))
-
-
-def _new_squares(args: StepArgs) -> Tensor:
-    """Room for StepArgs.squares."""
-    count = sum(map(Tensor.numel, args.trust_ratios))
-    return torch.zeros((count, 2), dtype=torch.float64, device=args.params[0].device)
 
 
 def _reduce_squares(parts: Sequence[StepArgs], ranks: Sequence[Sequence[Ranks | None]]) -> None:

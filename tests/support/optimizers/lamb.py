@@ -52,6 +52,7 @@ LAMB = OptimizerSpec(
     timm="Lamb",
     timm_options={"max_grad_norm": None},
     refused=[
+        ({"trust_bounds": (2.0, 1.0)}, r"trust_bounds must be None or \(low, high\), .* got \(2.0, 1.0\)"),
         *BAD_EPS,
         ({"caution": True}, "does not support caution=True"),
         ({"corrected_weight_decay": True}, "does not support corrected_weight_decay=True"),
