@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .applying import apply, make_optimizer
     from .backend import report, use_backend
     from .checkpointing import checkpoint_blocks
+    from .compiled.compiling import compile
     from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
@@ -29,6 +30,7 @@ __all__ = [
     "apply",
     "backend",
     "checkpoint_blocks",
+    "compile",
     "compress",
     "dequantize_affine",
     "dequantize_blockwise",
@@ -53,6 +55,7 @@ _LAZY = {
     "Techniques": "options",
     "apply": "applying",
     "checkpoint_blocks": "checkpointing",
+    "compile": "compiled.compiling",
     "compress": "swap.compress",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",

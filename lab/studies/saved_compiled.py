@@ -1,9 +1,9 @@
-"""What a compiled model saves for its backward pass: the partitioner recomputes elementwise functions by itself.
+"""What a compiled model saves for its backward pass: by torch's partitioner and by memkern's, exact and in 8 bits.
 
-Models of zoo.py, one sequence, the whole model and its loss under torch.compile. The backend is
-aot_eager_decomp_partition: the decompositions and the partitioner of Inductor, without its code generation. Saved: the
-storages that the compiled graph's node holds, logits and loss included, parameters, buffers and inputs not; its share
-is of what torch saves without torch.compile (saved-models.csv, where "exact" and 8 bits are).
+Models of zoo.py, one sequence, the whole model and its loss under torch.compile, with Inductor's decompositions and
+without its code generation. Saved: the storages that the compiled graph's node holds, logits and loss included,
+parameters, buffers and inputs not; its share is of what torch saves without torch.compile. The error is that of
+gradients beside torch's without torch.compile, the median over parameter tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 from benchmarks import report
 from lab.studies import study
 from tests.support import zoo
+from tests.support.partitioned import backend
 
-from .saved_models import step
+from .saved_models import Gradients, compared, step
 
-BACKEND = "aot_eager_decomp_partition"
-MODELS = ("GPT-2", "BERT", "ViT", "Llama", "Mixtral")
+MODES: dict[str, int | str | None] = {"compiled": None, "exact": "exact", "8": 8}
+MODELS = (*zoo.MODELS,)
 PRECISIONS = ("fp32", "bf16 autocast")
 COLUMNS = (
     *report.PROVENANCE,
@@ -30,9 +31,10 @@ COLUMNS = (
     "model",
     "precision",
     "tokens",
-    "backend",
+    "mode",
     "saved_per_token",
     "share",
+    "gradient_error",
 )
 
 
@@ -65,7 +67,8 @@ def saved(outputs: list[Tensor]) -> dict[int, int]:
     return found
 
 
-def bytes_saved(name: str, precision: str, tokens: int) -> int:
+def compiled_step(name: str, precision: str, tokens: int, bits: int | str | None) -> tuple[int, Gradients]:
+    """Saved bytes and gradients."""
     torch._dynamo.reset()
     model, batch = zoo.build(name, tokens), zoo.batch(name, tokens)
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
@@ -73,28 +76,44 @@ def bytes_saved(name: str, precision: str, tokens: int) -> int:
         torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     )
     with autocast:
-        out = torch.compile(model, backend=BACKEND)(**batch)
-    return sum(size for storage, size in saved([out.loss, out.logits]).items() if storage not in own)
+        out = torch.compile(model, backend=backend(bits))(**batch)
+    outputs = [x for x in (out.loss, out.get("logits")) if x is not None]
+    count = sum(size for storage, size in saved(outputs).items() if storage not in own)
+    out.loss.backward()
+    return count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def rows(names: list[str], tokens: int) -> Iterator[dict[str, str]]:
+def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[str, str]]:
     provenance = study.provenance_with_transformers()
     for name in names:
-        for precision in PRECISIONS:
-            count = bytes_saved(name, precision, tokens)
-            of = step(name, precision, tokens, "torch")[0]
-            values = (name, precision, str(tokens), BACKEND, str(count // tokens), f"{count / of:.4f}")
-            yield study.row(provenance, COLUMNS, values)
+        for precision in precisions:
+            of, _, expected = step(name, precision, tokens, "torch")
+            for mode, bits in MODES.items():
+                count, gradients = compiled_step(name, precision, tokens, bits)
+                error, _ = compared(gradients, expected)
+                values = (
+                    name,
+                    precision,
+                    str(tokens),
+                    mode,
+                    str(count // tokens),
+                    f"{count / of:.4f}",
+                    f"{error:.2e}",
+                )
+                yield study.row(provenance, COLUMNS, values)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = study.parser("saved_compiled", __doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=["GPT-2", "BERT", "ViT", "Llama", "Mixtral"]
+    )
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=512)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     path = args.out / "saved-compiled.csv"
-    study.write(path, rows(args.models, args.tokens), COLUMNS, shown=6)
+    study.write(path, rows(args.models, args.precisions, args.tokens), COLUMNS, shown=7)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
     return _ATEN._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal, False, scale=scale)
 
 
-_FORWARD = {
+FORWARD = {
     "ScaledDotProductFlashAttentionForCpuBackward0": _Forward(
         "_saved_logsumexp", "_saved_attn_mask", _on_cpu
     ),
@@ -88,7 +88,7 @@ class _Scores(NamedTuple):
 
 
 def is_attention(node: Any) -> bool:
-    return operation(node) in _FORWARD
+    return operation(node) in FORWARD
 
 
 def stays_exact(node: Any, waiting: Value | None) -> bool:
@@ -151,7 +151,7 @@ def _probabilities(node: Any, query: Tensor, key: Tensor, scale: float) -> Tenso
     scores = (grouped @ key.float().transpose(-1, -2)).view(*some.shape[:-1], -1)
     if node._saved_is_causal:
         scores = scores.masked_fill(torch.arange(key.shape[-2]) > rows[:, None], -torch.inf)
-    elif (name := _FORWARD[operation(node)].mask) and (masks := saved_by(node, name)):
+    elif (name := FORWARD[operation(node)].mask) and (masks := saved_by(node, name)):
         mask = masks[0].tensor(_of)
         mask = mask[..., rows, :] if mask.shape[-2] > 1 else mask
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
@@ -171,7 +171,7 @@ class _Run:
     """A forward pass from what a node has saved, for two results that the node asks for one after the other."""
 
     def __init__(self, node: Any) -> None:
-        forward = _FORWARD[operation(node)]
+        forward = FORWARD[operation(node)]
         self.function = forward.run
         self.causal, self.scale = node._saved_is_causal, node._saved_scale
         names = (*_INPUTS, forward.mask) if forward.mask else _INPUTS
@@ -214,6 +214,6 @@ class Result(Value):
 def run_again(node: Any) -> Value:
     """The value of the output. The node's log-sum-exp is replaced as well."""
     run = _Run(node)
-    for packed in packed_by(node, _FORWARD[operation(node)].logsumexp):
+    for packed in packed_by(node, FORWARD[operation(node)].logsumexp):
         packed.value = Result(run, 1, packed.dtype)
     return Result(run, 0, node._input_metadata[0].dtype)

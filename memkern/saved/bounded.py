@@ -30,7 +30,7 @@ MOST_NEGATIVE = -100.0
 _PIECE, _PIECE_ON_DEVICE = 1 << 18, 1 << 24
 
 
-class _Limits(NamedTuple):
+class Limits(NamedTuple):
     """How results and distances follow from one another.
 
     root: of results, the square roots of their distances. sides: the bits of each result that tell its nearer limit.
@@ -51,7 +51,7 @@ def _pieces(x: Tensor) -> Sequence[Tensor]:
     return x.as_strided((x.numel(),), (1,)).split(_piece(x))
 
 
-def _encode(limits: _Limits, x: Tensor) -> Encoded | None:
+def _encode(limits: Limits, x: Tensor) -> Encoded | None:
     x = dense(x)
     root = torch.empty_like(x, dtype=torch.float32)
     for source, target in zip(_pieces(x), _pieces(root), strict=True):
@@ -62,7 +62,7 @@ def _encode(limits: _Limits, x: Tensor) -> Encoded | None:
     return Encoded((*found.data, _ops.few_bit_encode(x, limits.sides)), found.coarse)
 
 
-def _decode(limits: _Limits, data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+def _decode(limits: Limits, data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     root = decode_power(data[:2], layout, torch.float32)
     result = root if dtype == torch.float32 else torch.empty_like(root, dtype=dtype)
     width = _piece(root) // 8  # bytes of a plane of bits
@@ -71,7 +71,7 @@ def _decode(limits: _Limits, data: Sequence[Tensor], layout: Layout, dtype: torc
     return result
 
 
-def _codec(name: str, limits: _Limits) -> Codec:
+def _codec(name: str, limits: Limits) -> Codec:
     return Codec(name, True, functools.partial(_encode, limits), functools.partial(_decode, limits))
 
 
@@ -104,18 +104,16 @@ def _logarithm(root: Tensor, bits: Tensor) -> Tensor:
 
 _HALF = math.log(0.5)
 # Gray codes: 0 and 1 for [0, 1]; for [-1, 1] from below 0, 1, 3, 2.
-PROBABILITY = _codec(
-    "probability", _Limits(_root, Levels(1, (), (0.5,), (1,)), _result((0.0, 1.0), (1.0, -1.0)))
-)
-TANH = _codec(
-    "tanh",
-    _Limits(
+LIMITS = {
+    "probability": Limits(_root, Levels(1, (), (0.5,), (1,)), _result((0.0, 1.0), (1.0, -1.0))),
+    "tanh": Limits(
         _root,
         Levels(2, (), (-0.5, 0.0, 0.5), (1, 2, 1)),
         _result((-1.0, 0.0, 1.0, 0.0), (1.0, -1.0, -1.0, 1.0)),
     ),
-)
-LOGARITHM = _codec("log-probability", _Limits(_log_root, Levels(1, (), (_HALF,), (1,)), _logarithm))
+    "log-probability": Limits(_log_root, Levels(1, (), (_HALF,), (1,)), _logarithm),
+}
+PROBABILITY, TANH, LOGARITHM = (_codec(name, limits) for name, limits in LIMITS.items())
 
 CODECS = {codec.name: codec for codec in (POWER, UNSIGNED, PROBABILITY, TANH, LOGARITHM)}
 """All codecs of what needs a gradient, by the names that :mod:`memkern.saved.rules` gives them."""

@@ -8,6 +8,7 @@ an operation of torch saves.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -188,7 +189,7 @@ LOG_SOFTMAX = "LogSoftmaxBackward0"
 
 So codes of p serve losses of classes, and not soft targets, to which p comes close.
 """
-_MANY = 32  # elements of a sum, each of them a small part of it
+MANY = 32  # elements of a sum, each of them a small part of it
 
 
 @functools.cache
@@ -255,8 +256,25 @@ def is_square(node: Any, name: str) -> bool:
     return name == "MulBackward0" and inputs[0] == inputs[1]
 
 
-def passed_on(row: User, node: Any, name: str, state: int) -> int:
-    """How large the gradient may be at a node's inputs, given that at its output (UNKNOWN to AMPLIFIED)."""
+def _is_mean_of_many(node: Any, name: str) -> bool:
+    if name not in MEANS:
+        return False
+    source, nr = node.next_functions[0]
+    return source is not None and _numel(source, nr) >= MANY * _numel(node, 0)
+
+
+def passed_on(
+    row: User,
+    node: Any,
+    name: str,
+    state: int,
+    is_square: Callable[[Any, str], bool] = is_square,
+    is_mean_of_many: Callable[[Any, str], bool] = _is_mean_of_many,
+) -> int:
+    """How large the gradient may be at a node's inputs, given that at its output (UNKNOWN to AMPLIFIED).
+
+    is_square, is_mean_of_many: what is asked about a node; those here are for nodes of the autograd graph.
+    """
     if row.kind == "product":
         return BOUNDED
     if row.kind == "singular":
@@ -265,10 +283,8 @@ def passed_on(row: User, node: Any, name: str, state: int) -> int:
         return state
     if state == REDUCED and is_square(node, name):
         return BOUNDED
-    if state == AMPLIFIED and name in MEANS:
-        source, nr = node.next_functions[0]
-        many = source is not None and _numel(source, nr) >= _MANY * _numel(node, 0)
-        return REDUCED if many else AMPLIFIED
+    if state == AMPLIFIED and is_mean_of_many(node, name):
+        return REDUCED
     return state
 
 

@@ -82,14 +82,17 @@ class Program:
 
     def loss(self) -> Tensor:
         pool = [self.x * 1.0, F.linear(self.x, self.weights[0])]
-        for name, number, picks in zip(self.names, self.numbers, self.picks, strict=True):
-            # The newest are the most likely: programs are deep, and still share values.
+        for step, (name, number, picks) in enumerate(zip(self.names, self.numbers, self.picks, strict=True)):
             a, b = (pool[-1 - int(len(pool) * pick * pick)] for pick in picks)
-            y = (SATURATED if name in SATURATED else OPERATIONS)[name](self, a, b, number)
-            # A number that is known without the values: they stay in range, and no gradient goes through it.
-            y = y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3
+            y = self.in_range(
+                (SATURATED if name in SATURATED else OPERATIONS)[name](self, a, b, number), step
+            )
             pool.append(y if name in SATURATED else self._off(y))
         return sum((x * c).mean() for x, c in zip(pool[-3:], self.last, strict=True))
+
+    def in_range(self, y: Tensor, step: int) -> Tensor:
+        """Values stay in range by a number through which no gradient goes."""
+        return y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3
 
     def _off(self, y: Tensor) -> Tensor:
         """y with errors as large as those of codes: in proportion to (x s)^1/2, s the largest of the block."""

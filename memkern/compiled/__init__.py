@@ -1,0 +1,1 @@
+"""What a compiled model saves for its backward pass (``memkern.compile``)."""

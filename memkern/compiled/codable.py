@@ -1,0 +1,199 @@
+"""Whether a value that a compiled graph saves may stand in codes: what is made of it in the backward pass decides.
+
+The rules are those of the hooks (:mod:`memkern.saved.rules` and :mod:`memkern.saved.users`), where nothing can be asked
+of the data, as on a GPU. An operation that they do not know gets exactly what it uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..quant.layout import FLOATS
+from ..saved.codecs import BLOCK_SIZE
+from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIGNED
+from ..saved.users import MOST_EXPONENT
+from .operations import CASTS, VIEWS, Gradients, Operation, aten, is_backward, numel, packet, value
+from .torch_internals import must_recompute
+
+MIN_NUMEL = 1024
+_NORMS = {"NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"}
+_RESULT_CODECS = {
+    "SoftmaxBackward0": PROBABILITY,
+    "SafeSoftmaxBackward0": PROBABILITY,
+    "SigmoidBackward0": PROBABILITY,
+    "LogSoftmaxBackward0": PROBABILITY,
+    "TanhBackward0": TANH,
+}
+"""The codec that an operation's own result must have for its backward pass; relu's may have any."""
+_COMPARED = {"ReluBackward0", "LeakyReluBackward0", "EluBackward0", "CeluBackward0"}
+"""Compared with 0, which codes do not cross."""
+_BY_SIDES = {"HardswishBackward0", "HardsigmoidBackward0", "HardtanhBackward0"}
+"""The hooks store in bits on which side of a limit a value is."""
+_COMPARISONS = {aten.le, aten.gt, aten.lt, aten.ge, aten.eq, aten.ne}
+_SAVED_ARGUMENTS = {"output": "out"}  # by the attribute's name, that of the backward pass where it is another
+
+
+def is_candidate(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in FLOATS and x.dim() > 0
+
+
+def made_by(node: fx.Node) -> fx.Node:
+    """The node before casts and copies."""
+    while packet(node) in CASTS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+class Rules:
+    """What may be coded in one graph. gated: the numbers of operations that gate themselves."""
+
+    def __init__(self, gradients: Gradients, gated: frozenset[int]) -> None:
+        self.gradients, self.gated = gradients, gated
+        self.operations = gradients.operations
+
+    def codec(self, node: fx.Node) -> str | None:
+        """The name of the codec of a value, by what made it."""
+        base = made_by(node)
+        of = self.operations.of(base)
+        if of.seq not in self.operations.differentiated:  # what needs no gradient is never rounded
+            return None
+        if packet(base) is aten.exp and is_backward(base) and of.name == "LogSoftmaxBackward0":
+            return PROBABILITY
+        if is_backward(base) or base.op != "call_function":
+            return None
+        required = CODEC_BY_MAKER.get(of.name)
+        if required in (PROBABILITY, TANH):
+            is_softmax = packet(base) is aten.div and packet(base.args[0]) is aten.exp
+            return required if is_softmax or packet(base) is of.op else None
+        if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or self._is_result(base, of)):
+            return None
+        return required
+
+    def _is_result(self, node: fx.Node, of: Operation) -> bool:
+        """Whether a node is what an operation gives, not a step to it."""
+        users = [u for u in node.users if u.op == "output" or not is_backward(u)]
+        return not users or any(u.op == "output" or self.operations.of(u).seq != of.seq for u in users)
+
+    def may_be_coded(self, nodes: list[fx.Node], codec: str, x: Tensor, counts: Any = None) -> bool:
+        """Whether all that is made of some nodes, which are views of a value x, bears the errors of codes.
+
+        counts: of which users it is asked; None for all.
+        """
+        waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view or in another dtype
+        seen = set(nodes)
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                if user.op == "output":
+                    return False
+                if counts is not None and not counts[user]:
+                    continue
+                is_same = node in own and (packet(user) in VIEWS or packet(user) in CASTS)
+                if user in self.gradients.nodes:
+                    if not self._in_gradient(user, node, codec, node in own):
+                        return False
+                    continue
+                if not is_same and not self._passes(user, node, codec, x, node in own):
+                    return False
+                if is_same:
+                    own.add(user)
+                if user not in seen and is_candidate(value(user)):
+                    seen.add(user)
+                    waiting.append(user)
+        return True
+
+    def _fits(self, of: Operation, codec: str, own: bool) -> bool:
+        """Whether the codec is the one for an operation that uses its own result."""
+        required = _RESULT_CODECS.get(of.name)
+        if required is None or (of.seq in self.gated and not own):
+            return True
+        return own and codec == required
+
+    def _in_gradient(self, user: fx.Node, node: fx.Node, codec: str, own: bool) -> bool:
+        """Whether a node of the backward pass that takes a gradient may take an operand from codes."""
+        of = self.operations.of(user)
+        if of.name in _BY_SIDES or not self._fits(of, codec, own):
+            return False
+        if of.row.kind == "product":
+            return self._is_coded_argument(user, node, of)
+        if of.row.kind != "smooth" or not of.row.coded:
+            return False
+        if of.name == "LogSoftmaxBackward0":
+            return self.gradients.is_sparse(user) and self.gradients.bears_codes(user)
+        return self.gradients.bears_codes(user)
+
+    @staticmethod
+    def _is_coded_argument(user: fx.Node, node: fx.Node, of: Operation) -> bool:
+        schema = getattr(user.target, "_schema", None)
+        if "Attention" not in of.name or schema is None or packet(user) in VIEWS:
+            return True
+        given = dict(zip((a.name for a in schema.arguments), user.args, strict=False)) | dict(user.kwargs)
+        if given.get("dropout_p"):
+            return False
+        coded = {_SAVED_ARGUMENTS.get(name, name) for name in of.row.coded}
+        return all(name in coded for name, arg in given.items() if arg is node)
+
+    def _passes(self, user: fx.Node, node: fx.Node, codec: str, x: Tensor, own: bool) -> bool:
+        """Whether a value computed from codes is as good as they are."""
+        if must_recompute(user):  # of a checkpoint: another function of what it begins with
+            return False
+        of, name = self.operations.of(user), packet(user)
+        if of.seq in self.gated and name not in _COMPARISONS:
+            return True
+        if is_backward(user):
+            return self._passes_in_backward(user, of, codec, own)
+        if name in VIEWS or name in CASTS:
+            return True
+        if of.name in _NORMS:
+            return name is not aten.sub
+        if name is aten.mul:
+            return self._passes_product(user, node, x)
+        if name is aten.pow:
+            return isinstance(user.args[1], (int, float)) and user.args[1] in range(1, MOST_EXPONENT + 1)
+        if name is aten.div and of.op is aten.div:
+            return user.args[0] is node and user.args[1] is not node
+        if name is aten.add and of.op is aten.add:
+            return all(isinstance(a, fx.Node) for a in user.args[:2])
+        if name in (aten.index, aten.cat):
+            return name is aten.cat or user.args[0] is node
+        rule = RULES.get(of.name)
+        return rule is not None and rule.kind == "function" and not rule.uncoded and of.row.kind == "smooth"
+
+    def _passes_in_backward(self, user: fx.Node, of: Operation, codec: str, own: bool) -> bool:
+        if of.name in _BY_SIDES:
+            return False
+        if packet(user) in _COMPARISONS:
+            return of.name in _COMPARED and bool(user.args[1] == 0)
+        if packet(user) in VIEWS or packet(user) in CASTS:
+            return True
+        return of.row.kind in ("product", "smooth") and bool(of.row.coded) and self._fits(of, codec, own)
+
+    @staticmethod
+    def _passes_product(user: fx.Node, node: fx.Node, x: Tensor) -> bool:
+        """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
+        others = [value(a) for a in user.all_input_nodes if a is not node]
+        scales = [
+            y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1
+        ]
+        return not scales or bool(x.shape[-1] % BLOCK_SIZE == 0)
+
+
+def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any, key: str) -> None:
+    """Notes in ``meta[key]`` the codec of each value that could be saved in codes, before it is known what is saved."""
+    counts: dict[
+        fx.Node, bool
+    ] = {}  # of the forward pass: what the backward pass may compute again to get on
+    for node in reversed(graph.nodes):
+        is_gradient = node in rules.gradients.nodes
+        sizes = sum(numel(a) for a in node.all_input_nodes)
+        again = node.op == "call_function" and is_recomputable(node) and 4 * numel(node) >= sizes
+        counts[node] = is_gradient or (again and any(counts.get(u, False) for u in node.users))
+    for node in graph.nodes:
+        if node.op != "call_function" or node in rules.gradients.nodes or numel(node) < MIN_NUMEL:
+            continue
+        x = value(node)
+        codec = rules.codec(node) if is_candidate(x) else None
+        if codec is not None and rules.may_be_coded([node], codec, x, counts):
+            node.meta[key] = codec

@@ -1,0 +1,111 @@
+"""Codecs as nodes of a graph: the formulas of :mod:`memkern.saved`, traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
+
+from .. import _ops
+from ..quant.layout import is_dense
+from ..saved.bounded import LIMITS
+from ..saved.codecs import BLOCK_SIZE
+from ..saved.rules import POWER, PROBABILITY, TANH, UNSIGNED
+from .operations import value
+from .torch_internals import detect_fake_mode, is_contiguous_or_false
+
+
+class Codec(NamedTuple):
+    """encode: what stands for a tensor. decode: back from it, in a dtype. bytes: for each element, about."""
+
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+    bytes: float
+
+
+def _power(signed: bool) -> Codec:
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        return _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=True)
+
+    def decode(data: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return _ops.dequantize_blockwise(data[0], data[1], "power", BLOCK_SIZE, dtype)
+
+    return Codec(encode, decode, 1.03)
+
+
+def _distance(name: str, bits: int) -> Codec:
+    limits = LIMITS[name]
+    power = _power(signed=False)
+
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        return (*power.encode(limits.root(x.float())), _ops.few_bit_encode(x, limits.sides))
+
+    def decode(data: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return limits.result(power.decode(data[:2], torch.float32), data[2]).to(dtype)
+
+    return Codec(encode, decode, 1.03 + bits / 8)
+
+
+CODECS = {
+    POWER: _power(signed=True),
+    UNSIGNED: _power(signed=False),
+    PROBABILITY: _distance(PROBABILITY, 1),
+    TANH: _distance(TANH, 2),
+}
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether blocks can be laid over x as it lies in memory."""
+    if is_contiguous_or_false(x):
+        return True
+    is_static = all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+    return is_static and is_dense(x.shape, x.stride())
+
+
+def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> Any:
+    """Adds the operations of a function of tensors to a graph, and returns the nodes of its results."""
+    values = [value(n) for n in nodes]
+    fake = detect_fake_mode(values)
+    assert fake is not None
+    with fake, torch.no_grad():
+        traced = make_fx(
+            torch.func.functionalize(function, remove="mutations_and_views"), tracing_mode="symbolic"
+        )(*values)
+    known = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], known.__getitem__)
+        if node.op == "placeholder":
+            continue
+        if node.op == "get_attr":
+            raise AssertionError(f"a codec has a constant: {node.target}")
+        new = graph.node_copy(node, known.__getitem__)
+        new.meta = {"val": node.meta["val"]}
+        if isinstance(value(new), Tensor):
+            new.meta["tensor_meta"] = _extract_tensor_metadata(value(new))
+        if getattr(node.target, "namespace", "").startswith("memkern"):
+            # Else Inductor gives an op that was added to its graph an input of any layout.
+            given = fx.node.map_arg((new.args, new.kwargs), value)
+            new.meta["eager_input_vals"] = given
+        known[node] = new
+    raise AssertionError("a graph without an output")
+
+
+def encode(graph: fx.Graph, x: fx.Node, codec: str) -> tuple[fx.Node, ...]:
+    function: Callable[[Tensor], tuple[Tensor, ...]] = CODECS[codec].encode
+    if not _dense(value(x)):
+        function = functools.partial(_of_copy, function)
+    return tuple(inline(graph, lambda y: tuple(function(y)), x))
+
+
+def _of_copy(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    return function(x.clone(memory_format=torch.contiguous_format))
+
+
+def decode(graph: fx.Graph, data: Sequence[fx.Node], codec: str, dtype: torch.dtype) -> fx.Node:
+    return inline(graph, lambda *parts: CODECS[codec].decode(parts, dtype), *data)

@@ -1,0 +1,250 @@
+"""Cuts a joint graph so that codes, and what can be computed again, are not saved as they are.
+
+torch's min-cut decides what is saved, with the sizes that values have in codes. Of what it has chosen, each value that
+may stand in codes (:mod:`memkern.compiled.codable`) is encoded at the end of the forward pass's use and decoded before
+its first use in the backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .._version import __version__
+from ..options import SAVED_BITS
+from ..saved.attention import FORWARD
+from . import codecs
+from .codable import MIN_NUMEL, Rules, is_candidate, mark
+from .operations import VIEWS, Gradients, Operations, aten, numel, packet, value
+from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
+
+_KEY = "memkern_codec"
+_LIFTED = {
+    # torch saves an elementwise result that a product needs; here it is computed again.
+    "ban_recompute_materialized_backward": False,
+    # It tells reductions by sizes, which are those of codes here: _save_reductions finds them before.
+    "ban_recompute_reductions": False,
+}
+
+
+@contextlib.contextmanager
+def _sizes_in_codes() -> Iterator[None]:
+    """torch's cut counts a value that may be coded as its codes."""
+    plain = partitioners._size_of
+
+    def size_of(node: fx.Node) -> int:
+        size = plain(node)
+        if (codec := node.meta.get(_KEY)) is not None:
+            size = max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
+        return size
+
+    partitioners._size_of = size_of
+    try:
+        yield
+    finally:
+        partitioners._size_of = plain
+
+
+def _save_reductions(graph: fx.Graph) -> None:
+    """Has small results of large values saved, as torch does."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "recompute" not in node.meta and isinstance(value(node), Tensor):
+            sizes = sum(partitioners._size_of(a) for a in node.args if isinstance(a, fx.Node))
+            if 4 * partitioners._size_of(node) < sizes:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """From what a node is a view of to the node."""
+    found = [node]
+    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
+        source = first.all_input_nodes[0]
+        if not isinstance(value(source), Tensor):
+            break
+        found.append(source)
+    return found[::-1]
+
+
+class Partitioner(CustomPartitionerFn):
+    """What a compiled model saves: ``torch.compile(model, options={"custom_partitioner_fn": Partitioner(8)})``.
+
+    bits: 8, or "exact", which rounds nothing: elementwise operations before a product are computed again.
+    """
+
+    def __init__(self, bits: int | str = "exact") -> None:
+        if bits is None or bits not in SAVED_BITS:
+            raise ValueError(f"saved_bits must be 8 or 'exact', got {bits!r}")
+        self.bits = bits
+
+    def uuid(self) -> Any:
+        """Of the sources and the options: what torch has compiled by others is not taken from its cache."""
+        here = Path(__file__).parent
+        sources = sorted((*here.glob("*.py"), *(here.parent / "saved").glob("*.py")))
+        return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {self.bits}")
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        operations = Operations(gm.graph)
+        gated = operations.self_gated()
+        gradients = Gradients(gm.graph, operations)
+        is_coded = self.bits == 8 and bool(gradients.nodes)
+        if is_coded:
+            recomputable = partitioners.get_default_op_list().is_recomputable
+            mark(gm.graph, Rules(gradients, gated), recomputable, _KEY)
+        _save_reductions(gm.graph)
+        with functorch_config.patch(_LIFTED), _sizes_in_codes():
+            fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if is_coded:
+            rules = Rules(Gradients(bw.graph, operations), gated)
+            _Saved(
+                fw, bw, kwargs["num_fwd_outputs"], rules, Rules(Gradients(fw.graph, operations), gated)
+            ).encode()
+        for graph in (fw.graph, bw.graph):
+            for node in graph.nodes:
+                node.meta.pop(_KEY, None)
+                if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+                    del node.meta["recompute"]
+        return fw, bw
+
+
+class _Saved:
+    """What goes from a forward to a backward graph."""
+
+    def __init__(
+        self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, rules: Rules, of_forward: Rules
+    ) -> None:
+        self.fw, self.bw, self.rules, self.of_forward = fw, bw, rules, of_forward
+        self.output = fw.graph.output_node()
+        outputs: list[Any] = [*self.output.args[0]]  # type: ignore[misc]
+        descriptions = self.output.meta["desc"]
+        self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))
+        self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
+        self.of_caller = {_views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
+        self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}
+        # of each saved value: the nodes of the forward graph that stand for it, with their inputs of the backward graph
+        self.pairs = {n: [(n, self.holders[n.name])] for n, _ in self.saved if n.name in self.holders}
+        self.decoded: set[fx.Node] = set()  # nodes of the backward graph
+
+    def encode(self) -> None:
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node, _ in self.saved:
+            if node.name in self.holders and isinstance(value(node), Tensor):
+                groups.setdefault(_views(node)[0], []).append(node)
+        for base, members in groups.items():
+            if base.op != "call_function" or base in self.of_caller:  # an input, or held by the caller anyway
+                continue
+            whole = is_candidate(value(base)) and 2 * sum(map(numel, members)) >= numel(base)
+            for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
+                self._encode(first, those)
+        for node in list(self.bw.graph.nodes):
+            if self.rules.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
+                self._run_again(node)
+        self._rebuild()
+
+    def _encode(self, first: fx.Node, members: list[fx.Node]) -> None:
+        """Codes of a value in place of the views of it that are saved."""
+        x = value(first)
+        codec = self.of_forward.codec(first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
+        holders = [self.holders[m.name] for m in members]
+        if codec is None or not self.rules.may_be_coded(holders, codec, x):
+            return
+        with self.fw.graph.inserting_before(first.next):
+            data = codecs.encode(self.fw.graph, first, codec)
+        for node in data:
+            if "saved_tensor_with_no_vc_check" in members[0].meta:
+                node.meta["saved_tensor_with_no_vc_check"] = members[0].meta["saved_tensor_with_no_vc_check"]
+        new = self._decode(first, members, data, codec)
+        self.pairs |= {members[0]: list(zip(data, new, strict=True))} | {m: [] for m in members[1:]}
+
+    def _decode(
+        self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str
+    ) -> list[fx.Node]:
+        graph, holders = self.bw.graph, [self.holders[m.name] for m in members]
+        place = {n: i for i, n in enumerate(graph.nodes)}
+        users = [u for h in holders for u in h.users]
+        with graph.inserting_before(holders[0]):
+            new = []
+            for i, node in enumerate(data):
+                holder = graph.placeholder(f"memkern_{first.name}_{i}")
+                holder.meta.update(node.meta)
+                new.append(holder)
+        with graph.inserting_before(min(users, key=place.__getitem__)):
+            x = codecs.decode(graph, new, codec, value(first).dtype)
+            self.decoded.add(x)
+            for member, holder in zip(members, holders, strict=True):
+                y, views = x, _views(member)
+                for view in views[views.index(first) + 1 :]:
+                    y = graph.node_copy(view, {view.all_input_nodes[0]: y}.__getitem__)
+                    self.decoded.add(y)
+                holder.replace_all_uses_with(y)
+                graph.erase_node(holder)
+        return new
+
+    def _run_again(self, node: fx.Node) -> None:
+        """Attention's output and log-sum-exp from decoded queries, keys and values, as in memkern.saved.attention."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or packet(node) in VIEWS:
+            return
+        given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+        given |= node.kwargs
+        forward = FORWARD[self.rules.operations.of(node).name]
+        inputs = [given[name] for name in ("query", "key", "value")]
+        if not any(self.decoded & {i, *_ancestors(i)} for i in inputs):
+            return
+        if isinstance(mask := given.get((forward.mask or "").removeprefix("_saved_")), fx.Node):
+            inputs.append(mask)
+        output = given["out"]
+        while packet(output) in (aten.alias, aten.detach):
+            output = output.args[0]
+        place = {n: i for i, n in enumerate(self.bw.graph.nodes)}
+        first = min(output.users, key=place.__getitem__)
+        for source in sorted({a for i in inputs for a in (i, *_ancestors(i))}, key=place.__getitem__):
+            if source.op == "call_function" and place[source] > place[first]:
+                first.prepend(source)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+            mask = masks[0] if masks else None
+            return tuple(forward.run(q, k, v, mask, given["is_causal"], given.get("scale"))[:2])
+
+        with self.bw.graph.inserting_before(first):
+            again, logsumexp = codecs.inline(self.bw.graph, run, *inputs)
+        output.replace_all_uses_with(again)
+        given["logsumexp"].replace_all_uses_with(logsumexp)
+
+    def _rebuild(self) -> None:
+        """The outputs of the forward graph, without what the backward graph does not use any more."""
+        self.bw.graph.eliminate_dead_code()
+        kept = list(self.returned)
+        for node, description in self.saved:
+            for each, holder in self.pairs.get(node, [(node, None)]):
+                if holder is not None and not holder.users and isinstance(value(each), Tensor):
+                    self.bw.graph.erase_node(holder)
+                else:
+                    kept.append((each, description))
+        self.output.args = (tuple(node for node, _ in kept),)
+        self.output.meta["desc"] = [description for _, description in kept]
+        if "output_stack_traces" in self.output.meta:
+            self.output.meta["output_stack_traces"] = [
+                node.meta.get("stack_trace") if isinstance(node, fx.Node) else None for node, _ in kept
+            ]
+        for module in (self.fw, self.bw):
+            module.graph.eliminate_dead_code()
+            module.graph.lint()
+            module.recompile()
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
