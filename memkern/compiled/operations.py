@@ -44,6 +44,8 @@ VIEWS = {
     aten.narrow, prims.broadcast_in_dim, operator.getitem,
 }  # fmt: skip
 _SCALED = User("linear")
+_IDENTITIES = {"AddBackward0", "SubBackward0"}
+"""Their backward pass may have no node: the gradient goes on as it is."""
 
 
 def packet(node: Any) -> Any:
@@ -160,9 +162,24 @@ class Operations:
             op = _original(nodes[0])
             own = _connected([n for n in nodes if _original(n) is op], op)
             self.by_seq[seq] = Operation(seq, op, name_of(op), _row(name_of(op), own[0]), own)
-        self.differentiated = frozenset(
+        seqs = {
             n.meta["seq_nr"] for n in tangents(graph) if "seq_nr" in n.meta and not is_sum_of_gradients(n)
-        )
+        }
+        for operation in sorted(self.by_seq.values(), key=lambda each: -each.seq):
+            if operation.name in _IDENTITIES and any(self._goes_to(seqs, n) for n in operation.nodes):
+                seqs.add(operation.seq)
+        self.differentiated = frozenset(seqs)
+
+    def _goes_to(self, seqs: set[int], node: fx.Node) -> bool:
+        """Whether an operation of these numbers uses a value, also as a view or in another dtype, not detached."""
+        for user in node.users:
+            if is_backward(user) or _original(user) is aten.detach:
+                continue
+            if self.of(user).seq in seqs or (
+                (packet(user) in VIEWS or packet(user) in CASTS) and self._goes_to(seqs, user)
+            ):
+                return True
+        return False
 
     def of(self, node: fx.Node) -> Operation:
         """The operation whose forward or backward pass a node is part of.

@@ -203,7 +203,8 @@ class _Saved:
         while packet(output) in (aten.alias, aten.detach):
             output = output.args[0]
         place = {n: i for i, n in enumerate(self.bw.graph.nodes)}
-        first = min(output.users, key=place.__getitem__)
+        serves_others = output in self.decoded  # else they get exactly what was saved
+        first = min(output.users, key=place.__getitem__) if serves_others else node
         for source in sorted({a for i in inputs for a in (i, *_ancestors(i))}, key=place.__getitem__):
             if source.op == "call_function" and place[source] > place[first]:
                 first.prepend(source)
@@ -214,8 +215,11 @@ class _Saved:
 
         with self.bw.graph.inserting_before(first):
             again, logsumexp = codecs.inline(self.bw.graph, run, *inputs)
-        output.replace_all_uses_with(again)
-        given["logsumexp"].replace_all_uses_with(logsumexp)
+        if serves_others:
+            output.replace_all_uses_with(again)
+        else:
+            node.replace_input_with(given["out"], again)
+        node.replace_input_with(given["logsumexp"], logsumexp)
 
     def _rebuild(self) -> None:
         """The outputs of the forward graph, without what the backward graph does not use any more."""
