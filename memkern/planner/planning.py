@@ -179,7 +179,7 @@ def _plan(
         if {"offload", "offload_saved"} & changes.keys() and device == "cpu":
             continue
         try:
-            alone[name] = predictor.predict(Techniques(**changes))
+            alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
         except NotTraced as error:
             if not changes:
                 raise
