@@ -158,6 +158,8 @@ class Inputs:
                 made[name] = torch.zeros(shape, dtype=dtype)
         if "spatial_shapes" in self.needed:
             made["spatial_shapes"] = torch.full((size, 2), math.isqrt(self.patches))
+        if "image_embeds_position_mask" in self.needed:
+            made["image_embeds_position_mask"][:, : self.config.latent_query_num] = True
         made |= self._labels(size)
         if "decoder_input_ids" in self.names and not made.keys() & {"labels", "decoder_input_ids"}:
             made["decoder_input_ids"] = torch.zeros(size, self.seq_len, dtype=torch.long)
