@@ -108,7 +108,13 @@ def _outcome(kind: str) -> tuple[str, str]:
         techniques = memkern.Techniques(state_bits=8, micro_batch=size)
         try:
             made = memkern.plan(
-                config, memory="64GiB", seq_len=TOKENS, device="cpu", techniques=techniques, batch_size=size
+                config,
+                memory="64GiB",
+                seq_len=TOKENS,
+                device="cpu",
+                techniques=techniques,
+                batch_size=size,
+                cache=False,
             )
         except OptionError as error:
             found = " ".join(str(error).split())[:300]
