@@ -2,13 +2,14 @@
 
 Each type's default configuration, with two layers where it can have two, is planned for on the CPU with the
 techniques of the plan's table. A row says what came of it: the techniques that the model does not run with, or why
-there is no plan. Default configurations that lack what a model needs, and models that need a package that is not
-installed, are not built.
+there is no plan. ``LACKS`` has what default configurations lack for training; those that lack what a model needs to be
+built, and models that need a package that is not installed, are not built.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import time
 from collections.abc import Iterator
@@ -27,6 +28,21 @@ DEPTHS = (
     "num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers",
 )  # fmt: skip
 LAYERS, TOKENS, SECONDS = 2, 64, 100
+LACKS: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 0},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "glm46v": {"text_config": {"partial_rotary_factor": 0.5}},
+    "glm4v": {"text_config": {"partial_rotary_factor": 0.5}},
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "instructblip": {"image_token_index": 0},
+    "longcat_flash": {"n_routed_experts": 8, "zero_expert_num": 2, "moe_topk": 2},
+    "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
+    "reformer": {"axial_pos_shape": (8, 8)},
+    "step3p7": {"text_config": {"sliding_window": 32}},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What default configurations lack for training, or have so much of that a plan takes minutes."""
 COLUMNS = (*report.PROVENANCE, "transformers", "type", "model", "outcome", "ruled_out", "seconds")
 
 
@@ -62,7 +78,7 @@ def _built(kind: str) -> Iterator[Any]:
 
     for changed in (shallow, lambda config: config):
         with contextlib.suppress(Exception), torch.device("meta"):  # transformers' own, of any kind
-            config = changed(CONFIG_MAPPING[kind]())
+            config = changed(CONFIG_MAPPING[kind](**LACKS.get(kind, {})))
             resolve(config, TOKENS, None, None, None).build(torch.float32)
             yield config
 
@@ -73,24 +89,33 @@ def outcome(kind: str) -> tuple[str, str]:
     def timeout(*_: object) -> None:
         raise TakesLong
 
-    before = signal.signal(signal.SIGALRM, timeout)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGPROF, timeout)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, which others use too
     try:
         return _outcome(kind)
     except TakesLong:
         return f"takes more than {SECONDS} s", ""
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _outcome(kind: str) -> tuple[str, str]:
-    """With few layers, or with all, where a model's other sizes depend on their number."""
+    """With few layers, or with all, where a model's other sizes depend on their number; batch normalization needs two
+    sequences."""
     found = "not built: transformers makes no model of the default configuration here"
-    for config in [*_built(kind)]:
-        techniques = memkern.Techniques(state_bits=8)
+    for config, size in itertools.product(_built(kind), (1, 2)):
+        techniques = memkern.Techniques(state_bits=8, micro_batch=size)
         try:
-            made = memkern.plan(config, memory="64GiB", seq_len=TOKENS, device="cpu", techniques=techniques)
+            made = memkern.plan(
+                config,
+                memory="64GiB",
+                seq_len=TOKENS,
+                device="cpu",
+                techniques=techniques,
+                batch_size=size,
+                cache=False,
+            )
         except OptionError as error:
             found = " ".join(str(error).split())[:300]
         else:

@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument("--png", type=Path, metavar="PATH", help="a picture of it, to be written there")
+    text = "plan anew: without the plans in the user's cache folder, and without adding to them"
+    parser.add_argument("--no-cache", action="store_true", help=text)
     group = parser.add_argument_group("techniques")
     add_flags(group, Techniques, dataclasses.fields(Techniques))
 
@@ -67,6 +69,7 @@ def main(args: argparse.Namespace) -> int:
             dropout=args.dropout,
             host_memory=args.host_memory,
             link=args.link,
+            cache=not args.no_cache,
         )
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)
     if args.png is not None:

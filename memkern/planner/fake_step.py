@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
@@ -22,6 +20,7 @@ from ..options import Techniques, not_allowed
 from ..saved.offload import fake_bytes_on_host
 from .models import Configured, Source
 from .trace import Trace, aligned, record
+from .values import Values
 
 FEW = 3  # blocks of which traces are made: the first, the last and one between them
 ERRORS = ("weight_error", "master_weight")
@@ -53,7 +52,13 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         or (techniques.offload_saved and not techniques.checkpointing)
     ):
         return [trace(source, techniques, device)], 0
-    few, many = (trace(source.with_depth(n), techniques, device) for n in (FEW, FEW + 1))
+    shallow = [source.with_depth(n) for n in (FEW, FEW + 1)]
+    try:
+        few, many = (trace(each, techniques, device) for each in shallow)
+        if aligned(few, many) is None:  # the first trace has what is cached on first use
+            few = trace(shallow[0], techniques, device)
+    except Exception:  # the model's own, where other sizes depend on the number of blocks
+        return [trace(source, techniques, device)], 0
     if aligned(few, many) is None:
         return [trace(source, techniques, device)], 0
     return [few, many], depth - FEW
@@ -65,8 +70,11 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     with mode, torch.device(device):
         model = source.empty(weight_dtype(techniques))
     apply(model, techniques)  # outside the mode: compress measures what activations save
-    with mode, torch.device(device):
+    with mode, torch.device(device), Values() as values:
         batch = source.batch(techniques.micro_batch)
+        for x in tree_leaves(batch):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                values.forget(x)
         if techniques.precision == "bf16":
             batch = floats_to(batch, torch.bfloat16)
 
@@ -77,56 +85,9 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
                     return chunked_loss(model, batch, techniques.loss_chunk)
                 return source.loss(model, batch)
 
-        with _as_on_real_tensors(), _Values():
+        with _as_on_real_tensors():
             found = record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
     return dataclasses.replace(found, left=fake_bytes_on_host(mode))
-
-
-class _Values(TorchDispatchMode):
-    """What models ask of values, which fake tensors do not have.
-
-    "Any" is false and "all" is true: no position is masked, no label out of range. A selection selects all, which needs
-    the most.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._true = weakref.WeakValueDictionary[int, Tensor]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return self._true.get(id(args[0])) is args[0]
-        if func in (aten.all.default, aten.all.dim, aten.all.dims):
-            out = func(*args, **kwargs or {})
-            self._true[id(out)] = out
-            return out
-        if func is aten.nonzero.default:
-            return _all_of(args[0])
-        if func is aten.masked_select.default:
-            return torch.broadcast_tensors(*args)[0].reshape(-1).clone()
-        if func is aten.index.Tensor and any(map(_is_mask, args[1])):
-            indices = [j for i in args[1] for j in (_all_of(i).unbind(1) if _is_mask(i) else (i,))]
-            return func(args[0], indices)
-        if func is aten.index_put_.default and any(map(_is_mask, args[1])):
-            return args[0]
-        if func is aten._ctc_loss.Tensor:
-            log_probs, targets = args[:2]
-            frames, size = log_probs.shape[:2]
-            states = 2 * (targets.numel() // size) + 1
-            return log_probs.new_zeros(size), log_probs.new_zeros(size, frames, states)
-        if func is aten._ctc_loss_backward.Tensor:
-            return torch.zeros_like(args[1])
-        return func(*args, **kwargs or {})
-
-
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype == torch.bool
-
-
-def _all_of(mask: Tensor) -> Tensor:
-    """As many indices as a mask has elements."""
-    return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
 
 
 @contextlib.contextmanager
@@ -147,9 +108,15 @@ def _as_on_real_tensors() -> Iterator[None]:
                 return weight.dtype == torch.bfloat16
 
             stack.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", is_bf16))
+        stack.enter_context(mock.patch.object(FakeTensor, "__format__", _format, create=True))
         # Checks of values, which raise unless all are true
         stack.enter_context(mock.patch.object(torch.distributions.Distribution, "_validate_args", False))
         yield
+
+
+def _format(x: Tensor, spec: str) -> str:
+    """A number in a text, such as the name of an expert."""
+    return format(x.item(), spec) if x.dim() == 0 else object.__format__(x, spec)
 
 
 def floats_to(batch: Any, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -26,8 +27,16 @@ TASKS = (
 """transformers' auto classes, by which the class for a model type is found where its configuration names none."""
 PER_SEQUENCE = ("Classification", "MultipleChoice", "NextSentencePrediction")
 """The ends of the names of classes with one label for each sequence."""
-BESIDE = {"input_ids": ("bbox",), "input_features": ("attention_mask",)}
+BESIDE = {
+    "input_ids": ("bbox", "mm_token_type_ids"),
+    "input_features": ("attention_mask",),
+    "pixel_values": ("spatial_shapes", "pixel_attention_mask", "image_embeds_position_mask"),
+}
 """What a model that takes an input takes beside it, if its forward pass has the argument."""
+SYNONYMS = {"inputs": ("pixel_values", "input_values")}
+"""Of a model for any kind of input: the names by which its forward pass takes one kind."""
+TOKENS = ("input_ids", "decoder_input_ids", "qformer_input_ids", "mm_token_type_ids", "bbox")
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
 CHOICES = 2  # of a multiple-choice question
 LABELS = 8  # tokens of a transcript
 SAMPLES = 320  # of a waveform, of which encoders make a frame
@@ -95,13 +104,21 @@ class Inputs:
         parameters = inspect.signature(self.cls.forward).parameters
         self.names = set(parameters)
         main = self.cls.main_input_name
+        main = next((n for n in SYNONYMS.get(main, ()) if n in self.names), main)
         self.needed = {n for n, p in parameters.items() if p.default is p.empty} | {main}
         self.needed |= {*BESIDE.get(main, ())} & self.names
         if main == "pixel_values" and self.name.endswith("ForConditionalGeneration"):
             # of a text about an image
             self.needed |= {"input_ids"} & self.names
+        if main == "input_ids" and "pixel_values" in self.names and not self.places_images:
+            self.needed |= {"pixel_values"}
         if "return_loss" in self.names:  # of pairs of texts and images or sounds
             self.needed |= {"pixel_values", "input_features"} & self.names
+
+    @property
+    def places_images(self) -> bool:
+        """Whether images take the places of tokens of a text, which may have none."""
+        return any(hasattr(self.config, name) for name in IMAGE_TOKENS)
 
     @property
     def takes_images(self) -> bool:
@@ -115,7 +132,7 @@ class Inputs:
     def image(self) -> tuple[int, int, int]:
         """Channels, height and width."""
         config = self._vision
-        side = getattr(config, "image_size", None) or 224
+        side = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
         height, width = side if isinstance(side, (tuple, list)) else (side, side)
         return getattr(config, "num_channels", 3), height, width
 
@@ -126,6 +143,12 @@ class Inputs:
         size = size if isinstance(size, int) else size[-1]
         return (height // size) * (width // size)
 
+    @property
+    def _patch(self) -> int:
+        """Numbers of a patch."""
+        side = getattr(self._vision, "patch_size", None) or 16
+        return self.image[0] * side * side
+
     def batch(self, size: int) -> dict[str, Any]:
         """Inputs and labels of ``size`` sequences."""
         made: dict[str, Any] = {}
@@ -133,6 +156,10 @@ class Inputs:
             shape, dtype = self._shape(name, size)
             if shape is not None:
                 made[name] = torch.zeros(shape, dtype=dtype)
+        if "spatial_shapes" in self.needed:
+            made["spatial_shapes"] = torch.full((size, 2), math.isqrt(self.patches))
+        if "image_embeds_position_mask" in self.needed:
+            made["image_embeds_position_mask"][:, : self.config.latent_query_num] = True
         made |= self._labels(size)
         if "decoder_input_ids" in self.names and not made.keys() & {"labels", "decoder_input_ids"}:
             made["decoder_input_ids"] = torch.zeros(size, self.seq_len, dtype=torch.long)
@@ -141,11 +168,23 @@ class Inputs:
         return made
 
     def _shape(self, name: str, size: int) -> tuple[tuple[int, ...] | None, torch.dtype]:
-        if name in ("input_ids", "decoder_input_ids", "bbox"):
+        if name in TOKENS:
             choices = (CHOICES,) if self.name.endswith("MultipleChoice") else ()
             return (size, *choices, self.seq_len, *((4,) if name == "bbox" else ())), torch.long
+        if name == "pixel_values" and "spatial_shapes" in self.needed:  # as patches
+            return (size, self.patches, self._patch), torch.float32
+        if name == "pixel_attention_mask":
+            return (size, self.patches), torch.long
+        if name == "flattened_patches":  # each with its row and column
+            return (size, self.patches, self._patch + 2), torch.float32
+        if name == "image_embeds_position_mask":
+            return (size, self.seq_len), torch.bool
+        if name == "pixel_values_videos":
+            frames = getattr(self.config, "frames_per_clip", None) or self.config.num_frames
+            return (size, frames, *self.image), torch.float32
         if name == "pixel_values":
-            frames = getattr(self.config, "num_frames", None)
+            images = "ImageClassification" in self.name
+            frames = None if images else getattr(self.config, "num_frames", None)
             return (size, *((frames,) if frames else ()), *self.image), torch.float32
         if name == "input_values":
             bins = getattr(self.config, "num_mel_bins", None)
@@ -190,6 +229,7 @@ class Inputs:
             return made | {"labels": numbers(*self.image[1:])}
         if self.name.endswith("ForCTC"):
             return made | {"labels": numbers(LABELS)}
-        if self.name.endswith(PER_SEQUENCE) and not self.name.endswith("TokenClassification"):
+        of_tokens = self.name.endswith("TokenClassification") or "logits_to_keep" in names
+        if self.name.endswith(PER_SEQUENCE) and not of_tokens:
             return made | {"labels": numbers()}
         return made | ({} if self.takes_images else {"labels": numbers(self.seq_len)})

@@ -241,8 +241,11 @@ class Given:
         def sized(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            shape = (size, *x.shape[1:]) if x.dim() and x.shape[0] == rows else x.shape
-            return torch.zeros(shape, dtype=x.dtype)
+            if not x.dim() or x.shape[0] != rows:
+                return torch.zeros_like(x) if x.is_floating_point() else x.clone()
+            if x.is_floating_point():
+                return torch.zeros(size, *x.shape[1:], dtype=x.dtype)
+            return x[torch.arange(size) % rows]
 
         return tree_map(sized, self.example)
 

@@ -99,11 +99,13 @@ def rows(plan: Plan) -> Iterator[tuple[str, Prediction]]:
 def text(plan: Plan) -> str:
     above, below = plan.band
     unit, name_of_unit, digits = (GIB, "GiB", 2) if _is_large(plan) else (MIB, "MiB", 1)
-    base = next(iter(plan.alone.values())).seconds / next(iter(plan.alone.values())).techniques.micro_batch
+    plain = next(iter(plan.alone.values()))
+    size = plain.techniques.micro_batch
+    base = plain.seconds / size
     lines = [
         f"{plan.model}: {plan.parameters:,} parameters, {_length(plan)}{plan.device}; "
         f"limit {plan.memory / unit:.{digits}f} {name_of_unit}",
-        f"peak of a step in {name_of_unit}, one {_sample(plan)}; time against plain training; truth within "
+        f"peak of a step in {name_of_unit}, {_count(size, _sample(plan))}; time against plain training; truth within "
         f"-{below:.0%} and +{above:.0%} (counted on fake tensors: {plan.counted_on})",
         "",
         f"{'':<32}{'peak':>8}{'time':>7}  " + "".join(f"{head:>9}" for head in HEADS),
@@ -131,6 +133,10 @@ def _is_large(plan: Plan) -> bool:
 
 def _sample(plan: Plan) -> str:
     return "sequence" if plan.seq_len > 1 else "example"
+
+
+def _count(size: int, sample: str) -> str:
+    return f"{size} {sample}s" if size > 1 else f"one {sample}"
 
 
 def _length(plan: Plan) -> str:

@@ -34,6 +34,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "offload": {"offload": True},
 }
 """The rows of the table: each technique by itself."""
+ON_CPU_TENSORS = "cuda, on fake CPU tensors"
 
 
 def parse_memory(given: Any, name: str = "memory") -> int:
@@ -68,6 +69,7 @@ def plan(
     hardware: Hardware | None = None,
     host_memory: int | str | None = None,
     link: str | None = None,
+    cache: bool = True,
 ) -> Plan:
     """Predicts what a training step needs, by category and technique, and chooses techniques that make it fit.
 
@@ -94,11 +96,14 @@ def plan(
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
         host_memory: bytes on the host that offload may use, or a text such as "64GiB"; default any number.
         link: between host and device, in place of the hardware's: "pcie4" and "pcie5" (x16), "c2c".
+        cache: plans of configurations are kept in the user's cache folder (``XDG_CACHE_HOME``, ~/.cache), and read
+            there where the configuration, the arguments and the versions are the same; False, for neither.
 
     Raises:
         OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
+    from . import cache as kept
     from .models import resolve
 
     limit = parse_memory(memory)
@@ -118,16 +123,27 @@ def plan(
     on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")
     source = resolve(model, seq_len, inputs, loss, dropout)
     arguments: dict[str, Any] = {
-        "memory": limit,
-        "device": device,
-        "given": given,
-        "batch_size": batch_size,
-        "clip": clip,
-    }
-    arguments |= {"source": source, "hardware": speeds, "host_memory": on_host}
+        "source": source, "memory": limit, "device": device, "given": given, "batch_size": batch_size,
+        "clip": clip, "hardware": speeds, "host_memory": on_host,
+    }  # fmt: skip
+    expected = _counted_on(device)
+    key = kept.key(source, arguments, expected) if cache else None
+    made = kept.load(key) if key is not None else None
+    if made is None:
+        made = _plan_on(expected, arguments)
+        if key is not None and made.counted_on == expected:
+            kept.store(key, made)
+    return made
+
+
+def _counted_on(device: str) -> str:
+    """The fake tensors for a device: a GPU's where torch has one, or where there is a compiler for fake CUDA."""
+    import torch
+
     if device == "cpu":
-        return _plan(counted_on="cpu", **arguments)
-    return _plan_for_cuda(arguments)
+        return "cpu"
+    gpu = torch.cuda.is_available() or (torch.version.cuda is None and fake_cuda.compiler() is not None)
+    return "cuda" if gpu else ON_CPU_TENSORS
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
@@ -141,21 +157,18 @@ def _check_given(given: Mapping[str, Any]) -> None:
     Techniques(**needed | dict(given))
 
 
-def _plan_for_cuda(arguments: dict[str, Any]) -> Plan:
-    """Plans here where torch has a GPU, else in a process with fake CUDA, without a compiler on fake CPU tensors."""
+def _plan_on(counted_on: str, arguments: dict[str, Any]) -> Plan:
+    """Plans here, or in a process with fake CUDA; where that fails on fake CPU tensors, with a warning."""
     import torch
 
-    if torch.cuda.is_available():
-        return _plan(counted_on="cuda", **arguments)
-    if torch.version.cuda is None and fake_cuda.compiler() is not None:
-        try:
-            request = pickle.dumps((_plan, {"counted_on": "cuda", **arguments}))
-            return fake_cuda.call(request)
-        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            warnings.warn(
-                f"memkern.plan counts on fake CPU tensors, with a wider band: {error}", stacklevel=3
-            )
-    return _plan(counted_on="cuda, on fake CPU tensors", **arguments)
+    if counted_on != "cuda" or torch.cuda.is_available():
+        return _plan(counted_on=counted_on, **arguments)
+    try:
+        request = pickle.dumps((_plan, {"counted_on": counted_on, **arguments}))
+        return fake_cuda.call(request)
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {error}", stacklevel=3)
+    return _plan(counted_on=ON_CPU_TENSORS, **arguments)
 
 
 def _plan(
@@ -179,7 +192,7 @@ def _plan(
         if {"offload", "offload_saved"} & changes.keys() and device == "cpu":
             continue
         try:
-            alone[name] = predictor.predict(Techniques(**changes))
+            alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
         except NotTraced as error:
             if not changes:
                 raise

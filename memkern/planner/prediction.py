@@ -134,6 +134,12 @@ class Predictor:
             return True
         return False
 
+    @functools.cached_property
+    def least_batch(self) -> int:
+        """Sequences of the smallest step that runs: 1, or 2 where batch normalization needs them."""
+        needs_two = not self.runs(Techniques()) and self.runs(Techniques(micro_batch=2))
+        return 2 if needs_two else 1
+
     def estimate(self, techniques: Techniques) -> float | None:
         """Seconds of a step, before its trace: with offload_saved, as if all that is saved left.
 

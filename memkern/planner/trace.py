@@ -83,6 +83,11 @@ class Trace:
         """The operators of each."""
         return {FORWARD: slice(0, self.middle), BACKWARD: slice(self.middle, self.end)}
 
+    def of_elements(self, phase: str) -> list[int]:
+        """The operators of a phase, without those of empty tensors: how many there are may depend on all blocks."""
+        found = range(self.end)[self.phases[phase]]
+        return [k for k in found if not (shapes := self.operators[k][1:]) or any(map(all, shapes))]
+
     def levels(self, *, free_gradients: bool, unit: int) -> dict[str, list[int]]:
         """Bytes at the beginning and after each operator by category, sizes rounded up to multiples of ``unit``.
 
@@ -114,8 +119,8 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
     """
     points = {}
     for phase in few.phases:
-        i, j = few.phases[phase], many.phases[phase]
-        a, b = few.operators[i], many.operators[j]
+        i, j = few.of_elements(phase), many.of_elements(phase)
+        a, b = [few.operators[k] for k in i], [many.operators[k] for k in j]
         first, last, block = _common(a, b), _common(a[::-1], b[::-1]), len(b) - len(a)
         if block > 0:
             if first + last < len(a) + block:
@@ -126,8 +131,12 @@ def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:
             first, last = first - less, last - less
         elif a != b:
             return None
-        points[phase] = [(i.start + k, j.start + k) for k in range(first + 1)]
-        points[phase] += [(i.stop - k, j.stop - k) for k in range(last + 1)]
+        begins, ends = few.phases[phase], many.phases[phase]
+        points[phase] = [
+            (begins.start, ends.start),
+            *((k + 1, m + 1) for k, m in zip(i[:first], j, strict=False)),
+        ]
+        points[phase] += [(begins.stop, ends.stop), *zip(i[::-1][:last], j[::-1], strict=False)]
     return points
 
 

@@ -54,6 +54,14 @@ CASES = {
     ),
     "wav2vec2": lambda: transformers.Wav2Vec2Config(**SOUND),
     "Whisper": lambda: transformers.WhisperConfig(**WHISPER),
+    "XLM": lambda: transformers.XLMConfig(emb_dim=32, n_layers=2, n_heads=2, n_words=100),
+    "SwitchTransformers": lambda: transformers.SwitchTransformersConfig(**T5, num_experts=4),
+    "GIT": lambda: transformers.GitConfig(**TEXT, vision_config=IMAGE),
+    "SigLIP2": lambda: transformers.Siglip2Config(
+        vision_config=SIZES | {"patch_size": 16, "num_patches": 196},
+        text_config=TEXT,
+        architectures=["Siglip2ForImageClassification"],
+    ),
     "CLIP": lambda: transformers.CLIPConfig(
         text_config=TEXT, vision_config=IMAGE, architectures=["CLIPModel"]
     ),
@@ -80,6 +88,17 @@ def test_a_step_is_traced(case: str) -> None:
     one, two = (trace(source, Techniques(micro_batch=size), "cpu") for size in (1, 2))
     assert 0 < one.saved < two.saved
     assert trace(source, Techniques(precision="bf16"), "cpu").saved < one.saved
+
+
+def test_a_model_with_batch_normalization_is_planned_for_with_two_sequences() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    plan = memkern.plan(model, inputs=torch.ones(2, 8), memory="1GiB", device="cpu", batch_size=2)
+    assert {p.techniques.micro_batch for p in plan.alone.values()} == {2}
+    assert "2 examples; time against" in str(plan)
+    assert plan.recommended is not None
+    assert plan.recommended.techniques.micro_batch == 2
+    with pytest.raises(OptionError, match="more than 1 value per channel"):
+        memkern.plan(model, inputs=torch.ones(2, 8), memory="1GiB", device="cpu")
 
 
 def test_the_class_that_a_configuration_is_for() -> None:

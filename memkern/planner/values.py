@@ -1,0 +1,211 @@
+"""What models ask of values, which fake tensors do not have."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+LARGEST = 2**20
+"""Elements of the largest tensor whose values are computed."""
+aten = torch.ops.aten
+EMPTY = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default,
+    aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
+OF_A_SHAPE = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+}  # fmt: skip
+"""Operators that read an argument's shape, not its values."""
+
+WITH_MASKS = {aten.index.Tensor, aten.index_put_.default}
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    frames, size = log_probs.shape[:2]
+    states = 2 * (targets.numel() // size) + 1
+    return log_probs.new_zeros(size), log_probs.new_zeros(size, frames, states)
+
+
+CTC_LOSS: dict[Any, Any] = {
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.Tensor: lambda _, log_probs, *rest: torch.zeros_like(log_probs),
+}
+
+
+class _Unknown(Exception):
+    """An argument has no values."""
+
+
+class Values(TorchDispatchMode):
+    """Computes the values of what follows from integers, masks and constants: token ids, positions, sizes.
+
+    Weights have none, and what is computed from them has none. What models ask of it: no element is NaN or infinite,
+    "any" is false and "all" is true; a router sends tokens to all experts in turn; a selection selects all, which needs
+    the most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def _values(self, x: Tensor) -> Tensor:
+        """The values of a tensor, on the CPU. Raises _Unknown. Call without modes."""
+        if isinstance(x, FakeTensor):
+            reference, values = self._found.get(id(x), (None, None))
+            if reference is not None and values is not None and reference() is x:
+                return values
+        elif type(x) is Tensor and x.device.type == "cpu" and x.numel() <= LARGEST:
+            return x.clone()
+        raise _Unknown
+
+    def forget(self, x: Tensor) -> None:
+        """Takes the values from a tensor and from its views."""
+        with contextlib.suppress(_Unknown):
+            storage = self._values(x).untyped_storage()._cdata
+            self._found = {
+                key: found
+                for key, found in self._found.items()
+                if found[1].untyped_storage()._cdata != storage
+            }
+
+    def _learn(self, out: Any, values: Any) -> None:
+        for x, found in zip(tree_leaves(out), tree_leaves(values), strict=True):
+            if isinstance(x, FakeTensor) and isinstance(found, Tensor):
+                self._found[id(x)] = weakref.ref(x, functools.partial(self._died, id(x))), found
+
+    def _died(self, key: int, reference: weakref.ref[Tensor]) -> None:
+        if key in self._found and self._found[key][0] is reference:
+            del self._found[key]
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operator returns for its arguments' values. Raises _Unknown where one has none."""
+        if func in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Unknown
+        if not all(isinstance(x, FakeTensor) for x in _mutated(func, args, kwargs)):
+            raise _Unknown  # a constant of the model
+
+        def on_cpu(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return (
+                    torch.empty((), dtype=x.dtype).expand(x.shape) if func in OF_A_SHAPE else self._values(x)
+                )
+            return torch.device("cpu") if isinstance(x, torch.device) else x
+
+        with _disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map(on_cpu, (args, kwargs))
+            try:
+                return func(*args, **kwargs)
+            except Exception as error:  # the fake tensors' own is raised, if they raise too
+                raise _Unknown from error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in CTC_LOSS:  # which looks at the lengths of sequences
+            return CTC_LOSS[func](*args)
+        if _depends_on_values(func, args):
+            try:
+                values = self._computed(func, args, kwargs)
+            except _Unknown:
+                if func is aten.index.Tensor:  # of a tensor without values, with masks that may have them
+                    places = [j for i in args[1] for j in (self._places(i) if _is_mask(i) else (i,))]
+                    return func(args[0], places)
+                return _selecting_all(func, args, kwargs)
+            if func in WITH_MASKS:
+                return args[0] if func is aten.index_put_.default else self._made(values, args[0])
+            return tree_map(lambda x: self._made(x, args[0]), values)
+        out = func(*args, **kwargs)
+        values = None
+        if all(x.numel() <= LARGEST for x in tree_leaves(out) if isinstance(x, Tensor)):
+            with contextlib.suppress(_Unknown):
+                values = self._computed(func, args, kwargs)
+        if values is None:
+            for x in _mutated(func, args, kwargs):
+                self.forget(x)
+            values = _assumed(func, args, out)
+        if values is not None:
+            self._learn(out, values)
+        return out
+
+    def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """Indices of the elements that a mask selects."""
+        try:
+            with _disable_current_modes():
+                values = self._values(mask).nonzero()
+            return self._made(values, mask).unbind(1)
+        except _Unknown:
+            return _all_of(mask).unbind(1)
+
+    def _made(self, values: Any, like: Tensor) -> Any:
+        """A fake tensor with these values; a number as it is."""
+        if not isinstance(values, Tensor):
+            return values
+        made = torch.empty(values.shape, dtype=values.dtype, device=like.device)
+        self._learn(made, values)
+        return made
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Whether the shape of what the operator returns, or a number, depends on values."""
+    if func in WITH_MASKS:
+        return any(map(_is_mask, args[1]))
+    return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags})
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    given = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in tree_leaves([given.get(name) for name in written]) if isinstance(x, Tensor)]
+
+
+def _selecting_all(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator whose outcome depends on unknown values returns."""
+    if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+        return False
+    if func is aten.nonzero.default:
+        return _all_of(args[0])
+    if func is aten.masked_select.default:
+        return torch.broadcast_tensors(*args)[0].reshape(-1).clone()
+    if func is aten.index_put_.default:
+        return args[0]
+    return func(*args, **kwargs)
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
+
+
+def _all_of(mask: Tensor) -> Tensor:
+    """As many indices as a mask has elements."""
+    return torch.zeros(mask.numel(), mask.dim(), dtype=torch.long, device=mask.device)
+
+
+def _assumed(func: Any, args: Any, out: Any) -> Any:
+    """Values of what an operator returns for unknown ones, None for no assumption."""
+    with _disable_current_modes():
+        if func in (aten.all.default, aten.all.dim, aten.all.dims):
+            return torch.ones(out.shape, dtype=torch.bool)
+        if func in (aten.any.default, aten.any.dim, aten.any.dims, aten.isnan.default, aten.isinf.default):
+            return torch.zeros(out.shape, dtype=torch.bool) if out.numel() <= LARGEST else None
+        if func is aten.topk.default and out[1].dim() and out[1].numel() <= LARGEST:
+            dim = args[2] if len(args) > 2 else -1
+            return None, _in_turn(out[1].shape, args[0].shape[dim], dim)
+        if func is aten.argmax.default and args[1:] and args[1] is not None and out.numel() <= LARGEST:
+            return torch.arange(out.numel()).reshape(out.shape) % args[0].shape[args[1]]
+    return None
+
+
+def _in_turn(shape: torch.Size, below: int, dim: int) -> Tensor:
+    """Indices: all different along a dimension, and each equally often in all."""
+    found = torch.empty(shape, dtype=torch.long).movedim(dim, -1)
+    return (torch.arange(found.numel()) % below).reshape(found.shape).movedim(-1, dim)

@@ -1,0 +1,72 @@
+"""Values on fake tensors: what follows from integers and constants is computed, the rest assumed."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memkern.planner.values import LARGEST, Values
+
+
+@pytest.fixture
+def scores() -> Iterator[torch.Tensor]:
+    """A tensor without values, and the modes."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Values() as values:
+        x = torch.zeros(6, 4)
+        values.forget(x)
+        yield x
+
+
+def test_a_selection_by_token_ids_has_their_number(scores: torch.Tensor) -> None:
+    ids = torch.tensor([3, 1, 3, 0, 2, 3])
+    assert scores[ids == 3].shape == (3, 4)
+    assert [x.tolist() for x in torch.where(ids == 3)] == [[0, 2, 5]]
+    assert ids.repeat_interleave(ids).shape == (12,)
+
+
+def test_a_selection_by_scores_selects_all(scores: torch.Tensor) -> None:
+    assert scores[scores > 0].shape == (24,)
+    assert (scores > 0).nonzero().shape == (24, 2)
+
+
+def test_checks_pass(scores: torch.Tensor) -> None:
+    assert not (scores > 0).any()
+    assert (scores > 0).all()
+    assert scores.isnan().sum() == 0
+    assert not scores[0, 0] > 0
+
+
+def test_a_number_that_follows_from_weights_has_no_value(scores: torch.Tensor) -> None:
+    with pytest.raises(Exception, match="local_scalar_dense"):
+        scores.sum().item()
+
+
+def test_what_is_written_in_place(scores: torch.Tensor) -> None:
+    sizes = torch.zeros(4, dtype=torch.long)
+    last = sizes[2:]
+    sizes[3] = 5
+    assert last.tolist() == [0, 5]
+    sizes.copy_(scores.sum(0).long())
+    for x in (sizes, last):
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            x[0].item()
+
+
+def test_a_constant_of_the_model_stays_as_it_is(scores: torch.Tensor) -> None:
+    ids = torch.arange(4)
+    constant = torch.ops.aten.alias(ids)
+    constant.add_(1)
+    assert constant.tolist() == [1, 2, 3, 4]
+
+
+def test_a_router_sends_tokens_to_all_experts(scores: torch.Tensor) -> None:
+    chosen = scores.topk(2, dim=-1).indices
+    assert chosen.tolist() == [[0, 1], [2, 3]] * 3
+    assert torch.bincount(chosen.flatten()).tolist() == [3, 3, 3, 3]
+    assert scores.argmax(-1).tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def test_large_tensors_have_no_values(scores: torch.Tensor) -> None:
+    with pytest.raises(Exception, match="local_scalar_dense"):
+        torch.zeros(LARGEST + 1, dtype=torch.long)[0].item()
