@@ -90,6 +90,8 @@ class Values(TorchDispatchMode):
         """What the operator returns for its arguments' values. Raises _Unknown where one has none."""
         if func in EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
             raise _Unknown
+        if func not in OF_A_SHAPE and self._is_of_weights(args):
+            raise _Unknown
         if not all(isinstance(x, FakeTensor) for x in _mutated(func, args, kwargs)):
             raise _Unknown  # a constant of the model
 
@@ -106,6 +108,16 @@ class Values(TorchDispatchMode):
                 return func(*args, **kwargs)
             except Exception as error:  # the fake tensors' own is raised, if they raise too
                 raise _Unknown from error
+
+    def _is_of_weights(self, args: Any) -> bool:
+        """Whether an argument has no values: of most operators one look at the first tensor tells."""
+        for x in args:
+            if isinstance(x, FakeTensor):
+                if id(x) not in self._found:
+                    return True
+            elif isinstance(x, (list, tuple)) and self._is_of_weights(x):
+                return True
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +136,8 @@ class Values(TorchDispatchMode):
             return tree_map(lambda x: self._made(x, args[0]), values)
         out = func(*args, **kwargs)
         values = None
-        if all(x.numel() <= LARGEST for x in tree_leaves(out) if isinstance(x, Tensor)):
+        outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        if all(x.numel() <= LARGEST for x in outputs if isinstance(x, Tensor)):
             with contextlib.suppress(_Unknown):
                 values = self._computed(func, args, kwargs)
         if values is None:
@@ -157,6 +170,11 @@ def _depends_on_values(func: Any, args: Any) -> bool:
     """Whether the shape of what the operator returns, or a number, depends on values."""
     if func in WITH_MASKS:
         return any(map(_is_mask, args[1]))
+    return _is_dynamic(func)
+
+
+@functools.cache
+def _is_dynamic(func: Any) -> bool:
     return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags})
 
 
