@@ -39,6 +39,11 @@ def is_candidate(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in FLOATS and x.dim() > 0
 
 
+def _is_decision(x: Any) -> bool:
+    """A comparison's result: it was allowed where it was made."""
+    return isinstance(x, Tensor) and not x.dtype.is_floating_point
+
+
 def made_by(node: fx.Node) -> fx.Node:
     """The node before casts and copies."""
     while packet(node) in CASTS and isinstance(node.args[0], fx.Node):
@@ -99,7 +104,7 @@ class Rules:
                     return False
                 if is_same:
                     own.add(user)
-                if user not in seen and is_candidate(value(user)):
+                if user not in seen and not _is_decision(value(user)):
                     seen.add(user)
                     waiting.append(user)
         return True

@@ -52,8 +52,7 @@ class Program:
         elif hostile < 0.3:
             self.x[:, : WIDTH // 2] = 5.0
         self.hostile = hostile < 0.3
-        self.noise = 0.0
-        self.generator = generator
+        self.noise, self.generator = 0.0, generator
         self.saturated = not self.hostile and self.choice.random() < 0.3
         self.whole = self.choice.random() < 0.7
         names = [*OPERATIONS, *_OFTEN, *(SATURATED if self.saturated else ())]
@@ -84,14 +83,13 @@ class Program:
         pool = [self.x * 1.0, F.linear(self.x, self.weights[0])]
         for step, (name, number, picks) in enumerate(zip(self.names, self.numbers, self.picks, strict=True)):
             a, b = (pool[-1 - int(len(pool) * pick * pick)] for pick in picks)
-            y = self.in_range(
-                (SATURATED if name in SATURATED else OPERATIONS)[name](self, a, b, number), step
-            )
+            operation = SATURATED[name] if name in SATURATED else OPERATIONS[name]
+            y = self.in_range(operation(self, a, b, number), step)
             pool.append(y if name in SATURATED else self._off(y))
         return sum((x * c).mean() for x, c in zip(pool[-3:], self.last, strict=True))
 
     def in_range(self, y: Tensor, step: int) -> Tensor:
-        """Values stay in range by a number through which no gradient goes."""
+        """By a number through which no gradient goes."""
         return y if float(y.detach().abs().mean()) < 1e3 else y * 1e-3
 
     def _off(self, y: Tensor) -> Tensor:
