@@ -14,7 +14,18 @@ from ..quant.layout import FLOATS
 from ..saved.codecs import BLOCK_SIZE
 from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIGNED
 from ..saved.users import MOST_EXPONENT
-from .operations import CASTS, VIEWS, Gradients, Operation, aten, is_backward, numel, packet, value
+from .operations import (
+    CASTS,
+    VIEWS,
+    Gradients,
+    Operation,
+    Operations,
+    aten,
+    is_backward,
+    numel,
+    packet,
+    value,
+)
 from .torch_internals import must_recompute
 
 MIN_NUMEL = 1024
@@ -51,35 +62,36 @@ def made_by(node: fx.Node) -> fx.Node:
     return node
 
 
+def codec_of(operations: Operations, node: fx.Node) -> str | None:
+    """The name of the codec of a value, by what made it."""
+    base = made_by(node)
+    of = operations.of(base)
+    if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
+        return None
+    if packet(base) is aten.exp and is_backward(base) and of.name == "LogSoftmaxBackward0":
+        return PROBABILITY
+    if is_backward(base) or base.op != "call_function":
+        return None
+    required = CODEC_BY_MAKER.get(of.name)
+    if required in (PROBABILITY, TANH):
+        is_softmax = packet(base) is aten.div and packet(base.args[0]) is aten.exp
+        return required if is_softmax or packet(base) is of.op else None
+    if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or _is_result(operations, base, of)):
+        return None
+    return required
+
+
+def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:
+    """Whether a node is what an operation gives, not a step to it."""
+    users = [u for u in node.users if u.op == "output" or not is_backward(u)]
+    return not users or any(u.op == "output" or operations.of(u).seq != of.seq for u in users)
+
+
 class Rules:
-    """What may be coded in one graph. gated: the numbers of operations that gate themselves."""
+    """What may be coded in one graph."""
 
-    def __init__(self, gradients: Gradients, gated: frozenset[int]) -> None:
-        self.gradients, self.gated = gradients, gated
-        self.operations = gradients.operations
-
-    def codec(self, node: fx.Node) -> str | None:
-        """The name of the codec of a value, by what made it."""
-        base = made_by(node)
-        of = self.operations.of(base)
-        if of.seq not in self.operations.differentiated:  # what needs no gradient is never rounded
-            return None
-        if packet(base) is aten.exp and is_backward(base) and of.name == "LogSoftmaxBackward0":
-            return PROBABILITY
-        if is_backward(base) or base.op != "call_function":
-            return None
-        required = CODEC_BY_MAKER.get(of.name)
-        if required in (PROBABILITY, TANH):
-            is_softmax = packet(base) is aten.div and packet(base.args[0]) is aten.exp
-            return required if is_softmax or packet(base) is of.op else None
-        if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or self._is_result(base, of)):
-            return None
-        return required
-
-    def _is_result(self, node: fx.Node, of: Operation) -> bool:
-        """Whether a node is what an operation gives, not a step to it."""
-        users = [u for u in node.users if u.op == "output" or not is_backward(u)]
-        return not users or any(u.op == "output" or self.operations.of(u).seq != of.seq for u in users)
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients, self.operations = gradients, gradients.operations
 
     def may_be_coded(self, nodes: list[fx.Node], codec: str, x: Tensor, counts: Any = None) -> bool:
         """Whether all that is made of some nodes, which are views of a value x, bears the errors of codes.
@@ -112,7 +124,7 @@ class Rules:
     def _fits(self, of: Operation, codec: str, own: bool) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""
         required = _RESULT_CODECS.get(of.name)
-        if required is None or (of.seq in self.gated and not own):
+        if required is None or (of.seq in self.operations.gated and not own):
             return True
         return own and codec == required
 
@@ -145,7 +157,7 @@ class Rules:
         if must_recompute(user):  # of a checkpoint: another function of what it begins with
             return False
         of, name = self.operations.of(user), packet(user)
-        if of.seq in self.gated and name not in _COMPARISONS:
+        if of.seq in self.operations.gated and name not in _COMPARISONS:
             return True
         if is_backward(user):
             return self._passes_in_backward(user, of, codec, own)
@@ -199,6 +211,6 @@ def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any, key: str) -> None:
         if node.op != "call_function" or node in rules.gradients.nodes or numel(node) < MIN_NUMEL:
             continue
         x = value(node)
-        codec = rules.codec(node) if is_candidate(x) else None
+        codec = codec_of(rules.operations, node) if is_candidate(x) else None
         if codec is not None and rules.may_be_coded([node], codec, x, counts):
             node.meta[key] = codec

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from .. import _ops
 from ..quant.layout import is_dense
@@ -17,7 +15,7 @@ from ..saved.bounded import LIMITS
 from ..saved.codecs import BLOCK_SIZE
 from ..saved.rules import POWER, PROBABILITY, TANH, UNSIGNED
 from .operations import value
-from .torch_internals import detect_fake_mode, is_contiguous_or_false
+from .torch_internals import detect_fake_mode, extract_tensor_metadata, is_contiguous_or_false, make_fx
 
 
 class Codec(NamedTuple):
@@ -38,7 +36,7 @@ def _power(signed: bool) -> Codec:
     return Codec(encode, decode, 1.03)
 
 
-def _distance(name: str, bits: int) -> Codec:
+def _distance(name: str) -> Codec:
     limits = LIMITS[name]
     power = _power(signed=False)
 
@@ -48,14 +46,14 @@ def _distance(name: str, bits: int) -> Codec:
     def decode(data: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return limits.result(power.decode(data[:2], torch.float32), data[2]).to(dtype)
 
-    return Codec(encode, decode, 1.03 + bits / 8)
+    return Codec(encode, decode, power.bytes + limits.sides.bits / 8)
 
 
 CODECS = {
     POWER: _power(signed=True),
     UNSIGNED: _power(signed=False),
-    PROBABILITY: _distance(PROBABILITY, 1),
-    TANH: _distance(TANH, 2),
+    PROBABILITY: _distance(PROBABILITY),
+    TANH: _distance(TANH),
 }
 
 
@@ -87,11 +85,10 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
         new = graph.node_copy(node, known.__getitem__)
         new.meta = {"val": node.meta["val"]}
         if isinstance(value(new), Tensor):
-            new.meta["tensor_meta"] = _extract_tensor_metadata(value(new))
+            new.meta["tensor_meta"] = extract_tensor_metadata(value(new))
         if getattr(node.target, "namespace", "").startswith("memkern"):
             # Else Inductor gives an op that was added to its graph an input of any layout.
-            given = fx.node.map_arg((new.args, new.kwargs), value)
-            new.meta["eager_input_vals"] = given
+            new.meta["eager_input_vals"] = fx.node.map_arg((new.args, new.kwargs), value)
         known[node] = new
     raise AssertionError("a graph without an output")
 

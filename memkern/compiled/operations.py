@@ -26,11 +26,13 @@ from ..saved.users import (
     MEANS,
     MOST_EXPONENT,
     REDUCED,
+    SCALED,
     SPARSE,
     UNKNOWN,
     UNKNOWN_USER,
     USERS,
     User,
+    of_power,
     passed_on,
     spread,
 )
@@ -43,14 +45,16 @@ VIEWS = {
     aten.squeeze, aten.alias, aten.detach, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
     aten.narrow, prims.broadcast_in_dim, operator.getitem,
 }  # fmt: skip
-_SCALED = User("linear")
 _IDENTITIES = {"AddBackward0", "SubBackward0"}
 """Their backward pass may have no node: the gradient goes on as it is."""
 
 
 def packet(node: Any) -> Any:
     """What a node calls, without its overload."""
-    target = getattr(node, "target", None)
+    return _packet(getattr(node, "target", None))
+
+
+def _packet(target: Any) -> Any:
     return getattr(target, "overloadpacket", target)
 
 
@@ -71,13 +75,7 @@ def numel(node: Any) -> int:
 @functools.cache
 def name_of(op: Any) -> str:
     """The name in the autograd graph of an operation's node; "" for one that no table has."""
-    words = (
-        str(getattr(op, "overloadpacket", op))
-        .removeprefix("aten.")
-        .strip("_")
-        .removesuffix("_forward")
-        .split("_")
-    )
+    words = str(op).removeprefix("aten.").strip("_").removesuffix("_forward").split("_")
     camel = "".join(re.sub(r"(?<=\d)d$", "D", word[:1].upper() + word[1:]) for word in words)
     found = (f"{camel}Backward{i}" for i in range(2))
     return next((name for name in found if name in USERS or name in RULES or name in CODEC_BY_MAKER), "")
@@ -108,16 +106,13 @@ _NOTHING = Operation(-1, None, "", UNKNOWN_USER, ())
 def _row(name: str, node: fx.Node) -> User:
     """As :func:`memkern.saved.users.user`: of a power it depends on the exponent, of a division on the divisor."""
     if name == "PowBackward0":
-        exponent = node.args[1] if len(node.args) > 1 else None
-        if not isinstance(exponent, (int, float)) or exponent < 1 or exponent != int(exponent):
-            return UNKNOWN_USER
-        return User("smooth") if exponent > MOST_EXPONENT else USERS[name]
+        return of_power(node.args[1])
     if packet(node) is aten.div:
         divisor = node.args[1]
         if not isinstance(divisor, fx.Node) or (
             isinstance(value(divisor), Tensor) and not value(divisor).dim()
         ):
-            return _SCALED
+            return SCALED
         return UNKNOWN_USER
     return USERS.get(name, UNKNOWN_USER)
 
@@ -127,8 +122,8 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def _original(node: fx.Node) -> Any:
-    op = node.meta.get("original_aten") or node.target
-    return getattr(op, "overloadpacket", op)
+    """The operation, without its overload, that was decomposed into a node among others."""
+    return _packet(node.meta.get("original_aten") or node.target)
 
 
 def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
@@ -147,7 +142,9 @@ def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
 class Operations:
     """All operations of a joint graph's forward pass, by sequence number.
 
-    differentiated: the numbers of those through which gradients go.
+    differentiated: the numbers of those through which gradients go. gated: of the parts of ``x * gate(f(x))``, with
+    sigmoid or tanh as gate: GELU by tanh, QuickGELU. Where such a gate is so near its limits that codes of x are too
+    coarse for its derivative, that is a small part of the whole one.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -169,6 +166,8 @@ class Operations:
             if operation.name in _IDENTITIES and any(self._goes_to(seqs, n) for n in operation.nodes):
                 seqs.add(operation.seq)
         self.differentiated = frozenset(seqs)
+        gates = (each for each in self.by_seq.values() if each.op in (aten.sigmoid, aten.tanh))
+        self.gated = frozenset(seq for gate in gates for seq in self._gated_by(gate))
 
     def _goes_to(self, seqs: set[int], node: fx.Node) -> bool:
         """Whether an operation of these numbers uses a value, also as a view or in another dtype, not detached."""
@@ -187,26 +186,12 @@ class Operations:
         Nodes of the forward pass that need no gradient are operations of their own.
         """
         found = self.by_seq.get(node.meta.get("seq_nr", -1), _NOTHING)
-        if is_backward(node):
-            return found
-        if node.name in found.names:
+        if is_backward(node) or node.name in found.names:
             return found
         op = _original(node)
         return dataclasses.replace(
             _NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,)
         )
-
-    def self_gated(self) -> frozenset[int]:
-        """The numbers of the operations of ``x * gate(f(x))``, gate sigmoid or tanh: GELU by tanh, SiLU, QuickGELU.
-
-        Where a gate is so near its limits that codes of x are too coarse for its derivative, that is a small part of
-        the whole one.
-        """
-        found: set[int] = set()
-        for each in self.by_seq.values():
-            if each.op in (aten.sigmoid, aten.tanh):
-                found |= self._gated_by(each)
-        return frozenset(found)
 
     def _gated_by(self, gate: Operation) -> set[int]:
         of, roots = _roots(gate.nodes[0].args[0])

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..options import SAVED_BITS
 from ..saved.attention import FORWARD
 from . import codecs
-from .codable import MIN_NUMEL, Rules, is_candidate, mark
+from .codable import MIN_NUMEL, Rules, codec_of, is_candidate, mark
 from .operations import VIEWS, Gradients, Operations, aten, numel, packet, value
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
@@ -91,20 +91,16 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         operations = Operations(gm.graph)
-        gated = operations.self_gated()
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
         if is_coded:
             recomputable = partitioners.get_default_op_list().is_recomputable
-            mark(gm.graph, Rules(gradients, gated), recomputable, _KEY)
+            mark(gm.graph, Rules(gradients), recomputable, _KEY)
         _save_reductions(gm.graph)
         with functorch_config.patch(_LIFTED), _sizes_in_codes():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if is_coded:
-            rules = Rules(Gradients(bw.graph, operations), gated)
-            _Saved(
-                fw, bw, kwargs["num_fwd_outputs"], rules, Rules(Gradients(fw.graph, operations), gated)
-            ).encode()
+            _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations))).encode()
         for graph in (fw.graph, bw.graph):
             for node in graph.nodes:
                 node.meta.pop(_KEY, None)
@@ -116,10 +112,8 @@ class Partitioner(CustomPartitionerFn):
 class _Saved:
     """What goes from a forward to a backward graph."""
 
-    def __init__(
-        self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, rules: Rules, of_forward: Rules
-    ) -> None:
-        self.fw, self.bw, self.rules, self.of_forward = fw, bw, rules, of_forward
+    def __init__(self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, rules: Rules) -> None:
+        self.fw, self.bw, self.rules, self.operations = fw, bw, rules, rules.operations
         self.output = fw.graph.output_node()
         outputs: list[Any] = [*self.output.args[0]]  # type: ignore[misc]
         descriptions = self.output.meta["desc"]
@@ -143,14 +137,14 @@ class _Saved:
             for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
                 self._encode(first, those)
         for node in list(self.bw.graph.nodes):
-            if self.rules.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
+            if self.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
                 self._run_again(node)
         self._rebuild()
 
     def _encode(self, first: fx.Node, members: list[fx.Node]) -> None:
         """Codes of a value in place of the views of it that are saved."""
         x = value(first)
-        codec = self.of_forward.codec(first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
+        codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
         holders = [self.holders[m.name] for m in members]
         if codec is None or not self.rules.may_be_coded(holders, codec, x):
             return
@@ -166,15 +160,13 @@ class _Saved:
         self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str
     ) -> list[fx.Node]:
         graph, holders = self.bw.graph, [self.holders[m.name] for m in members]
-        place = {n: i for i, n in enumerate(graph.nodes)}
-        users = [u for h in holders for u in h.users]
         with graph.inserting_before(holders[0]):
             new = []
             for i, node in enumerate(data):
                 holder = graph.placeholder(f"memkern_{first.name}_{i}")
                 holder.meta.update(node.meta)
                 new.append(holder)
-        with graph.inserting_before(min(users, key=place.__getitem__)):
+        with graph.inserting_before(min(u for h in holders for u in h.users)):
             x = codecs.decode(graph, new, codec, value(first).dtype)
             self.decoded.add(x)
             for member, holder in zip(members, holders, strict=True):
@@ -193,7 +185,7 @@ class _Saved:
             return
         given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
         given |= node.kwargs
-        forward = FORWARD[self.rules.operations.of(node).name]
+        forward = FORWARD[self.operations.of(node).name]
         inputs = [given[name] for name in ("query", "key", "value")]
         if not any(self.decoded & {i, *_ancestors(i)} for i in inputs):
             return
@@ -202,11 +194,10 @@ class _Saved:
         output = given["out"]
         while packet(output) in (aten.alias, aten.detach):
             output = output.args[0]
-        place = {n: i for i, n in enumerate(self.bw.graph.nodes)}
         serves_others = output in self.decoded  # else they get exactly what was saved
-        first = min(output.users, key=place.__getitem__) if serves_others else node
-        for source in sorted({a for i in inputs for a in (i, *_ancestors(i))}, key=place.__getitem__):
-            if source.op == "call_function" and place[source] > place[first]:
+        first = min(output.users) if serves_others else node
+        for source in sorted({a for i in inputs for a in (i, *_ancestors(i))}):
+            if source.op == "call_function" and source > first:
                 first.prepend(source)
 
         def run(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:

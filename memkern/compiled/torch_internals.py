@@ -15,6 +15,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._prims_common import is_contiguous_or_false
+from torch._subclasses.fake_tensor import extract_tensor_metadata
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 FIRST_VERSION = "2.13"
@@ -32,10 +34,12 @@ __all__ = [
     "CustomPartitionerFn",
     "check",
     "detect_fake_mode",
+    "extract_tensor_metadata",
     "functorch_config",
     "get_hash_for_files",
     "is_contiguous_or_false",
     "list_mode_options",
+    "make_fx",
     "must_recompute",
     "partitioners",
 ]

@@ -179,7 +179,7 @@ _LINEAR = {
 USERS: dict[str, User] = {**_PRODUCTS, **_SMOOTH, **_LINEAR}
 """The attributes that may be coded, by the node's name and its ``_saved_`` attributes."""
 
-UNKNOWN_USER, _SCALED = User("singular"), User("linear")
+UNKNOWN_USER, SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
 MOST_EXPONENT = 4
 """Of powers from codes: their derivative is off by so many times, less one, what the codes are off."""
@@ -232,19 +232,22 @@ def is_leaf(node: Any) -> bool:
     return type(node) is _ACCUMULATE_GRAD
 
 
+def of_power(exponent: Any) -> User:
+    """The row of a power: whole exponents from 1 are smooth, and up to MOST_EXPONENT may be coded."""
+    if not isinstance(exponent, (int, float)) or exponent < 1 or exponent != int(exponent):
+        return UNKNOWN_USER
+    return USERS["PowBackward0"] if exponent <= MOST_EXPONENT else User("smooth")
+
+
 def user(node: Any, name: str) -> User:
     """The row of a node; of a power it depends on the exponent, of a division on the divisor."""
     row = USERS.get(name, UNKNOWN_USER)
     if name == "PowBackward0":
-        exponent = node._saved_exponent
-        if isinstance(exponent, complex) or exponent < 1 or exponent != int(exponent):
-            return UNKNOWN_USER
-        if exponent > MOST_EXPONENT:
-            return User("smooth")
-    elif name == "DivBackward0" and node.next_functions[1][0] is None:
+        return of_power(node._saved_exponent)
+    if name == "DivBackward0" and node.next_functions[1][0] is None:
         other = node._saved_other
         if other is not None and other.dim() == 0:
-            return _SCALED
+            return SCALED
     return row
 
 
