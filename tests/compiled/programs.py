@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.saved.programs import OF_CODES, Program, gradients, off
+from tests.saved.programs import Program, gradients, in_codes, off
 from tests.support.partitioned import backend
 
 ROUNDING = 1e-5
@@ -47,16 +47,7 @@ def outcome(seed: int) -> str:
     wrong = []
     if (by := off(exact, expected)) > max(ROUNDING, 8 * off(expected, plain)):
         wrong.append(f"exact off by {by:.1e}")
-    if not coded.isfinite().all():
-        wrong.append("not finite")
-    elif (error := off(coded, expected)) > 0.05:
-        sensitive = max(
-            *(off(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
-            off(gradients(program, None, noise_of_results=OF_CODES), plain),
-        )
-        cosine = float(coded @ expected / (coded.norm() * expected.norm()))
-        if error > 2 * sensitive and (program.saturated or cosine < 0.8) and not program.hostile:
-            wrong.append(f"8 bits off by {error:.1e}, cosine {cosine:.2f}, sensitivity {sensitive:.1e}")
+    wrong += in_codes(program, coded, expected, plain)
     return ", ".join(wrong)
 
 

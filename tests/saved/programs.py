@@ -60,9 +60,6 @@ class Program:
         self.numbers = [self.choice.random() for _ in range(STEPS)]
         self.picks = [(self.choice.random(), self.choice.random()) for _ in range(STEPS)]
 
-    def leaves(self) -> list[Tensor]:
-        return [self.x, self.table, self.scale, self.shift, *self.weights]
-
     def run(self, bits: Any) -> Tensor:
         """The loss: of a block, or as of a module, whose result is known too."""
         if bits is None:
@@ -303,7 +300,6 @@ def gradients(
 ) -> Tensor:
     """Of all leaves, as one vector in fp64. noise: of the leaves, relative; noise_of_results: of each step's result."""
     kept = program.__dict__.copy()
-    leaves, names = {}, ("x", "table", "scale", "shift")
     generator = torch.Generator().manual_seed(0)
 
     def leaf(x: Tensor) -> Tensor:
@@ -311,7 +307,7 @@ def gradients(
         off = torch.randn(x.shape, generator=generator, dtype=dtype) * x.abs()
         return (x + noise * off).requires_grad_()
 
-    leaves = {name: leaf(kept[name]) for name in names}
+    leaves = {name: leaf(kept[name]) for name in ("x", "table", "scale", "shift")}
     weights = [leaf(w) for w in kept["weights"]]
     try:
         program.__dict__.update(leaves, weights=weights, last=[c.to(dtype) for c in kept["last"]])
@@ -336,6 +332,22 @@ def off(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
+def in_codes(program: Program, coded: Tensor, expected: Tensor, plain: Tensor) -> list[str]:
+    """What is wrong with gradients in 8 bits. plain: those of torch without a compiler."""
+    if not coded.isfinite().all():
+        return ["not finite"]
+    if (error := off(coded, expected)) <= 0.05:
+        return []
+    sensitive = max(
+        *(off(gradients(program, None, noise=share), plain) for share in (0.003, 0.01)),
+        off(gradients(program, None, noise_of_results=OF_CODES), plain),
+    )
+    cosine = float(coded @ expected / (coded.norm() * expected.norm()))
+    if error > 2 * sensitive and (program.saturated or cosine < LEAST) and not program.hostile:
+        return [f"8 bits off by {error:.1e}, cosine {cosine:.2f}, sensitivity {sensitive:.1e}"]
+    return []
+
+
 def outcome(seed: int) -> tuple[str, float, float]:
     """What is wrong, "" for nothing; the errors of "exact" and 8 bits.
 
@@ -350,32 +362,20 @@ def outcome(seed: int) -> tuple[str, float, float]:
     expected = gradients(program, None)
     if not expected.isfinite().all():
         return "", 0.0, 0.0
-    exact, coded = gradients(program, "exact"), gradients(program, 8)
-    wrong = []
+    exact, coded, wrong = gradients(program, "exact"), gradients(program, 8), []
     if (by := off(exact, expected)) > 1e-6:
         rounding = max(off(expected, gradients(program, None, noise=1e-7)), 1e-6)
         if not by <= 8 * rounding:
             wrong.append(f"exact off by {by:.1e}, rounding {rounding:.1e}")
-    error = off(coded, expected)
-    if not coded.isfinite().all():
-        wrong.append("not finite")
-    elif error > 0.05:
-        sensitive = max(
-            *(off(gradients(program, None, noise=share), expected) for share in (0.003, 0.01)),
-            off(gradients(program, None, noise_of_results=OF_CODES), expected),
-        )
-        cosine = float(coded @ expected / (coded.norm() * expected.norm()))
-        if error > 2 * sensitive and (program.saturated or cosine < LEAST) and not program.hostile:
-            wrong.append(f"8 bits off by {error:.1e}, cosine {cosine:.2f}, sensitivity {sensitive:.1e}")
-    return ", ".join(wrong), by, error
+    wrong += in_codes(program, coded, expected, expected)
+    return ", ".join(wrong), by, off(coded, expected)
 
 
 def main(programs: int, first: int = 0) -> None:
     torch.set_num_threads(1)
     errors, bad, used = [], 0, Counter()
-    importlib.import_module(
-        "torch._dynamo"
-    )  # torch imports it in the first backward pass, which leaves cycles
+    # torch imports it in the first backward pass, which leaves cycles
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.disable()
     for seed in range(first, first + programs):
