@@ -20,6 +20,7 @@ from .operations import (
     Gradients,
     Operation,
     Operations,
+    arguments,
     aten,
     is_backward,
     numel,
@@ -143,10 +144,9 @@ class Rules:
 
     @staticmethod
     def _is_coded_argument(user: fx.Node, node: fx.Node, of: Operation) -> bool:
-        schema = getattr(user.target, "_schema", None)
-        if "Attention" not in of.name or schema is None or packet(user) in VIEWS:
+        given = arguments(user)
+        if "Attention" not in of.name or not given or packet(user) in VIEWS:
             return True
-        given = dict(zip((a.name for a in schema.arguments), user.args, strict=False)) | dict(user.kwargs)
         if given.get("dropout_p"):
             return False
         coded = {_SAVED_ARGUMENTS.get(name, name) for name in of.row.coded}

@@ -74,6 +74,7 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
         traced = make_fx(
             torch.func.functionalize(function, remove="mutations_and_views"), tracing_mode="symbolic"
         )(*values)
+    traced.graph.eliminate_dead_code()  # of numbers and None among the results of attention on a GPU
     known = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
     for node in traced.graph.nodes:
         if node.op == "output":

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-FIRST_VERSION = "2.13"
+FIRST_VERSION = "2.11"
 """Where this has been tested: what nodes of joint graphs carry is not promised either."""
 
 
