@@ -16,6 +16,7 @@ from .wide import DEVICE
 
 PYTHON = sys.executable
 TRITON_CACHE = ROOT / "build" / "gpu" / "triton"
+INDUCTOR_CACHE = ROOT / "build" / "gpu" / "inductor"
 WHEELS = ROOT / "build" / "gpu" / "wheels"
 SITE = ROOT / "build" / "gpu" / "site"
 
@@ -107,6 +108,18 @@ def parts(arch: str | None) -> list[Part]:
         part("headline", "times beside torch's and others'", script("headline", "cuda"), 55, cuda, no_nvcc),
         part("models", "what whole models keep, and their time", script("models"), 50, everywhere, no_models),
         part("recipe", "GPT-2-XL on 12 GiB", script("recipe"), 70, everywhere, no_models),
+        part(
+            "compiled",
+            "what compiled models keep, and their time",
+            script("compiled"),
+            100,
+            {
+                **everywhere,
+                "TORCHINDUCTOR_CACHE_DIR": str(INDUCTOR_CACHE),
+                "TRITON_CACHE_DIR": str(TRITON_CACHE),
+            },
+            no_models or no_triton,
+        ),
         part("profile", "ncu of the hot kernels", script("profile"), 220, cuda, no_ncu),
         part("triton headline", "times of Triton's", script("headline", "triton"), 60, triton, no_triton),
         part("general smoke", "the same without fast paths", script("smoke", "cuda"), 60, general, no_nvcc),

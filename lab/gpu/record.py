@@ -26,6 +26,7 @@ MODELS = (
     *("model", "sequences", "tokens", "precision", "mode", "ms", "kernels_ms", "saved_mib", "peak_mib"),
     *("model_mib", "gradient_error", "cosine", "error"),
 )
+COMPILED = (*MODELS[:-1], "fp32_error", "first_s", "error")
 RECIPE = (
     *("run", "parameters", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "step_s"),
     *("tokens_per_s", "losses", "error"),
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
             report.append((args.out or benchmarks.RESULTS) / name, report.rows(of, times))
         for part, key, columns in (
             ("models", "mode", MODELS),
+            ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
             ("profile", "kernel", PROFILE),
             ("tune", "copy_share", TUNE),

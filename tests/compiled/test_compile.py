@@ -231,6 +231,20 @@ def test_inductor() -> None:
 
 
 @pytest.mark.full
+def test_every_codec_through_inductor() -> None:
+    torch.manual_seed(0)
+    x, w, t = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.arange(ROWS)
+
+    def function(w: Tensor) -> Tensor:
+        y = torch.softmax(x @ w, -1) @ w + torch.tanh(x @ w) @ w + torch.sigmoid(x @ w) @ w
+        return F.cross_entropy(torch.relu(y) @ w, t)
+
+    compiled = memkern.compile(function, saved_bits=8)
+    expected, coded = (torch.autograd.grad(f(w.requires_grad_()), w)[0] for f in (function, compiled))
+    assert 1e-5 < _off(coded, expected) < 0.02
+
+
+@pytest.mark.full
 def test_sizes_that_change() -> None:
     torch.manual_seed(0)
     model = _Block().eval()
@@ -253,6 +267,12 @@ def test_other_bits_are_refused(bits: Any) -> None:
 def test_other_backends_are_refused() -> None:
     with pytest.raises(ValueError, match="Inductor"):
         memkern.compile(nn.Linear(2, 2), backend="eager")
+
+
+def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    with pytest.raises(RuntimeError, match=r"memkern.compile needs torch 2.11 or later, got 2.10.1"):
+        memkern.compile(nn.Linear(2, 2))
 
 
 def test_the_caches_key_has_the_bits() -> None:
