@@ -70,7 +70,7 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
     if packet(base) is aten.exp and is_backward(base) and of.name == "LogSoftmaxBackward0":
-        return PROBABILITY
+        return None if _comes_in_16_bits(base) else PROBABILITY
     if is_backward(base) or base.op != "call_function":
         return None
     required = CODEC_BY_MAKER.get(of.name)
@@ -80,6 +80,15 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
     if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or _is_result(operations, base, of)):
         return None
     return required
+
+
+def _comes_in_16_bits(probabilities: fx.Node) -> bool:
+    """Whether logits are there in 16 bits, which take no more than codes and what making codes takes at the peak."""
+    node: Any = probabilities
+    while packet(node) in (aten.exp, aten.sub) or packet(node) in VIEWS:
+        node = node.args[0]
+    source = value(node.args[0]) if packet(node) in CASTS else None
+    return isinstance(source, Tensor) and source.element_size() < 4
 
 
 def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:

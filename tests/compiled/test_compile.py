@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import memkern
@@ -170,6 +170,29 @@ def test_what_is_no_gradient_is_not_rounded() -> None:
     expected, _ = _step(function, None)
     coded, _ = _step(function, 8)
     assert _off(coded, expected) < 1e-4
+
+
+def test_logits_in_16_bits_stay() -> None:
+    """Codes of probabilities are made of values in fp32, which take more where memory is at its peak."""
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), torch.arange(ROWS))
+
+    torch.manual_seed(0)
+    x, w = torch.randn(ROWS, WIDTH), (torch.randn(WIDTH, WIDTH) / WIDTH**0.5).requires_grad_()
+    for dtype, kinds in ((torch.float32, {torch.uint8}), (torch.bfloat16, {torch.bfloat16})):
+        found: set[torch.dtype] = set()
+
+        def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int, found: set[Any] = found) -> None:
+            saved = [
+                n.meta["val"] for n in fw.graph.output_node().args[0][returned:] if n.op != "placeholder"
+            ]  # type: ignore[index]
+            found |= {y.dtype for y in saved if y.numel() > ROWS * WIDTH // 2}
+
+        torch._dynamo.reset()
+        step = torch.compile(lambda w, dtype=dtype: loss((x @ w).to(dtype)), backend=backend(8, look))
+        step(w).backward()
+        assert kinds <= found <= kinds | {torch.float32}
 
 
 def test_an_unknown_gradient_is_taken_for_a_large_one() -> None:
