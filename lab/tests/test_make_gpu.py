@@ -19,7 +19,6 @@ from lab.emulators import cuda_kernels
 from lab.emulators.ptx_emulator import Memory, Module, launch, pack
 from lab.gpu import __main__ as make_gpu
 from lab.gpu import (
-    compiled,
     exact,
     headline,
     hot,
@@ -238,17 +237,6 @@ def test_whole_models_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["gradient_error"] for row in rows if row["mode"] in ("checkpointing", "exact")] == [0.0] * 4
     assert all(row["cosine"] > 0.999 for row in rows if row["mode"] == "8")
     assert {work.model for work in models.WORKLOADS} == {"GPT-2", "Llama"}
-
-
-@pytest.mark.full
-def test_compiled_models_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    assert compiled.main(["--small", "--seconds", "1000"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [row["mode"] for row in rows] == 2 * [*compiled.CONTENDERS]
-    assert all(row["cosine"] > 0.999 for row in rows if row["mode"] != "torch")
-    errors = {row["mode"]: row["fp32_error"] for row in rows[len(compiled.CONTENDERS) :]}
-    assert errors["memkern.compile, exact"] < 1e-5 < errors["memkern.compile, 8 bits"]
 
 
 @pytest.mark.full
@@ -484,7 +472,6 @@ def test_results_are_recorded(tmp_path: Path) -> None:
         {"part": "headline", "case": "GELU", "contender": "memkern GELU", "numel": 8, "ms_median": 1.5},
         {"part": "headline", "died": "a case", "exit code": 1},
         {"part": "models", "model": "GPT-2", "mode": "8", "ms": 2.0},
-        {"part": "compiled", "model": "GPT-2", "mode": "memkern.compile, exact", "first_s": 9.5},
         {"part": "recipe", "run": "torch", "losses": [3.0, 2.5], "limit_gib": None},
         {"part": "profile", "kernel": "adam_tiles", "stalled wait": 1.0, "stalled barrier": 2.5},
         {"part": "tune", "setting": "64 threads", "case": "GELU", "copy_share": 0.5},
@@ -499,16 +486,7 @@ def test_results_are_recorded(tmp_path: Path) -> None:
         with path.open(newline="") as file:
             found[path.stem] = [*csv.DictReader(file)]
     assert {name: len(of) for name, of in found.items()} == dict.fromkeys(
-        (
-            "headline_nvidia-h200",
-            "gpu-models",
-            "gpu-compiled",
-            "gpu-recipe",
-            "gpu-profile",
-            "gpu-tune",
-            "gpu-parts",
-        ),
-        2,
+        ("headline_nvidia-h200", "gpu-models", "gpu-recipe", "gpu-profile", "gpu-tune", "gpu-parts"), 2
     )
     [part, _] = found["gpu-parts"]
     assert (part["hardware"], part["commit"], part["dirty"]) == ("NVIDIA H200, driver 580.1", "abc", "no")
