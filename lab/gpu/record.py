@@ -1,9 +1,9 @@
 """Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
 Times of headline.py and models.py go to benchmarks/results, for the tables of docs/: headline_HARDWARE.csv and
-gpu-models.csv. Those of compiled.py, recipe.py, profile.py and tune.py go to lab/results (gpu-compiled.csv, gpu-recipe.csv, gpu-profile.csv,
-gpu-tune.csv), and what passed and failed to gpu-parts.csv there. Results of a tree with uncommitted changes are
-refused.
+gpu-models.csv. Those of compiled.py, recipe.py, profile.py and tune.py go to lab/results
+(gpu-compiled.csv, gpu-recipe.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to gpu-parts.csv there.
+Results of a tree with uncommitted changes are refused.
 """
 
 from __future__ import annotations
