@@ -25,6 +25,8 @@ from lab.studies.saved_models import MODES, compared
 from tests.support import zoo
 
 STEPS, ROUNDS = 5, 3
+Prepare = Callable[[nn.Module], Callable[..., Any]]
+"""From a model to what is called in its place."""
 
 
 class Workload(NamedTuple):
@@ -35,11 +37,11 @@ class Workload(NamedTuple):
     sizes: dict[str, Any]
     sequences: int
     tokens: int
-    precision: str  # "bf16" or "bf16 autocast"
+    precision: str  # "bf16", "bf16 autocast" or "fp32"
     modes: tuple[str, ...] = ("torch", "checkpointing", "exact", "8")
 
 
-_LLAMA_1B = {
+LLAMA_1B = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -47,10 +49,10 @@ _LLAMA_1B = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
-_GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 WORKLOADS = (
-    Workload("GPT-2, 124 M", "GPT-2", _GPT2, 8, 1024, "bf16 autocast", (*MODES,)),
-    Workload("Llama, 1.1 B", "Llama", _LLAMA_1B, 4, 2048, "bf16"),
+    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast", (*MODES,)),
+    Workload("Llama, 1.1 B", "Llama", LLAMA_1B, 4, 2048, "bf16"),
     *(Workload(f"small {name}", name, SMALL[name], 1, 32, "bf16") for name in ("Llama", "GPT-2")),
 )
 
@@ -71,34 +73,58 @@ def _busy_ms(step: Callable[[], object]) -> float:
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
 
-def measured(work: Workload, mode: str, device: str, expected: dict[str, Any]) -> dict[str, object]:
-    """``expected``: torch's gradients; filled where the mode is torch's."""
-    on_gpu = device == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+def loss_of(work: Workload, prepare: Prepare, device: str) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """A prepared model, and its forward pass."""
     with torch.device(device):
         model: nn.Module = zoo.build(work.model, work.tokens, **work.sizes)
     if work.precision == "bf16":
         model = model.to(torch.bfloat16)
-    MODES[mode](model)
-    batch = batch_of(work, device)
+    call, batch = prepare(model), batch_of(work, device)
 
     def forward() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=work.precision == "bf16 autocast"):
-            return model(**batch).loss
+            return call(**batch).loss
+
+    return model, forward
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def measured(
+    work: Workload,
+    prepare: Prepare,
+    device: str,
+    expected: dict[str, torch.Tensor],
+    exact: dict[str, torch.Tensor] | None = None,
+    steps: int = STEPS,
+) -> dict[str, object]:
+    """expected: the gradients of torch, filled by the first call. exact: those of fp32 as well."""
+    on_gpu = device == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    model, forward = loss_of(work, prepare, device)
 
     def step() -> None:
         forward().backward()
 
+    def finish() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    begin = finish()
     step()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    row: dict[str, object] = {}
-    if mode == "torch":
+    row: dict[str, object] = {"first_s": round(finish() - begin, 2)}
+    gradients = gradients_of(model)
+    if not expected:
         expected.update({name: grad.clone() for name, grad in gradients.items()})
     else:
         error, cosine = compared(gradients, expected)
         row |= {"gradient_error": float(f"{error:.3g}"), "cosine": round(cosine, 6)}
+    if exact is not None:
+        row["fp32_error"] = float(f"{compared(gradients, exact)[0]:.3g}")
     if on_gpu:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
         loss = forward()
@@ -109,16 +135,30 @@ def measured(work: Workload, mode: str, device: str, expected: dict[str, Any]) -
         del loss
     times = []
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(STEPS):
+        begin = finish()
+        for _ in range(steps):
             step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin) / STEPS)
+        times.append(1e3 * (finish() - begin) / steps)
     row["ms"] = round(statistics.median(times), 3)
     if on_gpu:
         row["kernels_ms"] = round(_busy_ms(step), 3)
     return row
+
+
+def of_mode(mode: str) -> Prepare:
+    """A model as it is, in a mode of saved_models.py."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        MODES[mode](model)
+        return model
+
+    return prepare
+
+
+def about(work: Workload) -> dict[str, object]:
+    """What all of a workload's rows begin with."""
+    names = {"sequences": work.sequences, "tokens": work.tokens, "precision": work.precision}
+    return {"model": work.name, **names}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,19 +179,13 @@ def main(argv: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     device, failed = "cpu" if args.small else "cuda", False
     for work in WORKLOADS[-2:] if args.small else WORKLOADS:
-        expected: dict[str, Any] = {}
-        about = {
-            "model": work.name,
-            "sequences": work.sequences,
-            "tokens": work.tokens,
-            "precision": work.precision,
-        }
+        expected: dict[str, torch.Tensor] = {}
         for mode in work.modes:
             try:
-                row = measured(work, mode, device, expected)
+                row = measured(work, of_mode(mode), device, expected)
             except Exception as error:  # the other modes go on
                 row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
-            print(json.dumps(about | {"mode": mode} | row), flush=True)
+            print(json.dumps(about(work) | {"mode": mode} | row), flush=True)
             if device == "cuda":
                 torch.cuda.empty_cache()
     return int(failed)

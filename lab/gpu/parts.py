@@ -15,9 +15,18 @@ from .runner import ROOT, Part
 from .wide import DEVICE
 
 PYTHON = sys.executable
-TRITON_CACHE = ROOT / "build" / "gpu" / "triton"
+CACHES = {
+    "TRITON_CACHE_DIR": str(ROOT / "build" / "gpu" / "triton"),
+    "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "gpu" / "inductor"),
+}
 WHEELS = ROOT / "build" / "gpu" / "wheels"
 SITE = ROOT / "build" / "gpu" / "site"
+OF_MODELS = (
+    ("models", "what whole models keep, and their time", 50),
+    ("recipe", "GPT-2-XL on 12 GiB", 70),
+    ("compiled", "what compiled models keep, and their time", 100),
+)
+"""With seconds, as of all parts on an H200 and 16 slow cores; of compiled models, and after the profile, guesses."""
 
 
 def has(module: str) -> bool:
@@ -42,10 +51,10 @@ def parts(arch: str | None) -> list[Part]:
     no_nvcc = lacking("nvcc")
     folders = [str(Path(nvcc).parent)] if nvcc else []
     path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath), str(SITE / "bin")])
-    everywhere = {"PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)])}
+    everywhere = {"PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)]), **CACHES}
     cuda = {**everywhere, "MEMKERN_BACKEND": "cuda"}
     general = {**cuda, "MEMKERN_CUDA_FAST": "0"}
-    triton = {**everywhere, "MEMKERN_BACKEND": "triton", "TRITON_CACHE_DIR": str(TRITON_CACHE)}
+    triton = {**everywhere, "MEMKERN_BACKEND": "triton"}
     build = {
         **everywhere,
         "MEMKERN_BUILD": "cuda" if nvcc else "cpu",
@@ -62,7 +71,6 @@ def parts(arch: str | None) -> list[Part]:
 
     no_triton = None if has("triton") else "Triton is not installed"
     no_pytest = None if has("pytest") else "pytest is not installed; `make gpu-wheels` brings it"
-    # Expected times are those of an H200 and 16 slow cores; after the profile, guesses.
     no_models = no_nvcc if has("transformers") else "transformers is not installed"
     no_sanitizer, no_ncu = lacking("compute-sanitizer") or no_nvcc, lacking("ncu") or no_nvcc
     proofs = [
@@ -105,8 +113,7 @@ def parts(arch: str | None) -> list[Part]:
         ),
         *(replace(proof, beside=True, seconds=200) for proof in proofs),
         part("headline", "times beside torch's and others'", script("headline", "cuda"), 55, cuda, no_nvcc),
-        part("models", "what whole models keep, and their time", script("models"), 50, everywhere, no_models),
-        part("recipe", "GPT-2-XL on 12 GiB", script("recipe"), 70, everywhere, no_models),
+        *(part(name, what, script(name), s, everywhere, no_models) for name, what, s in OF_MODELS),
         part("profile", "ncu of the hot kernels", script("profile"), 220, cuda, no_ncu),
         part("triton headline", "times of Triton's", script("headline", "triton"), 60, triton, no_triton),
         part("general smoke", "the same without fast paths", script("smoke", "cuda"), 60, general, no_nvcc),
@@ -127,7 +134,7 @@ def parts(arch: str | None) -> list[Part]:
                 "other sizes of tiles and thread blocks, and Triton's stages",
                 script("tune", "--arch", arch or "9.0"),
                 270,
-                {**everywhere, "TRITON_CACHE_DIR": str(TRITON_CACHE)},
+                everywhere,
                 no_nvcc and no_triton,
             ),
             by_name=True,

@@ -1,9 +1,9 @@
 """Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
 Times of headline.py and models.py go to benchmarks/results, for the tables of docs/: headline_HARDWARE.csv and
-gpu-models.csv. Those of recipe.py, profile.py and tune.py go to lab/results (gpu-recipe.csv, gpu-profile.csv,
-gpu-tune.csv), and what passed and failed to gpu-parts.csv there. Results of a tree with uncommitted changes are
-refused.
+gpu-models.csv. Those of compiled.py, recipe.py, profile.py and tune.py go to lab/results
+(gpu-compiled.csv, gpu-recipe.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to gpu-parts.csv there.
+Results of a tree with uncommitted changes are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MODELS = (
     *("model", "sequences", "tokens", "precision", "mode", "ms", "kernels_ms", "saved_mib", "peak_mib"),
     *("model_mib", "gradient_error", "cosine", "error"),
 )
+COMPILED = (*MODELS[:-1], "fp32_error", "first_s", "error")
 RECIPE = (
     *("run", "parameters", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "step_s"),
     *("tokens_per_s", "losses", "error"),
@@ -117,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
             report.append((args.out or benchmarks.RESULTS) / name, report.rows(of, times))
         for part, key, columns in (
             ("models", "mode", MODELS),
+            ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
             ("profile", "kernel", PROFILE),
             ("tune", "copy_share", TUNE),

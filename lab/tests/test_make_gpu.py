@@ -91,12 +91,12 @@ def test_every_part_that_needs_a_gpu_says_what_it_would_do() -> None:
 
 
 def test_parts_fit_the_time() -> None:
-    """The most valuable come first, and nine minutes are enough up to the recipe."""
+    """The most valuable come first, and nine minutes are enough up to compiled models."""
     todo = chosen([replace(p, missing=None) for p in parts("9.0")], None)
     lines = forecast(todo, 540)
     fits = [line.split("  ")[0].strip() for line in lines if line.endswith("fits")]
     assert fits == [p.name for p in todo][: len(fits)]
-    assert fits[-1] == "recipe"
+    assert fits[-1] == "compiled"
     assert [line.rpartition(": ")[2] for line in lines[len(fits) :]] == ["begins", *["comes too late"] * 4]
     assert all(p.seconds >= p.expected > 0 for p in todo)
     missing = [replace(p, missing="no nvcc") for p in todo]

@@ -20,6 +20,7 @@ from .operations import (
     Gradients,
     Operation,
     Operations,
+    arguments,
     aten,
     is_backward,
     numel,
@@ -69,7 +70,7 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
     if of.seq not in operations.differentiated:  # what needs no gradient is never rounded
         return None
     if packet(base) is aten.exp and is_backward(base) and of.name == "LogSoftmaxBackward0":
-        return PROBABILITY
+        return None if _comes_in_16_bits(base) else PROBABILITY
     if is_backward(base) or base.op != "call_function":
         return None
     required = CODEC_BY_MAKER.get(of.name)
@@ -79,6 +80,15 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
     if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or _is_result(operations, base, of)):
         return None
     return required
+
+
+def _comes_in_16_bits(probabilities: fx.Node) -> bool:
+    """Whether logits are there in 16 bits, which take no more than codes and what making codes takes at the peak."""
+    node: Any = probabilities
+    while packet(node) in (aten.exp, aten.sub) or packet(node) in VIEWS:
+        node = node.args[0]
+    source = value(node.args[0]) if packet(node) in CASTS else None
+    return isinstance(source, Tensor) and source.element_size() < 4
 
 
 def _is_result(operations: Operations, node: fx.Node, of: Operation) -> bool:
@@ -143,10 +153,9 @@ class Rules:
 
     @staticmethod
     def _is_coded_argument(user: fx.Node, node: fx.Node, of: Operation) -> bool:
-        schema = getattr(user.target, "_schema", None)
-        if "Attention" not in of.name or schema is None or packet(user) in VIEWS:
+        given = arguments(user)
+        if "Attention" not in of.name or not given or packet(user) in VIEWS:
             return True
-        given = dict(zip((a.name for a in schema.arguments), user.args, strict=False)) | dict(user.kwargs)
         if given.get("dropout_p"):
             return False
         coded = {_SAVED_ARGUMENTS.get(name, name) for name in of.row.coded}

@@ -15,7 +15,13 @@ from ..saved.bounded import LIMITS
 from ..saved.codecs import BLOCK_SIZE
 from ..saved.rules import POWER, PROBABILITY, TANH, UNSIGNED
 from .operations import value
-from .torch_internals import detect_fake_mode, extract_tensor_metadata, is_contiguous_or_false, make_fx
+from .torch_internals import (
+    detect_fake_mode,
+    extract_tensor_metadata,
+    is_contiguous_or_false,
+    make_fx,
+    select_decomp_table,
+)
 
 
 class Codec(NamedTuple):
@@ -72,8 +78,11 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
     assert fake is not None
     with fake, torch.no_grad():
         traced = make_fx(
-            torch.func.functionalize(function, remove="mutations_and_views"), tracing_mode="symbolic"
+            torch.func.functionalize(function, remove="mutations_and_views"),
+            decomposition_table=select_decomp_table(),  # Inductor refuses an operation that it would have decomposed
+            tracing_mode="symbolic",
         )(*values)
+    traced.graph.eliminate_dead_code()  # of numbers and None among the results of attention on a GPU
     known = dict(zip(traced.graph.find_nodes(op="placeholder"), nodes, strict=True))
     for node in traced.graph.nodes:
         if node.op == "output":

@@ -63,6 +63,15 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What a node of an operation is called with, defaults too, by name; nothing of another function."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return given | dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+
+
 def numel(node: Any) -> int:
     """Of a tensor; 1 of anything else. Of a symbolic size its hint."""
     x = value(node)

@@ -20,7 +20,7 @@ from ..options import SAVED_BITS
 from ..saved.attention import FORWARD
 from . import codecs
 from .codable import MIN_NUMEL, Rules, codec_of, is_candidate, mark
-from .operations import VIEWS, Gradients, Operations, aten, numel, packet, value
+from .operations import VIEWS, Gradients, Operations, arguments, aten, numel, packet, value
 from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
 _KEY = "memkern_codec"
@@ -180,11 +180,9 @@ class _Saved:
 
     def _run_again(self, node: fx.Node) -> None:
         """Attention's output and log-sum-exp from decoded queries, keys and values, as in memkern.saved.attention."""
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or packet(node) in VIEWS:
+        given = arguments(node)
+        if not given or packet(node) in VIEWS:
             return
-        given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
-        given |= node.kwargs
         forward = FORWARD[self.operations.of(node).name]
         inputs = [given[name] for name in ("query", "key", "value")]
         if not any(self.decoded & {i, *_ancestors(i)} for i in inputs):
@@ -202,7 +200,7 @@ class _Saved:
 
         def run(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
             mask = masks[0] if masks else None
-            return tuple(forward.run(q, k, v, mask, given["is_causal"], given.get("scale"))[:2])
+            return tuple(forward.run(q, k, v, mask, given["is_causal"], given["scale"])[:2])
 
         with self.bw.graph.inserting_before(first):
             again, logsumexp = codecs.inline(self.bw.graph, run, *inputs)

@@ -14,12 +14,13 @@ from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-FIRST_VERSION = "2.13"
+FIRST_VERSION = "2.11"
 """Where this has been tested: what nodes of joint graphs carry is not promised either."""
 
 
@@ -42,4 +43,5 @@ __all__ = [
     "make_fx",
     "must_recompute",
     "partitioners",
+    "select_decomp_table",
 ]

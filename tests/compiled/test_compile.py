@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import memkern
@@ -172,6 +172,29 @@ def test_what_is_no_gradient_is_not_rounded() -> None:
     assert _off(coded, expected) < 1e-4
 
 
+def test_logits_in_16_bits_stay() -> None:
+    """Codes of probabilities are made of values in fp32, which take more where memory is at its peak."""
+
+    def loss(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), torch.arange(ROWS))
+
+    torch.manual_seed(0)
+    x, w = torch.randn(ROWS, WIDTH), (torch.randn(WIDTH, WIDTH) / WIDTH**0.5).requires_grad_()
+    for dtype, kinds in ((torch.float32, {torch.uint8}), (torch.bfloat16, {torch.bfloat16})):
+        found: set[torch.dtype] = set()
+
+        def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int, found: set[Any] = found) -> None:
+            saved = [
+                n.meta["val"] for n in fw.graph.output_node().args[0][returned:] if n.op != "placeholder"
+            ]  # type: ignore[index]
+            found |= {y.dtype for y in saved if y.numel() > ROWS * WIDTH // 2}
+
+        torch._dynamo.reset()
+        step = torch.compile(lambda w, dtype=dtype: loss((x @ w).to(dtype)), backend=backend(8, look))
+        step(w).backward()
+        assert kinds <= found <= kinds | {torch.float32}
+
+
 def test_an_unknown_gradient_is_taken_for_a_large_one() -> None:
     """Of a compiled part of a model the gradient of the output is not known: what is elementwise there stays exact."""
 
@@ -231,6 +254,20 @@ def test_inductor() -> None:
 
 
 @pytest.mark.full
+def test_every_codec_through_inductor() -> None:
+    torch.manual_seed(0)
+    x, w, t = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH**0.5, torch.arange(ROWS)
+
+    def function(w: Tensor) -> Tensor:
+        y = torch.softmax(x @ w, -1) @ w + torch.tanh(x @ w) @ w + torch.sigmoid(x @ w) @ w
+        return F.cross_entropy(torch.relu(y) @ w, t)
+
+    compiled = memkern.compile(function, saved_bits=8)
+    expected, coded = (torch.autograd.grad(f(w.requires_grad_()), w)[0] for f in (function, compiled))
+    assert 1e-5 < _off(coded, expected) < 0.02
+
+
+@pytest.mark.full
 def test_sizes_that_change() -> None:
     torch.manual_seed(0)
     model = _Block().eval()
@@ -253,6 +290,12 @@ def test_other_bits_are_refused(bits: Any) -> None:
 def test_other_backends_are_refused() -> None:
     with pytest.raises(ValueError, match="Inductor"):
         memkern.compile(nn.Linear(2, 2), backend="eager")
+
+
+def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    with pytest.raises(RuntimeError, match=r"memkern.compile needs torch 2.11 or later, got 2.10.1"):
+        memkern.compile(nn.Linear(2, 2))
 
 
 def test_the_caches_key_has_the_bits() -> None:

@@ -9,21 +9,35 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
 
 from memkern.compiled.partitioner import Partitioner
+from memkern.compiled.torch_internals import select_decomp_table
+
+Look = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 
 
-def backend(bits: Any) -> Callable[..., Any]:
-    """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation."""
+def backend(bits: Any, look: Look | None = None) -> Callable[..., Any]:
+    """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation.
+
+    look: gets the graphs of the forward and the backward pass, and how many outputs are the function's own.
+    """
+    table = select_decomp_table()
 
     def as_it_is(graph: fx.GraphModule, inputs: Any) -> Any:
         return make_boxed_func(graph.forward)
 
-    partition = min_cut_rematerialization_partition if bits is None else Partitioner(bits)
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        cut = min_cut_rematerialization_partition if bits is None else Partitioner(bits)
+        known = {node.target for node in joint.graph.nodes}
+        fw, bw = cut(joint, inputs, **kwargs)
+        new = {node.target for graph in (fw.graph, bw.graph) for node in graph.nodes} - known
+        decomposed = new.intersection(table) - {*lowerings}  # Inductor refuses them
+        assert not decomposed, decomposed
+        if look:
+            look(fw, bw, kwargs["num_fwd_outputs"])
+        return fw, bw
+
     return aot_autograd(
-        fw_compiler=as_it_is,
-        bw_compiler=as_it_is,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
+        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition, decompositions=table
     )

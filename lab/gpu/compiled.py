@@ -1,0 +1,123 @@
+"""What compiled models cost on a GPU by what they save for their backward pass: ``python -m lab.gpu.compiled``.
+
+As models.py, with torch.compile and memkern.compile: a line of JSON for each model and contender. first_s: seconds of
+the first step, compilers included (a cache of Inductor's in build/gpu); fp32_error: of the gradients beside those of
+fp32 without a compiler. The loss is named, as transformers else warns in GPT-2's forward pass, which cuts the graph.
+No contender begins after --seconds: Inductor takes half a minute for 12 layers, and 5 minutes for everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import memkern
+from lab.studies.host_time import MODELS as SMALL
+from memkern.compiled.torch_internals import functorch_config
+
+from .models import GPT2, LLAMA_1B, Prepare, Workload, about, gradients_of, loss_of, measured, of_mode
+
+STEPS = 3
+SECONDS = 100.0
+BUDGET = 0.5
+
+
+class Contender(NamedTuple):
+    prepare: Prepare
+    compiling: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+
+
+CONTENDERS = {
+    "torch": Contender(of_mode("torch")),
+    "compress, 8 bits": Contender(of_mode("8")),
+    "checkpointing": Contender(of_mode("checkpointing")),
+    "torch.compile": Contender(torch.compile),
+    "memkern.compile, 8 bits": Contender(functools.partial(memkern.compile, saved_bits=8)),
+    "memkern.compile, exact": Contender(memkern.compile),
+    f"torch.compile, budget {BUDGET}": Contender(
+        torch.compile, lambda: functorch_config.patch(activation_memory_budget=BUDGET)
+    ),
+}
+"""In the order in which they are wanted should the time run out."""
+_FEW = {"n_layer": 4}, {"num_hidden_layers": 4}
+WORKLOADS = (
+    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast"),
+    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FEW[1], 4, 2048, "bf16 autocast"),
+    Workload("GPT-2, 4 layers", "GPT-2", GPT2 | _FEW[0], 8, 1024, "fp32"),
+    Workload("Llama, 4 layers", "Llama", LLAMA_1B | _FEW[1], 4, 2048, "fp32"),
+)
+TINY = (
+    Workload("small GPT-2", "GPT-2", SMALL["GPT-2"] | {"n_layer": 1}, 1, 32, "bf16 autocast"),
+    Workload("small Llama", "Llama", SMALL["Llama"] | {"num_hidden_layers": 1}, 1, 32, "fp32"),
+)
+
+
+def with_loss(prepare: Prepare) -> Prepare:
+    def prepared(model: nn.Module) -> Callable[..., Any]:
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]
+        return prepare(model)
+
+    return prepared
+
+
+def exact_gradients(work: Workload, device: str) -> dict[str, torch.Tensor]:
+    """Of fp32, without a compiler."""
+    model, forward = loss_of(work._replace(precision="fp32"), of_mode("torch"), device)
+    forward().backward()
+    return gradients_of(model)
+
+
+def forget(device: str) -> None:
+    """Frees the last contender's model, which the compiler's caches hold."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plan", action="store_true", help="says what it would do")
+    parser.add_argument("--small", action="store_true", help="small models on the CPU: a test of this script")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no contender begins")
+    args = parser.parse_args(argv)
+    if args.plan:
+        for work in WORKLOADS:
+            size = f"{work.sequences} x {work.tokens} tokens, {work.precision}"
+            print(f"would measure {work.name}, {size}: {', '.join(CONTENDERS)}")
+        return 0
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    device, failed = "cpu" if args.small else "cuda", False
+    end = time.monotonic() + args.seconds
+    for work in TINY if args.small else WORKLOADS:
+        if time.monotonic() > end:
+            break
+        exact, expected = exact_gradients(work, device), dict[str, torch.Tensor]()
+        for name, contender in CONTENDERS.items():
+            if time.monotonic() > end:
+                break
+            forget(device)
+            try:
+                with contender.compiling():
+                    row = measured(work, with_loss(contender.prepare), device, expected, exact, STEPS)
+            except Exception as error:  # the other contenders go on
+                row, failed = {"error": f"{type(error).__name__}: {error}"[:2000]}, True
+            print(json.dumps(about(work) | {"mode": name} | row), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""lab/gpu/compiled.py on the CPU, and how its rows are recorded."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.gpu import compiled, record
+
+
+@pytest.mark.full
+def test_small_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert compiled.main(["--small", "--seconds", "1000"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["mode"] for row in rows] == 2 * [*compiled.CONTENDERS]
+    assert all(row["cosine"] > 0.999 for row in rows if row["mode"] != "torch")
+    errors = {row["mode"]: row["fp32_error"] for row in rows[len(compiled.CONTENDERS) :]}
+    assert errors["memkern.compile, exact"] < 1e-5 < errors["memkern.compile, 8 bits"]
+
+
+def test_rows_are_recorded(tmp_path: Path) -> None:
+    about = {"gpu": "NVIDIA H200, 580.1, 143771 MiB", "commit": "abc", "python": "3.12.3", "torch": "2.11.0"}
+    rows = [
+        {"part": "environment", **about},
+        {"part": "compiled", "model": "GPT-2", "mode": "memkern.compile, exact", "first_s": 9.5, "ms": 2.0},
+    ]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record.main([str(results), "--out", str(tmp_path)])
+    with (tmp_path / "gpu-compiled.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
+    assert (row["mode"], row["first_s"], row["ms"]) == ("memkern.compile, exact", "9.5", "2.0")

@@ -1,0 +1,42 @@
+"""What a layer saves on a GPU, by its attention kernel: of graphs of fake CUDA tensors, in a process of their own."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from memkern.planner import fake_cuda
+
+from .on_cuda import HEADS, KERNELS, TOKENS, WIDTH, all_graphs
+
+CASES: dict[str, tuple[Any, ...]] = {
+    **{f"{kernel}, {bits}": (kernel, bits) for kernel in KERNELS for bits in (None, "exact", 8)},
+    "flash, dropout": ("flash", 8, 0.1),
+}
+ROWS = 2 * TOKENS
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = fake_cuda.call(pickle.dumps((all_graphs, {"cases": CASES})))
+    return found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_is_coded_and_runs_again(graphs: dict[str, dict[str, Any]], kernel: str) -> None:
+    plain, exact, coded = (graphs[f"{kernel}, {bits}"] for bits in (None, "exact", 8))
+    assert [g["again"] for g in (plain, exact, coded)] == [0, 0, 1]
+    assert sum(exact["saved"].values()) < sum(plain["saved"].values())
+    # queries, keys, values, inputs of two norms and of gelu
+    assert coded["saved"]["int8"] == ROWS * WIDTH * (3 + 2 + 4)
+    assert coded["saved"]["float32"] < 0.1 * ROWS * WIDTH * 4
+    assert sum(coded["saved"].values()) < 0.2 * sum(plain["saved"].values())
+
+
+def test_attention_with_dropout_stays_exact(graphs: dict[str, dict[str, Any]]) -> None:
+    found = graphs["flash, dropout"]
+    assert found["again"] == 0
+    assert found["saved"]["int8"] == ROWS * WIDTH * (2 + 4)
+    assert found["saved"]["float32"] >= ROWS * (4 * WIDTH + HEADS) * 4  # and the log-sum-exp
