@@ -77,6 +77,11 @@ class Threads(Instructions):
         self.clock, self.turn, self.exchange = (np.zeros(n, np.int64) for _ in range(3))
         self.shared_accesses = Accesses(self.shared.size) if checks else None
         self.shared_written = np.zeros(self.shared.size if checks else 0, bool)
+        # Copies to shared memory on their way (cp.async): threads, numbers of their groups, bytes; and of every byte
+        # whether one is.
+        self.copies: list[tuple[Array, Array, Array]] = []
+        self.arriving = np.zeros(self.shared.size, bool)
+        self.groups = np.zeros(n, np.int64)  # that a thread has committed
         self.registers: dict[str, Array] = {}
         self.pc = np.zeros(n, np.int64)
         self.state = np.zeros(n, np.uint8)
@@ -138,6 +143,8 @@ class Threads(Instructions):
 
     def check(self, i: Instruction, at: Array, buffer: Array, places: Array, writes: bool) -> Array | None:
         """Tells the checks of an access; ``places``: of each thread its bytes in the buffer. See Checks.read."""
+        if "shared" in i.op and self.arriving[places].any():
+            raise PtxError(f"{self.kernel.name}: {i.text}: uses bytes that a copy is on its way to")
         if not self.checks or "param" in i.op or "const" in i.op:
             return None
         who = self.number, self.block_number, self.warp_number, self.clock, self.turn, self.exchange
@@ -193,9 +200,42 @@ class Threads(Instructions):
         each = np.concatenate([places[new, :1], raw[new]], 1)
         return new[np.sort(np.unique(each, axis=0, return_index=True)[1])]
 
+    def do_cp(self, i: Instruction, _: str, at: Array) -> None:
+        """cp.async. Nothing may use the bytes before the thread has waited for the copy's group, so the emulator may
+        copy at once."""
+        if "commit_group" in i.op:
+            self.groups[at] += 1
+        elif "wait_group" in i.op:
+            self.arrive(at, int(i.operands[0]))
+        elif "async" in i.op and len(i.operands) == 3:
+            size = int(i.operands[2])
+            load, store = (i._replace(op=op) for op in (["ld", "global", "b8"], ["st", "shared", "b8"]))
+            ((_, shared, target),) = self.access(store, i.operands[0], at, 1, size)
+            for which, buffer, offset in self.access(load, i.operands[1], at, 1, size):
+                bytes_of = np.arange(size)
+                source, places = offset[:, None] + bytes_of, target[which][:, None] + bytes_of
+                self.check(load, at[which], buffer, source, writes=False)
+                self.check(store, at[which], shared, places, writes=True)
+                shared[places] = buffer[source]
+                self.arriving[places] = True
+                self.copies.append((at[which], self.groups[at[which]], places))
+        else:
+            raise PtxError(f"unknown instruction: {i.text}")
+
+    def arrive(self, at: Array, but: int) -> None:
+        """All groups of these threads have arrived but the last so many."""
+        waits = np.zeros(self.count, bool)
+        waits[at] = True
+        left = []
+        for threads, group, places in self.copies:
+            here = waits[threads] & (group < self.groups[threads] - but)
+            self.arriving[places[here]] = False
+            if not here.all():
+                left.append((threads[~here], group[~here], places[~here]))
+        self.copies = left
+
     def do_cvta(self, i: Instruction, kind: str, at: Array) -> None:
-        if "shared" in i.op:
-            raise PtxError(f"generic addresses of shared memory are not known here: {i.text}")
+        # An address of shared memory stays one: an access of a kind that is not of shared memory does not find it.
         self.put(i.operands[0], self.get(i.operands[1], kind, at), kind, at)
 
     # ---- control

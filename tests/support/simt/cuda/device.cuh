@@ -49,6 +49,16 @@ inline float approximate_sqrt(float x) {
   return std::nextafterf(root, up ? INFINITY : 0.0f);
 }
 
+// At once; lab/emulators/ptx_threads.py has the copies of nvcc's code arrive as late as they may.
+template <int Bytes> void copy_async(void* shared, const void* global) { std::memcpy(shared, global, Bytes); }
+inline void commit_copies() {}
+template <int Groups> void wait_for_copies() {}
+
+inline uint32_t sign_bytes(float a, float b) {
+  // Bytes 2 and 3 repeat byte 0 of a, as the instruction's selector says.
+  return (bits_of(a) >> 31 ? 0xFFu : 0u) | (bits_of(b) >> 31 ? 0xFF00u : 0u) | (bits_of(a) & 0xFF) * 0x01010000u;
+}
+
 inline bool slow_fp64() { return simt::slow_fp64(); }
 
 template <int Threads, class... Params, class... Args>
