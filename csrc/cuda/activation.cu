@@ -59,10 +59,10 @@ MEMKERN_DEVICE Planes encode_by_planes(const float (&x)[kVector], const PlaneThr
 template <int Fn, FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     forward_by_planes(Elementwise t, float a, float b, const __grid_constant__ PlaneThresholds thresholds) {
   constexpr ConstantType<Type> type;
-  for_each_vector<kThreads>(t, t.plane, [&](const Span& at, int64_t vector) {
+  for_each_vector<kThreads, Type == FloatType::kFp32>(t, t.plane, [&](const auto& at, int64_t vector) {
     float x[kVector];
     load_floats(t.input, type, at, x);
-    store_planes(t, Bits, vector, encode_by_planes<Bits>(x, thresholds) & first_elements(at.n));
+    store_planes(t, Bits, at, vector, encode_by_planes<Bits>(x, thresholds));
 #pragma unroll
     for (float& each : x) each = activate<Fn>(each, a, b);
     store_floats(t.result, type, at, x);
@@ -89,9 +89,10 @@ template <FloatType Type, int Bits> __global__ void __launch_bounds__(kThreads)
     levels[i] = {table.level[code(i)], table.level[code(i >> 1)]};
   }
   __syncthreads();
-  for_each_vector<kThreads>(t, ceil_div(t.numel, kVector), [&](const Span& at, int64_t vector) {
+  const int64_t vectors = ceil_div(t.numel, kVector);
+  for_each_vector<kThreads, Type == FloatType::kFp32>(t, vectors, [&](const auto& at, int64_t vector) {
     const Raw raw = load_raw(t.input, type, at);
-    const Planes planes = load_planes(t, Bits, vector);
+    const Planes planes = load_planes(t, Bits, at, vector);
     float grad[kVector];
     to_floats(raw, type, grad);
 #pragma unroll

@@ -75,12 +75,22 @@ MEMKERN_DEVICE Span span_of_vector(const Elementwise& t, int64_t vector) {
   return span_of(vector * kVector, t.numel - vector * kVector, t.aligned);
 }
 
-// Calls work(span, vector) for a thread's share of so many vectors: first the whole ones, then the others.
-template <int Threads, class Work>
+// A warp's 32 whole vectors of fp32 in parts: a lane has elements 4 * lane to 4 * lane + 3 of them and those
+// 128 further, which are halves of vectors lane / 2 and 16 + lane / 2.
+MEMKERN_DEVICE int warp_lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+MEMKERN_DEVICE Parts warp_parts(int64_t vector) {
+  return {(vector - warp_lane()) * kVector + warp_lane() * (kVector / 2), kWarp * kVector / 2};
+}
+
+// Calls work(at, vector) for a thread's share of so many vectors: first the whole ones, then the others. `at`
+// is a Span or, with InParts in whole warps, Parts.
+template <int Threads, bool InParts = false, class Work>
 MEMKERN_DEVICE void for_each_vector(const Elementwise& t, int64_t vectors, Work&& work) {
   const uint32_t all = static_cast<uint32_t>(vectors), step = gridDim.x * Threads;
   const uint32_t whole = t.aligned ? static_cast<uint32_t>(t.numel / kVector) : 0;
   uint32_t vector = blockIdx.x * Threads + threadIdx.x;
+  if constexpr (InParts)
+    for (; vector < whole / kWarp * kWarp; vector += step) work(warp_parts(vector), vector);
   for (; vector < whole; vector += step) work(whole_span(vector), vector);
   for (; vector < all; vector += step) work(span_of_vector(t, vector), vector);
 }
@@ -121,6 +131,35 @@ MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, int64_t vector
   for (int plane = 0; plane < kMaxBits; ++plane, p += t.plane)
     if (plane < bits) planes |= static_cast<Planes>(*p) << 8 * plane;
   return planes;
+}
+
+// The planes of the vector at `at`, of which this thread has all elements.
+MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Span& at, int64_t vector,
+                                 Planes planes) {
+  store_planes(t, bits, vector, planes & first_elements(at.n));
+}
+MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, const Span&, int64_t vector) {
+  return load_planes(t, bits, vector);
+}
+
+// Of a vector in parts: an even lane stores the planes of vector lane / 2 of the warp, an odd one those of 16
+// + lane / 2, with the half that its neighbour has.
+constexpr Planes kFirstHalf = 0x0F0F0F0Fu;
+MEMKERN_DEVICE void store_planes(const Elementwise& t, int bits, const Parts&, int64_t vector,
+                                 Planes planes) {
+  const int lane = warp_lane();
+  const bool odd = lane % 2 != 0;
+  const Planes first = planes & kFirstHalf, second = planes >> 4 & kFirstHalf;
+  const Planes other = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
+  store_planes(t, bits, vector - lane + lane / 2 + (odd ? kWarp / 2 : 0),
+               odd ? other | second << 4 : first | other << 4);
+}
+MEMKERN_DEVICE Planes load_planes(const Elementwise& t, int bits, const Parts&, int64_t vector) {
+  const Planes mine = load_planes(t, bits, vector);
+  const int lane = warp_lane(), shift = lane % 2 * 4;
+  const Planes first = __shfl_sync(kAllLanes, mine, lane / 2),
+               second = __shfl_sync(kAllLanes, mine, kWarp / 2 + lane / 2);
+  return (first >> shift & kFirstHalf) | (second >> shift & kFirstHalf) << 4;
 }
 
 }  // namespace memkern

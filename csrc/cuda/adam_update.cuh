@@ -208,55 +208,38 @@ MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work
 
 // ---- the main path (whole_blocks.cuh)
 
-// A vector of a tensor and its moments, and its block's scale, as they are in memory.
-template <class P> struct AdamLoaded {
-  float scale;
-  RawWeights<P> p;
-  Raw g;
-  Codes m, v;
-};
+// The constants of a tensor in registers; before sm_90, where these do not suffice, in shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <class Scalars> using HeldScalars = const Scalars&;
+#else
+template <class Scalars> using HeldScalars = const Scalars;
+#endif
 
 // A tile's vectors, with the constants that all of them need.
-template <class Scalars, class P, class G, StateKind Kind = StateKind::kPower> struct AdamWhole
-    : WholeVectors<Kind, P, G> {
-  Scalars s;
+template <class Scalars, class P, class G, bool Copied, StateKind Kind = StateKind::kPower> struct AdamWhole
+    : WholeVectors<Kind, P, G, Copied> {
+  HeldScalars<Scalars> s;
   bool plain;
 
   template <class Work> MEMKERN_DEVICE AdamWhole(const Work& work, P param_type, G grad_type)
-      : WholeVectors<Kind, P, G>(work, param_type, grad_type, work.scalars.scalars.beta1,
-                                 work.scalars.scalars.root_beta2),
+      : WholeVectors<Kind, P, G, Copied>(work, param_type, grad_type, work.scalars.scalars.beta1,
+                                         work.scalars.scalars.root_beta2),
         s(work.scalars.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
-  // Calls work(vector) for each vector, with its moments updated. The loads of the next vector are issued
-  // before: four thread blocks of a multiprocessor that load ahead hide more of the memory's latency than the
-  // five that there are registers for without.
+  // Calls work(vector) for each vector, with its moments updated.
   template <class Work> MEMKERN_DEVICE void for_each(Work&& work) {
-    AdamLoaded<P> next = arrived(load(0), this->tensor.blocks);
-    for (int round = 0; round < this->rounds; ++round, this->next()) {
-      const AdamLoaded<P> loaded = next;
-      this->find_next();
-      next = load(this->kGroups);
-      work(update(loaded));
-    }
+    this->for_each_loaded([&](const Loaded<P>& loaded) { work(update(loaded)); });
   }
 
  private:
-  // Loads the vector ahead, and the scale of the block that is blocks_on further.
-  MEMKERN_DEVICE AdamLoaded<P> load(int blocks_on) const {
-    const Span at{this->ahead.offset, kVector, true};
-    return {this->load_scale(blocks_on), load_weights(this->tensor, this->param_type, at),
-            load_gradient(this->grad, this->grad_type, at, this->grad_alignment),
-            load_codes(this->tensor.m, at), load_root_codes<Kind>(this->tensor.v, at)};
-  }
-
-  MEMKERN_DEVICE AdamVector update(const AdamLoaded<P>& loaded) const {
+  MEMKERN_DEVICE AdamVector update(const Loaded<P>& loaded) const {
     const auto& [scale, p, g, m, v] = loaded;
     float m_unit, v_unit;
     this->half.exchange(this->formula.unit(scale), m_unit, v_unit);
     AdamVector x;
     join_weights(this->tensor, this->param_type, p, x.p);
-    gradient_to_floats(g, this->grad_type, this->grad_alignment, x.g);
+    gradient_to_floats(g, this->grad_type, this->grad_alignment(), x.g);
     decode<StateKind::kPower, true>(m, m_unit, x.m);
     decode_root<Kind>(v, v_unit, x.v);
 #pragma unroll
@@ -317,29 +300,31 @@ template <class Rule> MEMKERN_DEVICE bool adam_round_params(const AdamVector& x,
 
 // For vectors outside of the fast range: their maxima over finite values, and which codes need a check.
 struct AdamCare {
-  float zeros = 0.0f, farthest = 0.0f;  // farthest: of estimate_positive()
+  bool zeros = false, infinite = false;
 
   MEMKERN_DEVICE void look(const AdamVector& x, float& m_absmax, float& v_absmax) {
-    zeros = 1.0f;
+    zeros = true;
     v_absmax = absmax_or_nan<false>(x.v);
     if (is_finite(m_absmax) && is_finite(v_absmax)) return;
-    farthest = 1.0f;
+    infinite = true;
     m_absmax = finite_absmax<true>(x.m);
     v_absmax = finite_absmax<false>(x.v);
   }
 };
 
-template <StateKind Kind, class Rule, class P, class G>
+template <StateKind Kind, class Rule, bool Copied, class P, class G>
 MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
                                       G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
-  constexpr float kSure = kCertain<kLevels<Kind, false>, kRounded>;
-  AdamWhole<typename Rule::Scalars, P, G, Kind> at(work, param_type, grad_type);
+  constexpr int kRootLevels = kLevels<Kind, false>;
+  constexpr uint32_t kRootBias = kBias<kRootLevels, kRounded>;
+  AdamWhole<typename Rule::Scalars, P, G, Copied, Kind> at(work, param_type, grad_type);
   const auto& s = at.s;
   const uint32_t step = work.scalars.step;
   const float max_radicand = fast_scalars(s, kRounded) ? kMaxRadicand : -1.0f;
   DitherTable& dithers = dither_table();
-  dithers.fill(step);
+  dithers.template fill<at.kParts>(step, kRootBias);
+  const LaneDithers<decltype(at)> dither{at, {false, step}};
   at.for_each([&](AdamVector x) {
     const AdamRange range(x);
     const bool fast = range.is_fast(max_radicand);
@@ -355,7 +340,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
           rounded = to_raw(x.p, param_type);
         }
       }
-      if (at.exists()) store_raw(at.tensor.param, param_type, at.span(), rounded);
+      if (at.exists()) store_raw(at.tensor.param, param_type, at.place(), rounded);
     } else {
       if (any_lane(!fast)) {
         with_float_type(x, kVector, m_absmax, v_absmax, s,
@@ -366,24 +351,34 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
       }
       if (at.exists())
         store_weights(
-            at.tensor, param_type, at.span(), step,
-            [&](int i) { return static_cast<uint32_t>(at.position() + i); }, x.p);
+            at.tensor, param_type, at.place(), step,
+            [&](int i) { return static_cast<uint32_t>(at.position(i)); }, x.p);
     }
     float scale = at.half.maximum(m_absmax, v_absmax), m_factor, v_factor;
     at.half.exchange(at.formula.factor(scale), m_factor, v_factor);
-    Codes v_codes = estimate_positive(w, v_factor, dithers, at.lane, care.farthest),
-          m_codes = encode_signed(x.m, m_factor, dithers, at.lane);
-    if (any_lane(!(care.farthest < kSure && care.zeros == 0.0f))) {
+    PositiveSums v_sums;
+    SignedSums m_sums;
+    Codes v_codes = encode_positive(w, v_factor, dithers, at.lane, v_sums),
+          m_codes = encode_signed(x.m, m_factor, dithers, at.lane, m_sums);
+    if (any_lane(v_sums.least < 2 * kRootBias || m_sums.least < 2 * kSignedBias || care.zeros)) {
+      const auto root = [&](int i) { return kRounded ? sqrt(x.v[i]) : w[i]; };
+      settle(v_sums, kRootBias, v_codes, [&](int i) {
+        return static_cast<uint32_t>(power_encode_unsigned<kRootLevels>(root(i), v_factor, dither.u(i)));
+      });
+      settle(m_sums, kSignedBias, m_codes, [&](int i) {
+        const float code = power_encode_signed(x.m[i], m_factor, dither.rest(i));
+        return static_cast<uint32_t>(static_cast<int>(code));
+      });
       v_codes = clear_zeros(w, v_factor, v_codes);
-      if (!(care.farthest < kSure)) {
-        if constexpr (kRounded)
-          for (int i = 0; i < kVector; ++i) w[i] = sqrt(x.v[i]);
-        m_codes = encode_exactly<Kind, true>(x.m, m_factor, at.position(), dithers);
-        v_codes = encode_exactly<Kind, false>(w, v_factor, at.position(), dithers);
+      if (care.infinite) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) w[i] = root(i);
+        m_codes = encode_exactly<Kind, true>(x.m, m_factor, 0, dither);
+        v_codes = encode_exactly<Kind, false>(w, v_factor, 0, dither);
       }
     }
-    if (at.exists()) store_codes(at.tensor.m, at.span(), m_codes);
-    if (at.exists()) store_root_codes<Kind>(at.tensor.v, at.span(), v_codes);
+    if (at.exists()) store_codes(at.tensor.m, at.place(), m_codes);
+    if (at.exists()) store_root_codes<Kind>(at.tensor.v, at.place(), v_codes);
     if (at.stores_scale()) __stcs(at.scale(), scale);
   });
 }
@@ -393,7 +388,10 @@ template <StateKind Kind, class Rule, class P, class G, class Group>
 MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                 Group group) {
   if constexpr (is_power(Kind) && std::is_same_v<Group, SixteenLanes>)
-    if (any_lane(work.tensor.main_path)) return adam_update_whole<Kind, Rule>(work, param_type, grad_type);
+    if (any_lane(work.tensor.main_path))
+      return with_copies(work, param_type, grad_type, [&](auto copied) {
+        adam_update_whole<Kind, Rule, copied.value>(work, param_type, grad_type);
+      });
   adam_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 

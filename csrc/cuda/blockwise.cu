@@ -4,7 +4,7 @@
 #include "block_state.cuh"
 #include "common/ops.h"
 #include "launch.h"
-#include "tile.cuh"
+#include "whole_codes.cuh"
 
 namespace memkern {
 
@@ -70,41 +70,100 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
   });
 }
 
-// The same for power codes, rounded to the nearest, of whole blocks in aligned arrays: what is saved for a
-// backward pass. 18 instructions per element instead of 26 (sm_90); the bytes of bf16 values leave time
-// for 21.
+// ---- power codes, rounded to the nearest, of whole blocks in aligned arrays: what is saved for a backward
+// pass
+
+constexpr int kCodecVectors = MEMKERN_CODEC_VECTORS;
+
+// A thread block's tile: kCodecVectors * kThreads vectors that follow one another, or fewer at the end.
+struct CodecTile {
+  int64_t start;
+  int end, lane;
+
+  MEMKERN_DEVICE explicit CodecTile(const Blocks& blocks)
+      : start(int64_t{blockIdx.x} * kCodecVectors * kThreads), lane(threadIdx.x % kWholeLanes) {
+    const int64_t left = blocks.blocks * kWholeLanes - start;
+    end = left < kCodecVectors * kThreads ? static_cast<int>(left) : kCodecVectors * kThreads;
+  }
+  // A thread without a vector has one of the last block, which it does not store.
+  MEMKERN_DEVICE int64_t vector(int i) const { return start + (i < end ? i : end - kWholeLanes + lane); }
+  MEMKERN_DEVICE Span span(int i) const { return {vector(i) * kVector, kVector, true}; }
+};
+
+template <bool Signed> MEMKERN_DEVICE ScaleFormula scale_formula() {
+  constexpr float kSquare = levels_of(Signed) * levels_of(Signed);
+  return {kSquare, 1.0f / kSquare, 1.0f, false};
+}
+
 template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads, kCodecBlocks)
     quantize_whole(CodecTensor t) {
   constexpr ConstantType<Type> type;
-  const Rounding nearest{true, 0};
-  const int64_t vectors = t.blocks.blocks * kWholeLanes;
-  const int lane = threadIdx.x % kWholeLanes;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  // All threads make equally many rounds, because they shuffle. Those without a vector load one of the last
-  // block and store nothing.
-  const auto span = [&](int64_t vector) {
-    return Span{(vector < vectors ? vector : vectors - kWholeLanes + lane) * kVector, kVector, true};
-  };
-  int64_t mine = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  constexpr int kLevels = levels_of(Signed);
+  constexpr uint32_t kDoubt = Signed ? kSignedBias : kBias<kLevels, false>;
+  const CodecTile tile(t.blocks);
+  const ScaleFormula formula = scale_formula<Signed>();
+  int mine = static_cast<int>(threadIdx.x);
   // The next vector is loaded before this one is used.
-  Raw next = arrived(load_raw(t.values, type, span(mine)), t.blocks);
-  for (int64_t first = mine - threadIdx.x; first < vectors; first += step, mine += step) {
-    const bool exists = mine < vectors;
-    const Span at = span(mine);
+  Raw next = arrived(load_raw(t.values, type, tile.span(mine)), t.blocks);
+  for (int first = 0; first < tile.end; first += kThreads, mine += kThreads) {
     const Raw raw = next;
-    next = load_raw(t.values, type, span(mine + step));
+    next = load_raw(t.values, type, tile.span(mine + kThreads));
     float x[kVector];
     to_floats(raw, type, x);
+#pragma unroll
     for (float& each : x) each = storable<Signed>(each);
     float absmax = absmax_or_nan<Signed>(x);
     const bool finite = is_finite(absmax);
-    if (!finite) absmax = t.absmax_of_rest<Signed>(x);
-    absmax = max_over_lanes(absmax, kWholeLanes / 2);
-    const float factor = encode_factor<StateKind::kPower>(absmax, levels_of(Signed));
-    const Codes codes = encode<StateKind::kPower, Signed>(x, factor, finite, lane * kVector, nearest);
-    if (!exists) continue;
-    if (lane == 0) t.store_scale(mine / kWholeLanes, absmax);
-    store_codes(t.codes, at, codes);
+    if (any_lane(!finite) && !finite) absmax = t.absmax_of_rest<Signed>(x);
+    float scale = max_over_lanes(absmax, kWholeLanes / 2);
+    const float factor = formula.factor(scale);
+    std::conditional_t<Signed, SignedSums, PositiveSums> sums;
+    Codes codes = encode_to_nearest(x, factor, sums);
+    settle(sums, kDoubt, codes, [&](int i) {
+      if constexpr (Signed)
+        return static_cast<uint32_t>(static_cast<int>(power_encode_signed(x[i], factor)));
+      else
+        return static_cast<uint32_t>(power_encode_unsigned<kLevels>(x[i], factor, 0.5f));
+    });
+    if (any_lane(!finite || (!Signed && factor == 0.0f)))
+      codes = encode_exactly<StateKind::kPower, Signed>(x, factor, 0, Rounding{true, 0});
+    if (mine >= tile.end) continue;
+    if (tile.lane == 0) t.store_scale(tile.vector(mine) / kWholeLanes, scale);
+    store_codes(t.codes, tile.span(mine), codes);
+  }
+}
+
+// Vectors of codes that are loaded together: one alone would leave most of the memory's latency in the open.
+constexpr int kDecodedTogether = 4;
+static_assert(kCodecVectors % kDecodedTogether == 0);
+
+// fp32 values are stored in parts, half a block from each other.
+template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads)
+    dequantize_whole(CodecTensor t) {
+  constexpr ConstantType<Type> type;
+  const CodecTile tile(t.blocks);
+  const ScaleFormula formula = scale_formula<Signed>();
+  const auto place = [&](int i) {
+    if constexpr (Type == FloatType::kFp32)
+      return Parts{(tile.vector(i) - tile.lane) * kVector + tile.lane * kVector / 2, kWholeBlock / 2};
+    else
+      return tile.span(i);
+  };
+  for (int mine = static_cast<int>(threadIdx.x); mine - static_cast<int>(threadIdx.x) < tile.end;
+       mine += kDecodedTogether * kThreads) {
+    Codes codes[kDecodedTogether];
+    float scale[kDecodedTogether];
+#pragma unroll
+    for (int k = 0; k < kDecodedTogether; ++k) {
+      codes[k] = load_codes(t.codes, place(mine + k * kThreads));
+      scale[k] = __ldcs(t.scale + tile.vector(mine + k * kThreads) / kWholeLanes);
+    }
+#pragma unroll
+    for (int k = 0; k < kDecodedTogether; ++k) {
+      float x[kVector];
+      decode<StateKind::kPower, Signed>(codes[k], formula.unit(scale[k]), x);
+      if (mine + k * kThreads < tile.end) store_floats(t.values, type, place(mine + k * kThreads), x);
+    }
   }
 }
 
@@ -140,6 +199,23 @@ template <class Use> void with_codec(int64_t codec, bool is_signed, Use&& use) {
   codec == kPower ? with_sign(Power{}) : with_sign(Dynamic{});
 }
 
+// Calls use(type) with the type as a constant.
+template <class Use> void with_type(FloatType type, Use&& use) {
+  switch (type) {
+    case FloatType::kFp32:
+      return use(std::integral_constant<FloatType, FloatType::kFp32>{});
+    case FloatType::kBf16:
+      return use(std::integral_constant<FloatType, FloatType::kBf16>{});
+    default:
+      return use(std::integral_constant<FloatType, FloatType::kFp16>{});
+  }
+}
+
+bool has_whole_kernels(const CodecTensor& t) { return fast_paths() && t.aligned && are_whole(t.blocks); }
+int64_t codec_tiles(const Blocks& blocks) {
+  return ceil_div(blocks.blocks * kWholeLanes, kCodecVectors * kThreads);
+}
+
 CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor& scale,
                          const BlockLayout& layout) {
   check_blocks(layout);
@@ -168,13 +244,11 @@ std::tuple<Tensor, Tensor> quantize_blockwise_cuda(Tensor x, int64_t codec, bool
   t.mark_nonfinite = mark_nonfinite;
   const Rounding rounding{!step, static_cast<uint32_t>(step.value_or(0))};
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
-    if (fast_paths() && kind() == StateKind::kPower && !step && t.aligned && are_whole(t.blocks)) {
-      const auto kernel = t.type == FloatType::kFp32   ? quantize_whole<FloatType::kFp32, sign()>
-                          : t.type == FloatType::kBf16 ? quantize_whole<FloatType::kBf16, sign()>
-                                                       : quantize_whole<FloatType::kFp16, sign()>;
-      const int64_t blocks = ceil_div(t.blocks.blocks * kWholeLanes, kThreads);
-      launch_checked("quantize_blockwise", kernel, std::min(blocks, kCodecBlocks * multiprocessors()),
-                     scope.stream, t);
+    if (kind() == StateKind::kPower && !step && has_whole_kernels(t)) {
+      with_type(t.type, [&](auto type) {
+        launch_checked("quantize_blockwise", quantize_whole<type(), sign()>, codec_tiles(t.blocks),
+                       scope.stream, t);
+      });
       return;
     }
     launch_checked("quantize_blockwise", quantize_tiles<kind(), sign()>, tiles_of(t.blocks), scope.stream, t,
@@ -197,6 +271,13 @@ Tensor dequantize_blockwise_cuda(Tensor codes, Tensor scale, int64_t codec, int6
   Tensor values = empty_like(codes, dtype);
   const CodecTensor t = codec_tensor(values, codes, scale, layout);
   with_codec(codec, is_signed, [&](auto kind, auto sign) {
+    if (kind() == StateKind::kPower && has_whole_kernels(t)) {
+      with_type(t.type, [&](auto type) {
+        launch_checked("dequantize_blockwise", dequantize_whole<type(), sign()>, codec_tiles(t.blocks),
+                       scope.stream, t);
+      });
+      return;
+    }
     launch_checked("dequantize_blockwise", dequantize_tiles<kind(), sign()>, tiles_of(t.blocks), scope.stream,
                    t);
   });

@@ -69,6 +69,29 @@ MEMKERN_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return sum;
 }
 
+// Copies 16, 8 or 4 bytes from global to shared memory while the thread goes on, without registers (sm_80 and
+// later). Copies until commit_copies() are a group; the thread may read them once it has waited for the
+// group.
+template <int Bytes> MEMKERN_DEVICE void copy_async(void* shared, const void* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (Bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(Bytes) : "memory");
+}
+MEMKERN_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all groups have arrived but the last so many.
+template <int Groups> MEMKERN_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
+
+// The sign bits of two floats, each repeated in a byte, in the lower half. (__byte_perm has no such mode.)
+MEMKERN_DEVICE uint32_t sign_bytes(float a, float b) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, 0x00FB;" : "=r"(bytes) : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)));
+  return bytes;
+}
+
 // Whether fp64 runs at 1/64 of fp32's rate, and not at 1/2 (CUDA C++ Programming Guide, arithmetic
 // instructions).
 MEMKERN_DEVICE constexpr bool slow_fp64() {

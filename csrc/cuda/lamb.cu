@@ -50,19 +50,18 @@ MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const
 }
 
 // The same as lamb_norms_8bit on the main path (whole_blocks.cuh).
-template <class P, class G>
+template <bool Copied, class P, class G>
 MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P param_type, G grad_type) {
-  AdamWhole<LambScalars, P, G> at(work, param_type, grad_type);
+  AdamWhole<LambScalars, P, G, Copied> at(work, param_type, grad_type);
   const float max_radicand = fast_scalars(at.s, false) ? kMaxRadicand : -1.0f;
   Squares sum{0.0, 0.0};
   at.for_each([&](const AdamVector& x) {
     const AdamRange range(x);
-    const bool exists = at.exists();
-    if (any_lane(exists && !range.is_fast(max_radicand))) {
-      const int n = exists ? kVector : 0;
+    const int n = at.count();
+    if (any_lane(n > 0 && !(n == kVector && range.is_fast(max_radicand)))) {
       with_float_type(x, n, range.m_most, absmax_or_nan<false>(x.v), at.s,
                       [&](auto number) { lamb_squares<decltype(number)>(sum, x, n, at.s); });
-    } else if (exists) {
+    } else if (n > 0) {
       lamb_squares<Fast>(sum, x, kVector, at.s);
     }
   });
@@ -97,7 +96,12 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
 template <StateKind Kind, class P, class G, class Group>
 MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambTensor>& work, P param_type, G grad_type, Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
-    if (any_lane(work.tensor.main_path)) return lamb_norms_whole(work, param_type, grad_type);
+    if (any_lane(work.tensor.main_path)) {
+      Squares sum;
+      with_copies(work, param_type, grad_type,
+                  [&](auto copied) { sum = lamb_norms_whole<copied.value>(work, param_type, grad_type); });
+      return sum;
+    }
   return lamb_norms_8bit<Kind>(work, param_type, grad_type, group);
 }
 

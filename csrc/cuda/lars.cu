@@ -92,7 +92,8 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
     lars_tiles(LarsTable table, bool fp32) {
   __shared__ TileWork<LarsTensor> work;
   fill_dynamic_shared<Kind>();
@@ -103,7 +104,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 void lars_step_cuda(const StepArgs& args) {
-  step_in_two_passes<kAheadBlocks, LarsHyperparameters, LarsTensor>(
+  step_in_two_passes<kStepBlocks, LarsHyperparameters, LarsTensor>(
       kLarsStep, args, lars_prologue,
       {.plain = {.power = lars_norm_tiles<StateKind::kPower, false>,
                  .dynamic = lars_norm_tiles<StateKind::kDynamic, false>},

@@ -31,7 +31,8 @@ struct LionRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
     lion_tiles(LionTable table, bool fp32) {
   __shared__ TileWork<LionTensor> work;
   fill_dynamic_shared<Kind>();
@@ -42,7 +43,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 void lion_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kAheadBlocks, LionHyperparameters, LionTensor>(
+  step_in_one_pass<kStepBlocks, LionHyperparameters, LionTensor>(
       kLionStep, args, lion_prologue,
       {.plain = {.power = lion_tiles<StateKind::kPower, false>,
                  .dynamic = lion_tiles<StateKind::kDynamic, false>},

@@ -121,66 +121,41 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work
 
 // ---- the main path (whole_blocks.cuh)
 
-// A vector of a tensor and its moment, and its block's scale, as they are in memory.
-template <class P> struct LionLoaded {
-  float scale;
-  RawWeights<P> p;
-  Raw g;
-  Codes m;
-};
-
-template <class P, class G> struct LionWhole : WholeVectors<StateKind::kPower, P, G, 1> {
-  template <class Work> MEMKERN_DEVICE LionWhole(const Work& work, P param_type, G grad_type)
-      : WholeVectors<StateKind::kPower, P, G, 1>(work, param_type, grad_type, 1.0f, 1.0f) {}
-
-  // Loads the vector ahead, and the scale of the block that is blocks_on further.
-  MEMKERN_DEVICE LionLoaded<P> load(int blocks_on) const {
-    const Span at{this->ahead.offset, kVector, true};
-    return {this->load_scale(blocks_on), load_weights(this->tensor, this->param_type, at),
-            load_gradient(this->grad, this->grad_type, at, this->grad_alignment),
-            load_codes(this->tensor.m, at)};
-  }
-
-  MEMKERN_DEVICE LionVector decoded(const LionLoaded<P>& loaded) const {
-    LionVector x;
-    join_weights(this->tensor, this->param_type, loaded.p, x.p);
-    gradient_to_floats(loaded.g, this->grad_type, this->grad_alignment, x.g);
-    decode<StateKind::kPower, true>(loaded.m, this->formula.unit(loaded.scale), x.m);
-    return x;
-  }
-};
-
-template <class Rule, class P, class G>
+template <class Rule, bool Copied, class P, class G>
 MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
                                       G grad_type) {
-  LionWhole<P, G> at(work, param_type, grad_type);
-  const typename Rule::Scalars s = work.scalars.scalars;
+  WholeVectors<StateKind::kPower, P, G, Copied, 1> at(work, param_type, grad_type, 1.0f, 1.0f);
+  const typename Rule::Scalars& s = work.scalars.scalars;
   const uint32_t step = work.scalars.step;
   DitherTable& dithers = dither_table();
-  dithers.fill(step);
-  LionLoaded<P> next = arrived(at.load(0), at.tensor.blocks);
-  for (int round = 0; round < at.rounds; ++round, at.next()) {
-    const LionLoaded<P> loaded = next;
-    at.find_next();
-    next = at.load(at.kGroups);
-    LionVector x = at.decoded(loaded);
+  dithers.template fill<at.kParts>(step, 0);
+  const LaneDithers<decltype(at)> dither{at, {false, step}};
+  at.for_each_loaded([&](const Loaded<P>& loaded) {
+    LionVector x;
+    join_weights(at.tensor, param_type, loaded.p, x.p);
+    gradient_to_floats(loaded.g, grad_type, at.grad_alignment(), x.g);
+    decode<StateKind::kPower, true>(loaded.m, at.formula.unit(loaded.scale), x.m);
     lion_update_vector<Rule>(x, s);
     float absmax = absmax_or_nan<true>(x.m);
     const bool finite = is_finite(absmax);
     if (any_lane(!finite)) absmax = finite_absmax<true>(x.m);
     float scale = max_over_lanes(absmax, kWholeLanes / 2);
     const float factor = at.formula.factor(scale);
-    Codes codes = encode_signed(x.m, factor, dithers, at.lane);
-    if (any_lane(!finite))
-      codes = encode_exactly<StateKind::kPower, true>(x.m, factor, at.position(), dithers);
+    SignedSums sums;
+    Codes codes = encode_signed(x.m, factor, dithers, at.lane, sums);
+    settle(sums, kSignedBias, codes, [&](int i) {
+      const float code = power_encode_signed(x.m[i], factor, dither.rest(i));
+      return static_cast<uint32_t>(static_cast<int>(code));
+    });
+    if (any_lane(!finite)) codes = encode_exactly<StateKind::kPower, true>(x.m, factor, 0, dither);
     if (at.exists()) {
       store_weights(
-          at.tensor, param_type, at.span(), step,
-          [&](int i) { return static_cast<uint32_t>(at.position() + i); }, x.p);
-      store_codes(at.tensor.m, at.span(), codes);
+          at.tensor, param_type, at.place(), step,
+          [&](int i) { return static_cast<uint32_t>(at.position(i)); }, x.p);
+      store_codes(at.tensor.m, at.place(), codes);
     }
     if (at.stores_scale()) __stcs(at.scale(), scale);
-  }
+  });
 }
 
 // A tile of 8-bit states.
@@ -188,7 +163,10 @@ template <StateKind Kind, class Rule, class P, class G, class Group>
 MEMKERN_DEVICE void lion_update_tile(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
                                      Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
-    if (any_lane(work.tensor.main_path)) return lion_update_whole<Rule>(work, param_type, grad_type);
+    if (any_lane(work.tensor.main_path))
+      return with_copies(work, param_type, grad_type, [&](auto copied) {
+        lion_update_whole<Rule, copied.value>(work, param_type, grad_type);
+      });
   lion_update_8bit<Kind, Rule>(work, param_type, grad_type, group);
 }
 

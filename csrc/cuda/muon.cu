@@ -40,7 +40,7 @@ struct MuonRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     muon_tiles(MuonTable table, bool fp32) {
   __shared__ TileWork<MuonScalarsOfTensor> work;
   fill_dynamic_shared<Kind>();
@@ -79,7 +79,7 @@ static void muon_momentum(const Tensors& updates, const Tensors& sums, const Ste
   {  // a table is in use for as long as its UploadedStep lives
     const auto step = upload_step<MuonGroup, MuonScalarsOfTensor>(op, header, records,
                                                                   tensor_entries(std::move(jobs), args),
-                                                                  args.params[0], scope.stream, kAheadBlocks);
+                                                                  args.params[0], scope.stream, kStepBlocks);
     launch_prologue(op, step, muon_prologue, scope.stream);
     const TileKernels<MuonGroup, MuonScalarsOfTensor> kernels{
         .plain = {.power = muon_tiles<StateKind::kPower>, .dynamic = muon_tiles<StateKind::kDynamic>},

@@ -30,7 +30,8 @@ struct SgdRule {
 };
 
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
     sgd_tiles(SgdTable table, bool fp32) {
   __shared__ TileWork<SgdTensor> work;
   fill_dynamic_shared<Kind>();
@@ -41,7 +42,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 void sgd_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kAheadBlocks, SgdHyperparameters, SgdTensor>(
+  step_in_one_pass<kStepBlocks, SgdHyperparameters, SgdTensor>(
       kSgdStep, args, sgd_prologue,
       {.plain = {.power = sgd_tiles<StateKind::kPower, false>,
                  .dynamic = sgd_tiles<StateKind::kDynamic, false>},

@@ -32,17 +32,33 @@ namespace memkern {
 #ifndef MEMKERN_EVEN_TILES
 #define MEMKERN_EVEN_TILES true
 #endif
+#ifndef MEMKERN_CODEC_THREADS
+#define MEMKERN_CODEC_THREADS 1024
+#endif
+#ifndef MEMKERN_CODEC_VECTORS
+#define MEMKERN_CODEC_VECTORS 8
+#endif
+#ifndef MEMKERN_COPIES_AHEAD
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200
+#define MEMKERN_COPIES_AHEAD 1
+#else
+#define MEMKERN_COPIES_AHEAD 3
+#endif
+#endif
+#ifndef MEMKERN_RUN_TILES
+#define MEMKERN_RUN_TILES 128
+#endif
 
 // Per thread block. With 64 in place of 128, at as many resident threads, steps take 0.93 to 0.97 of the time
 // on an H200, and GELU and codecs 1.00 to 1.03.
 constexpr int kThreads = MEMKERN_THREADS;
 // Thread blocks that a multiprocessor has room for: of kernels with few registers, where it runs 2,048
-// threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of a step
-// that loads a vector ahead (whole_blocks.cuh), with up to 128; of codecs.
+// threads at once (resident_blocks() in launch.h); of a step, with up to 96 registers a thread; of one with
+// two moments whose next vectors are on their way (whole_blocks.cuh), with up to 128; of codecs.
 constexpr int kResidentThreads = MEMKERN_RESIDENT_THREADS, kResidentBlocks = kResidentThreads / kThreads;
 constexpr int kStepBlocks = MEMKERN_STEP_THREADS / kThreads;
 constexpr int kAheadBlocks = MEMKERN_AHEAD_THREADS / kThreads;
-constexpr int kCodecBlocks = 1024 / kThreads;
+constexpr int kCodecBlocks = MEMKERN_CODEC_THREADS / kThreads;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -54,6 +70,11 @@ MEMKERN_DEVICE bool any_lane(bool yes) { return __any_sync(kAllLanes, yes); }
 MEMKERN_DEVICE int same_in_all_lanes(int x) { return __reduce_max_sync(kAllLanes, x); }
 
 constexpr int kTileElements = MEMKERN_TILE_ELEMENTS;  // at most
+// Turns of a step's loop that copies to shared memory are ahead (CopiedVectors): of 100 KB, eight thread
+// blocks have room for one.
+constexpr int kCopiesAhead = MEMKERN_COPIES_AHEAD;
+// Consecutive tiles of a tensor whose thread blocks take turns over a run of memory (Tile).
+constexpr int kRunTiles = MEMKERN_RUN_TILES;
 
 // A tensor's blocks, as kernels and the table hold them.
 struct Blocks {
@@ -156,32 +177,44 @@ struct SixteenLanes {
 };
 
 // A tile's position in its tensor. In shared memory, as it is the same for all threads.
+//
+// The blocks of kRunTiles tiles are a run. A thread block has as many groups of lanes as it updates blocks at
+// once, and the tiles of a run take turns with these: thread blocks that start together, as those of
+// consecutive tiles do, read and write consecutive memory at the same time, which DRAM serves faster than as
+// many places far apart.
 struct Tile {
   int64_t first_block;    // index in the tensor
   int64_t segment_start;  // offset of the segment that this block is in
-  // A group's next block is as many blocks ahead as the thread block has groups: segment_step is added to the
-  // offset of its segment and block_step to its index there, or step elements to its own offset. Where that
-  // passes the end of a segment, the offset changes by gap, which is 0 or less: by so many elements a segment
-  // is shorter than its blocks would be.
+  // A group's next block is block_stride ahead: segment_step is added to the offset of its segment and
+  // block_step to its index there, or step elements to its own offset. Where that passes the end of a
+  // segment, the offset changes by gap, which is 0 or less: by so many elements a segment is shorter than its
+  // blocks would be.
   int64_t segment_step;
   int32_t block_in_segment, block_step;
-  int32_t blocks;  // in the tile
+  int32_t blocks;  // from the first to the end of the run, with those of the other tiles
+  int32_t block_stride;
   int32_t step, gap;
 
   // By one thread: so the divisions are done once per tile.
   MEMKERN_DEVICE void start(const Blocks& b, int64_t tile, const LaneGroup& group) {
-    first_block = tile * b.tile_blocks;
-    blocks =
-        static_cast<int>(b.blocks - first_block < b.tile_blocks ? b.blocks - first_block : b.tile_blocks);
+    const int64_t first_tile = tile - tile % kRunTiles, run = first_tile * b.tile_blocks,
+                  left = b.blocks - run;
+    const int in_run = static_cast<int>(tile - first_tile), tile_blocks = b.tile_blocks;
+    const int64_t most = int64_t{kRunTiles} * tile_blocks;
+    const int run_blocks = static_cast<int>(left < most ? left : most),
+              run_tiles = left < most ? (run_blocks + tile_blocks - 1) / tile_blocks : kRunTiles;
+    first_block = run + in_run * group.groups();
+    blocks = run_blocks - in_run * group.groups();
+    block_stride = run_tiles * group.groups();
     // A division of 64 bits takes four times as long.
     const int64_t segment =
         first_block >> 32 ? first_block / b.blocks_per_segment
                           : static_cast<uint32_t>(first_block) / static_cast<uint32_t>(b.blocks_per_segment);
     segment_start = segment * b.segment;
     block_in_segment = static_cast<int>(first_block - segment * b.blocks_per_segment);
-    const int segments = group.groups() / b.blocks_per_segment;
+    const int segments = block_stride / b.blocks_per_segment;
     segment_step = segments * b.segment;
-    block_step = group.groups() - segments * b.blocks_per_segment;
+    block_step = block_stride - segments * b.blocks_per_segment;
     step = static_cast<int32_t>(segment_step) + block_step * b.block;
     gap = static_cast<int32_t>(b.segment - int64_t{b.blocks_per_segment} * b.block);
   }
@@ -202,7 +235,7 @@ MEMKERN_DEVICE void for_each_block(const Blocks& b, const Tile& tile, const Lane
   const unsigned segment = ahead / static_cast<unsigned>(b.blocks_per_segment);
   int in_segment = static_cast<int>(ahead - segment * b.blocks_per_segment);
   int64_t start = tile.segment_start + segment * b.segment;
-  for (int i = 0; group.first_of_warp() + i < tile.blocks; i += group.groups()) {
+  for (int i = 0; group.first_of_warp() + i < tile.blocks; i += tile.block_stride) {
     const int64_t offset = static_cast<int64_t>(in_segment) * b.block, left = b.segment - offset;
     const int length = left < b.block ? static_cast<int>(left) : b.block;
     const int index = group.index() + i;

@@ -43,6 +43,15 @@ struct Raw {
   uint32_t word[kVector];
 };
 
+// A vector of fp32 in two parts of 4 elements, `distance` elements from each other: then neighbouring lanes
+// access neighbouring 16 bytes. In one part each access would be to 16 of every 32 bytes, half a sector,
+// whose writes take a copy kernel on an H200 1.23 times as long. distance = 0: the second part does not
+// exist, and the first is loaded in its place.
+struct Parts {
+  int64_t offset;
+  int32_t distance;
+};
+
 template <class Type> MEMKERN_DEVICE Raw load_raw(const void* array, Type type, const Span& at) {
   Raw raw;
   if (type == FloatType::kFp32) {
@@ -69,6 +78,13 @@ template <class Type> MEMKERN_DEVICE Raw load_raw(const void* array, Type type, 
     }
   }
   return raw;
+}
+
+MEMKERN_DEVICE Raw load_raw(const void* array, ConstantType<FloatType::kFp32>, const Parts& at) {
+  const float* p = static_cast<const float*>(array) + at.offset;
+  const uint4 a = __ldcs(reinterpret_cast<const uint4*>(p)),
+              b = __ldcs(reinterpret_cast<const uint4*>(p + at.distance));
+  return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
 
 template <class Type> MEMKERN_DEVICE void to_floats(const Raw& raw, Type type, float (&x)[kVector]) {
@@ -127,13 +143,21 @@ template <class Type> MEMKERN_DEVICE void store_raw(void* array, Type type, cons
   }
 }
 
-template <class Type>
-MEMKERN_DEVICE void load_floats(const void* array, Type type, const Span& at, float (&x)[kVector]) {
+MEMKERN_DEVICE void store_raw(void* array, ConstantType<FloatType::kFp32>, const Parts& at, const Raw& raw) {
+  const uint32_t (&w)[kVector] = raw.word;
+  float* p = static_cast<float*>(array) + at.offset;
+  __stcs(reinterpret_cast<uint4*>(p), uint4{w[0], w[1], w[2], w[3]});
+  if (at.distance != 0) __stcs(reinterpret_cast<uint4*>(p + at.distance), uint4{w[4], w[5], w[6], w[7]});
+}
+
+// At: Span or Parts.
+template <class Type, class At>
+MEMKERN_DEVICE void load_floats(const void* array, Type type, const At& at, float (&x)[kVector]) {
   to_floats(load_raw(array, type, at), type, x);
 }
 
-template <class Type>
-MEMKERN_DEVICE void store_floats(void* array, Type type, const Span& at, const float (&x)[kVector]) {
+template <class Type, class At>
+MEMKERN_DEVICE void store_floats(void* array, Type type, const At& at, const float (&x)[kVector]) {
   store_raw(array, type, at, to_raw(x, type));
 }
 
@@ -171,6 +195,19 @@ MEMKERN_DEVICE Raw load_gradient(const void* array, Type type, const Span& at, A
 #pragma unroll
     for (int i = 0; i < kVector / 2 - 1; ++i) raw.word[i + 1] = reinterpret_cast<const uint32_t*>(p + 1)[i];
     raw.word[kVector / 2] = p[kVector - 1];
+  }
+  return raw;
+}
+
+MEMKERN_DEVICE Raw load_gradient(const void* array, ConstantType<FloatType::kFp32> type, const Parts& at,
+                                 Alignment alignment) {
+  if (alignment == Alignment::kVector) return load_raw(array, type, at);
+  Raw raw;
+  const uint32_t* p = static_cast<const uint32_t*>(array) + at.offset;
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    raw.word[i] = p[i];
+    raw.word[kVector / 2 + i] = p[at.distance + i];
   }
   return raw;
 }
@@ -217,6 +254,12 @@ MEMKERN_DEVICE Codes load_codes(const void* array, const Span& at) {
   return {word[0], word[1]};
 }
 
+MEMKERN_DEVICE Codes load_codes(const void* array, const Parts& at) {
+  const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
+  return {__ldcs(reinterpret_cast<const uint32_t*>(p)),
+          __ldcs(reinterpret_cast<const uint32_t*>(p + at.distance))};
+}
+
 // The bytes of a vector of 4-bit codes, two in each; `byte`: the first one's place in its array.
 MEMKERN_DEVICE Span packed_span(int64_t byte, int n, bool aligned) {
   return {byte, n, aligned && n == kVector && byte % 4 == 0};
@@ -233,16 +276,29 @@ MEMKERN_DEVICE uint32_t load_pairs(const void* array, const Span& at) {
   return pairs;
 }
 
+// at: in bytes, as of packed_span().
+MEMKERN_DEVICE uint32_t load_pairs(const void* array, const Parts& at) {
+  const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
+  const uint32_t low = __ldcs(reinterpret_cast<const uint16_t*>(p)),
+                 high = __ldcs(reinterpret_cast<const uint16_t*>(p + at.distance));
+  return low | high << 16;
+}
+
 // As codes of 8 bits.
 MEMKERN_DEVICE Codes unpack_pairs(uint32_t pairs) {
   const uint32_t first = pairs & 0x0F0F0F0Fu, second = pairs >> 4 & 0x0F0F0F0Fu;
   return {__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362)};
 }
 
+// From codes of 8 bits.
+MEMKERN_DEVICE uint32_t pack_pairs(const Codes& codes) {
+  return __byte_perm(codes.x, codes.y, 0x6420) | __byte_perm(codes.x, codes.y, 0x7531) << 4;
+}
+
 // Stores codes given in 8 bits as codes of 4.
 MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes) {
   uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
-  const uint32_t pairs = __byte_perm(codes.x, codes.y, 0x6420) | __byte_perm(codes.x, codes.y, 0x7531) << 4;
+  const uint32_t pairs = pack_pairs(codes);
   if (at.whole) {
     __stcs(reinterpret_cast<uint32_t*>(p), pairs);
   } else {
@@ -250,6 +306,14 @@ MEMKERN_DEVICE void store_packed(void* array, const Span& at, const Codes& codes
     for (int i = 0; i < kVector; i += 2)  // the last byte may hold one element only
       if (i < at.n) p[i / 2] = static_cast<uint8_t>(pairs >> 4 * i & (i + 1 < at.n ? 0xFFu : 0x0Fu));
   }
+}
+
+MEMKERN_DEVICE void store_packed(void* array, const Parts& at, const Codes& codes) {
+  uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
+  const uint32_t pairs = pack_pairs(codes);
+  __stcs(reinterpret_cast<uint16_t*>(p), static_cast<uint16_t>(pairs));
+  if (at.distance != 0)
+    __stcs(reinterpret_cast<uint16_t*>(p + at.distance), static_cast<uint16_t>(pairs >> 16));
 }
 
 MEMKERN_DEVICE void store_codes(void* array, const Span& at, const Codes& codes) {
@@ -261,6 +325,12 @@ MEMKERN_DEVICE void store_codes(void* array, const Span& at, const Codes& codes)
     for (int i = 0; i < kVector; ++i)
       if (i < at.n) p[i] = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
   }
+}
+
+MEMKERN_DEVICE void store_codes(void* array, const Parts& at, const Codes& codes) {
+  uint8_t* p = static_cast<uint8_t*>(array) + at.offset;
+  __stcs(reinterpret_cast<uint32_t*>(p), codes.x);
+  if (at.distance != 0) __stcs(reinterpret_cast<uint32_t*>(p + at.distance), codes.y);
 }
 
 }  // namespace memkern

@@ -16,8 +16,8 @@ template <> struct RawWeights<MasterWeights> : Raw {
   Raw state;
 };
 
-template <class Type>
-MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, const Span& at) {
+template <class Type, class At>
+MEMKERN_DEVICE RawWeights<Type> load_weights(const TensorRecord& t, Type type, const At& at) {
   if constexpr (std::is_same_v<Type, Written>) return {};
   RawWeights<Type> raw{load_raw(t.param, type, at)};
   if constexpr (std::is_same_v<Type, MasterWeights>) {
@@ -98,8 +98,8 @@ template <bool Bytes, class Position> MEMKERN_DEVICE void store_split(const Tens
 }
 
 // Stores a vector of a parameter. position(i): element i's place in its block.
-template <class Type, class Position>
-MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const Span& at, uint32_t step,
+template <class Type, class At, class Position>
+MEMKERN_DEVICE void store_weights(const TensorRecord& t, Type type, const At& at, uint32_t step,
                                   Position position, const float (&p)[kVector]) {
   if constexpr (!std::is_same_v<Type, MasterWeights>) {
     store_floats(t.param, type, at, p);

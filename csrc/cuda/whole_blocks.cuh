@@ -3,64 +3,65 @@
 // tile what the general kernels compute for each element or block. Rare cases are behind warp-uniform
 // branches.
 #pragma once
-#include "block_state.cuh"
-#include "fast_path.cuh"
 #include "step_table.cuh"
 #include "weights.cuh"
+#include "whole_codes.cuh"
 
 namespace memkern {
 
-// Computes the scale of one moment. Half of a block's lanes do it for m, the other half for v (MomentHalves).
-struct ScaleFormula {
-  float squared_levels, reciprocal, decay;
-  bool is_root;  // true for v, whose scale is the root of its maximum
-
-  // The same as power_unit(scale, decay, levels).
-  MEMKERN_DEVICE float unit(float scale) const {
-    const float x = decay * scale;
-    float unit = divide(x, squared_levels, reciprocal);
-    if (any_lane(x < kMinDividend && x != 0.0f)) unit = x / squared_levels;
-    return unit;
-  }
-
-  // The same as power_factor(scale, levels). `scale` is the block's maximum on entry and its scale on return.
-  // For maxima from 2^-101 to 2^40 reciprocals and quotients are normal numbers, as the fast division needs.
-  MEMKERN_DEVICE float factor(float& scale) const {
-    const float absmax = scale, root = static_cast<float>(sqrt(Fast(absmax)));
-    scale = is_root ? root : absmax;
-    float factor = static_cast<float>(Fast(squared_levels) / Fast(scale));
-    const bool middle = absmax >= kMinRadicand && absmax <= kMaxRadicand;
-    if (any_lane(!middle)) {
-      if (absmax == 0.0f) return scale = 0.0f;
-      if (!middle) {
-        scale = is_root ? sqrt(absmax) : absmax;
-        factor = squared_levels / scale;
-        if (!is_finite(factor)) factor = 0.0f;
-      }
-    }
-    return factor;
-  }
-};
-
-// The position of a lane's vector, as its distance from the tile's first element. Lanes past the end of a
-// block load the block's first vector, which does not change the maximum, and store nothing.
+// The position of a lane's vector, as its distance from the tile's first element, and how many of its
+// elements are within the block: all, none or, of a vector in parts, the first 4. Lanes past the end of a
+// block load the block's first elements, which does not change the maximum, and store nothing.
 struct WholeVector {
-  uint32_t offset;
-  bool within;
+  uint32_t word;  // the distance, a multiple of 4, and n / 4: registers are scarce
+
+  MEMKERN_DEVICE uint32_t offset() const { return word & ~3u; }
+  MEMKERN_DEVICE int n() const { return static_cast<int>(word & 3u) * 4; }
 };
 
-// Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block.
-template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors {
+template <class Type> constexpr bool kIsFp32 = std::is_same_v<Type, ConstantType<FloatType::kFp32>>;
+template <class Type> constexpr bool kIsBf16 = std::is_same_v<Type, ConstantType<FloatType::kBf16>>;
+
+// A vector of a tensor and its moments, and its block's scale, as they are in memory.
+template <class P> struct Loaded {
+  float scale;
+  RawWeights<P> p;
+  Raw g;
+  Codes m, v;
+};
+
+// The vectors of a thread block in a turn, where they are copied to shared memory.
+struct CopiedVectors {
+  uint4 p[kThreads], g[kThreads];
+  uint2 m[kThreads], v[kThreads];
+  float scale[kThreads];
+  uint32_t place[kThreads];  // WholeVector
+};
+
+MEMKERN_DEVICE CopiedVectors& copied_vectors(int slot) {
+  __shared__ CopiedVectors slots[kCopiesAhead + 1];
+  return slots[slot];
+}
+
+// Whether vectors are copied to shared memory, some turns ahead, so that the bytes on their way take no
+// registers: of bf16, where the gradient is aligned. Vectors of fp32 are 32 bytes: one ahead in registers is
+// enough, and copies were slower (lab/results/gpu-tune.csv).
+template <class P, class G> constexpr bool kCanCopy = kIsBf16<P> && kIsBf16<G>;
+
+// Iterates over a lane's vectors in the blocks of a tile. 16 lanes share a block. Those of fp32 are in parts,
+// half a block from each other.
+template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct WholeVectors {
+  static constexpr bool kParts = kIsFp32<P> && kIsFp32<G>;
+  static constexpr int kPart = kParts ? kVector / 2 : kVector, kDistance = kWholeBlock / 2;
   static constexpr int kLanes = kWholeLanes, kGroups = kThreads / kLanes;
   TensorRecord tensor;  // with its pointers moved to the start of the tile
   const void* grad;
   float* scales;
   P param_type;
   G grad_type;
-  Alignment grad_alignment;
   MomentHalves half;
   ScaleFormula formula;
-  int lane, rounds, left;
+  int lane, left;  // left: blocks from the group's on, with those of other groups
   WholeVector here, ahead;
 
   template <class Work>
@@ -70,7 +71,6 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
         grad_type(grad_type_),
         half(SixteenLanes{}),
         lane(threadIdx.x % kLanes),
-        rounds(same_in_all_lanes((work.tile.blocks + kGroups - 1) / kGroups)),
         left(work.tile.blocks - static_cast<int>(threadIdx.x) / kLanes),
         tile(work.tile),
         blocks(work.tensor.blocks),
@@ -89,27 +89,58 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
     here = ahead;
   }
 
-  // The position of the lane's first element in its block.
-  MEMKERN_DEVICE int position() const { return lane * kVector; }
-  // False for a group of lanes that has no block left: it loads its last block again, or the tile's first,
-  // and stores nothing.
-  MEMKERN_DEVICE bool exists() const { return left > 0 && here.within; }
+  // Turns of the tile: a group without a block takes part, as lanes shuffle.
+  MEMKERN_DEVICE int turns() const { return same_in_all_lanes((tile.blocks + stride() - 1) / stride()); }
+  // The position of the lane's element i in its block.
+  MEMKERN_DEVICE int position(int i) const { return lane * kPart + (i < kPart ? i : kDistance + i - kPart); }
+  // Elements to be stored. None in a group of lanes that has no block left: it loads its last block again, or
+  // the tile's first.
+  MEMKERN_DEVICE int count() const { return left > 0 ? here.n() : 0; }
+  MEMKERN_DEVICE bool exists() const { return count() > 0; }
   // One lane for each moment.
   MEMKERN_DEVICE bool stores_scale() const { return left > 0 && lane % (kLanes / Moments) == 0; }
-  MEMKERN_DEVICE Span span() const { return {here.offset, kVector, true}; }
-  MEMKERN_DEVICE float* scale() const { return scales + (tile.blocks - left); }
-  // The scale of the block `blocks_on` further, or of the tile's last block if the tile ends before it.
-  MEMKERN_DEVICE float load_scale(int blocks_on) const {
-    const int block = tile.blocks - left + blocks_on;
-    return __ldcs(scales + (block < tile.blocks ? block : tile.blocks - 1));
+  // Where a vector is: Span or Parts.
+  static MEMKERN_DEVICE auto place(const WholeVector& vector) {
+    if constexpr (kParts)
+      return Parts{vector.offset(), vector.n() == kVector ? kDistance : 0};
+    else
+      return Span{vector.offset(), kVector, true};
+  }
+  MEMKERN_DEVICE auto place() const { return place(here); }
+  // The scale of the present block, or of one `turns` turns further; of the run's last block if it ends
+  // before.
+  MEMKERN_DEVICE float* scale(int turns = 0) const {
+    const int block = tile.blocks - left + turns * stride();
+    return scales + (turns == 0 || block < tile.blocks ? block : tile.blocks - 1);
   }
 
-  // Finds the vector of the next block; call it before next(). After its last block a group keeps its vector:
-  // a load that hits the cache takes fewer instructions than a branch around it.
-  MEMKERN_DEVICE void find_next() {
-    const bool more = left > kGroups;
+  MEMKERN_DEVICE Alignment grad_alignment() const { return Copied ? Alignment::kVector : alignment_of(grad); }
+  // From a group's block to its next.
+  MEMKERN_DEVICE int stride() const { return tile.block_stride; }
+
+  // Calls work(loaded) for each vector. The next ones are on their way before: in registers the next alone,
+  // as there are no more; four thread blocks of a multiprocessor that load ahead hide more of the memory's
+  // latency than the five that there are registers for without.
+  template <class Work> MEMKERN_DEVICE void for_each_loaded(Work&& work) {
+    if constexpr (Copied)
+      for_each_copied(work);
+    else
+      for_each_in_registers(work);
+  }
+
+ private:
+  const Tile& tile;  // in shared memory: registers are scarce
+  const Blocks& blocks;
+  bool ragged;     // some blocks have fewer than 128 elements
+  int in_segment;  // index of the next block in its segment
+  uint32_t start;
+
+  // Moves `ahead` to the block that is `turns` turns after the present one. Where the group has none it keeps
+  // its vector: a load that hits the cache takes fewer instructions than a branch around it.
+  MEMKERN_DEVICE void find_next(int turns) {
+    const bool more = left > turns * stride();
     if (!ragged) {
-      ahead.offset += more ? kGroups * kWholeBlock : 0;
+      ahead.word += more ? stride() * kWholeBlock : 0;
     } else if (more) {
       in_segment += tile.block_step;
       start += tile.step;
@@ -121,22 +152,72 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
     }
   }
 
-  MEMKERN_DEVICE void next() {
-    left -= kGroups;
-    here = ahead;
+  // The vector ahead, and the scale of its block.
+  MEMKERN_DEVICE Loaded<P> load(int turns) const {
+    const auto at = place(ahead);
+    Loaded<P> loaded{__ldcs(scale(turns)), load_weights(tensor, param_type, at),
+                     load_gradient(grad, grad_type, at, grad_alignment()), load_codes(tensor.m, at)};
+    if constexpr (Moments > 1) loaded.v = load_root_codes<Kind>(tensor.v, at);
+    return loaded;
   }
 
- private:
-  const Tile& tile;  // in shared memory: registers are scarce
-  const Blocks& blocks;
-  bool ragged;     // some blocks have fewer than 128 elements
-  int in_segment;  // index of the next block in its segment
-  uint32_t start;
+  template <class Work> MEMKERN_DEVICE void for_each_in_registers(Work&& work) {
+    Loaded<P> next = arrived(load(0), blocks);
+    for (int turn = turns(); turn > 0; --turn, left -= stride(), here = ahead) {
+      const Loaded<P> loaded = next;
+      find_next(1);
+      next = load(1);
+      work(loaded);
+    }
+  }
+
+  MEMKERN_DEVICE void copy(int slot, int turns) const {
+    CopiedVectors& to = copied_vectors(slot);
+    const int i = static_cast<int>(threadIdx.x);
+    const uint32_t offset = ahead.offset();
+    copy_async<16>(&to.p[i], static_cast<const uint16_t*>(tensor.param) + offset);
+    copy_async<16>(&to.g[i], static_cast<const uint16_t*>(grad) + offset);
+    copy_async<8>(&to.m[i], static_cast<const uint8_t*>(tensor.m) + offset);
+    if constexpr (Moments > 1 && Kind == StateKind::kPower4)
+      copy_async<4>(&to.v[i], static_cast<const uint8_t*>(tensor.v) + offset / 2);
+    else if constexpr (Moments > 1)
+      copy_async<8>(&to.v[i], static_cast<const uint8_t*>(tensor.v) + offset);
+    copy_async<4>(&to.scale[i], scale(turns));
+    to.place[i] = ahead.word;
+  }
+
+  // A thread reads what it has copied itself: no barrier is needed.
+  template <class Work> MEMKERN_DEVICE void for_each_copied(Work&& work) {
+    for (int turn = 0; turn < kCopiesAhead; ++turn) {
+      if (turn > 0) find_next(turn);
+      copy(turn, turn);
+      commit_copies();
+    }
+    int slot = 0, before = kCopiesAhead;  // before: the slot of the turn before, which is free
+    for (int turn = turns(); turn > 0; --turn, left -= stride()) {
+      wait_for_copies<kCopiesAhead - 1>();
+      if (left > kCopiesAhead * stride()) {
+        find_next(kCopiesAhead);
+        copy(before, kCopiesAhead);
+      }
+      commit_copies();
+      const CopiedVectors& from = copied_vectors(slot);
+      const int i = static_cast<int>(threadIdx.x);
+      const uint4 p = from.p[i], g = from.g[i];
+      Loaded<P> loaded{from.scale[i], {{p.x, p.y, p.z, p.w}}, {{g.x, g.y, g.z, g.w}}, from.m[i]};
+      if constexpr (Moments > 1) loaded.v = from.v[i];
+      here.word = from.place[i];
+      before = slot;
+      slot = slot == kCopiesAhead ? 0 : slot + 1;
+      work(loaded);
+    }
+  }
 
   MEMKERN_DEVICE void find_vector() {
     const bool last = in_segment == blocks.blocks_per_segment - 1;
-    ahead.within = lane * kVector < blocks.block + (last ? tile.gap : 0);
-    ahead.offset = start + (ahead.within ? position() : 0);
+    const int length = blocks.block + (last ? tile.gap : 0);
+    const int n = position(kVector - 1) < length ? kVector : kParts && position(0) < length ? kPart : 0;
+    ahead.word = start + (n > 0 ? position(0) : 0) + n / 4;
   }
 
   MEMKERN_DEVICE void start_at(int64_t block, int64_t element, const void* gradient) {
@@ -146,87 +227,48 @@ template <StateKind Kind, class P, class G, int Moments = 2> struct WholeVectors
     scales = half.pick(tensor.m_scale, tensor.v_scale) + block;
     tensor.param = forward(tensor.param, element * (param_type == FloatType::kFp32 ? 4 : 2));
     grad = forward(gradient, element * (grad_type == FloatType::kFp32 ? 4 : 2));
-    grad_alignment = static_cast<Alignment>(same_in_all_lanes(static_cast<int>(alignment_of(grad))));
     tensor.m = forward(tensor.m, element);
     tensor.v = forward(tensor.v, Kind == StateKind::kPower4 ? element / 2 : element);
     tensor.weight_state = forward(tensor.weight_state, element * weight_state_bytes(tensor.weight_storage));
   }
 };
 
-// The dithers of all positions of a block, in shared memory; all blocks of a tensor share them. Computing one
-// takes three instructions, and what signed codes derive from it three more. A load takes a quarter of an
-// instruction.
-struct DitherTable {
-  // Elements 0 to 3 of all lanes, then elements 4 to 7, so that loads of 16 bytes have no bank conflicts.
-  using Row = uint4[2][kWholeLanes];
-  Row us, rests, twice_rests;
-
-  template <class Words> static MEMKERN_DEVICE auto& word(Words& row, int j) {
-    return (&row[j / 4 % 2][j / kVector].x)[j % 4];
-  }
-
-  // All threads call it.
-  MEMKERN_DEVICE void fill(uint32_t step) {
-    const Rounding rounding{false, step};
-#pragma unroll
-    for (int first = 0; first < kWholeBlock; first += kThreads) {
-      const int j = first + static_cast<int>(threadIdx.x);
-      if (kThreads > kWholeBlock && j >= kWholeBlock) break;
-      const float rest_of_j = rounding.rest(j);
-      word(us, j) = bits_of(rounding.u(j));
-      word(rests, j) = bits_of(rest_of_j);
-      word(twice_rests, j) = bits_of(2.0f * rest_of_j);
-    }
-    __syncthreads();
-  }
-
-  static MEMKERN_DEVICE void load(const Row& row, int lane, float (&x)[kVector]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 four = row[half][lane];
-      const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[4 * half + i] = float_of(words[i]);
-    }
-  }
-
-  // What encode_exactly() needs; Rounding has the same members.
-  static constexpr bool nearest = false;
-  MEMKERN_DEVICE float u(int j) const { return float_of(word(us, j)); }
-  MEMKERN_DEVICE float rest(int j) const { return float_of(word(rests, j)); }
-};
-
-MEMKERN_DEVICE DitherTable& dither_table() {
-  __shared__ DitherTable table;
-  return table;
+// Calls use(copied), whether a tile's vectors are copied to shared memory as a constant.
+template <class Work, class P, class G, class Use>
+MEMKERN_DEVICE void with_copies(const Work& work, P, G, Use&& use) {
+  if constexpr (kCanCopy<P, G>)
+    if (any_lane(alignment_of(work.grad) == Alignment::kVector)) return use(std::true_type{});
+  use(std::false_type{});
 }
 
+// The dithers of a lane's elements, by their formula: Rounding with places in the vector for those in the
+// block.
+template <class Vectors> struct LaneDithers {
+  const Vectors& at;
+  Rounding rounding;
+  static constexpr bool nearest = false;
+  MEMKERN_DEVICE float u(int i) const { return rounding.u(at.position(i)); }
+  MEMKERN_DEVICE float rest(int i) const { return rounding.rest(at.position(i)); }
+};
+
+// The bytes of a whole vector's codes of 4 bits.
+MEMKERN_DEVICE Span packed(const Span& at) { return packed_span(at.offset / 2, kVector, true); }
+MEMKERN_DEVICE Parts packed(const Parts& at) { return {at.offset / 2, at.distance / 2}; }
+
 // Loads a vector of the second moment's codes as they are in memory. 4-bit codes fill the first word only.
-template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Span& at) {
+template <StateKind Kind, class At> MEMKERN_DEVICE Codes load_root_codes(const void* array, const At& at) {
   if constexpr (Kind == StateKind::kPower4)
-    return {load_pairs(array, packed_span(at.offset / 2, kVector, true)), 0};
+    return {load_pairs(array, packed(at)), 0};
   else
     return load_codes(array, at);
 }
 
-template <StateKind Kind>
-MEMKERN_DEVICE void store_root_codes(void* array, const Span& at, const Codes& codes) {
+template <StateKind Kind, class At>
+MEMKERN_DEVICE void store_root_codes(void* array, const At& at, const Codes& codes) {
   if constexpr (Kind == StateKind::kPower4)
-    store_packed(array, packed_span(at.offset / 2, kVector, true), codes);
+    store_packed(array, packed(at), codes);
   else
     store_codes(array, at, codes);
-}
-
-// The same as decode<kPower, false>: unit * (q * q), rounded once. Adding q * q to the bits of 2^23 makes the
-// float 2^23 + q * q; the fma subtracts 2^23 * unit, which is exact because no scale of w exceeds 2^64.
-template <StateKind Kind>
-MEMKERN_DEVICE void decode_root(const Codes& loaded, float unit, float (&w)[kVector]) {
-  const Codes codes = Kind == StateKind::kPower4 ? unpack_pairs(loaded.x) : loaded;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const uint32_t q = __byte_perm(i < 4 ? codes.x : codes.y, 0, 0x4440u + i % 4);
-    w[i] = __fmaf_rn(float_of(0x4B000000u + q * q), unit, -8388608.0f * unit);
-  }
 }
 
 // The smallest magnitude. NaN is ignored.
@@ -249,50 +291,6 @@ MEMKERN_DEVICE void least_and_most(const float (&x)[kVector], float& least, floa
   }
   least = float_of(static_cast<uint32_t>(low));
   most = float_of(static_cast<uint32_t>(high));
-}
-
-// The codes of the first moment. None of them is in doubt.
-MEMKERN_DEVICE Codes encode_signed(const float (&m)[kVector], float factor, const DitherTable& dithers,
-                                   int lane) {
-  float rest[kVector], twice_rest[kVector];
-  DitherTable::load(dithers.rests, lane, rest);
-  DitherTable::load(dithers.twice_rests, lane, twice_rest);
-  uint32_t code[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) code[i] = signed_code(m[i], factor, rest[i], twice_rest[i]);
-  return pack(code);
-}
-
-// Estimates the codes of w > 0 for a factor above 0. `farthest` is the largest distance from the middle of a
-// code's interval. While it is below kCertain, every code is the formula's, and none is above Levels.
-//
-// kCertain bounds the difference between the sum here and that of the formula, which is largest just below
-// Levels + 1. In halves of a unit in the last place there: 4 for the approximate root, 1 for the formula's
-// root and 2 for rounding the sums. If w is an approximate root too (Approximate): 2 for it, 1 for the
-// formula's w and 1 for the two products.
-template <int Levels, bool Approximate> constexpr float kCertain =
-    0.5f - (Approximate ? 11 : 7) * (Levels + 1) * 0x1p-25f;
-MEMKERN_DEVICE Codes estimate_positive(const float (&w)[kVector], float factor, const DitherTable& dithers,
-                                       int lane, float& farthest) {
-  float u[kVector];
-  DitherTable::load(dithers.us, lane, u);
-  uint32_t code[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const float c = fmaxf(approximate_sqrt(w[i] * factor), 1.0f) + u[i];
-    const float down = __fadd_rd(c, kDown);
-    farthest = fmaxf(farthest, fabsf(c - (down - (kDown - 0.5f))));
-    code[i] = bits_of(down);
-  }
-  return pack(code);
-}
-
-// Clears the codes of zeros, and all codes if the factor is 0.
-MEMKERN_DEVICE Codes clear_zeros(const float (&w)[kVector], float factor, Codes codes) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i)
-    if (w[i] == 0.0f || factor == 0.0f) (i < 4 ? codes.x : codes.y) &= ~(0xFFu << 8 * (i % 4));
-  return codes;
 }
 
 }  // namespace memkern

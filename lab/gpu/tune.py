@@ -24,73 +24,35 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lab.emulators import cuda_kernels
 
 from .parts import has, tool
 from .runner import ROOT
+from .settings import DEFAULT, SETTINGS, SOURCES, TIMED, Setting
 
 FOLDER = ROOT / "build" / "gpu" / "tune"
 SECONDS = 500.0  # for everything
 BUILDS = 0.5  # the share of SECONDS that builds may take
 LEAST = 15.0  # kept for the times of one setting, and for the table at the end
 
-DEFAULT = "default"
 
-
-class Setting(NamedTuple):
-    kind: str  # steps, gelu: libraries of these sources; triton
-    name: str
-    values: dict[str, int]
-
-
-SOURCES = {"steps": ("adam", "lion", "lamb", "blockwise", "tensor_table"), "gelu": ("activation",)}
-TIMED = {
-    "steps": ("adam_tiles<1, 0>", "lion_tiles<1, 0>", "lamb_norm_tiles<1, 0>", "lamb_tiles<1, 0>"),
-    "gelu": (
-        "encode_vectors<0>",
-        "forward_by_table<0, 3>",
-        "multiply_by_levels<0, 3>",
-        "multiply_by_levels<1, 3>",
-    ),
-}
-SETTINGS = (
-    Setting("steps", DEFAULT, {}),
-    Setting("gelu", DEFAULT, {}),
-    Setting("steps", "tiles of one size", {"EVEN_TILES": 0}),
-    Setting("steps", "tiles up to 2^13", {"TILE_ELEMENTS": 2**13}),
-    Setting("steps", "tiles up to 2^15", {"TILE_ELEMENTS": 2**15}),
-    Setting("steps", "128 threads", {"THREADS": 128}),
-    Setting("steps", "256 threads", {"THREADS": 256}),
-    Setting("steps", "640 resident threads, Adam and LAMB too", {"AHEAD_THREADS": 640}),
-    Setting("steps", "512 resident threads", {"STEP_THREADS": 512}),
-    Setting("gelu", "256 threads", {"THREADS": 256}),
-    Setting("gelu", "128 threads", {"THREADS": 128}),
-    Setting("gelu", "1024 resident threads", {"RESIDENT_THREADS": 1024}),
-    Setting("gelu", "table for 512 threads", {"TABLE_THREADS": 512}),
-    Setting("gelu", "table for 256 threads", {"TABLE_THREADS": 256}),
-    Setting("triton", DEFAULT, {}),
-    Setting("triton", "1 stage", {"num_stages": 1}),
-    Setting("triton", "2 stages", {"num_stages": 2}),
-    Setting("triton", "4 stages", {"num_stages": 4}),
-    Setting("triton", "2 warps, tile 512", {"num_warps": 2, "TILE": 512}),
-    Setting("triton", "8 warps, tile 2048", {"num_warps": 8, "TILE": 2048}),
-    Setting("triton", "8 warps", {"num_warps": 8}),
-    Setting("triton", "4 tiles of a program", {"TILES": 4}),
-    Setting("triton", "16 tiles of a program", {"TILES": 16}),
-)
-OPTIMIZERS = ("AdamW8bit", "Lion8bit", "LAMB8bit")
+OPTIMIZERS = ("AdamW8bit", "Lion8bit", "LAMB8bit", "LARS8bit")
 BACKENDS = {"steps": "cuda", "triton": "triton"}
 DTYPES = ("bf16", "fp32")
 SIZES = (28, 22, 23, 24, 25)  # powers of two
 
 REGISTER = {
     "steps": """
-  m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
   m.impl("adam_step_", memkern::step_op<memkern::adam_step_cuda>);
   m.impl("lion_step_", memkern::step_op<memkern::lion_step_cuda>);
   m.impl("lamb_step_", memkern::step_op<memkern::lamb_step_cuda>);
+  m.impl("lars_step_", memkern::step_op<memkern::lars_step_cuda>);
+""",
+    "codes": """
+  m.impl("quantize_blockwise", TORCH_BOX(&memkern::quantize_blockwise_cuda));
+  m.impl("dequantize_blockwise", TORCH_BOX(&memkern::dequantize_blockwise_cuda));
 """,
     "gelu": """
   m.impl("few_bit_encode", TORCH_BOX(&memkern::few_bit_encode_cuda));
@@ -188,7 +150,7 @@ def set_triton(values: dict[str, int]) -> None:
 
 def cases(kind: str, device: str, sizes: tuple[int, ...] = SIZES) -> Iterator[Any]:
     """What a setting is timed on, as cases of benchmarks.harness."""
-    from benchmarks.bench_lamb import norms, nothing
+    from benchmarks.bench_lamb import RECIPE, classic_norms, norms, nothing
     from benchmarks.bench_optim import of, stepper
     from benchmarks.harness import Case
 
@@ -198,11 +160,16 @@ def cases(kind: str, device: str, sizes: tuple[int, ...] = SIZES) -> Iterator[An
         for dtype in DTYPES:
             if kind in ("steps", "triton"):
                 for name in OPTIMIZERS:
-                    reads = norms if name == "LAMB8bit" else nothing
+                    reads = {"LAMB8bit": norms, "LARS8bit": classic_norms}.get(name, nothing)
                     shapes = [(2**size // 4096, 4096)]
-                    make = of("memkern.optim", name)
+                    make = of("memkern.optim", name, **(RECIPE if name == "LARS8bit" else {}))
                     step = stepper(f"memkern {name}", make, shapes, device, types[dtype], reads)
                     yield Case(f"{name}, {dtype}, 2^{size}", 2**size, [step])
+            if kind == "codes":
+                for way in ("codes", "values"):
+                    yield Case(
+                        f"{way}, {dtype}, 2^{size}", 2**size, [codes(way, 2**size, types[dtype], device)]
+                    )
             if kind in ("gelu", "triton"):
                 for way in ("forward", "backward"):
                     contender = gelu(way, 2**size, types[dtype], kind, device)
@@ -237,6 +204,26 @@ def gelu(way: str, numel: int, dtype: Any, kind: str, device: str) -> Any:
     return Contender("memkern GELU", setup)
 
 
+def codes(way: str, numel: int, dtype: Any, device: str) -> Any:
+    """Power codes of saved tensors, or their values."""
+    import torch
+
+    from benchmarks.harness import Contender, Subject
+
+    def setup() -> Subject:
+        ops = torch.ops.memkern
+        x = torch.randn(numel, device=device).to(dtype)
+        made, scale = ops.quantize_blockwise(x, 0, True, 128, None, False)
+        call: Callable[[], object] = (
+            (lambda: ops.quantize_blockwise(x, 0, True, 128, None, False))
+            if way == "codes"
+            else (lambda: ops.dequantize_blockwise(made, scale, 0, 128, dtype))
+        )
+        return Subject(call, lambda: x.nbytes + numel)
+
+    return Contender(f"memkern {way}", setup)
+
+
 def measure(setting: Setting, device: str, sizes: tuple[int, ...], warm: bool) -> None:
     """Times a setting on all cases: a line of JSON each. In a process of its own."""
     library = folder_of(setting) / "libmemkern.so"
@@ -244,7 +231,7 @@ def measure(setting: Setting, device: str, sizes: tuple[int, ...], warm: bool) -
         from memkern import backend
 
         backend.LIBRARY = library  # before memkern._ops loads it
-    if setting.kind == "gelu":
+    if setting.kind in ("gelu", "codes"):
         import torch
 
         torch.ops.load_library(str(library))
@@ -278,7 +265,7 @@ def measure(setting: Setting, device: str, sizes: tuple[int, ...], warm: bool) -
 def used_backend(kind: str) -> Any:
     import memkern
 
-    return contextlib.nullcontext() if kind == "gelu" else memkern.use_backend(BACKENDS[kind])
+    return contextlib.nullcontext() if kind in ("gelu", "codes") else memkern.use_backend(BACKENDS[kind])
 
 
 # ---- the sweep
@@ -403,7 +390,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="says what it would do")
     parser.add_argument("--arch", default="9.0", help="the GPU's compute capability")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
-    parser.add_argument("--kind", action="append", choices=["steps", "gelu", "triton"], help="these alone")
+    parser.add_argument(
+        "--kind", action="append", choices=["steps", "codes", "gelu", "triton"], help="these alone"
+    )
+    parser.add_argument("--size", type=int, action="append", help="powers of two, in place of all")
     parser.add_argument(
         "--small", action="store_true", help="tensors of 65,536 elements: a test of this script"
     )
@@ -411,17 +401,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    sizes = (16,) if args.small or args.warm else SIZES
+    sizes = (16,) if args.small or args.warm else tuple(args.size or SIZES)
     if args.measure is not None:
         measure(SETTINGS[args.measure], args.device, sizes, args.warm)
         return 0
-    possible = {"steps": tool("nvcc"), "gelu": tool("nvcc"), "triton": has("triton") or None}
+    possible = {
+        "steps": tool("nvcc"),
+        "codes": tool("nvcc"),
+        "gelu": tool("nvcc"),
+        "triton": has("triton") or None,
+    }
     kinds = [kind for kind, found in possible.items() if found and kind in (args.kind or possible)]
     settings = [setting for setting in SETTINGS if setting.kind in kinds]
     if args.plan:
         plan(settings)
         return 0
-    return sweep(settings, args.arch, args.seconds, ["--small"] if args.small else [])
+    more = ["--small"] if args.small else [f"--size={size}" for size in args.size or ()]
+    return sweep(settings, args.arch, args.seconds, more)
 
 
 if __name__ == "__main__":
