@@ -107,11 +107,11 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
       return Span{vector.offset(), kVector, true};
   }
   MEMKERN_DEVICE auto place() const { return place(here); }
-  // The scale of the present block, or of one `turns` turns further; of the run's last block if it ends
-  // before.
-  MEMKERN_DEVICE float* scale(int turns = 0) const {
+  MEMKERN_DEVICE float* scale() const { return scales + (tile.blocks - left); }
+  // Of the block `turns` turns further, to be loaded: of the run's last block if it ends before.
+  MEMKERN_DEVICE const float* scale_ahead(int turns) const {
     const int block = tile.blocks - left + turns * stride();
-    return scales + (turns == 0 || block < tile.blocks ? block : tile.blocks - 1);
+    return scales + (block < tile.blocks ? block : tile.blocks - 1);
   }
 
   MEMKERN_DEVICE Alignment grad_alignment() const { return Copied ? Alignment::kVector : alignment_of(grad); }
@@ -155,7 +155,7 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
   // The vector ahead, and the scale of its block.
   MEMKERN_DEVICE Loaded<P> load(int turns) const {
     const auto at = place(ahead);
-    Loaded<P> loaded{__ldcs(scale(turns)), load_weights(tensor, param_type, at),
+    Loaded<P> loaded{__ldcs(scale_ahead(turns)), load_weights(tensor, param_type, at),
                      load_gradient(grad, grad_type, at, grad_alignment()), load_codes(tensor.m, at)};
     if constexpr (Moments > 1) loaded.v = load_root_codes<Kind>(tensor.v, at);
     return loaded;
@@ -182,7 +182,7 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
       copy_async<4>(&to.v[i], static_cast<const uint8_t*>(tensor.v) + offset / 2);
     else if constexpr (Moments > 1)
       copy_async<8>(&to.v[i], static_cast<const uint8_t*>(tensor.v) + offset);
-    copy_async<4>(&to.scale[i], scale(turns));
+    copy_async<4>(&to.scale[i], scale_ahead(turns));
     to.place[i] = ahead.word;
   }
 
