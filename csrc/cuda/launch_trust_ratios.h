@@ -39,9 +39,9 @@ void step_in_two_passes(const StepOp& op, const StepArgs& args,
   launch_prologue(op.name, step, prologue, scope.stream);
   Squares* squares = squares_of(args);
   if (!squares || args.squares_only) launch_tiles(op.name, step, norms, scope.stream, partial);
-  launch_checked(op.name, layer_ratios<StepGroup<Hyperparameters>, Scalars>, step.table.count, scope.stream,
-                 step.table, static_cast<const Squares*>(partial), static_cast<int>(step.tiles), squares,
-                 args.squares_only);
+  launch_checked<kRatioThreads>(op.name, layer_ratios<StepGroup<Hyperparameters>, Scalars>, step.table.count,
+                                scope.stream, step.table, static_cast<const Squares*>(partial),
+                                static_cast<int>(step.tiles), squares, args.squares_only);
   if (!args.squares_only) launch_tiles(op.name, step, update, scope.stream);
 }
 

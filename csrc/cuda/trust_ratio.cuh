@@ -17,7 +17,8 @@ MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
 // and in the layer's scalars. The first layer of a tensor increments the step here, as the prologue reads it
 // for every layer. With `squares`, a row per layer, the sums are read there; with squares_only they are
 // stored there, and nothing else.
-template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads)
+constexpr int kRatioThreads = 1024;  // a layer of 10^9 elements has 61,000 tiles
+template <class Group, class Scalars> __global__ void __launch_bounds__(kRatioThreads)
     layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles, Squares* squares,
                  bool squares_only) {
   if (skipped(*table.header)) return;
@@ -28,12 +29,12 @@ template <class Group, class Scalars> __global__ void __launch_bounds__(kThreads
   Squares sum{0.0, 0.0};
   if (rule.adapt && (!squares || squares_only)) {
 #pragma unroll 4
-    for (int k = first + static_cast<int>(threadIdx.x); k < end; k += kThreads) {
+    for (int k = first + static_cast<int>(threadIdx.x); k < end; k += kRatioThreads) {
       sum.param += partial[k].param;
       sum.update += partial[k].update;
     }
   }
-  sum = {sum_over_block(sum.param), sum_over_block(sum.update)};
+  sum = {sum_over_block<kRatioThreads>(sum.param), sum_over_block<kRatioThreads>(sum.update)};
   if (threadIdx.x != 0) return;
   if (squares_only) {
     squares[i] = sum;

@@ -214,12 +214,12 @@ MEMKERN_DEVICE Raw load_gradient(const void* array, ConstantType<FloatType::kFp3
 
 template <class Type>
 MEMKERN_DEVICE void gradient_to_floats(const Raw& raw, Type type, Alignment alignment, float (&x)[kVector]) {
-  if (type == FloatType::kFp32 || alignment != Alignment::kHalfWord) return to_floats(raw, type, x);
-  Raw joined;
+  Raw words = raw;
+  if (type != FloatType::kFp32 && alignment == Alignment::kHalfWord)
 #pragma unroll
-  for (int i = 0; i < kVector / 2; ++i)
-    joined.word[i] = __byte_perm(raw.word[i], raw.word[i + 1], i == 0 ? 0x5410 : 0x5432);
-  to_floats(joined, type, x);
+    for (int i = 0; i < kVector / 2; ++i)
+      words.word[i] = __byte_perm(raw.word[i], raw.word[i + 1], i == 0 ? 0x5410 : 0x5432);
+  to_floats(words, type, x);
 }
 
 template <class Type>
