@@ -232,12 +232,22 @@ def gpu_table() -> str:
 
 
 GPU_BYTES = ("saved_mib", "peak_mib")
-GPU_MODES = {"torch": "torch", "checkpointing": "checkpoints of every block", **MODES}
+GPU_MODES = {
+    **{"torch": "torch", "checkpointing": "checkpoints of every block"},
+    **MODES,
+    **{
+        "compress, 8 bits": MODES["8"],
+        "torch.compile": "torch.compile",
+        "memkern.compile, 8 bits": "`memkern.compile(model, saved_bits=8)`",
+        "memkern.compile, exact": "`memkern.compile(model)`",
+        "torch.compile, budget 0.5": "torch.compile, `activation_memory_budget = 0.5`",
+    },
+}
 
 
-def gpu_models_table() -> str:
+def gpu_models_table(name: str = "gpu-models.csv") -> str:
     """Whole models on a GPU: `make gpu`'s models, with times and bytes over torch's."""
-    found = _last("gpu-models.csv", "model", "mode")
+    found = _last(name, "model", "mode")
     lines = [
         "| | | ms of a step | over torch's | of which kernels | saved | peak | gradient error |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -258,10 +268,16 @@ def gpu_models_table() -> str:
     return "\n".join(lines)
 
 
+def gpu_compiled_table() -> str:
+    """The same of compiled models."""
+    return gpu_models_table("../../lab/results/gpu-compiled.csv")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "saves": saves_table,
     "gpu": gpu_table,
     "gpu_models": gpu_models_table,
+    "gpu_compiled": gpu_compiled_table,
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,

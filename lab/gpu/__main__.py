@@ -31,6 +31,7 @@ def environment(gpu: Gpu | None) -> dict[str, object]:
     """What the results are of."""
     import torch
 
+    told = os.environ.get("MEMKERN_COMMIT")
     return {
         "gpu": gpu and gpu.name,
         "capability": gpu and gpu.capability,
@@ -39,9 +40,9 @@ def environment(gpu: Gpu | None) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "nvcc": (output("nvcc", "--version") or "").rpartition("\n")[2] or None,
-        # A copy of the tree without .git gets its commit from the environment.
-        "commit": output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("MEMKERN_COMMIT"),
-        "dirty": bool(output("git", "status", "--porcelain", "--", ".", *RESULTS)),
+        # A copy of a commit's tree, on a machine whose .git is of another commit or lacks, is told which it is.
+        "commit": told or output("git", "rev-parse", "--short=12", "HEAD"),
+        "dirty": not told and bool(output("git", "status", "--porcelain", "--", ".", *RESULTS)),
     }
 
 
