@@ -33,17 +33,9 @@ struct AdamRule {
   }
 };
 
-// Thread blocks of a multiprocessor for tensors with master weights. With room for four, ptxas spills two
-// registers of the loop for sm_80 to sm_89.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kMasterBlocks = kAheadBlocks * 3 / 4;
-#else
-constexpr int kMasterBlocks = kAheadBlocks;
-#endif
-
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind, bool Master>
-__global__ void __launch_bounds__(kThreads, Master ? kMasterBlocks : kAheadBlocks)
+__global__ void __launch_bounds__(kThreads, Master || Kind == StateKind::kPower4 ? kWideBlocks : kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {
   __shared__ TileWork<AdamTensor> work;
   fill_dynamic_shared<Kind>();

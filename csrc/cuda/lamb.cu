@@ -130,7 +130,8 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 }
 
 // Second pass, one thread block per tile.
-template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
+template <StateKind Kind, bool Master>
+__global__ void __launch_bounds__(kThreads, Master ? kWideBlocks : kAheadBlocks)
     lamb_tiles(LambTable table, bool fp32) {
   __shared__ TileWork<LambTensor> work;
   fill_dynamic_shared<Kind>();

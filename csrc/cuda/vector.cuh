@@ -276,14 +276,6 @@ MEMKERN_DEVICE uint32_t load_pairs(const void* array, const Span& at) {
   return pairs;
 }
 
-// at: in bytes, as of packed_span().
-MEMKERN_DEVICE uint32_t load_pairs(const void* array, const Parts& at) {
-  const uint8_t* p = static_cast<const uint8_t*>(array) + at.offset;
-  const uint32_t low = __ldcs(reinterpret_cast<const uint16_t*>(p)),
-                 high = __ldcs(reinterpret_cast<const uint16_t*>(p + at.distance));
-  return low | high << 16;
-}
-
 // As codes of 8 bits.
 MEMKERN_DEVICE Codes unpack_pairs(uint32_t pairs) {
   const uint32_t first = pairs & 0x0F0F0F0Fu, second = pairs >> 4 & 0x0F0F0F0Fu;

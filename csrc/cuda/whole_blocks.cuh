@@ -205,7 +205,7 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
       const int i = static_cast<int>(threadIdx.x);
       const uint4 p = from.p[i], g = from.g[i];
       Loaded<P> loaded{from.scale[i], {{p.x, p.y, p.z, p.w}}, {{g.x, g.y, g.z, g.w}}, from.m[i]};
-      if constexpr (Moments > 1) loaded.v = from.v[i];
+      if constexpr (Moments > 1) loaded.v = {from.v[i].x, Kind == StateKind::kPower4 ? 0 : from.v[i].y};
       here.word = from.place[i];
       before = slot;
       slot = slot == kCopiesAhead ? 0 : slot + 1;
@@ -255,12 +255,18 @@ template <class Vectors> struct LaneDithers {
 MEMKERN_DEVICE Span packed(const Span& at) { return packed_span(at.offset / 2, kVector, true); }
 MEMKERN_DEVICE Parts packed(const Parts& at) { return {at.offset / 2, at.distance / 2}; }
 
-// Loads a vector of the second moment's codes as they are in memory. 4-bit codes fill the first word only.
-template <StateKind Kind, class At> MEMKERN_DEVICE Codes load_root_codes(const void* array, const At& at) {
-  if constexpr (Kind == StateKind::kPower4)
-    return {load_pairs(array, packed(at)), 0};
-  else
-    return load_codes(array, at);
+// Loads a vector of the second moment's codes as they are in memory. 4-bit codes fill the first word or, of a
+// vector in parts, the lower halves of both: joining them here would wait for them.
+template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Span& at) {
+  if constexpr (Kind == StateKind::kPower4) return {load_pairs(array, packed(at)), 0};
+  return load_codes(array, at);
+}
+template <StateKind Kind> MEMKERN_DEVICE Codes load_root_codes(const void* array, const Parts& at) {
+  if constexpr (Kind != StateKind::kPower4) return load_codes(array, at);
+  const Parts bytes = packed(at);
+  const uint8_t* p = static_cast<const uint8_t*>(array) + bytes.offset;
+  return {__ldcs(reinterpret_cast<const uint16_t*>(p)),
+          __ldcs(reinterpret_cast<const uint16_t*>(p + bytes.distance))};
 }
 
 template <StateKind Kind, class At>

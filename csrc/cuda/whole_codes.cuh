@@ -42,7 +42,7 @@ struct ScaleFormula {
 // float 2^23 + q * q; the fma subtracts 2^23 * unit, which is exact because no scale of w exceeds 2^64.
 template <StateKind Kind>
 MEMKERN_DEVICE void decode_root(const Codes& loaded, float unit, float (&w)[kVector]) {
-  const Codes codes = Kind == StateKind::kPower4 ? unpack_pairs(loaded.x) : loaded;
+  const Codes codes = Kind == StateKind::kPower4 ? unpack_pairs(loaded.x | loaded.y << 16) : loaded;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     const uint32_t q = __byte_perm(i < 4 ? codes.x : codes.y, 0, 0x4440u + i % 4);

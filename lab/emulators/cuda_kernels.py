@@ -36,12 +36,16 @@ FLAGS = [
 ]
 
 # Of a loop over sixteen-lane blocks of power codes: wide loads and stores, scales and shuffles of eight parameters.
+# bf16 comes by copies to shared memory (LDGSTS), fp32 is loaded into registers, in two parts.
 ADAM = {"LDG.64": 2, "STG.64": 2, "LDG": 5, "STG": 4, "SHFL": 6}
-PACKED = ADAM | {"LDG.64": 1, "STG.64": 1}
+ADAM_FP32 = {"LDG.128": 4, "STG.128": 2, "LDG": 9, "STG": 7, "SHFL": 6, "MUFU": 34}
+ADAM_BF16 = {"LDGSTS": 5, "STG.128": 1, "STG": 4, "SHFL": 6, "MUFU": 34}
 LION = {"LDG.64": 1, "STG.64": 1, "LDG": 4, "STG": 3, "SHFL": 4}
+LION_FP32 = {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "SHFL": 4}
+LION_BF16 = {"LDGSTS": 4, "STG.128": 1, "STG.64": 1, "STG": 3, "SHFL": 4, "F2FP.BF16": 4}
 PATHS = {
-    "AdamW fp32": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34}),
-    "AdamW bf16": ("adam_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 8, "MUFU": 34}),
+    "AdamW fp32": ("adam_tiles<1, 0>", ADAM_FP32),
+    "AdamW bf16": ("adam_tiles<1, 0>", ADAM_BF16 | {"STG.64": 2, "F2FP.BF16": 8}),
     "AdamW bf16+8": (
         "adam_tiles<1, 1>",
         ADAM | {"LDG.64": 3, "STG.64": 3, "LDG.128": 2, "STG.128": 1, "LDG": 6, "STG": 5},
@@ -50,26 +54,15 @@ PATHS = {
         "adam_tiles<1, 1>",
         ADAM | {"LDG.128": 3, "STG.128": 2, "LDG": 6, "STG": 5},
     ),
-    "AdamW fp32, v in 4 bits": (
-        "adam_tiles<3, 0>",
-        PACKED | {"LDG.128": 4, "STG.128": 2, "LDG": 7, "STG": 5, "MUFU": 34},
-    ),
-    "AdamW bf16, v in 4 bits": (
-        "adam_tiles<3, 0>",
-        PACKED | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 8, "MUFU": 34},
-    ),
-    "Lion fp32": ("lion_tiles<1, 0>", LION | {"LDG.128": 4, "STG.128": 2, "LDG": 6, "STG": 4}),
-    "Lion bf16": ("lion_tiles<1, 0>", LION | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4}),
-}
-LAMB_NORMS = {"LDG.64": 2, "LDG": 5, "SHFL": 1, "MUFU": 16}
-PATHS |= {
-    "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 4, "LDG": 7}),
-    "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", LAMB_NORMS | {"LDG.128": 2}),
-    "LAMB bf16": ("lamb_tiles<1, 0>", ADAM | {"LDG.128": 2, "STG.128": 1, "F2FP.BF16": 4, "MUFU": 34}),
-}
-PATHS |= {
-    "LARS fp32": ("lars_tiles<1, 0>", PATHS["Lion fp32"][1]),
-    "LARS bf16": ("lars_tiles<1, 0>", PATHS["Lion bf16"][1]),
+    "AdamW fp32, v in 4 bits": ("adam_tiles<3, 0>", ADAM_FP32),
+    "AdamW bf16, v in 4 bits": ("adam_tiles<3, 0>", ADAM_BF16 | {"STG.64": 1, "F2FP.BF16": 8}),
+    "Lion fp32": ("lion_tiles<1, 0>", LION_FP32),
+    "Lion bf16": ("lion_tiles<1, 0>", LION_BF16),
+    "LAMB norms fp32": ("lamb_norm_tiles<1, 0>", {"LDG.128": 4, "LDG": 9, "SHFL": 1, "MUFU": 16}),
+    "LAMB norms bf16": ("lamb_norm_tiles<1, 0>", {"LDGSTS": 5, "SHFL": 1, "MUFU": 16}),
+    "LAMB bf16": ("lamb_tiles<1, 0>", ADAM_BF16 | {"STG.64": 2, "F2FP.BF16": 4}),
+    "LARS fp32": ("lars_tiles<1, 0>", LION_FP32),
+    "LARS bf16": ("lars_tiles<1, 0>", LION_BF16),
     "grad norm fp32": ("norm_tiles", {"LDG.128": 4}),
     "grad norm bf16": ("norm_tiles", {"LDG.128": 2}),
 }
@@ -94,17 +87,12 @@ PATHS |= {
 PATHS |= {  # of saved tensors: blocks of 128, rounded to the nearest
     "power codes fp32": ("quantize_whole<0, 1>", {"LDG.128": 2, "STG.64": 1}),
     "power codes bf16": ("quantize_whole<1, 1>", {"LDG.128": 1, "STG.64": 1}),
-    "power values fp32": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 2}),
-    "power values bf16": ("dequantize_tiles<1, 1>", {"LDG.64": 1, "STG.128": 1, "F2FP.BF16": 4}),
-}
-# What a warp takes for all its elements where a code of v is in doubt: 16 roots more; in bf16 another 8, of v. For
-# sm_90 only: the search for this way takes seconds there, and minutes on sm_80 and sm_89.
-SLOW_PATHS = {
-    "AdamW fp32, code in doubt": (PATHS["AdamW fp32"][0], PATHS["AdamW fp32"][1] | {"MUFU": 50}),
-    "AdamW bf16, code in doubt": (PATHS["AdamW bf16"][0], PATHS["AdamW bf16"][1] | {"MUFU": 58}),
+    "power values fp32": ("dequantize_whole<0, 1>", {"LDG": 12, "STG.128": 8}),
+    "power values bf16": ("dequantize_whole<1, 1>", {"LDG.64": 4, "STG.128": 4, "F2FP.BF16": 16}),
 }
 PARAMETERS = 8  # or elements, that a lane has in one turn of the loop
-TWO_VECTORS = ("grad norm fp32", "grad norm bf16")  # that a lane has in one turn
+# Of several vectors that a lane has in one turn.
+VECTORS = {"grad norm fp32": 2, "grad norm bf16": 2, "power values fp32": 4, "power values bf16": 4}
 
 
 def short_name(mangled: str) -> str:
@@ -193,7 +181,7 @@ def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
     # ptxas for sm_100 and sm_120 has one approximate reciprocal more in each turn of a loop.
     more = {"MUFU": 1} if arch in ("sm_100", "sm_120") else {}
     found = {}
-    for path, (kernel, wanted) in (PATHS | (SLOW_PATHS if arch == "sm_90" else {})).items():
+    for path, (kernel, wanted) in PATHS.items():
         wanted = {opcode: count + more.get(opcode, 0) for opcode, count in wanted.items()}
         found[path] = sass.shortest_loop(code[kernel], wanted)
         assert found[path], f"{arch}: no loop of {kernel} has {wanted}, which {path} is known by"
@@ -202,7 +190,7 @@ def main_paths(binary: Path, arch: str) -> dict[str, list[sass.Instruction]]:
 
 def elements(path: str) -> int:
     """That a lane has in one turn of the loop."""
-    return 2 * PARAMETERS if path in TWO_VECTORS else PARAMETERS
+    return VECTORS.get(path, 1) * PARAMETERS
 
 
 def instructions(binary: Path, arch: str) -> dict[str, float]:
@@ -249,8 +237,7 @@ def measure() -> dict[str, Any]:
             for kernel in kernels
         },
         "instructions per element": {
-            path: {arch: counts[path] for arch, counts in counted.items() if path in counts}
-            for path in PATHS | SLOW_PATHS
+            path: {arch: counts[path] for arch, counts in counted.items()} for path in PATHS
         },
         "fp64 instructions per element": {
             path: {arch: counts[path] for arch, counts in fp64.items()} for path in fp64["sm_90"]

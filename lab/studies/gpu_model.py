@@ -19,7 +19,7 @@ end of a grid are in a table of steps of 2^22 to 2^30 elements (``time_of_step``
 instructions that wait for each other.
 
 Instructions are those of the main paths, from lab/results/cuda-kernels.json, counted in the machine code of each
-architecture, and of AdamW's slow path in its expected share of the warps.
+architecture.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ OTHERS = {
     "power codes bf16": "quantize_whole<1, 1>",
 }
 # Bytes per element that are written, of those in BYTES. The others are loaded one vector ahead
-# (csrc/cuda/adam_update.cuh, lion_update.cuh), two vectors in norms.
+# (csrc/cuda/whole_blocks.cuh), two vectors in norms of gradients.
 WRITTEN = {
     **{
         path: (4 if "fp32" in path else 2) + 2 + SCALES / 2
@@ -155,6 +155,12 @@ WRITTEN = {
     **{"power codes fp32": 1 + 4 / 128, "power codes bf16": 1 + 4 / 128},
     **{f"Muon momentum {dtype}": 3 + SCALES / 4 for dtype in ("fp32", "bf16")},
 }
+# Those whose vectors are copied to shared memory (kCanCopy), so many turns ahead, or one where that is 100 KB
+# (csrc/cuda/tile.cuh).
+COPIED = (
+    *("AdamW bf16", "AdamW bf16, v in 4 bits", "LAMB norms bf16", "LAMB bf16", "Lion bf16", "LARS bf16"),
+)
+COPIES_AHEAD, SMALL_SHARED_MEMORY = 3, ("sm_86", "sm_89", "sm_120")
 MIDDLE, LARGE = (2**22, 2**23, 2**24, 2**25), (2**28, 2**30)
 
 
@@ -164,32 +170,10 @@ def record() -> dict[str, Any]:
     return found
 
 
-# A warp's 256 elements take the slow path if a code of the second moment is in doubt: its root plus dither within
-# a distance of an integer (kCertain in csrc/cuda/whole_blocks.cuh). The dither is uniform, so for any moments it is
-# this share of the elements, and of the warps. With 15 levels in place of 255 it is a sixteenth, and left out.
-def distance_in_doubt(bf16: bool) -> float:
-    return (11 if bf16 else 7) * 256 * 2**-25
-
-
-def codes_in_doubt(bf16: bool) -> float:
-    """Share of the warps."""
-    return 1 - (1 - 2 * distance_in_doubt(bf16)) ** 256
-
-
-SLOW = {
-    "AdamW fp32": ("AdamW fp32, code in doubt", codes_in_doubt(bf16=False)),
-    "AdamW bf16": ("AdamW bf16, code in doubt", codes_in_doubt(bf16=True)),
-}
-
-
-def expected_instructions(kernel: str, arch: str) -> float:
-    """Per element: of the main path, and of the slow one in its share of the warps."""
+def instructions(kernel: str, arch: str) -> float:
+    """Per element, on the main path. One warp in sixteen has a code in doubt, and takes its formula for one element."""
     counts: dict[str, dict[str, float]] = record()["instructions per element"]
-    main = counts[kernel][arch]
-    if kernel not in SLOW:
-        return main
-    path, share = SLOW[kernel]
-    return main + share * (counts[path]["sm_90"] - counts[kernel]["sm_90"])  # counted there only
+    return counts[kernel][arch]
 
 
 def fp64_instructions(kernel: str, arch: str) -> float:
@@ -208,7 +192,10 @@ def pipes(kernel: str, arch: str) -> dict[str, float]:
 def bytes_in_flight(card: Card, path: str) -> float:
     """Bytes that the threads of a multiprocessor load ahead."""
     registers = record()["registers"][(KERNELS | OTHERS)[path]][card.arch]
-    vectors = 2 if "grad norm" in path else 1
+    if path in COPIED:
+        vectors = 1 if card.arch in SMALL_SHARED_MEMORY else COPIES_AHEAD
+    else:
+        vectors = 2 if "grad norm" in path else 1
     threads = THREADS * resident_blocks(card.arch, registers)
     return threads * VECTOR * vectors * (BYTES[path] - WRITTEN[path])
 
@@ -227,7 +214,7 @@ def share_of(card: Card, kernel: str, issued: float = ISSUED) -> float:
     return share_of_copy(
         card,
         BYTES[kernel],
-        expected_instructions(kernel, card.arch),
+        instructions(kernel, card.arch),
         fp64_instructions(kernel, card.arch),
         pipes(kernel, card.arch),
         issued,
@@ -256,7 +243,7 @@ def limit(card: Card, kernel: str) -> str:
     lanes = PIPES[card.arch]
     times = {
         "memory": BYTES[kernel] / (card.copy * 1e9),
-        "issue": expected_instructions(kernel, card.arch) / (ISSUED * LANES * cycles),
+        "issue": instructions(kernel, card.arch) / (ISSUED * LANES * cycles),
         "fp64": fp64_instructions(kernel, card.arch) / (FP64[card.arch] * cycles),
         **{pipe: n / (ISSUED * lanes[pipe] * cycles) for pipe, n in pipes(kernel, card.arch).items()},
     }
@@ -331,14 +318,14 @@ def time_of_step(card: Card, path: str, numel: int, tile: int) -> float:
     with one turn for every THREADS * VECTOR elements, as loads are a turn ahead; 3: for the step's table, twice, and
     the first load.
     """
-    instructions = expected_instructions(path, card.arch)
+    per_element = instructions(path, card.arch)
     room = resident_blocks(card.arch, record()["registers"][KERNELS[path]][card.arch])
     memory = tile * BYTES[path] * card.multiprocessors / (card.copy * 1e9)
     lanes = PIPES[card.arch]
-    slots = max(instructions / LANES, *(n / lanes[pipe] for pipe, n in pipes(path, card.arch).items()))
+    slots = max(per_element / LANES, *(n / lanes[pipe] for pipe, n in pipes(path, card.arch).items()))
     issue = tile * slots / (ISSUED * card.clock * 1e9)
     turns = tile / (THREADS * VECTOR)
-    computing = VECTOR * instructions * CYCLES / (card.clock * 1e9)
+    computing = VECTOR * per_element * CYCLES / (card.clock * 1e9)
     alone = 3 * LATENCY + turns * max(LATENCY, computing)
     tiles = math.ceil(math.ceil(numel / tile) / card.multiprocessors)
     full, last = divmod(tiles, room)

@@ -48,11 +48,11 @@ BUDGET = {
     **{"GELU 3-bit forward bf16": 34, "GELU 3-bit backward bf16": 34},
     **{"GELU 3-bit forward fp32": 65, "GELU 3-bit backward fp32": 65},
 }
-# What Adam was brought down to, with two or three for the registers of loads that are a vector ahead, and five for
-# gradients that start anywhere and rows that end inside a block of 128; codes of bf16 with half a one for loads ahead.
+# What they were brought down to, with two or three for vectors that are on their way, and five for gradients that start
+# anywhere and rows that end inside a block of 128. LAMB's norms are above what the bytes leave time for.
 LIMIT = {
-    **{**BUDGET, "AdamW fp32": 72, "AdamW bf16": 66, "Lion fp32": 44, "Lion bf16": 45},
-    **{"AdamW fp32, v in 4 bits": 75, "AdamW bf16, v in 4 bits": 69},
+    **{**BUDGET, "AdamW fp32": 74, "AdamW bf16": 66, "Lion fp32": 47, "Lion bf16": 48, "LAMB norms bf16": 49},
+    **{"AdamW fp32, v in 4 bits": 77, "AdamW bf16, v in 4 bits": 69},
     **{"power codes bf16": 19, "GELU 3-bit forward fp32": 39},
 }
 
@@ -129,8 +129,7 @@ def test_loads_are_a_vector_ahead(arch: str) -> None:
         # None of the turn's loads is waited for before its end: `arrived` in csrc/cuda/tile.cuh.
         assert sass.in_flight(way) > 0.75 * len(way), f"{path}: {sass.in_flight(way)} of {len(way)}"
         # Before its last load each loop computes addresses, copies the vector that the turn before has loaded, and has
-        # the words of a gradient that starts anywhere: 30 to 70 instructions, of 570 in Adam and of 300 to 360 in the
-        # others. On sm_90 270 to 330 instructions of each warp are left to hide the latency (LAMB norms fp32: 293 of
-        # 362), which take 0.55 to 0.67 microseconds if a scheduler's four warps issue one every cycle.
-        share = 8 if path in adam else 5
+        # the words of a gradient that starts anywhere: 30 to 80 instructions, of 590 in Adam and of 330 to 390 in the
+        # others; fp32 has two loads of each code, as its vectors are in parts.
+        share = 7 if path in adam else 4
         assert max(n for n, i in enumerate(way) if i.opcode.startswith("LDG")) < len(way) / share, path

@@ -102,18 +102,6 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_model.range_of_share(card, "grad norm bf16") == pytest.approx(tuple(ends))
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_share_of_codes_in_doubt(bf16: bool) -> None:
-    """Of random second moments, whose magnitudes differ within a block."""
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.randn(16_384, 128, generator=generator, dtype=torch.float64).exp()
-    root = 255 * (spread / spread.amax(1, keepdim=True)).sqrt()
-    code = root.clamp(min=1) + torch.rand(root.shape, generator=generator, dtype=torch.float64)
-    doubt = (code - code.round()).abs() < gpu_model.distance_in_doubt(bf16)
-    share = float(doubt.view(-1, 256).any(1).double().mean())
-    assert share == pytest.approx(gpu_model.codes_in_doubt(bf16), rel=0.27)  # four standard deviations
-
-
 def test_share_of_parameters_in_doubt() -> None:
     """What docs/numerics.md says of bf16 parameters: changes that are 2^-20 apart, rounded to different ones."""
     generator = torch.Generator().manual_seed(0)
@@ -123,14 +111,6 @@ def test_share_of_parameters_in_doubt() -> None:
     less, more = ((p - change * (1 + off)).float().bfloat16() for off in (-(2**-20), 2**-20))
     share = float((less != more).any(1).double().mean())
     assert share == pytest.approx(0.011, rel=0.4)  # four standard deviations
-
-
-def test_slow_paths_count() -> None:
-    counts = gpu_model.record()["instructions per element"]
-    for kernel, (path, share) in gpu_model.SLOW.items():
-        main, slow = counts[kernel]["sm_90"], counts[path]["sm_90"]
-        expected = (1 - share) * main + share * slow
-        assert main + 1 < gpu_model.expected_instructions(kernel, "sm_90") == pytest.approx(expected)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
