@@ -108,10 +108,11 @@ template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct
   }
   MEMKERN_DEVICE auto place() const { return place(here); }
   MEMKERN_DEVICE float* scale() const { return scales + (tile.blocks - left); }
-  // Of the block `turns` turns further, to be loaded: of the run's last block if it ends before.
+  // Of the block `turns` turns further, to be loaded: of the tile's first if there is none, as the run's last
+  // may be another thread block's.
   MEMKERN_DEVICE const float* scale_ahead(int turns) const {
     const int block = tile.blocks - left + turns * stride();
-    return scales + (block < tile.blocks ? block : tile.blocks - 1);
+    return scales + (block < tile.blocks ? block : 0);
   }
 
   MEMKERN_DEVICE Alignment grad_alignment() const { return Copied ? Alignment::kVector : alignment_of(grad); }

@@ -214,9 +214,11 @@ class Threads(Instructions):
             for which, buffer, offset in self.access(load, i.operands[1], at, 1, size):
                 bytes_of = np.arange(size)
                 source, places = offset[:, None] + bytes_of, target[which][:, None] + bytes_of
-                self.check(load, at[which], buffer, source, writes=False)
+                spoiled = self.check(load, at[which], buffer, source, writes=False)
                 self.check(store, at[which], shared, places, writes=True)
                 shared[places] = buffer[source]
+                if spoiled is not None:
+                    shared[places[spoiled]] = 0xFF
                 self.arriving[places] = True
                 self.copies.append((at[which], self.groups[at[which]], places))
         else:

@@ -133,6 +133,17 @@ PLANTED: dict[str, tuple[Callable[[str], str] | str, str, str, str]] = {
     "memory: the norm in the next word": (
         *(edited("norm_total", STORED, r"\1+8]"), "grad norm", "PtxError", "outside of all buffers"),
     ),
+    **{
+        f"copy: {what}": (
+            *(edited("adam_tiles", rf"cp\.async\.{pattern};", new, None), "adam_step_ bf16"),
+            *("PtxError", "a copy is on its way to"),
+        )
+        for what, pattern, new in (
+            ("not waited for", r"wait_group\s+\d+", ""),
+            ("not committed", "commit_group", ""),
+            ("waited for one turn too late", r"wait_group\s+2", "cp.async.wait_group 3;"),
+        )
+    },
 }
 
 
