@@ -227,14 +227,11 @@ def codes(way: str, numel: int, dtype: Any, device: str) -> Any:
 def measure(setting: Setting, device: str, sizes: tuple[int, ...], warm: bool) -> None:
     """Times a setting on all cases: a line of JSON each. In a process of its own."""
     library = folder_of(setting) / "libmemkern.so"
-    if setting.kind == "steps":
+    if setting.kind != "triton":
         from memkern import backend
 
         backend.LIBRARY = library  # before memkern._ops loads it
-    if setting.kind in ("gelu", "codes"):
-        import torch
-
-        torch.ops.load_library(str(library))
+        import memkern._ops
     from benchmarks import harness
 
     if setting.kind == "triton":

@@ -56,7 +56,7 @@ FP64 = {
     **dict.fromkeys(("sm_90", "sm_100"), 2 / (1 / 16 + 1 / 64)),
 }
 # As csrc/cuda/tile.cuh has them.
-THREADS, VECTOR, TILE_ELEMENTS, AHEAD_BLOCKS = 64, 8, 2**14, 8
+THREADS, VECTOR, TILE_ELEMENTS, AHEAD_BLOCKS, STEP_BLOCKS = 64, 8, 2**14, 8, 10
 # Seconds from a load to its use with the memory busy: of a range in which all kernels for bf16 come out as they were
 # measured on an H200 (MEASURED; 0.6 to 1.0 was assumed before). Cycles from one instruction of a warp to its next when
 # few other warps run: assumed.
@@ -339,7 +339,7 @@ def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
     def share(numel: int, tile: int) -> float:
         return numel * BYTES[path] / (card.copy * 1e9) / time_of_step(card, path, numel, tile)
 
-    slots = AHEAD_BLOCKS * card.multiprocessors
+    slots = (STEP_BLOCKS if path.startswith(("Lion", "LARS")) else AHEAD_BLOCKS) * card.multiprocessors
     return {n: (share(n, TILE_ELEMENTS), share(n, tile_elements(n, slots))) for n in MIDDLE + LARGE}
 
 
