@@ -270,7 +270,7 @@ def gpu_models_table(name: str = "gpu-models.csv") -> str:
 
 def gpu_compiled_table() -> str:
     """The same of compiled models."""
-    return gpu_models_table("../../lab/results/gpu-compiled.csv")
+    return gpu_models_table("gpu-compiled.csv")
 
 
 TABLES: dict[str, Callable[[], str]] = {

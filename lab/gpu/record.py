@@ -1,8 +1,8 @@
 """Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
 Times of headline.py and models.py go to benchmarks/results, for the tables of docs/: headline_HARDWARE.csv and
-gpu-models.csv. Those of compiled.py, recipe.py, profile.py and tune.py go to lab/results
-(gpu-compiled.csv, gpu-recipe.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to gpu-parts.csv there.
+gpu-models.csv, and those of compiled.py to gpu-compiled.csv. Those of recipe.py, profile.py and tune.py go to
+lab/results (gpu-recipe.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to gpu-parts.csv there.
 Results of a tree with uncommitted changes are refused.
 """
 
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
             of_part = [row for row in rows if row["part"] == part and key in row]
             found = [of | text(with_stalls(row) if part == "profile" else row, columns) for row in of_part]
             if found:
-                folder = args.out or (benchmarks.RESULTS if part == "models" else lab.RESULTS)
+                folder = args.out or (benchmarks.RESULTS if part in ("models", "compiled") else lab.RESULTS)
                 report.append(folder / f"gpu-{part}.csv", found, (*report.PROVENANCE, *columns))
         found = [of | text(row, PARTS) for row in outcomes(rows)]
         report.append((args.out or lab.RESULTS) / "gpu-parts.csv", found, (*report.PROVENANCE, *PARTS))

@@ -9,7 +9,7 @@ DEFAULT = "default"
 
 
 class Setting(NamedTuple):
-    kind: str  # steps, gelu: libraries of these sources; triton
+    kind: str  # of SOURCES: libraries of these; triton
     name: str
     values: dict[str, int]
 

@@ -39,7 +39,8 @@ LEAST = 15.0  # kept for the times of one setting, and for the table at the end
 
 
 OPTIMIZERS = ("AdamW8bit", "Lion8bit", "LAMB8bit", "LARS8bit")
-BACKENDS = {"steps": "cuda", "triton": "triton"}
+CODES = {"codes": "memkern power codes", "values": "memkern values of power codes"}
+BACKENDS = {"steps": "cuda", "codes": "cuda", "triton": "triton"}
 DTYPES = ("bf16", "fp32")
 SIZES = (28, 22, 23, 24, 25)  # powers of two
 
@@ -155,6 +156,7 @@ def cases(kind: str, device: str, sizes: tuple[int, ...] = SIZES) -> Iterator[An
     from benchmarks.harness import Case
 
     from .headline import DTYPES as types
+    from .headline import saved
 
     for size in sizes:
         for dtype in DTYPES:
@@ -166,10 +168,9 @@ def cases(kind: str, device: str, sizes: tuple[int, ...] = SIZES) -> Iterator[An
                     step = stepper(f"memkern {name}", make, shapes, device, types[dtype], reads)
                     yield Case(f"{name}, {dtype}, 2^{size}", 2**size, [step])
             if kind == "codes":
-                for way in ("codes", "values"):
-                    yield Case(
-                        f"{way}, {dtype}, 2^{size}", 2**size, [codes(way, 2**size, types[dtype], device)]
-                    )
+                found = {contender.name: contender for contender in saved(2**size, dtype, device).contenders}
+                for way, name in CODES.items():
+                    yield Case(f"{way}, {dtype}, 2^{size}", 2**size, [found[name]])
             if kind in ("gelu", "triton"):
                 for way in ("forward", "backward"):
                     contender = gelu(way, 2**size, types[dtype], kind, device)
@@ -202,26 +203,6 @@ def gelu(way: str, numel: int, dtype: Any, kind: str, device: str) -> Any:
         return Subject(call, lambda: moved)
 
     return Contender("memkern GELU", setup)
-
-
-def codes(way: str, numel: int, dtype: Any, device: str) -> Any:
-    """Power codes of saved tensors, or their values."""
-    import torch
-
-    from benchmarks.harness import Contender, Subject
-
-    def setup() -> Subject:
-        ops = torch.ops.memkern
-        x = torch.randn(numel, device=device).to(dtype)
-        made, scale = ops.quantize_blockwise(x, 0, True, 128, None, False)
-        call: Callable[[], object] = (
-            (lambda: ops.quantize_blockwise(x, 0, True, 128, None, False))
-            if way == "codes"
-            else (lambda: ops.dequantize_blockwise(made, scale, 0, 128, dtype))
-        )
-        return Subject(call, lambda: x.nbytes + numel)
-
-    return Contender(f"memkern {way}", setup)
 
 
 def measure(setting: Setting, device: str, sizes: tuple[int, ...], warm: bool) -> None:
@@ -262,7 +243,7 @@ def measure(setting: Setting, device: str, sizes: tuple[int, ...], warm: bool) -
 def used_backend(kind: str) -> Any:
     import memkern
 
-    return contextlib.nullcontext() if kind in ("gelu", "codes") else memkern.use_backend(BACKENDS[kind])
+    return memkern.use_backend(BACKENDS[kind]) if kind in BACKENDS else contextlib.nullcontext()
 
 
 # ---- the sweep
@@ -387,9 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="says what it would do")
     parser.add_argument("--arch", default="9.0", help="the GPU's compute capability")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
-    parser.add_argument(
-        "--kind", action="append", choices=["steps", "codes", "gelu", "triton"], help="these alone"
-    )
+    parser.add_argument("--kind", action="append", choices=[*SOURCES, "triton"], help="these alone")
     parser.add_argument("--size", type=int, action="append", help="powers of two, in place of all")
     parser.add_argument(
         "--small", action="store_true", help="tensors of 65,536 elements: a test of this script"
@@ -402,12 +381,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.measure is not None:
         measure(SETTINGS[args.measure], args.device, sizes, args.warm)
         return 0
-    possible = {
-        "steps": tool("nvcc"),
-        "codes": tool("nvcc"),
-        "gelu": tool("nvcc"),
-        "triton": has("triton") or None,
-    }
+    possible = {**dict.fromkeys(SOURCES, tool("nvcc")), "triton": has("triton") or None}
     kinds = [kind for kind, found in possible.items() if found and kind in (args.kind or possible)]
     settings = [setting for setting in SETTINGS if setting.kind in kinds]
     if args.plan:

@@ -157,9 +157,7 @@ WRITTEN = {
 }
 # Those whose vectors are copied to shared memory (kCanCopy), so many turns ahead, or one where that is 100 KB
 # (csrc/cuda/tile.cuh).
-COPIED = (
-    *("AdamW bf16", "AdamW bf16, v in 4 bits", "LAMB norms bf16", "LAMB bf16", "Lion bf16", "LARS bf16"),
-)
+COPIED = ("AdamW bf16", "AdamW bf16, v in 4 bits", "LAMB norms bf16", "LAMB bf16", "Lion bf16", "LARS bf16")
 COPIES_AHEAD, SMALL_SHARED_MEMORY = 3, ("sm_86", "sm_89", "sm_120")
 MIDDLE, LARGE = (2**22, 2**23, 2**24, 2**25), (2**28, 2**30)
 

@@ -326,7 +326,7 @@ def test_the_sweep_times_a_library(kind: str, tmp_path: Path) -> None:
 from pathlib import Path
 from lab.gpu import tune
 tune.folder_of = lambda setting: Path({str(tmp_path)!r})
-tune.BACKENDS["steps"] = "cpu"
+tune.BACKENDS.update(steps="cpu", codes="cpu")
 tune.DTYPES = ("bf16",)
 setting = next(s for s in tune.SETTINGS if s.kind == {kind!r})
 tune.measure(setting, "cpu", (13,), warm=True)
