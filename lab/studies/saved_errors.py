@@ -16,9 +16,10 @@ from torch import Tensor, nn
 import memkern
 from benchmarks import machine, report
 from lab.studies import study
-from memkern.saved import codecs, resolve
+from memkern.saved import bases, codecs, ranges
 from memkern.saved.edge import Edge
-from memkern.saved.session import Session
+from memkern.saved.needs import Need
+from memkern.saved.store import Store
 
 from .activation_parity import loss_of, train
 from .saved_parity import SETTING, llama
@@ -41,15 +42,17 @@ CLASSES: dict[str, Callable[[str, int, int], bool]] = {
 
 
 class Coded:
-    """Stands for Session._codec: codes for one class, whose bytes it counts."""
+    """Stands for Store.codec: codes for one class, whose bytes it counts."""
 
     def __init__(self, belongs: Callable[[str, int, int], bool]) -> None:
         self.belongs, self.bytes = belongs, 0.0
-        self.codec_of = Session._codec
+        self.codec_of = Store.codec
 
-    def __call__(self, session: Session, root: Edge, data: Tensor, use: str) -> codecs.Codec | None:
-        codec = self.codec_of(session, root, data, use)
-        if codec is None or not self.belongs(resolve.maker(root), data.dim(), data.shape[-1]):
+    def __call__(
+        self, store: Store, base: Edge, data: Tensor, need: Need, normal: ranges.Affine | None
+    ) -> codecs.Codec | None:
+        codec = self.codec_of(store, base, data, need, normal)
+        if codec is None or not self.belongs(bases.maker(base), data.dim(), data.shape[-1]):
             return None
         self.bytes += data.numel() * (1 + 4 / codecs.BLOCK_SIZE)
         return codec
@@ -75,7 +78,7 @@ def rows(steps: int) -> Iterator[dict[str, str]]:
     exact = [gradient(model, batch, "exact") for batch in batches]
     for name, belongs in CLASSES.items():
         coded = Coded(belongs)
-        with mock.patch.object(Session, "_codec", lambda *args, coded=coded: coded(*args)):
+        with mock.patch.object(Store, "codec", lambda *args, coded=coded: coded(*args)):
             found = [gradient(model, batch, 8) for batch in batches]
         square = sum(float(((a - b).norm() / b.norm()) ** 2) for a, b in zip(found, exact, strict=True))
         per_token = coded.bytes / BATCHES / (SETTING.batch_size * SETTING.seq_len)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..quant.layout import FLOATS
 from ..saved.codecs import BLOCK_SIZE
-from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIGNED
+from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIGNED, Kind
 from ..saved.users import MOST_EXPONENT
 from .operations import (
     CASTS,
@@ -185,7 +185,9 @@ class Rules:
         if name in (aten.index, aten.cat):
             return name is aten.cat or user.args[0] is node
         rule = RULES.get(of.name)
-        return rule is not None and rule.kind == "function" and not rule.uncoded and of.row.kind == "smooth"
+        return (
+            rule is not None and rule.kind == Kind.FUNCTION and not rule.uncoded and of.row.kind == "smooth"
+        )
 
     def _passes_in_backward(self, user: fx.Node, of: Operation, codec: str, own: bool) -> bool:
         if of.name in _BY_SIDES:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from .built import note_built
 from .edge import Edge
 from .leaves import leaves
+from .needs import Use
 from .saved_value import Computed, Leaf, Value
 from .storage import is_plain
-from .undecided import CODED_USE, EXACT_USE, SHAPE_USE
 from .users import is_leaf, operation
 
 _PRODUCTS: set[CodeType] = {
@@ -38,16 +38,16 @@ def of(frame: FrameType) -> FrameType:
     return frame
 
 
-def use(frame: FrameType) -> str | None:
+def use(frame: FrameType) -> Use | None:
     """How the tensor that is packed under a Python frame is used; None if the frame does not tell."""
     code = frame.f_code
     if code in _PRODUCTS:
-        return CODED_USE
+        return Use.CODED
     if frame.f_globals.get("__name__") == _CHECKPOINT:
-        return EXACT_USE  # a checkpoint's input: what it recomputes from another one is another function
+        return Use.EXACT  # a checkpoint's input: what it recomputes from another one is another function
     if code is F.cross_entropy.__code__:
         soft = frame.f_locals["target"].is_floating_point() or frame.f_locals["label_smoothing"] > 0
-        return None if soft else SHAPE_USE
+        return None if soft else Use.SHAPE
     return None
 
 

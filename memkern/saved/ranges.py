@@ -6,6 +6,7 @@ then the difference from the mean is coded.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..quant.layout import FLOATS
-from .attention import is_attention
-from .codecs import BLOCK_SIZE, SMALLEST_BLOCK
+from .attention import is_attention, stays_exact
+from .codecs import BLOCK_SIZE, SMALLEST_BLOCK, Codec, inside
+from .needs import SAME_BITS, Need
 from .peek import saved_by
 from .rules import signed
 from .saved_value import Value
@@ -227,12 +229,16 @@ def bears_coarse(node: Any) -> bool:
     return user(node, name).kind != "smooth" or name in _BOUNDED_RESULTS
 
 
-def limits(node: Any) -> tuple[float, float] | None:
-    """The limits of a node that only asks whether a value is between them."""
+def mask(node: Any, x: Tensor) -> Codec | None:
+    """The code of one bit for a node that only asks whether a value is between two limits."""
     name = operation(node)
     if name == "HardtanhBackward0":
-        return float(node._saved_min_val), float(node._saved_max_val)
-    return (-3.0, 3.0) if name == "HardsigmoidBackward0" else None
+        limits = float(node._saved_min_val), float(node._saved_max_val)
+    elif name == "HardsigmoidBackward0":
+        limits = -3.0, 3.0
+    else:
+        return None
+    return inside(*limits, x.dtype) if x.dtype in FLOATS else None
 
 
 def jumps(node: Any) -> tuple[float, float] | None:
@@ -241,3 +247,15 @@ def jumps(node: Any) -> tuple[float, float] | None:
     ReLU, leaky ReLU and ELU jump at 0, which codes do not cross.
     """
     return (-3.0, 3.0) if operation(node) == "HardswishBackward0" else None
+
+
+@functools.cache
+def _codes(coarse: bool, block_size: int) -> Need:
+    return Need(exact=False, coarse=coarse, block_size=block_size)
+
+
+def need(node: Any, x: Tensor, waiting: Value | None) -> tuple[Need, Affine | None]:
+    """What a node that may get codes of x needs for these data, and what is coded in place of x (:func:`normal`)."""
+    if stays_exact(node, waiting) or in_tail(node, x) or (size := block_size(node, x)) is None:
+        return SAME_BITS, None
+    return _codes(bears_coarse(node), size), normal(node, x, waiting)

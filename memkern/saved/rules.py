@@ -8,6 +8,7 @@ not recomputed, and results of an operation that is not in CODEC_BY_MAKER are st
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 
@@ -224,11 +225,18 @@ def _same(function: Callable[..., Tensor]) -> Callable[[Edge], Callable[..., Ten
 # ---- the table
 
 
+class Kind(enum.IntEnum):
+    """What an operation's output is: the same memory, the same values elsewhere or in another dtype, or a function."""
+
+    VIEW = 0
+    COPY = 1
+    FUNCTION = 2
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """How an operation's output follows from its inputs.
 
-    kind: "view" (the same memory), "copy" (the same values elsewhere or in another dtype) or "function".
     exactness: "bits", the same ones as torch's, or "rounding", within a few units in the last place.
     make: gives, for an edge, the function of the inputs; None where the rule is not for this edge.
     inputs: of each argument, where it is if it has no edge (needs no gradient): the node's attribute, with "*" before
@@ -238,7 +246,7 @@ class Rule:
         of what is nearly equal.
     """
 
-    kind: str
+    kind: Kind
     exactness: str
     make: Callable[[Edge], Callable[..., Tensor] | None]
     inputs: tuple[str, ...] | None = ("",)
@@ -247,19 +255,19 @@ class Rule:
     cost: int = dataclasses.field(init=False)  # functions that it computes
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cost", int(self.kind == "function"))
+        object.__setattr__(self, "cost", int(self.kind == Kind.FUNCTION))
 
 
 def _view(make: Callable[[Edge], Callable[..., Tensor]]) -> Rule:
-    return Rule("view", "bits", make)
+    return Rule(Kind.VIEW, "bits", make)
 
 
 def _copy(make: Callable[[Edge], Callable[..., Tensor] | None]) -> Rule:
-    return Rule("copy", "bits", make)
+    return Rule(Kind.COPY, "bits", make)
 
 
 def _function(function: Callable[..., Tensor], *inputs: str) -> Rule:
-    return Rule("function", "bits", _same(function), inputs or ("",))
+    return Rule(Kind.FUNCTION, "bits", _same(function), inputs or ("",))
 
 
 RULES: dict[str, Rule] = {
@@ -284,38 +292,38 @@ RULES: dict[str, Rule] = {
     "CloneBackward0": _copy(_same(lambda x: x)),
     "ToCopyBackward0": _copy(_cast),
     # Torch does not save the table: it may be changed before the backward pass, as max_norm does.
-    "EmbeddingBackward0": Rule("copy", "bits", _rows, ("",), ("_saved_indices",), uncoded=True),
-    "IndexBackward0": Rule("copy", "bits", _indexed, ("",), ("_saved_indices",)),
-    "CatBackward0": Rule("function", "bits", _joined, None),
+    "EmbeddingBackward0": Rule(Kind.COPY, "bits", _rows, ("",), ("_saved_indices",), uncoded=True),
+    "IndexBackward0": Rule(Kind.COPY, "bits", _indexed, ("",), ("_saved_indices",)),
+    "CatBackward0": Rule(Kind.FUNCTION, "bits", _joined, None),
     "NegBackward0": _function(torch.neg),
-    "AddBackward0": Rule("function", "bits", _scaled(torch.add), ("", "")),
-    "SubBackward0": Rule("function", "bits", _scaled(torch.sub), ("", ""), uncoded=True),
+    "AddBackward0": Rule(Kind.FUNCTION, "bits", _scaled(torch.add), ("", "")),
+    "SubBackward0": Rule(Kind.FUNCTION, "bits", _scaled(torch.sub), ("", ""), uncoded=True),
     "MulBackward0": _function(torch.mul, "_saved_self", "_saved_other"),
-    "MulBackward1": Rule("function", "bits", _times_number),
+    "MulBackward1": Rule(Kind.FUNCTION, "bits", _times_number),
     "DivBackward0": _function(torch.div, "_saved_self", "_saved_other"),
     "SiluBackward0": _function(F.silu),
-    "GeluBackward0": Rule("function", "bits", _gelu),
+    "GeluBackward0": Rule(Kind.FUNCTION, "bits", _gelu),
     "ReluBackward0": _function(torch.relu),
-    "SigmoidBackward0": Rule("function", "bits", _same(torch.sigmoid), uncoded=True),
-    "TanhBackward0": Rule("function", "bits", _same(torch.tanh), uncoded=True),
+    "SigmoidBackward0": Rule(Kind.FUNCTION, "bits", _same(torch.sigmoid), uncoded=True),
+    "TanhBackward0": Rule(Kind.FUNCTION, "bits", _same(torch.tanh), uncoded=True),
     "MishBackward0": _function(F.mish),
     "HardswishBackward0": _function(F.hardswish),
-    "LeakyReluBackward0": Rule("function", "bits", _leaky_relu),
-    "memkern.Glu": Rule("function", "bits", _glu, None),
-    "memkern.Recompute": Rule("function", "bits", _recomputed),
-    "SumBackward1": Rule("function", "bits", _summed, uncoded=True),
-    "SoftmaxBackward0": Rule("function", "bits", _softmax, uncoded=True),
-    "SafeSoftmaxBackward0": Rule("function", "bits", _safe_softmax, uncoded=True),
-    "BmmBackward0": Rule("function", "bits", _bmm, ("", ""), uncoded=True),
+    "LeakyReluBackward0": Rule(Kind.FUNCTION, "bits", _leaky_relu),
+    "memkern.Glu": Rule(Kind.FUNCTION, "bits", _glu, None),
+    "memkern.Recompute": Rule(Kind.FUNCTION, "bits", _recomputed),
+    "SumBackward1": Rule(Kind.FUNCTION, "bits", _summed, uncoded=True),
+    "SoftmaxBackward0": Rule(Kind.FUNCTION, "bits", _softmax, uncoded=True),
+    "SafeSoftmaxBackward0": Rule(Kind.FUNCTION, "bits", _safe_softmax, uncoded=True),
+    "BmmBackward0": Rule(Kind.FUNCTION, "bits", _bmm, ("", ""), uncoded=True),
     "NativeLayerNormBackward0": Rule(
-        "function",
+        Kind.FUNCTION,
         "rounding",
         _layer_norm,
         ("_saved_input", "*_saved_weight", "*_saved_bias"),
         ("_saved_result1", "_saved_result2"),
     ),
     "FusedRmsNormBackward0": Rule(
-        "function", "rounding", _rms_norm, ("_saved_input", "*_saved_weight"), ("_saved_result1",)
+        Kind.FUNCTION, "rounding", _rms_norm, ("_saved_input", "*_saved_weight"), ("_saved_result1",)
     ),
 }
 """How what is saved follows from what is saved already."""

@@ -32,6 +32,22 @@ from .storage import (
     version_of,
 )
 
+
+@functools.cache
+def finer(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether every value of dtype ``b`` is one of ``a``."""
+    if a == b or not is_float8(a, b):
+        return a == b or torch.promote_types(a, b) == a
+    if a.itemsize == 1 or not a.is_floating_point:
+        return False  # no float8 holds all of another
+    one, other = torch.finfo(a), torch.finfo(b)  # torch promotes no float8
+    return one.max >= other.max and one.smallest_normal * one.eps <= other.smallest_normal
+
+
+def is_float8(*dtypes: torch.dtype) -> bool:
+    return any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes)
+
+
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack hooks, as torch.autograd.graph.saved_tensors_hooks takes them."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .edge import Edge
+from .needs import Use
 from .peek import saved_by
 from .saved_value import Computed, Hooks, Stored, Value
 from .storage import check_version, is_present
@@ -36,9 +37,6 @@ from .users import (
     user,
 )
 
-EXACT_USE, CODED_USE, SHAPE_USE = "exact", "coded", "shape"
-"""How an operation uses a value: exactly, from codes, or its shape alone."""
-
 _STATE, _MARK = "memkern state", "memkern mark"
 _LEAST_WAITING = 16  # entries, dead ones among them, before they are looked through
 _NEVER = 1 << 62  # sequence numbers of AccumulateGrad are larger
@@ -54,9 +52,9 @@ class Waiting(Value):
     instead, by which it is found again: it may as well be of another thread, which counts its own.
     """
 
-    def __init__(self, x: Tensor, edge: Edge | None, session: Any, seq: int) -> None:
+    def __init__(self, x: Tensor, edge: Edge | None, store: Any, seq: int) -> None:
         self.dtype = self.precision = x.dtype
-        self.x, self.version, self.session = x.detach(), x._version, session
+        self.x, self.version, self.store = x.detach(), x._version, store
         self.edge, self.mark, self.nr = edge, None, 0
         if edge is not None and edge.node._sequence_nr() == seq:
             self.edge, self.mark, self.nr = None, edge.node.metadata.setdefault(_MARK, object()), edge.nr
@@ -110,7 +108,7 @@ class Undecided(threading.local):
         if not self.entries:
             return
         stack = [(node, state, elements) for node in nodes]
-        found: list[tuple[Any, str, Any]] = []
+        found: list[tuple[Any, Use, Any]] = []
         while stack:
             node, state, elements = stack.pop()
             seq = node._sequence_nr()
@@ -133,12 +131,12 @@ class Undecided(threading.local):
         found.sort(key=lambda each: each[0].value.order)
         for packed, how, node in found:
             if (
-                how == SHAPE_USE and operation(node) == LOG_SOFTMAX
+                how is Use.SHAPE and operation(node) == LOG_SOFTMAX
             ):  # of which another user may have been met since
                 how = _use_of_logarithms(node) or how
-            packed.value.session.settle(packed, how, node)
+            packed.value.store.settle(packed, how, node)
 
-    def _decided(self, node: Any, name: str, row: User, seq: int) -> list[tuple[Any, str, Any]]:
+    def _decided(self, node: Any, name: str, row: User, seq: int) -> list[tuple[Any, Use, Any]]:
         """The waiting tensors of this node whose use is known now: (packed, use, node)."""
         every = [packed for ref in self.entries[seq] if (packed := ref()) is not None]
         waiting = [packed for packed in every if packed.value.edge_of(node) is not None]
@@ -147,17 +145,17 @@ class Undecided(threading.local):
         found, left = [], [weakref.ref(packed) for packed in every if packed not in waiting]
         for packed in waiting:
             value = packed.value
-            how: str | None
+            how: Use | None
             if value in shape:
-                how = SHAPE_USE
+                how = Use.SHAPE
             elif value not in coded:
-                how = EXACT_USE
+                how = Use.EXACT
             elif name == LOG_SOFTMAX:
                 how = _use_of_logarithms(node)
             elif row.kind == "product" or state == BOUNDED or (state == REDUCED and is_square(node, name)):
-                how = CODED_USE
+                how = Use.CODED
             else:
-                how = EXACT_USE if state >= REDUCED else None
+                how = Use.EXACT if state >= REDUCED else None
             if how is None:
                 left.append(weakref.ref(packed))
             else:
@@ -176,27 +174,27 @@ class Undecided(threading.local):
     def give_up(self, outer: Hooks) -> None:
         """Stores all waiting tensors exactly, through the hooks around ours, which are about to be closed."""
         waiting = [packed for refs in self.entries.values() for ref in refs if (packed := ref()) is not None]
-        given = [packed for packed in waiting if packed.value.session.outer is outer]
+        given = [packed for packed in waiting if packed.value.store.outer is outer]
         for packed in given:
-            packed.value.session.settle(packed, EXACT_USE, None)
+            packed.value.store.settle(packed, Use.EXACT, None)
         done = {*map(id, given)}
         for seq, refs in self.entries.items():
             self.entries[seq] = [ref for ref in refs if id(ref()) not in done]
         self.forget_the_dead()
 
 
-def _use_of_logarithms(node: Any) -> str | None:
+def _use_of_logarithms(node: Any) -> Use | None:
     """How log-softmax uses its log-probabilities; None if no operation after it tells."""
     state, elements = node.metadata[_STATE]
     if state >= REDUCED or elements == DENSE:
-        return EXACT_USE
-    return SHAPE_USE if elements == SPARSE else None
+        return Use.EXACT
+    return Use.SHAPE if elements == SPARSE else None
 
 
 def _is_too_late_for_codes(node: Any, name: str, row: User) -> bool:
     """Whether a node whose tensors have been decided is now seen to need them exactly."""
     if name == LOG_SOFTMAX:
-        return _use_of_logarithms(node) == EXACT_USE
+        return _use_of_logarithms(node) is Use.EXACT
     return row.kind == "smooth" and node.metadata[_STATE][0] >= REDUCED and not is_square(node, name)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import memkern
-from memkern.saved import session
+from memkern.saved import store
 
 pytest.importorskip("expecttest")  # which torch's database imports
 from torch.testing._internal.common_methods_invocations import op_db
@@ -86,7 +86,7 @@ def gradients(op: Any, sample: Any, use: Callable[[Tensor], Tensor], bits: Any) 
 def test_an_operation(
     op: Any, use: Callable[[Tensor], Tensor], most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "MIN_NUMEL", 2)
+    monkeypatch.setattr(store, "MIN_NUMEL", 2)
     warnings.simplefilter("ignore")
     relative, absolute = BOUND.get(op.name, (0.03, 1e-6))
     samples = [*enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=True))]

@@ -15,8 +15,8 @@ import memkern
 from memkern import functional, memory
 from memkern.functions.saves_input import Recompute
 from memkern.saved import rules
+from memkern.saved.bases import base
 from memkern.saved.edge import Edge
-from memkern.saved.resolve import root
 from memkern.saved.users import operation
 
 N, W = 32, 64
@@ -206,7 +206,7 @@ def test_what_no_row_names_is_saved_as_torch_does(function: Function) -> None:
 def test_the_root_of_a_view_is_what_it_was_made_of() -> None:
     x = torch.randn(4, N, W, requires_grad=True) * 1.0
     y = x.bfloat16().transpose(1, 2).unsqueeze(0).contiguous().permute(0, 3, 1, 2)
-    edge, data = root(Edge(y.grad_fn, y.output_nr), y, views_only=False)
+    edge, data = base(Edge(y.grad_fn, y.output_nr), y, views_only=False)
     assert edge.node is x.grad_fn
     assert torch.equal(data, x.bfloat16())
 

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import memory
-from memkern.saved import evaluation, saved_value
-from memkern.saved.resolve import Resolver
+from memkern.saved import evaluation, saved_value, store
 
 from .helpers import WIDTH, Model, error, gradients, ids, same
 
@@ -245,7 +244,7 @@ def test_one_block_around_a_whole_loop_does_not_grow() -> None:
     with memkern.quantize_saved(8) as context:
         for _ in range(30):
             model(ids()).square().mean().backward()
-        assert len(context._opened.sessions[0].coded) < 600
+        assert len(context._opened.sessions[0].store.coded) < 600
         assert _alive() < 100
 
 
@@ -481,7 +480,7 @@ def test_hooks_that_show_no_graph_cost_only_the_saving(monkeypatch: pytest.Monke
 
 
 def test_unresolved_values_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Resolver, "resolve", lambda *args: None)
+    monkeypatch.setattr(store, "derive", lambda *args, **options: None)
     model = Model()
     expected = gradients(model, lambda: model(ids()))
     with memkern.quantize_saved("exact"):
