@@ -46,7 +46,12 @@ class _Derivation:
         dtype: None for the edge's own.
         """
         value = registered(edge)
-        if value is not None and self._serves(value, dtype):
+        only_views = self.reach == Kind.VIEW
+        if (
+            value is not None
+            and self.need.is_met_by(value, dtype)
+            and not (only_views and isinstance(value, Computed))
+        ):
             if self.need.exact:
                 value.stay_exact()
             return value
@@ -63,10 +68,6 @@ class _Derivation:
         if value is None:
             self.failed[key] = functions
         return value
-
-    def _serves(self, value: Value, dtype: torch.dtype | None) -> bool:
-        computed_before = self.reach == Kind.VIEW and isinstance(value, Computed)
-        return not computed_before and self.need.is_met_by(value, dtype)
 
     def _may_use(self, rule: Rule) -> bool:
         return (
