@@ -143,8 +143,8 @@ def hyperparameters(name: str, decoupled: int, maximize: int) -> dict[str, list[
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", STEP_OPS)
 def test_steps(name: str, case: str) -> None:
-    if name == "lars_step_" and case.startswith("more"):
-        pytest.skip("LAMB's prologue covers it; a program takes a millisecond here")
+    if case.startswith("more") and name not in ("lamb_step_", "lion_step_"):
+        pytest.skip("the prologues of these two cover it; a program takes a millisecond here")
     actual, expected = arguments(name, **CASES[case]), arguments(name, **CASES[case])
     for _ in range(2):
         getattr(memkern.triton, name)(actual)
@@ -235,18 +235,20 @@ def test_a_plan_follows_what_changes(change: str) -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_table, "MAX_WORDS", 30_000)
+    monkeypatch.setattr(tensor_table, "MAX_PLANS", 8)
+    monkeypatch.setattr(tensor_table, "MAX_WORDS", 3_600)
     tensor_table._plans.clear()
-    steps = [arguments("lion_step_", MIXED[4:5]) for _ in range(tensor_table.MAX_PLANS + 40)]
+    steps = [arguments("lion_step_", MIXED[4:5]) for _ in range(20)]
     for args in steps:
         memkern.triton.lion_step_(args)
     assert len(steps) > len(tensor_table._plans) > tensor_table.MAX_PLANS
-    assert tensor_table._plans.words <= 30_000
+    assert tensor_table._plans.words <= 3_600
     assert tensor_table._plans.words == sum(map(tensor_table.words_of, tensor_table._plans.values()))
 
 
-def test_each_of_many_parameters_keeps_its_plan() -> None:
+def test_each_of_many_parameters_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As StepInBackward has it: the step of one parameter after the other, over and over."""
+    monkeypatch.setattr(tensor_table, "MAX_PLANS", 8)
     steps = [arguments("lion_step_", MIXED[4:5]) for _ in range(3 * tensor_table.MAX_PLANS)]
     for args in steps:
         memkern.triton.lion_step_(args)
@@ -294,7 +296,7 @@ class Graph:
             call(*args)
 
 
-@pytest.mark.parametrize("name", STEP_OPS)
+@pytest.mark.parametrize("name", ["adam_step_", "lars_step_"])  # without layers, and with
 def test_a_replay_depends_on_nothing_that_eager_steps_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, op = Graph(monkeypatch), getattr(memkern.triton, name)
     args, expected = (arguments(name, MIXED, scaler=0.0, grad_norm=3.7) for _ in range(2))

@@ -83,9 +83,9 @@ def assert_near(y: Tensor, x: Tensor, name: str, a: float = 0.0, b: float = 0.0)
         assert wrong <= 1.05 * others + RARE * len(y64) + 3, name
 
 
-def compare_forward(ops: Any, dtype: torch.dtype) -> None:
+def compare_forward(ops: Any, dtype: torch.dtype, values: int = 20_000) -> None:
     """Forward of many values, with their codes."""
-    x = torch.cat([*(torch.randn(20_000) * s for s in (0.3, 1.0, 4.0)), torch.tensor([torch.nan])]).to(dtype)
+    x = torch.cat([*(torch.randn(values) * s for s in (0.3, 1.0, 4.0)), torch.tensor([torch.nan])]).to(dtype)
     for name, fn in ACTIVATIONS.items():
         a, b = ARGUMENTS.get(name, (0.0, 0.0))
         y, codes = ops.few_bit_forward(x, fn, a, b, 2, [0.1, 0.5], [1, 2], 2)
