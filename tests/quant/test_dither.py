@@ -112,6 +112,8 @@ def test_backends_agree_beside_squares_where_the_dither_is_at_its_ends(backend: 
     x = (squares.view(torch.int32)[:, None] + torch.arange(-8, 9, dtype=torch.int32)).view(torch.float32)
     x = x.clamp(max=1.0).reshape(-1, 1).expand(-1, 4096).clone()
     x[:, ::9] = 1.0
+    if backend == "triton":  # in the interpreter
+        x, steps = x[::5].contiguous(), steps[:1]
     for step in steps[:3]:
         with on("reference"):
             wanted = memkern.quantize_blockwise(x, step=step, block_size=4096)
