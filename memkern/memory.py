@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .saved.copies import is_in_transfer
-from .saved.offload import HostBytes, empty_pools, host_bytes
+from .saved.offload import HostBytes, empty_pools, host_bytes, is_parameter
 
 Held = Tensor | nn.Module | torch.optim.Optimizer
 
@@ -195,11 +195,6 @@ def live_bytes_after(fn: Callable[[], Any], *held: Held) -> int:
     return after - before
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    """Also True for a view of one, such as the transpose that a matrix product saves."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
 def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
     """Runs ``fn()`` once, a forward pass, and returns the bytes that autograd saves for its backward pass.
 
@@ -218,7 +213,7 @@ def saved_bytes(fn: Callable[[], Any], *held: Held) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = fn()
-    excluded = [*_held_tensors(held), *filter(_is_parameter, saved)]
+    excluded = [*_held_tensors(held), *filter(is_parameter, saved)]
     known = {storage._cdata for storage in _storages(excluded)}
     sizes = {s._cdata: s.nbytes() for s in _storages(saved) if s._cdata not in known}
     saved.clear()  # a graph that lives on holds the hooks, and the hooks hold this list

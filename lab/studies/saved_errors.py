@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memkern
 from benchmarks import machine, report
 from lab.studies import study
-from memkern.saved import bases, codecs, ranges
+from memkern.saved import bases, codecs
 from memkern.saved.edge import Edge
 from memkern.saved.needs import Need
 from memkern.saved.store import Store
@@ -48,10 +48,8 @@ class Coded:
         self.belongs, self.bytes = belongs, 0.0
         self.codec_of = Store.codec
 
-    def __call__(
-        self, store: Store, base: Edge, data: Tensor, need: Need, normal: ranges.Affine | None
-    ) -> codecs.Codec | None:
-        codec = self.codec_of(store, base, data, need, normal)
+    def __call__(self, store: Store, base: Edge, data: Tensor, need: Need) -> codecs.Codec | None:
+        codec = self.codec_of(store, base, data, need)
         if codec is None or not self.belongs(bases.maker(base), data.dim(), data.shape[-1]):
             return None
         self.bytes += data.numel() * (1 + 4 / codecs.BLOCK_SIZE)

@@ -141,13 +141,11 @@ def _look(node: Any) -> _Scores:
 def _probabilities(node: Any, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Of a few queries of each head, evenly over the sequence."""
     step = -(-query.shape[-2] // _SAMPLE)
-    rows = torch.arange(
-        step // 2, query.shape[-2], step
-    )  # the first one of a causal mask stands for itself alone
+    # From the middle: the first row of a causal mask stands for itself alone.
+    rows = torch.arange(step // 2, query.shape[-2], step)
     some = query[..., rows, :].float() * scale
-    grouped = some.reshape(
-        *key.shape[:2], -1, key.shape[-1]
-    )  # grouped-query attention: heads that share their keys
+    # Grouped-query attention: heads share their keys.
+    grouped = some.reshape(*key.shape[:2], -1, key.shape[-1])
     scores = (grouped @ key.float().transpose(-1, -2)).view(*some.shape[:-1], -1)
     if node._saved_is_causal:
         scores = scores.masked_fill(torch.arange(key.shape[-2]) > rows[:, None], -torch.inf)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from . import bounded, codecs
+from .codecs import Codec
 from .edge import Edge
 from .rules import CODEC_BY_MAKER, RULES, Kind, shaped, signed, transposed
 from .saved_value import finer, is_float8
@@ -78,6 +80,8 @@ def base(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
     return edge, x
 
 
+CODECS = {codec.name: codec for codec in (codecs.POWER, codecs.UNSIGNED, *bounded.CODECS)}
+"""All codecs of what needs a gradient, by the names that CODEC_BY_MAKER gives them."""
 _SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == Kind.VIEW} | {
     "CloneBackward0",
     "ToCopyBackward0",
@@ -98,10 +102,10 @@ _COPIES = {name for name, rule in RULES.items() if rule.kind != Kind.FUNCTION}
 
 
 def is_copy(edge: Edge) -> bool:
-    """Whether an edge is a view, a cast or a copy of another."""
+    """Whether an edge is a view, a cast, a copy or a lookup of another's values."""
     return operation(edge.node) in _COPIES
 
 
-def codec_of(edge: Edge) -> str | None:
-    """The name of the codec for the data of an edge; None: no codes."""
-    return CODEC_BY_MAKER.get(maker(edge))
+def codec_of(edge: Edge) -> Codec | None:
+    """The codes for the data of an edge, by the operation that computed them; None: no codes."""
+    return CODECS.get(CODEC_BY_MAKER.get(maker(edge), ""))

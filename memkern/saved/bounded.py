@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import _ops
 from ..fewbit.levels import Levels
-from .codecs import POWER, UNSIGNED, Codec, Encoded, Layout, decode_power, dense, encode_power
+from .codecs import Codec, Encoded, Layout, decode_power, dense, encode_power
 
 MOST_NEGATIVE = -100.0
 """Of log-probabilities: exp of it is 0 in fp32, as of what a mask has left out."""
@@ -113,7 +113,5 @@ LIMITS = {
     ),
     "log-probability": Limits(_log_root, Levels(1, (), (_HALF,), (1,)), _logarithm),
 }
-PROBABILITY, TANH, LOGARITHM = (_codec(name, limits) for name, limits in LIMITS.items())
-
-CODECS = {codec.name: codec for codec in (POWER, UNSIGNED, PROBABILITY, TANH, LOGARITHM)}
-"""All codecs of what needs a gradient, by the names that :mod:`memkern.saved.rules` gives them."""
+CODECS = tuple(_codec(name, limits) for name, limits in LIMITS.items())
+PROBABILITY, TANH, LOGARITHM = CODECS

@@ -81,10 +81,8 @@ def encode_power(signed: bool, x: Tensor, block_size: int = BLOCK_SIZE) -> Encod
         return Encoded((codes, scale), largest > LARGEST_SHARE * norm and _is_coarse(x, codes, block_size))
     if not flat.isfinite().all():
         return None
-    scale.clamp_max_(LARGEST_MARKED_SCALE)
-    return Encoded(
-        (codes, scale), _is_coarse(x, codes, block_size)
-    )  # squares that overflow, as of a mask of finfo.min
+    scale.clamp_max_(LARGEST_MARKED_SCALE)  # squares that overflow, as of a mask of finfo.min
+    return Encoded((codes, scale), _is_coarse(x, codes, block_size))
 
 
 def decode_power(
@@ -160,11 +158,23 @@ def _fits(low: Tensor, high: Tensor, dtype: torch.dtype) -> bool:
 
 def _decode_constant(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     if len(data) == 1:
-        flat = data[0].to(layout.dtype)
-    else:
-        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
-        flat = _ops.few_bit_backward(ones, data[0], data[1].tolist())
-    return flat.as_strided(layout.shape, layout.stride)
+        return data[0].to(layout.dtype).as_strided(layout.shape, layout.stride)
+    return _values_of_bits(data[0], data[1].tolist(), layout)
+
+
+def _values_of_bits(bits: Tensor, values: Sequence[float], layout: Layout) -> Tensor:
+    ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=bits.device)
+    return _ops.few_bit_backward(ones, bits, values).as_strided(layout.shape, layout.stride)
+
+
+def _of_bits(name: str, levels: Levels, values: Sequence[float]) -> Codec:
+    """One or two bits per element, which stand for values."""
+    return Codec(
+        name,
+        False,
+        lambda x: Encoded((_ops.few_bit_encode(dense(x), levels),)),
+        lambda data, layout, dtype: _values_of_bits(data[0], values, layout),
+    )
 
 
 def inside(low: float, high: float, dtype: torch.dtype) -> Codec | None:
@@ -176,34 +186,13 @@ def inside(low: float, high: float, dtype: torch.dtype) -> Codec | None:
     outside = torch.tensor(high if math.isfinite(high) else low, dtype=dtype).item()
     if not low < between < high or low < outside < high:
         return None
-    levels = hardtanh_levels(low, high)
-
-    def encode(x: Tensor) -> Encoded:
-        return Encoded((_ops.few_bit_encode(dense(x), levels),))
-
-    def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
-        flat = _ops.few_bit_backward(ones, data[0], [outside, between])
-        return flat.as_strided(layout.shape, layout.stride)
-
-    return Codec("inside", False, encode, decode)
+    return _of_bits("inside", hardtanh_levels(low, high), (outside, between))
 
 
 def sides(low: float, high: float) -> Codec:
     """Two bits, exact: decoded to -1 for x <= low, 1 for x >= high and 0 between them."""
     below_high = torch.nextafter(torch.tensor(high), torch.tensor(low)).item()
-    levels = Levels(2, (), (low, below_high), (1, 2))
-
-    def encode(x: Tensor) -> Encoded:
-        return Encoded((_ops.few_bit_encode(dense(x), levels),))
-
-    def decode(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-        ones = torch.ones(layout.shape.numel(), dtype=layout.dtype, device=data[0].device)
-        return _ops.few_bit_backward(ones, data[0], (-1.0, 0.0, 0.0, 1.0)).as_strided(
-            layout.shape, layout.stride
-        )
-
-    return Codec("sides", False, encode, decode)
+    return _of_bits("sides", Levels(2, (), (low, below_high), (1, 2)), (-1.0, 0.0, 0.0, 1.0))
 
 
 def to_side(low: float, high: float, x: Tensor, side: Tensor) -> Tensor:

@@ -17,13 +17,11 @@ from .rules import MOST_FUNCTIONS, RULES, Kind, Rule
 from .saved_value import Computed, Leaf, Value, finer, is_float8, register, registered
 from .users import is_leaf, operation
 
-_LONGEST = 40
-"""Rules that are tried, and values that are computed, one after another, views and copies among them: each recurs."""
+_MOST_STEPS = 40
+"""Rules one after another, views and copies among them, by which a value is found and computed: each is a recursion."""
 
 
-def derive(
-    edge: Edge, dtype: torch.dtype, need: Need, reach: Kind = Kind.FUNCTION, beside_codes: bool = False
-) -> Value | None:
+def derive(edge: Edge, dtype: torch.dtype, need: Need, reach: Kind, beside_codes: bool) -> Value | None:
     """The value of an edge, precise to ``dtype`` and as ``need`` says, from what is stored; None if nothing gives it.
 
     reach: views alone, also copies, or also functions. beside_codes: whether other values are stored in codes.
@@ -36,12 +34,12 @@ class _Derivation:
 
     def __init__(self, need: Need, reach: Kind, beside_codes: bool) -> None:
         self.need, self.reach, self.beside_codes = need, reach, beside_codes
-        self.failed: dict[tuple[Any, int, torch.dtype | None], int] = {}  # and how many functions were left
+        self.failed: dict[tuple[Any, int, torch.dtype | None], int] = {}  # with how many functions left
 
     def value(
-        self, edge: Edge, dtype: torch.dtype | None, left: int = _LONGEST, functions: int = MOST_FUNCTIONS
+        self, edge: Edge, dtype: torch.dtype | None, steps: int = _MOST_STEPS, functions: int = MOST_FUNCTIONS
     ) -> Value | None:
-        """left: rules that may be tried one after another; functions: those among them that compute something.
+        """steps: the rules that are left to try one after another; functions: those that compute something.
 
         dtype: None for the edge's own.
         """
@@ -56,27 +54,29 @@ class _Derivation:
                 value.stay_exact()
             return value
         rule = RULES.get(operation(edge.node))
-        if rule is None or left == 0 or functions < rule.cost or not self._may_use(rule):
+        if rule is None or steps == 0 or functions < rule.cost or not self._allows(rule):
             return None
         key = edge.node, edge.nr, dtype
         if functions <= self.failed.get(key, -1):
             return None
         if rule.kind == Kind.VIEW:
-            value = self._seen_through(edge, dtype, left, functions)
+            value = self._seen_through(edge, dtype, steps, functions)
         else:
-            value = self._applied(rule, edge, dtype, left, functions - rule.cost)
+            value = self._applied(rule, edge, dtype, steps, functions - rule.cost)
         if value is None:
             self.failed[key] = functions
         return value
 
-    def _may_use(self, rule: Rule) -> bool:
+    def _allows(self, rule: Rule) -> bool:
         return (
             rule.kind <= self.reach
             and not (rule.uncoded and self.beside_codes)
             and (rule.exactness == "bits" or self.need.rounded)
         )
 
-    def _seen_through(self, edge: Edge, dtype: torch.dtype | None, left: int, functions: int) -> Value | None:
+    def _seen_through(
+        self, edge: Edge, dtype: torch.dtype | None, steps: int, functions: int
+    ) -> Value | None:
         """A chain of views, as one function of the tensor that they are views of, whose dtype and device they have."""
         views = [edge]
         value: Value | None
@@ -85,17 +85,17 @@ class _Derivation:
             if node is None:
                 return None
             if is_leaf(node):
-                value = self._unchanged(node.variable, views[-1].node)
+                value = _unchanged(node.variable, views[-1].node)
                 break
             source = Edge(node, nr)
             above = RULES.get(operation(node))
             if (
                 above is None
                 or above.kind != Kind.VIEW
-                or len(views) == left
+                or len(views) == steps
                 or registered(source) is not None
             ):
-                value = self.value(source, dtype, left - len(views), functions)
+                value = self.value(source, dtype, steps - len(views), functions)
                 break
             views.append(source)
         if value is None or (function := _composition(views)) is None:
@@ -106,7 +106,7 @@ class _Derivation:
         return _registered(edge, seen)
 
     def _applied(
-        self, rule: Rule, edge: Edge, dtype: torch.dtype | None, left: int, functions: int
+        self, rule: Rule, edge: Edge, dtype: torch.dtype | None, steps: int, functions: int
     ) -> Value | None:
         """The rule's function of the operation's inputs."""
         sources = edge.inputs()
@@ -120,7 +120,7 @@ class _Derivation:
             if source is None or is_leaf(source.node):
                 found = self._without_graph(rule, edge.node, source, i)
             else:
-                value = self.value(source, _needed(rule, edge, source, dtype), left - 1, functions)
+                value = self.value(source, _needed(rule, edge, source, dtype), steps - 1, functions)
                 found = None if value is None else [value]
             if found is None:
                 return None
@@ -130,14 +130,14 @@ class _Derivation:
                 if not all(extra):
                     return None
                 values += itertools.chain(*extra)  # type: ignore[arg-type]
-        if not self._may_be_used(rule, edge, values):
+        if not self._accepts(rule, edge, values):
             return None
         result = Computed(function, values, edge.dtype, _precision(rule, edge, values[0]), rule.cost)
         result.rounded = rule.exactness == "rounding" or any(each.rounded for each in values)
         result.clipped = any(each.clipped for each in values)
         return _registered(edge, result)
 
-    def _may_be_used(self, rule: Rule, edge: Edge, values: list[Value]) -> bool:
+    def _accepts(self, rule: Rule, edge: Edge, values: list[Value]) -> bool:
         """Whether an output is to be computed from these inputs."""
         if rule.exactness == "rounding" and self.need.exact and values[1].dtype != torch.float32:
             return False  # statistics in bf16: the rows would be off by more than rounding
@@ -159,16 +159,18 @@ class _Derivation:
             return found if found or attribute.startswith("*") else None
         if found and not isinstance(found[0], Leaf):
             return found if found[0].fresh() else None
-        leaf = self._unchanged(source.node.variable, node)
+        leaf = _unchanged(source.node.variable, node)
         return None if leaf is None else [leaf]
 
-    def _unchanged(self, leaf: Tensor, node: Any) -> Leaf | None:
-        return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node) else None
+
+def _unchanged(leaf: Tensor, node: Any) -> Leaf | None:
+    """The leaf as it was when a node was built, if it certainly still is."""
+    return Leaf(leaf).as_it_is() if leaves.unchanged_since(leaf, node) else None
 
 
 def _registered(edge: Edge, value: Computed) -> Computed | None:
     """Registers a value, unless it is too far from what is stored."""
-    if value.depth > MOST_FUNCTIONS or value.length > _LONGEST:
+    if value.functions > MOST_FUNCTIONS or value.steps > _MOST_STEPS:
         return None
     register(edge, value)
     return value

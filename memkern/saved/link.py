@@ -186,9 +186,8 @@ class Link:
             if not self.copies.is_done(transfer.event):
                 if self.leaving_bytes <= ahead or len(self.leaving) == 1:
                     return
-                self.copies.wait(
-                    transfer.event
-                )  # its memory may be given to what the current stream does next
+                # Its memory may be given to what the current stream does next.
+                self.copies.wait(transfer.event)
             self._free(self.leaving.popleft())
 
     def _free(self, transfer: Transfer) -> None:
@@ -246,9 +245,8 @@ class Link:
             found = record.found()
             self.enough -= record.nbytes
             behind = missed or self.enough <= 0 or record.index > self.last_taken
-            if (
-                behind and torch._C._current_graph_task_id() != -1
-            ):  # not where a forward pass looks at something
+            # Not where a forward pass looks at something.
+            if behind and torch._C._current_graph_task_id() != -1:
                 self._fetch_below(record)
             self.last_taken = record.index
         return found

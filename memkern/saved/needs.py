@@ -52,4 +52,6 @@ EXACT = Need(exact=True)
 CODES = Need(exact=False)
 SHAPE = Need(exact=False, clipped=True)
 OF_USE = {Use.EXACT: SAME_BITS, Use.CODED: CODES, Use.SHAPE: SHAPE}
-"""Where nothing else is known of the user."""
+"""Where nothing is known of the data."""
+OF_USE_EXACTLY = {Use.EXACT: SAME_BITS, Use.CODED: EXACT, Use.SHAPE: EXACT}
+"""The same where nothing is stored in codes."""

@@ -69,9 +69,7 @@ class Packed:
         """is_last: whether nothing asks again (:func:`is_last_use`)."""
         x = evaluate(self.value)
         if is_last and not isinstance(self.value, Waiting):
-            self.value = (
-                _USED  # frees codes before the operation allocates gradients; torch frees when it is done
-            )
+            self.value = _USED  # frees codes before the operation allocates gradients, torch when it is done
         return self.fitted(x)
 
     def fitted(self, x: Tensor) -> Tensor:

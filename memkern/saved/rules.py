@@ -252,10 +252,11 @@ class Rule:
     inputs: tuple[str, ...] | None = ("",)
     extra: tuple[str, ...] = ()
     uncoded: bool = False
-    cost: int = dataclasses.field(init=False)  # functions that it computes
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cost", int(self.kind == Kind.FUNCTION))
+    @property
+    def cost(self) -> int:
+        """Functions that it computes."""
+        return int(self.kind == Kind.FUNCTION)
 
 
 def _view(make: Callable[[Edge], Callable[..., Tensor]]) -> Rule:

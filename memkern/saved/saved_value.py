@@ -72,12 +72,14 @@ class Value:
     """The value that is saved for one edge.
 
     dtype: of the edge. precision: the dtype to which the value is right, coarser than dtype where only a cast of it was
-    saved. lossy: whether 8-bit codes are in it. rounded: whether it is computed anew to within rounding only. clipped:
-    whether it is log-probabilities whose codes end at a smallest one. managed: whether it is, or views, memory that
-    others free and fill again (:func:`is_managed`). depth: functions between it and what is stored. length: the same
-    with views and copies.
-    block_size: of its codes, the largest of several. bases: what it is made of in the end, if it is a function of
-    others. uses: how many users are left, a hint that affects speed only.
+    saved. lossy: whether 8-bit codes are in it. coarse: whether the codes have lost most of a block beside its largest
+    value. block_size: of its codes, the largest of several. rounded: whether it is computed anew to within rounding
+    only. clipped: whether it is log-probabilities whose codes end at a smallest one. managed: whether it is, or views,
+    memory that others free and fill again (:func:`is_managed`).
+    functions: how many are computed, one after another, from what is stored. steps: the same with views and copies.
+    bases: what it is made of in the end, if it is a function of others.
+    uses: how many will still ask for it: each Packed that holds it, and each value that is computed from it, adds one,
+    and evaluating takes one off. A hint that affects speed and memory only.
     """
 
     dtype: torch.dtype
@@ -88,7 +90,7 @@ class Value:
     clipped = False
     managed = False
     block_size = 0
-    depth = length = 0
+    functions = steps = 0
     bases: tuple[Value, ...] = ()
     uses = 0
 
@@ -174,15 +176,15 @@ class Computed(Value):
 
     def _make_of(self, inputs: tuple[Value, ...], cost: int) -> None:
         self.inputs = inputs
-        self.length = 1 + max((value.length for value in inputs), default=0)
+        self.steps = 1 + max((value.steps for value in inputs), default=0)
         for value in inputs:
             value.uses += 1
         if len(self.inputs) == 1:
             (value,) = self.inputs
-            self.bases, self.depth = value.bases or self.inputs, cost + value.depth
+            self.bases, self.functions = value.bases or self.inputs, cost + value.functions
         else:
             self.bases = tuple(base for value in self.inputs for base in value.bases or (value,))
-            self.depth = cost + max((value.depth for value in self.inputs), default=0)
+            self.functions = cost + max((value.functions for value in self.inputs), default=0)
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]

@@ -20,9 +20,9 @@ from .needs import Use
 from .packed import Packed, is_last_use
 from .saved_value import Hooks, Leaf, Value
 from .storage import is_plain
-from .store import Store
+from .store import Notes, Store
 from .undecided import Waiting, sequence_nr, undecided
-from .users import BOUNDED, SPARSE, UNKNOWN
+from .users import BOUNDED, NOT_TOLD, SPARSE, UNKNOWN
 
 EXACT = "exact"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -74,8 +74,8 @@ class Session:
         self.bits, self.store = bits, Store(bits != 8, offload)
         self.module, self.frame = module, frame  # whose call opens it, if one does
         self.opened = True
-        self.below: Hooks | None = None
-        self.inside: Session | None = None
+        self.hooks_around: Hooks | None = None
+        self.enclosing: Session | None = None
 
     def enter(self) -> None:
         top = _top_hooks()
@@ -84,8 +84,8 @@ class Session:
             # Inside of a checkpoint nothing is saved; its hooks count, and the recomputation must come to the same.
             self.opened = False
             return
-        self.below, self.inside = top, _session_of(top)
-        self.store.outer = top if self.inside is None else self.inside.store.outer
+        self.hooks_around, self.enclosing = top, _session_of(top)
+        self.store.outer = top if self.enclosing is None else self.enclosing.store.outer
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def exit(self, passing: Iterable[Tensor] = (), outputs: Iterable[Tensor] = ()) -> None:
@@ -96,21 +96,21 @@ class Session:
         for x in outputs:
             if x.grad_fn is not None:  # the gradient of a loss is a number
                 undecided.look([x.grad_fn], BOUNDED if x.numel() == 1 else UNKNOWN)
-        if self.inside is not None:
-            self.inside.store.coded += self.store.coded
+        if self.enclosing is not None:
+            self.enclosing.store.notes.add_all(self.store.notes)
         else:
             if self.store.outer is not None:
                 undecided.give_up(self.store.outer)
             # torch.func's tensors are others around the ones that are saved, and have no storage.
             held = [x for x in passing if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
             self.store.end(held)
-        self.store.forget()
+        self.store.notes = Notes()
 
     def _pop_hooks(self) -> None:
         self.opened, self.frame = False, None
         # A block around an interrupted module call, such as save_on_cpu's, ends first and pops these hooks in place of
         # its own, which are on top then.
-        if _session_of(top := _top_hooks()) is self or (top is not None and top == self.below):
+        if _session_of(top := _top_hooks()) is self or (top is not None and top == self.hooks_around):
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def interrupted(self) -> bool:
@@ -129,9 +129,9 @@ class Session:
         """Finds who uses x (callers.py, undecided.py), then its value (store.py)."""
         if self.frame is not None and self.interrupted():
             close_interrupted()
-            self.bits = None
-        if self.inside is not None and not self.opened:
-            return self.inside.pack(x)
+            self.bits = None  # whatever runs now is not of that call: it is saved as torch does
+        if self.enclosing is not None and not self.opened:
+            return self.enclosing.pack(x)
         if self.bits is None or not _has_graph(x):
             return Packed(self.store.stored(x), x, is_plain(x))
         seq = sequence_nr()  # before grad_fn is asked for: of a view that may build a node
@@ -155,9 +155,9 @@ class Session:
         edge = Edge(node, x.output_nr)
         use = callers.use(frame)
         callers.note_cast(frame, edge, seq)
-        # Else it may be the one that is being built, and has not saved everything yet.
+        # A node with this number may be the one that is being built, and has not saved everything yet.
         if node._sequence_nr() != seq:
-            elements = SPARSE if use is Use.SHAPE else 0  # of a loss of classes
+            elements = SPARSE if use is Use.SHAPE else NOT_TOLD  # of a loss of classes
             undecided.look([node], BOUNDED if use is Use.CODED else UNKNOWN, elements)
         value = self.store.at_once(x, edge, use)
         if value is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..quant.layout import FLOATS
-from . import attention, bases, bounded, codecs, needs, ranges
+from . import attention, bases, bounded, codecs, data_needs, needs
+from .data_needs import Normalization
 from .derive import derive
 from .edge import Edge
 from .link import Offload
@@ -36,13 +38,9 @@ class Store:
 
     def __init__(self, exact: bool, offload: Offload | None) -> None:
         self.exact, self.offload = exact, offload
-        self.needs = dict.fromkeys(Use, needs.EXACT) | {Use.EXACT: needs.SAME_BITS} if exact else needs.OF_USE
+        self.needs = needs.OF_USE_EXACTLY if exact else needs.OF_USE
         self.outer: Hooks | None = None
-        self.coded: list[weakref.ref[Stored]] = []
-        self.constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
-        self.most = (
-            _LEAST_NOTES  # notes of what is stored, dead ones among them, before they are looked through
-        )
+        self.notes = Notes()
 
     # ---- the value of a tensor
 
@@ -88,21 +86,21 @@ class Store:
         return value
 
     def _derived_or_stored(self, x: Tensor, edge: Edge, use: Use, node: Any, waiting: Value | None) -> Value:
-        need, normal = self.needs[use], None
+        need, normalization = self.needs[use], None
         if need is needs.CODES and node is not None:
-            if (mask := ranges.mask(node, x)) is not None:
+            if (mask := data_needs.mask_of(node, x)) is not None:
                 return self._masked(x, edge, mask)
-            need, normal = ranges.need(node, x, waiting)
+            need, normalization = data_needs.need_of(node, x, waiting)
         find = functools.partial(derive, edge, x.dtype, reach=_reach(x), beside_codes=not self.exact)
-        value = find(need if normal is None else needs.EXACT)
+        # Codes of others are of x itself, which the node's mean makes too coarse.
+        value = find(need if normalization is None else needs.EXACT)
         if value is not None:
             return value
         base, data = bases.base(edge, x, _reach(x) == Kind.VIEW)
-        if normal is not None and base is not edge:
-            normal = ranges.normal_before_views(node, data)
-            codec = None if normal is None else self.codec(base, data, need, normal)
+        if normalization is None:
+            codec = self.codec(base, data, need)
         else:
-            codec = self.codec(base, data, need, normal)
+            codec = self._normalized(normalization, base, data, need, None if base is edge else node)
         stored = self._store(base, data, codec)
         if stored.coarse and not need.coarse:
             stored.upgrade(data)
@@ -119,12 +117,12 @@ class Store:
         value = derive(edge, x.dtype, needs.EXACT, _reach(x), beside_codes=True)
         if value is None:
             value = self.stored(x, mask)
-            self.coded.append(weakref.ref(value))
+            self.notes.add(value)
         return value
 
     def _to_its_side(self, value: Value, x: Tensor, node: Any) -> Value:
         """The decoded value on the side of a jump on which x was, where the node's derivative has jumps."""
-        if (limits := ranges.jumps(node)) is None:
+        if (limits := data_needs.jumps(node)) is None:
             return value
         sides = self.stored(x, codecs.sides(*limits))
         function = functools.partial(codecs.to_side, *limits)
@@ -132,24 +130,28 @@ class Store:
 
     # ---- what is stored
 
-    def codec(
-        self, base: Edge, data: Tensor, need: Need, normal: ranges.Affine | None
-    ) -> codecs.Codec | None:
-        """The codes for the data of an edge; None: it is stored as it is. normal: what is coded in place of it."""
+    def codec(self, base: Edge, data: Tensor, need: Need) -> codecs.Codec | None:
+        """The codes for the data of an edge, by the operation that made them; None: they are stored as they are."""
         if need.exact or _is_small(data) or data.dtype not in FLOATS or base.dtype not in FLOATS:
             return None
-        codec = bounded.CODECS.get(bases.codec_of(base) or "")
-        if codec is None or (codec is bounded.LOGARITHM and not need.clipped):
+        codec = bases.codec_of(base)
+        if codec is bounded.LOGARITHM and not need.clipped:
             return None
-        if normal is not None and registered(base) is not None:
-            return None
-        if normal is None:
-            normal = ranges.normal_of_output(base.node, data)
-        if normal is not None:
-            return codecs.normalized(*normal)
+        if codec is not None and (normalization := data_needs.mean_of_attention(base.node, data)) is not None:
+            return codecs.normalized(*normalization)
         if codec in (codecs.POWER, codecs.UNSIGNED) and need.block_size < codecs.BLOCK_SIZE:
             return codecs.in_blocks_of(codec, need.block_size)
         return codec
+
+    def _normalized(
+        self, normalization: Normalization, base: Edge, data: Tensor, need: Need, viewer: Any
+    ) -> codecs.Codec | None:
+        """The same, of what is coded in place of the data; viewer: the node, where it has saved a view of them."""
+        found = normalization if viewer is None else data_needs.mean_of_attention(viewer, data, True)
+        # What is stored of the edge already serves others as it is: this node's codes would be beside it.
+        if found is None or registered(base) is not None or self.codec(base, data, need) is None:
+            return None
+        return codecs.normalized(*found)
 
     def stored(
         self, x: Tensor, codec: codecs.Codec | None = None, dtype: torch.dtype | None = None
@@ -174,37 +176,20 @@ class Store:
         stored = self.stored(data, codec, base.dtype)
         stored.clipped = stored.codec is bounded.LOGARITHM
         register(base, stored)
-        self._note(stored)
+        self.notes.add(stored)
         return stored
 
     def constant(self, x: Tensor) -> Stored:
-        """Stores a tensor that needs no gradient, exactly; masks in bits."""
+        """Stores a tensor that needs no gradient, exactly: masks in bits, indices in fewer bytes."""
         if isinstance(x, FakeTensor) or x.numel() < MIN_NUMEL:
             return self.stored(x)
-        storage = x.untyped_storage()
-        place = (x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
-        known = self.constants.get(storage._cdata)
-        found = known[2]() if known is not None and known[0]() is storage and known[1] == place else None
-        if found is not None:
-            return found
-        stored = self.stored(x, codecs.CONSTANT)
-        self.constants[storage._cdata] = weakref.ref(storage), place, weakref.ref(stored)
-        self._note(stored)
+        stored = self.notes.constant_of(x)
+        if stored is None:
+            stored = self.stored(x, codecs.CONSTANT)
+            self.notes.add_constant(x, stored)
         return stored
 
-    def _note(self, stored: Stored) -> None:
-        if stored.codec is not None:
-            self.coded.append(weakref.ref(stored))
-        if len(self.coded) + len(self.constants) >= self.most:  # one block may hold a whole training loop
-            self.coded = [ref for ref in self.coded if ref() is not None]
-            self.constants = {key: known for key, known in self.constants.items() if known[2]() is not None}
-            self.most = max(_LEAST_NOTES, 2 * (len(self.coded) + len(self.constants)))
-
     # ---- at the block's end
-
-    def forget(self) -> None:
-        """Ends the notes of what is stored."""
-        self.coded, self.constants = [], {}
 
     def end(self, passing: list[Tensor]) -> None:
         """Drops codes of tensors that the caller holds anyway, such as cached keys and values.
@@ -217,11 +202,54 @@ class Store:
                 value = registered(bases.base(Edge(x.grad_fn, x.output_nr), x, x._version > 0)[0])
                 if isinstance(value, Stored):
                     value.encode_again()
-                    self._note(value)
+                    self.notes.add(value)
         storages = {x.untyped_storage()._cdata for x in passing}
-        for ref in self.coded:
-            if (stored := ref()) is not None:
-                stored.hold_if_alive(storages)
+        for stored in self.notes.coded():
+            stored.hold_if_alive(storages)
+
+
+class Notes:
+    """What a block has stored: values in codes, and constants by their storage."""
+
+    def __init__(self) -> None:
+        self._coded: list[weakref.ref[Stored]] = []
+        self._constants: dict[int, tuple[weakref.ref, Any, weakref.ref[Stored]]] = {}
+        self._most = _LEAST_NOTES  # dead ones among them, before they are looked through
+
+    def __len__(self) -> int:
+        return len(self._coded) + len(self._constants)
+
+    def add(self, stored: Stored) -> None:
+        if stored.codec is not None:
+            self._coded.append(weakref.ref(stored))
+        if len(self) >= self._most:  # one block may hold a whole training loop
+            self._coded = [ref for ref in self._coded if ref() is not None]
+            self._constants = {key: known for key, known in self._constants.items() if known[2]() is not None}
+            self._most = max(_LEAST_NOTES, 2 * len(self))
+
+    def add_all(self, other: Notes) -> None:
+        """Those of a block inside of this one."""
+        self._coded += other._coded
+
+    def coded(self) -> Iterator[Stored]:
+        return (stored for ref in self._coded if (stored := ref()) is not None)
+
+    def add_constant(self, x: Tensor, stored: Stored) -> None:
+        storage = x.untyped_storage()
+        self._constants[storage._cdata] = weakref.ref(storage), _place(x), weakref.ref(stored)
+        self.add(stored)
+
+    def constant_of(self, x: Tensor) -> Stored | None:
+        """The value of the same memory, if it is stored and x is as it was."""
+        storage = x.untyped_storage()
+        known = self._constants.get(storage._cdata)
+        if known is None or known[0]() is not storage or known[1] != _place(x):
+            return None
+        return known[2]()
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
 
 
 def _is_small(x: Tensor) -> bool:

@@ -26,6 +26,7 @@ from .users import (
     BOUNDED,
     DENSE,
     LOG_SOFTMAX,
+    NOT_TOLD,
     REDUCED,
     SPARSE,
     UNKNOWN,
@@ -99,7 +100,7 @@ class Undecided(threading.local):
             self.forget_the_dead()
         self.entries.setdefault(seq, []).append(weakref.ref(packed))
 
-    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, elements: int = 0) -> None:
+    def look(self, nodes: Iterable[Any], state: int = UNKNOWN, elements: int = NOT_TOLD) -> None:
         """Walks up the graph from ``nodes`` and decides the waiting tensors of the nodes that it meets.
 
         state, elements: of the gradients that arrive at the outputs of ``nodes`` (users.py). A node is met once for
@@ -129,12 +130,11 @@ class Undecided(threading.local):
             below, of = passed_on(row, node, name, state), spread(row, name, elements)
             stack += [(source, below, of) for source, _ in node.next_functions if source is not None]
         found.sort(key=lambda each: each[0].value.order)
-        for packed, how, node in found:
-            if (
-                how is Use.SHAPE and operation(node) == LOG_SOFTMAX
-            ):  # of which another user may have been met since
-                how = _use_of_logarithms(node) or how
-            packed.value.store.settle(packed, how, node)
+        for packed, use, node in found:
+            if use is Use.SHAPE and operation(node) == LOG_SOFTMAX:
+                # Another user of the log-probabilities may have been met since.
+                use = _use_of_logarithms(node) or use
+            packed.value.store.settle(packed, use, node)
 
     def _decided(self, node: Any, name: str, row: User, seq: int) -> list[tuple[Any, Use, Any]]:
         """The waiting tensors of this node whose use is known now: (packed, use, node)."""
@@ -145,21 +145,21 @@ class Undecided(threading.local):
         found, left = [], [weakref.ref(packed) for packed in every if packed not in waiting]
         for packed in waiting:
             value = packed.value
-            how: Use | None
+            use: Use | None
             if value in shape:
-                how = Use.SHAPE
+                use = Use.SHAPE
             elif value not in coded:
-                how = Use.EXACT
+                use = Use.EXACT
             elif name == LOG_SOFTMAX:
-                how = _use_of_logarithms(node)
+                use = _use_of_logarithms(node)
             elif row.kind == "product" or state == BOUNDED or (state == REDUCED and is_square(node, name)):
-                how = Use.CODED
+                use = Use.CODED
             else:
-                how = Use.EXACT if state >= REDUCED else None
-            if how is None:
+                use = Use.EXACT if state >= REDUCED else None
+            if use is None:
                 left.append(weakref.ref(packed))
             else:
-                found.append((packed, how, node))
+                found.append((packed, use, node))
         if left:
             self.entries[seq] = left
         else:

@@ -21,7 +21,8 @@ REDUCED = 2  # of a division or logarithm of a sum or mean over many elements
 AMPLIFIED = 3  # of a division, a logarithm or an unknown operation: errors may be divided by small values
 
 
-# Of which elements it is: 0 where nothing tells.
+# Of which elements it is.
+NOT_TOLD = 0
 SPARSE = 1  # a few of each row: of a loss of classes, or gathered
 DENSE = 2
 
@@ -91,7 +92,7 @@ _PRODUCTS = {
         "ScaledDotProductEfficientAttentionBackward0",
         "ScaledDotProductCudnnAttentionBackward0",
     ),
-    # Where the mean of a row is large beside its deviation, what is coded is x - mean (ranges.normal).
+    # Where the mean of a row is large beside its deviation, what is coded is x - mean (data_needs.normalization).
     **_rows(
         "product",
         ("input",),
@@ -127,7 +128,7 @@ _SMOOTH = {
         "CeluBackward0",
         "SoftplusBackward0",
         "GluBackward0",
-        "PowBackward0",  # of whole exponents only; others are singular (kind_of)
+        "PowBackward0",  # of whole exponents only; others are singular (of_power)
     ),
     **_rows("smooth", ("self", "other"), "MulBackward0"),
     **_rows("smooth", ("tensor1", "tensor2"), "AddcmulBackward0"),
@@ -177,7 +178,7 @@ _LINEAR = {
 }
 
 USERS: dict[str, User] = {**_PRODUCTS, **_SMOOTH, **_LINEAR}
-"""The attributes that may be coded, by the node's name and its ``_saved_`` attributes."""
+"""The rows by the node's name."""
 
 UNKNOWN_USER, SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
@@ -292,7 +293,7 @@ def passed_on(
 
 
 def spread(row: User, name: str, elements: int) -> int:
-    """Of which elements the gradient at a node's inputs is, given that at its output (0, SPARSE or DENSE)."""
+    """Of which elements the gradient at a node's inputs is, given that at its output (NOT_TOLD, SPARSE or DENSE)."""
     if name in _PICKING:
         return SPARSE
     return DENSE if row.kind != "linear" or name in MEANS else elements

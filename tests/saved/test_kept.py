@@ -268,7 +268,7 @@ def test_one_block_around_a_whole_loop_keeps_no_notes() -> None:
             step()
         assert len(gc.get_objects()) - before < 30
         session = context._opened.sessions[0]
-        assert len(session.store.coded) + len(session.store.constants) <= 100
+        assert len(session.store.notes) <= 100
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 12.5), ("exact", 11)])

@@ -244,7 +244,7 @@ def test_one_block_around_a_whole_loop_does_not_grow() -> None:
     with memkern.quantize_saved(8) as context:
         for _ in range(30):
             model(ids()).square().mean().backward()
-        assert len(context._opened.sessions[0].store.coded) < 600
+        assert len(context._opened.sessions[0].store.notes) < 600
         assert _alive() < 100
 
 

@@ -16,7 +16,7 @@ import memkern
 from memkern import memory
 from memkern.functions.glu import Glu
 from memkern.functions.saves_input import Recompute
-from memkern.saved import codecs, ranges, users
+from memkern.saved import codecs, data_needs, users
 
 B, T, W = 4, 32, 64
 X = torch.randn(B, T, W, generator=torch.Generator().manual_seed(1))
@@ -188,11 +188,11 @@ def test_no_centre_without_need() -> None:
     x = (X + 0.1).requires_grad_()
     with memkern.quantize_saved(8):
         y = F.layer_norm(x * 1, (W,))
-    assert ranges.normal(y.grad_fn, x.detach()) is None
+    assert data_needs.normalization(y.grad_fn, x.detach()) is None
     shifted = torch.cat((x[:2], x[2:] + 100))
     with memkern.quantize_saved(8):
         y = F.layer_norm(shifted, (W,))
-    mean, inverse = ranges.normal(y.grad_fn, x.detach()) or (None, None)
+    mean, inverse = data_needs.normalization(y.grad_fn, x.detach()) or (None, None)
     assert mean is not None
     assert inverse is not None
     rows = (shifted.detach() - mean) * inverse

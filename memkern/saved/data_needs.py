@@ -1,7 +1,8 @@
-"""Finds data for which plain codes are too coarse, by its range and by the statistics that norms save anyway.
+"""What the data of a tensor ask of its codes, where plain ones would be too coarse.
 
 The mean of a norm's input, or of attention's keys, values or output over all tokens, may be large beside the deviation:
-then the difference from the mean is coded.
+then the difference from the mean is coded. Most of this is asked on a CPU only, as elsewhere the answer would wait for
+the device.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +25,11 @@ from .rules import signed
 from .saved_value import Value
 from .users import is_leaf, is_square, operation, user
 
-Affine = tuple[Tensor, Tensor | None]
-"""A mean and an inverse deviation; None for 1."""
-
-_STATISTICS = {  # mean and inverse deviation, by the node's attributes
-    "NativeLayerNormBackward0": ("_saved_result1", "_saved_result2"),
-    "NativeGroupNormBackward0": ("_saved_result1", "_saved_result2"),
-    "NativeBatchNormBackward0": ("_saved_result1", "_saved_result2"),
-    "CudnnBatchNormBackward0": ("_saved_result1", "_saved_result2"),
-    "MiopenBatchNormBackward0": ("_saved_result1", "_saved_result2"),
-}
+_NORMS = (
+    *("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"),
+    *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
+)
+_STATISTICS = ("_saved_result1", "_saved_result2")  # of these nodes: mean and inverse deviation
 _RUNNING = ("_saved_running_mean", "_saved_running_var")
 LARGEST = 1.0
 """Of |mean| / deviation. Codes are right to a share of the largest value, which is then 4 deviations or less."""
@@ -41,17 +37,25 @@ LARGEST_SPREAD = 8.0
 """Of the largest deviation to the smallest, where one block of codes holds values of several rows or channels."""
 
 
+class Normalization(NamedTuple):
+    """What is coded in place of x: (x - mean) * inverse, both of which broadcast over it; None for 1."""
+
+    mean: Tensor
+    inverse: Tensor | None = None
+
+
 def _of(value: Value) -> Tensor:
     return value.tensor(_of)
 
 
 def _read(node: Any, name: str) -> tuple[Tensor, Tensor] | None:
-    found = [saved_by(node, attribute) for attribute in _STATISTICS[name]]
+    found = [saved_by(node, attribute) for attribute in _STATISTICS]
     if all(found) and _of(found[0][0]).numel():  # type: ignore[index]
         return _of(found[0][0]), _of(found[1][0])  # type: ignore[index]
     running = [saved_by(node, attribute) for attribute in _RUNNING] if "BatchNorm" in name else []
     if not running or not all(running):
         return None
+    # Any epsilon does: codes are decoded with the same one.
     return _of(running[0][0]), (_of(running[1][0]) + 1e-5).rsqrt()  # type: ignore[index]
 
 
@@ -64,7 +68,7 @@ _ATTENTION = ("_saved_key", "_saved_value")
 
 
 def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
-    """The mean over tokens, where it is larger than LARGEST_MEAN deviations from it. On a CPU only, as above."""
+    """The mean over tokens, where it is larger than LARGEST_MEAN deviations from it. On a CPU only."""
     if x.device.type != "cpu" or x.dtype not in FLOATS or isinstance(x, FakeTensor):
         return None
     mean = x.mean(dims, keepdim=True, dtype=torch.float32)
@@ -74,34 +78,29 @@ def _token_mean(x: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     return mean if of_mean > LARGEST_MEAN**2 * (energy - of_mean) else None
 
 
-def normal_before_views(node: Any, data: Tensor) -> Affine | None:
-    """As :func:`normal`, of the tensor of which attention's keys or values are a view: by its last dimension."""
+def mean_of_attention(node: Any, data: Tensor, before_views: bool = False) -> Normalization | None:
+    """The mean over tokens, if it is large, of attention's output, or of what its keys or values are a view of.
+
+    before_views: the latter, whose dimensions but the last are tokens.
+    """
     if not is_attention(node) or data.dim() < 2:
         return None
-    mean = _token_mean(data, tuple(range(data.dim() - 1)))
-    return None if mean is None else (mean, None)
+    mean = _token_mean(data, tuple(range(data.dim() - 1)) if before_views else (-2,))
+    return None if mean is None else Normalization(mean)
 
 
-def normal_of_output(node: Any, data: Tensor) -> Affine | None:
-    """As :func:`normal`, of attention's output, whoever uses it: its mean over the tokens, if it is large."""
-    mean = _token_mean(data, (-2,)) if is_attention(node) else None
-    return None if mean is None else (mean, None)
+def normalization(node: Any, x: Tensor, waiting: Value | None = None) -> Normalization | None:
+    """What is coded in place of x; None for x itself.
 
-
-def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
-    """The tensor that is coded in place of x: (x - mean) * inverse, which broadcast over it; None for x itself.
-
-    For attention's keys and values: the mean over tokens, if it is large, and no inverse. For a norm's input:
-    the norm's statistics, if a mean is large or a block of codes would hold values of large and of small deviation.
-    Only on a CPU is this asked, as elsewhere the answer would wait for the device: there a norm's input always has
-    its statistics. waiting: what the node has saved of x.
+    For attention's keys and values: x less its mean over tokens, if that is large. For a norm's input: by the norm's
+    statistics, if a mean is large or a block of codes would hold values of large and of small deviation; elsewhere than
+    on a CPU always. waiting: what the node has saved of x.
     """
     name = operation(node)
     if is_attention(node):
         shown = any(waiting in (saved_by(node, attribute) or ()) for attribute in _ATTENTION)
-        mean = _token_mean(x, (-2,)) if shown else None
-        return None if mean is None else (mean, None)
-    if name not in _STATISTICS or isinstance(x, FakeTensor):
+        return mean_of_attention(node, x) if shown else None
+    if name not in _NORMS or isinstance(x, FakeTensor):
         return None
     statistics = _read(node, name)
     if statistics is None:
@@ -111,7 +110,7 @@ def normal(node: Any, x: Tensor, waiting: Value | None = None) -> Affine | None:
         is_whole = _run(x, _shared(mean, name, x)) % BLOCK_SIZE == 0
         if is_whole or inverse.amax() <= LARGEST_SPREAD * inverse.amin():
             return None
-    return _broadcast(mean, name, x), _broadcast(inverse, name, x)
+    return Normalization(_broadcast(mean, name, x), _broadcast(inverse, name, x))
 
 
 def _shared(mean: Tensor, name: str, x: Tensor) -> list[int]:
@@ -200,7 +199,7 @@ def in_tail(node: Any, x: Tensor) -> bool:
     """Whether all values are where a function's derivative is so small that codes of x are too coarse for it.
 
     The derivative is about e ** x there, so that codes' errors, .5 % of x, are relative ones of it. Where there are
-    larger values, too, their derivatives are larger and hide it. On a CPU only, as above.
+    larger values, too, their derivatives are larger and hide it. On a CPU only.
     """
     name = operation(node)
     limit = _TAILS.get(name)
@@ -229,7 +228,7 @@ def bears_coarse(node: Any) -> bool:
     return user(node, name).kind != "smooth" or name in _BOUNDED_RESULTS
 
 
-def mask(node: Any, x: Tensor) -> Codec | None:
+def mask_of(node: Any, x: Tensor) -> Codec | None:
     """The code of one bit for a node that only asks whether a value is between two limits."""
     name = operation(node)
     if name == "HardtanhBackward0":
@@ -254,8 +253,8 @@ def _codes(coarse: bool, block_size: int) -> Need:
     return Need(exact=False, coarse=coarse, block_size=block_size)
 
 
-def need(node: Any, x: Tensor, waiting: Value | None) -> tuple[Need, Affine | None]:
-    """What a node that may get codes of x needs for these data, and what is coded in place of x (:func:`normal`)."""
+def need_of(node: Any, x: Tensor, waiting: Value | None) -> tuple[Need, Normalization | None]:
+    """What a node that may get codes of x needs for these data, and what is coded in place of x."""
     if stays_exact(node, waiting) or in_tail(node, x) or (size := block_size(node, x)) is None:
         return SAME_BITS, None
-    return _codes(bears_coarse(node), size), normal(node, x, waiting)
+    return _codes(bears_coarse(node), size), normalization(node, x, waiting)
