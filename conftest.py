@@ -1,7 +1,9 @@
 """The same conditions for every test: backend, seed, threads."""
 
 import gc
+import importlib
 import os
+from collections.abc import Iterator
 from ctypes import CDLL
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,25 @@ def corpus(text: Path) -> Any:
     from memkern.train import load_corpus
 
     return load_corpus([str(text)], seq_len=32)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def no_collector() -> Iterator[None]:
+    importlib.import_module("torch._dynamo")  # torch does in the first backward pass, which leaves cycles
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def mean_squared_error(
     return {s: float((square * mixture(x, [s])).sum()) * step for s in sigmas}
 
 
-def _symmetry(x: Tensor, d: Tensor) -> tuple[int, float]:
+def _symmetry(d: Tensor) -> tuple[int, float]:
     if torch.allclose(d, d.flip(0), rtol=0, atol=1e-9):
         return EVEN, 0.0
     center = float(d[0] + d[-1])
@@ -180,7 +180,7 @@ def fit_levels(
         raise ValueError(
             f"derivative must give a finite number for each x from {x[0]:.0f} to {x[-1]:.0f}, as a tensor like x"
         )
-    symmetry, center = _symmetry(x, d)
+    symmetry, center = _symmetry(d)
     half = x > 0 if symmetry != PLAIN else torch.ones_like(x, dtype=torch.bool)
     count = 2 ** (bits - 1) if symmetry == ODD else 2**bits
     if len(exact) > count or sorted(set(exact)) != [*exact]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ..quant.layout import arithmetic
 from .autograd import SavesLess, apply, no_second_derivative, without_autocast
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -103,11 +104,7 @@ def _logits(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, column
     """A chunk of the logits: in x's dtype, as a linear layer computes them, then in fp32 (fp64 where x is)."""
     bias = None if linear_bias is None else linear_bias[columns].to(x.dtype)
     logits = F.linear(x, linear_weight[columns].to(x.dtype), bias)
-    return logits.to(_loss_dtype(x))
-
-
-def _loss_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return logits.to(arithmetic(x.dtype))
 
 
 def _place(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -271,7 +268,7 @@ def linear_cross_entropy(
     _check_target(flat, valid, classes)
     flat = torch.where(valid, flat, 0)
     x = input.reshape(rows, input.shape[-1]).to(dtype)
-    scale = valid.to(_loss_dtype(x))
+    scale = valid.to(arithmetic(x.dtype))
     if weight is not None:
         weight = weight.detach().to(scale.dtype)
         scale = scale * weight[flat]

@@ -32,6 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..quant.layout import arithmetic
 from .autograd import constant
 
 WORD = 0xFFFFFFFF
@@ -74,7 +75,7 @@ def _rows(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
 def _dct(x: Tensor, k: int, seed: Tensor, dtype: torch.dtype) -> Tensor:
     """k rows of a DCT-II, after Makhoul: one real FFT of the tokens, even ones first, odd ones reversed after them."""
     n = len(x)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # FFTs take bf16 on no device
+    wide = arithmetic(x.dtype)  # FFTs take bf16 on no device
     index = torch.arange(n, device=x.device)
     order = torch.cat([index[::2], index[1::2].flip(0)])
     signs = _signs(seed, 1, n, wide).unsqueeze(1)

@@ -17,7 +17,12 @@ from ..fewbit.levels import Levels, check_bits
 
 
 class _ShowsBits(nn.Module):
-    bits: int
+    """Before a class of torch, to which the arguments go."""
+
+    def __init__(self, *args: Any, bits: int) -> None:
+        super().__init__(*args)
+        check_bits(bits)
+        self.bits = bits
 
     def extra_repr(self) -> str:
         return _joined(super().extra_repr(), f"bits={self.bits}")
@@ -63,9 +68,7 @@ class Tanh(_ShowsBits, nn.Tanh):
     """Hyperbolic tangent."""
 
     def __init__(self, *, bits: int = 3) -> None:
-        super().__init__()
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.tanh(input, bits=self.bits)
@@ -75,9 +78,7 @@ class Sigmoid(_ShowsBits, nn.Sigmoid):
     """``1 / (1 + exp(-x))``."""
 
     def __init__(self, *, bits: int = 3) -> None:
-        super().__init__()
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.sigmoid(input, bits=self.bits)
@@ -87,10 +88,8 @@ class Softplus(_ShowsBits, nn.Softplus):
     """``log(1 + exp(beta x)) / beta``; ``beta`` positive."""
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0, *, bits: int = 3) -> None:
-        super().__init__(beta, threshold)
+        super().__init__(beta, threshold, bits=bits)
         F.check_positive("beta", beta)
-        check_bits(bits)
-        self.bits = bits
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softplus(input, self.beta, self.threshold, bits=self.bits)
@@ -100,9 +99,7 @@ class Mish(_ShowsBits, nn.Mish):
     """``x tanh(softplus(x))``."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
-        super().__init__(inplace)
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(inplace, bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.mish(input, self.inplace, bits=self.bits)
@@ -127,9 +124,7 @@ class QuickGELU(_ShowsBits):
     """``x sigmoid(1.702 x)``, CLIP's."""
 
     def __init__(self, *, bits: int = 3) -> None:
-        super().__init__()
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.quick_gelu(input, bits=self.bits)
@@ -139,9 +134,7 @@ class ELU(_ShowsBits, nn.ELU):
     """``x`` where positive, else ``alpha (exp(x) - 1)``."""
 
     def __init__(self, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> None:
-        super().__init__(alpha, inplace)
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(alpha, inplace, bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.elu(input, self.alpha, self.inplace, bits=self.bits)
@@ -151,10 +144,8 @@ class CELU(_ShowsBits, nn.CELU):
     """``x`` where positive, else ``alpha (exp(x / alpha) - 1)``; ``alpha`` positive."""
 
     def __init__(self, alpha: float = 1.0, inplace: bool = False, *, bits: int = 3) -> None:
-        super().__init__(alpha, inplace)
+        super().__init__(alpha, inplace, bits=bits)
         F.check_positive("alpha", alpha)
-        check_bits(bits)
-        self.bits = bits
 
     def forward(self, input: Tensor) -> Tensor:
         return F.celu(input, self.alpha, self.inplace, bits=self.bits)
@@ -164,9 +155,7 @@ class SELU(_ShowsBits, nn.SELU):
     """1.0507 times ELU with an alpha of 1.6733."""
 
     def __init__(self, inplace: bool = False, *, bits: int = 3) -> None:
-        super().__init__(inplace)
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(inplace, bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.selu(input, self.inplace, bits=self.bits)
@@ -176,9 +165,7 @@ class LogSigmoid(_ShowsBits, nn.LogSigmoid):
     """``-log(1 + exp(-x))``."""
 
     def __init__(self, *, bits: int = 3) -> None:
-        super().__init__()
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.logsigmoid(input, bits=self.bits)
@@ -188,9 +175,7 @@ class Softsign(_ShowsBits, nn.Softsign):
     """``x / (1 + |x|)``."""
 
     def __init__(self, *, bits: int = 3) -> None:
-        super().__init__()
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softsign(input, bits=self.bits)
@@ -200,9 +185,7 @@ class Tanhshrink(_ShowsBits, nn.Tanhshrink):
     """``x - tanh(x)``."""
 
     def __init__(self, *, bits: int = 3) -> None:
-        super().__init__()
-        check_bits(bits)
-        self.bits = bits
+        super().__init__(bits=bits)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.tanhshrink(input, bits=self.bits)

@@ -19,7 +19,7 @@ from ..reference.weights import load_weight, store_weight
 
 BLOCK = 128  # positions with random bits of their own
 PIECE = 2**20  # elements
-ERRORS = {"stochastic": None, "bf16+8": torch.int8, "bf16+16": torch.int16}
+ERROR_DTYPE = {"stochastic": None, "bf16+8": torch.int8, "bf16+16": torch.int16}
 """Values of ``storage``, and the dtype of the error that each keeps."""
 
 
@@ -34,14 +34,16 @@ def add_(total: Tensor, x: Tensor, storage: str, step: int, error: Tensor | None
     total, x = memory_order(total), memory_order(x)
     error = None if error is None else memory_order(error)
     unit = whole.segment if whole.segment < whole.numel else whole.block
-    size = max(PIECE // max(unit, 1), 1) * unit  # whole blocks, so that each has the same random bits
-    for start in range(0, whole.numel, max(size, 1)):
-        some, more = total[start : start + size], x[start : start + size]
-        rest = None if error is None else error[start : start + size]
-        count = len(some)
+    if not whole.numel:
+        return
+    size = max(PIECE // unit, 1) * unit  # whole blocks, so that each has the same random bits
+    for start in range(0, whole.numel, size):
+        piece = slice(start, start + size)
+        of_total, of_error = total[piece], None if error is None else error[piece]
+        count = len(of_total)
         layout = whole._replace(numel=count, segment=min(whole.segment, count), scale_shape=())
-        added = load_weight(some, rest, WEIGHTS[storage], layout) + to_blocks(more, layout)
-        store_weight(added, some, rest, WEIGHTS[storage], layout, step)
+        added = load_weight(of_total, of_error, WEIGHTS[storage], layout) + to_blocks(x[piece], layout)
+        store_weight(added, of_total, of_error, WEIGHTS[storage], layout, step)
 
 
 class _Sum:
@@ -67,7 +69,7 @@ class _Sum:
         p.grad = total
         if x is None:
             return
-        dtype = ERRORS[self.storage]
+        dtype = ERROR_DTYPE[self.storage]
         if dtype is not None and (self.error is None or not same_layout(self.error, total)):
             self.error = torch.zeros_like(total, dtype=dtype)
         self.count += 1
@@ -175,8 +177,8 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if storage not in ERRORS:
-        raise ValueError(f"storage must be one of {', '.join(map(repr, ERRORS))}, got {storage!r}")
+    if storage not in ERROR_DTYPE:
+        raise ValueError(f"storage must be one of {', '.join(map(repr, ERROR_DTYPE))}, got {storage!r}")
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if not params:
         raise ValueError(

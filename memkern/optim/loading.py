@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -212,75 +213,63 @@ def does_not_fit(name: str, i: Any, what: str) -> NoReturn:
     raise ValueError(f"the state of parameter {i} does not fit {name}: {what}")
 
 
+Refuse = Callable[[str], NoReturn]
+
+
 def check_state(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor, group: Group) -> None:
     """Raises ValueError unless these are the entries that the group's options ask for. ``name``: the optimizer's."""
+    refuse = functools.partial(does_not_fit, name, i)
     first = state.get(next(iter(op.moments)))
     coded = isinstance(first, Tensor) and not first.is_floating_point()
     keys = [k for k in state_keys(op) if coded or not k.endswith("_scale")]
     keys += weights.keys_of(group)
     if {*own_entries(state)} != {*keys}:
-        does_not_fit(name, i, f"keys {sorted(state)}, expected {sorted(keys)}")
+        refuse(f"keys {sorted(state)}, expected {sorted(keys)}")
     for key in keys:
         value = state[key]
         if not isinstance(value, Tensor):
-            does_not_fit(name, i, f"{key} must be a tensor, got {type(value).__name__}")
+            refuse(f"{key} must be a tensor, got {type(value).__name__}")
         if key == "step":
             if value.numel() != 1 or value.dtype != torch.float32:
-                does_not_fit(name, i, f"step must be one float32 number, got {value}")
+                refuse(f"step must be one float32 number, got {value}")
             if _has_values(value) and not 0 <= float(value) < 2**63:  # as the kernels count
-                does_not_fit(
-                    name, i, f"step must be one finite number, 0 or more and below 2^63, got {value}"
-                )
+                refuse(f"step must be one finite number, 0 or more and below 2^63, got {value}")
         elif key.endswith("_scale"):
-            _check_scale(name, i, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
+            _check_scale(refuse, key, value, layout_of(dense_like(p), group["block_size"]).scale_shape)
         elif key == "trust_ratio":
             count = layers_of(p, group)
             if value.dtype not in (torch.float32, torch.float64) or tuple(value.shape) != (count,):
-                does_not_fit(
-                    name,
-                    i,
-                    f"trust_ratio must be float32 of shape ({count},), got {value.dtype} of shape {tuple(value.shape)}",
+                refuse(
+                    f"trust_ratio must be float32 of shape ({count},), got {value.dtype} of shape {tuple(value.shape)}"
                 )
         elif key in weights.KEYS:
             dtype = weights.MASTER_WEIGHTS[group["master_weights"]][key]
             if value.dtype != dtype or value.shape != p.shape:
-                does_not_fit(
-                    name,
-                    i,
-                    f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
+                refuse(
+                    f"{key} must be {dtype} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}"
                 )
         elif coded and key in op.moments and Format.of(group).packs(value):
             shape = layout_of(dense_like(p), group["block_size"]).packed_shape
             if tuple(value.shape) != shape:
-                does_not_fit(
-                    name,
-                    i,
-                    f"{key} must have the shape {shape} for codes of 4 bits, got {tuple(value.shape)}",
-                )
+                refuse(f"{key} must have the shape {shape} for codes of 4 bits, got {tuple(value.shape)}")
         elif key in op.moments:
-            _check_moment(name, i, key, value, p, coded, op.moments[key])
+            _check_moment(refuse, key, value, p, coded, op.moments[key])
     # SGD and Lion may have such numbers of their own; Adam's m and v cannot both.
     may_be_codes = not coded and (len(op.moments) > 1 or takes_8bit_state(p, group))
     if may_be_codes and all(_are_codes(local(state[key]), signed) for key, signed in op.moments.items()):
         # torch.distributed.checkpoint.load writes into the tensors of this optimizer's state, whatever was saved.
-        does_not_fit(
-            name,
-            i,
+        refuse(
             f"{', '.join(op.moments)}: codes of an 8-bit state as floats; torch.distributed.checkpoint loads into a "
             "state of the state_bits that were saved: give the optimizer state_bits=8, load, and change that of its "
-            "groups then",
+            "groups then"
         )
 
 
-def _check_scale(name: str, i: Any, key: str, scale: Tensor, shape: Any) -> None:
+def _check_scale(refuse: Refuse, key: str, scale: Tensor, shape: Any) -> None:
     if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
-        does_not_fit(
-            name,
-            i,
-            f"{key} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}",
-        )
+        refuse(f"{key} must be float32 of shape {shape}, got {scale.dtype} of shape {tuple(scale.shape)}")
     if _has_values(scale) and not bool(((local(scale) >= 0) & local(scale).isfinite()).all()):
-        does_not_fit(name, i, f"{key} has entries that are negative or not finite")
+        refuse(f"{key} has entries that are negative or not finite")
 
 
 def _has_values(x: Any) -> bool:
@@ -298,25 +287,21 @@ def _are_codes(x: Tensor, signed: bool) -> bool:
     )
 
 
-def _check_moment(name: str, i: Any, key: str, value: Tensor, p: Tensor, coded: bool, signed: bool) -> None:
+def _check_moment(refuse: Refuse, key: str, value: Tensor, p: Tensor, coded: bool, signed: bool) -> None:
     codes = torch.int8 if signed else torch.uint8
     allowed = (codes,) if coded else (torch.float32, torch.float64)
     if value.dtype not in allowed or value.shape != p.shape:
-        does_not_fit(
-            name,
-            i,
-            f"{key} must be {allowed[0]} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}",
+        refuse(
+            f"{key} must be {allowed[0]} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}"
         )
     like = dense_like(p)
     if coded and not same_layout(value, like):
-        does_not_fit(
-            name,
-            i,
+        refuse(
             f"{key} must have strides {like.stride()} like its parameter, got {value.stride()}; load the state while "
-            "the model has the memory format that it was saved in, and change that after: the next step converts it",
+            "the model has the memory format that it was saved in, and change that after: the next step converts it"
         )
     if not coded and not signed and _has_values(value) and bool((local(value) < 0).any()):
-        does_not_fit(name, i, f"{key}, a second moment, has negative entries")
+        refuse(f"{key}, a second moment, has negative entries")
 
 
 def saved(

@@ -165,9 +165,8 @@ class Muon(BlockwiseOptimizer):
             first = next(iter(self._op_of({"algorithm": other}).moments))
             for p in group["params"]:
                 if first in self.state.get(p, ()):
-                    before = other
                     raise ValueError(
-                        f"algorithm of group {number} was {before!r} and is now {group['algorithm']!r}, whose states "
+                        f"algorithm of group {number} was {other!r} and is now {group['algorithm']!r}, whose states "
                         "are others: make a new optimizer, or take its parameters' states out of optimizer.state and "
                         "add them in a group of their own"
                     )

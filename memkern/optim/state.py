@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 
 from .. import _ops
 from ..quant.blockwise import dequantize_blockwise
-from ..quant.layout import EVERY_ROW, is_dense, layer_count, same_layout
+from ..quant.layout import EVERY_ROW, arithmetic, is_dense, layer_count, same_layout
 from ..reference.blockwise import dequantize_packed, quantize_packed, sqrt
 from ..schemas import AMSGRAD_STEP, STEP_OPS, StepOp
 from . import weights
@@ -132,7 +132,7 @@ def own_entries(state: dict[str, Any]) -> dict[str, Any]:
 
 def moment_dtype(p: Tensor) -> torch.dtype:
     """The dtype of moments that are not codes."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
+    return arithmetic(p.dtype)
 
 
 def dense_like(p: Tensor) -> Tensor:

@@ -20,6 +20,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of parameters, gradients and everything else that is quantized."""
 
 
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a dtype are computed: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class BlockLayout(NamedTuple):
     """``numel`` elements in segments of ``segment``, each cut into blocks of ``block``; a scale per block."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..fewbit.levels import SYMMETRIES, Levels
 from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, plane_bytes, to_fp32
-from ..quant.layout import FLOATS, is_dense, memory_order, same_layout
+from ..quant.layout import FLOATS, arithmetic, is_dense, memory_order, same_layout
 from .blockwise import sqrt
 
 # In fp64 for gradcheck; kernels are for FLOATS.
@@ -183,7 +183,7 @@ def check_from_output(
 def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """grad times its element's level: one fp32 product, rounded once. ``grad`` lies in memory as the input did."""
     check_levels(grad, codes, levels, WIDE_TOO)
-    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    wide = arithmetic(grad.dtype)
     table = torch.tensor([to_fp32(v) for v in levels], dtype=wide, device=grad.device)
     result = torch.empty_like(grad)
     product = memory_order(grad).to(wide) * table[decode(codes, grad.numel())]

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..quant import codec as C
 from ..quant.codec import to_fp32
-from ..quant.layout import FLOATS, BlockLayout, check_block_size, check_codes, layout_of, memory_order
+from ..quant.layout import (
+    FLOATS,
+    BlockLayout,
+    arithmetic,
+    check_block_size,
+    check_codes,
+    layout_of,
+    memory_order,
+)
 from .shard import ShardLayout
 
 DYNAMIC = C.CODECS["dynamic"]
@@ -19,11 +27,6 @@ DYNAMIC = C.CODECS["dynamic"]
 def sqrt(x: Tensor) -> Tensor:
     """Correctly rounded square root, in the dtype of x (torch.sqrt on CPU is one ulp off for a fifth of fp32's)."""
     return x.double().sqrt().to(x.dtype)
-
-
-def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of a dtype are computed: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def number(value: float, x: Tensor) -> float:

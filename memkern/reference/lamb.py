@@ -15,7 +15,7 @@ from .state import (
     store_moment,
     tensors_of,
 )
-from .trust import both_or_one, check_trust_ratios, of_blocks, squares_of_layers
+from .trust import check_trust_ratios, of_blocks, ratio_or_one, squares_of_layers
 
 
 def lamb_step_(args: StepArgs) -> None:
@@ -48,7 +48,7 @@ def lamb_step_(args: StepArgs) -> None:
         ratio.fill_(1.0)
         if h.weight_decay != 0 or h.always_adapt:
             x_norm, norm = squares.sqrt().unbind(1)
-            ratio.copy_(both_or_one(x_norm, norm, x_norm / norm))
+            ratio.copy_(ratio_or_one(x_norm, norm, x_norm / norm))
             if h.trust_clip:
                 ratio.clamp_(max=1.0)
         x = x - of_blocks(t.lr * ratio.double(), t.layout, x) * update

@@ -16,7 +16,7 @@ from .state import (
     store_moment,
     tensors_of,
 )
-from .trust import both_or_one, check_trust_ratios, of_blocks, squares_of_layers
+from .trust import check_trust_ratios, of_blocks, ratio_or_one, squares_of_layers
 
 
 def lars_step_(args: StepArgs) -> None:
@@ -52,7 +52,7 @@ def lars_step_(args: StepArgs) -> None:
                 if classic
                 else x_norm / norm
             )
-            found = both_or_one(x_norm, norm, found)
+            found = ratio_or_one(x_norm, norm, found)
             if h.trust_clip:
                 found = (found / t.lr if classic else found).clamp(max=1.0)
             ratio.copy_(found)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ..quant.codec import POWER4, WEIGHTS
-from ..quant.layout import FLOATS, BlockLayout, check_block_size, layout_of, same_layout
+from ..quant.layout import FLOATS, BlockLayout, arithmetic, check_block_size, layout_of, same_layout
 from ..schemas import WEIGHT_STATES, StepArgs, StepOp
 from .blockwise import (
     DYNAMIC,
-    arithmetic,
     check_codec,
     code_blocks,
     decode,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..quant.codec import LEAST_NORM
-from ..quant.layout import BlockLayout, layer_count
+from ..quant.layout import BlockLayout, arithmetic, layer_count
 from ..schemas import StepArgs, StepOp
-from .blockwise import arithmetic, from_blocks
+from .blockwise import from_blocks
 from .shard import ShardArgs, ShardLayout
 from .state import StepTensor
 
@@ -69,7 +69,7 @@ def squares_of_layers(t: StepTensor, x: Tensor, update: Tensor) -> Tensor:
     return found
 
 
-def both_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
+def ratio_or_one(x_norm: Tensor, norm: Tensor, ratio: Tensor) -> Tensor:
     """``ratio``, or 1 where a norm is 0 (or NaN: no order tells it from 0)."""
     return torch.where((x_norm > LEAST_NORM) & (norm > 0), ratio, 1.0)
 

@@ -77,13 +77,18 @@ class Corpus:
         return [Batch(*batch) for batch in batches]
 
     def validation_batches(self, config: TrainConfig) -> list[Batch]:
-        batches = validation_batches(
-            self.validation,
-            tokens=config.eval_tokens,
-            micro_batch=config.techniques.micro_batch,
-            seq_len=config.seq_len,
-        )
-        return [Batch(*batch) for batch in batches]
+        return validation_batches_of(self.validation, config)
+
+
+def validation_batches_of(tokens: Tensor, config: TrainConfig) -> list[Batch]:
+    """The first ``eval_tokens`` of a text's validation part."""
+    batches = validation_batches(
+        tokens,
+        tokens=config.eval_tokens,
+        micro_batch=config.techniques.micro_batch,
+        seq_len=config.seq_len,
+    )
+    return [Batch(*batch) for batch in batches]
 
 
 def check_lengths(name: str, train: int, validation: int, seq_len: int, unit: str) -> None:

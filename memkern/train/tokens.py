@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .config import TrainConfig
-from .data import IGNORED, Batch, Corpus, check_lengths, validation_batches
+from .data import IGNORED, Batch, Corpus, check_lengths, validation_batches_of
 from .documents import Documents
 from .tokenizers import Tokenizer, stream
 
@@ -62,13 +62,7 @@ class Tokens(Corpus):
         return Batch(taken[:, :-1], taken[:, 1:].masked_fill(places[:, 1:] > last, IGNORED))
 
     def validation_batches(self, config: TrainConfig) -> list[Batch]:
-        batches = validation_batches(
-            self.validation,
-            tokens=config.eval_tokens,
-            micro_batch=config.techniques.micro_batch,
-            seq_len=config.seq_len,
-        )
-        return [Batch(*batch) for batch in batches]
+        return validation_batches_of(self.validation, config)
 
 
 def digest_of(tensors: Sequence[Tensor]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -109,15 +108,7 @@ def test_a_run_that_is_saved_goes_on(build: type, tensors: bool, name: str) -> N
     assert_same(snapshot(resumed), snapshot(whole))
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("build", "name", "cycles"),
     [
@@ -140,7 +131,7 @@ def test_a_compiled_step_follows(build: type, name: str, cycles: bool) -> None:
     assert counters["stats"]["unique_graphs"] == (4 if cycles else 2)
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("first", [0.9, torch.tensor(0.9)], ids=["one of each", "tensors"])
 def test_betas_that_are_tensors_are_read_by_each_compiled_step(first: Any) -> None:
     def run(compiles: bool) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +22,7 @@ from memkern.saved.packed import Packed
 
 from .helpers import WIDTH, Model, ids
 
-
-@pytest.fixture(autouse=True, scope="module")
-def no_collector() -> Iterator[None]:
-    importlib.import_module(
-        "torch._dynamo"
-    )  # torch does so in the first step, and that leaves cycles with its frames
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 def saved_with(bits: Any) -> contextlib.AbstractContextManager:

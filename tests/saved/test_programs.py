@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -31,17 +28,6 @@ def test_random_programs_on_four_threads() -> None:
     alone = [outcome(seed) for seed in seeds]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(outcome, seeds)) == alone
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    importlib.import_module(
-        "torch._dynamo"
-    )  # torch imports it in the first backward pass, which leaves cycles
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("programs", [5, pytest.param(100, marks=pytest.mark.full)])

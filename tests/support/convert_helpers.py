@@ -91,7 +91,6 @@ def assert_steps_agree(
     params_a: list[nn.Parameter],
     b: torch.optim.Optimizer,
     params_b: list[nn.Parameter],
-    tolerance: float = 1e-6,
 ) -> None:
     """One more step of two optimizers with the same moments differs by a few fp32 roundings of the update."""
     before = [p.detach().clone() for p in params_a]
@@ -99,7 +98,7 @@ def assert_steps_agree(
     a.step()
     b.step()
     for old, x, y in zip(before, params_a, params_b, strict=True):
-        bound = tolerance * (old.abs() + 10 * HYPER["lr"])
+        bound = 1e-6 * (old.abs() + 10 * HYPER["lr"])
         assert bool(((x - y).abs() <= bound).all())
         assert not torch.equal(x, old)
 

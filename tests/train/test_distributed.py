@@ -68,7 +68,7 @@ def train(*arguments: str) -> list[str]:
     return printed
 
 
-def assert_same(a: Path, b: Path) -> dict[str, Any]:
+def assert_runs_agree(a: Path, b: Path) -> dict[str, Any]:
     """Two checkpoints of equal runs. Their gradients are sums in another order: weights agree within 1e-4 of their
     norm, as a code of nearly equal moments may differ by one; losses within 1e-5. And 1e-5 for
     the bias of attention's keys, whose gradient is nothing but rounding errors, which Adam scales up to its rate."""
@@ -95,7 +95,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     main(["train", *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt")])
     more = ["--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
     first, second = train(*arguments, *more, "--parallel", parallel)
-    assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
+    assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
     assert "validation loss" in capsys.readouterr().out
     assert not second  # it prints nothing
@@ -140,7 +140,7 @@ def test_a_partial_group_agrees(tmp_path: Path) -> None:
     # 27 windows: 4 steps an epoch, the last of them with two micro-batches, the second of one window.
     main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
     train(*arguments, "--save", str(tmp_path / "2.pt"))
-    state = assert_same(tmp_path / "1.pt", tmp_path / "2.pt")
+    state = assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert len(state["rng"]) == 2
     main(["train", "--resume", str(tmp_path / "2.pt")])  # in another number of processes
 

@@ -102,7 +102,8 @@ def _phases(bucket: Call, groups: Sequence[Group], loads: Loads) -> Iterator[Non
     for exchange in exchanges:
         for i, u in exchange.received().items():
             whole.append((u, squares_of(u), groups[i]))
-    orthogonalize_(*map(list, zip(*whole, strict=True))) if whole else None
+    if whole:
+        orthogonalize_(*map(list, zip(*whole, strict=True)))
     for exchange in exchanges:
         exchange.send_back()
     yield

@@ -486,9 +486,8 @@ class HostOffload(Optimizer):
         self._make_buckets()
         self.state.clear()
         host_params = {w.host_param for w in weights}
-        self.state.update(
-            (key, x) for key, x in self._inner.state.items() if key not in host_params
-        )  # of no parameter
+        # What belongs to no parameter.
+        self.state.update((key, x) for key, x in self._inner.state.items() if key not in host_params)
         self._share_state()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -49,7 +49,7 @@ class Weight:
     gradient: Tensor | None = None
     """The gradient of the next step, where the inner optimizer takes it."""
     arrived: Any = None
-    """The event of its copy."""
+    """The event of the last copy to the host: of p's values, or of the gradient."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "current": None, "buffer": None, "gradient": None, "arrived": None}

@@ -1,4 +1,4 @@
-"""The thread that steps beside the backward pass."""
+"""The thread beside the backward pass, which steps and adds up gradients that come several times."""
 
 from __future__ import annotations
 

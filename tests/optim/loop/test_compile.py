@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True) around a step: eager's bits, and no recompile a step."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +24,7 @@ from tests.support.helpers import (
 )
 from tests.support.training_edits import STORAGE
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def graphs() -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import memkern
 from memkern import optim
@@ -26,12 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 DENSE = ("gaussian", "rademacher")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def model(way: str = "3 bits") -> torch.nn.Module:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkern import optim
+from tests.support.convert_helpers import copies_of
 from tests.support.helpers import EIGHT_BIT, assert_same, snapshot
 
 SHAPES = ((40, 128), (96, 64), (64,))
@@ -32,10 +33,6 @@ def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
             for p in group["params"]:
                 p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
-
-
-def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    return [nn.Parameter(p.detach().clone()) for p in params]
 
 
 # ---- parameters in place of others
