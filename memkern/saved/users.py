@@ -135,36 +135,30 @@ _SMOOTH = {
     **_rows("smooth", ("saved_tensors",), "memkern.Glu", "memkern.Recompute"),
 }
 
-_LINEAR = {
-    **_rows("linear", (), "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "NegBackward0"),
-    **_rows("linear", (), "MulBackward1", "DivBackward1", "RsubBackward0", "RsubBackward1", "LerpBackward0"),
-    **_rows(
-        "linear", (), "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "CumsumBackward0"
-    ),
-    **_rows("linear", (), "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"),
-    **_rows("linear", (), "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
-    **_rows("linear", (), "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0"),
-    **_rows("linear", (), "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "SelectBackward0"),
-    **_rows("linear", (), "UnbindBackward0", "AsStridedBackward0", "DiagonalBackward0", "UnfoldBackward0"),
-    **_rows("linear", (), "UnsafeSplitBackward0", "CloneBackward0", "ToCopyBackward0", "CatBackward0"),
-    **_rows("linear", (), "StackBackward0", "RepeatBackward0", "RollBackward0", "FlipBackward0"),
-    **_rows("linear", (), "ConstantPadNdBackward0", "TriuBackward0", "TrilBackward0"),
-    **_rows("linear", (), "torch::autograd::CopyBackwards"),
-    **_rows("linear", (), "IndexBackward0", "IndexSelectBackward0", "IndexPutBackward0"),
-    **_rows(
-        "linear", (), "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0", "ScatterAddBackward0"
-    ),
-    **_rows("linear", (), "ScatterBackward0", "MaskedSelectBackward0", "NativeDropoutBackward0"),
-    **_rows(
-        "linear", (), "UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0", "PixelShuffleBackward0"
-    ),
-    **_rows("linear", (), "UpsampleBicubic2DBackward0", "SortBackward0", "TopkBackward0", "MaxBackward0"),
+_PASS_ON = (
+    # sums, scales, copies
+    "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "NegBackward0", "MulBackward1",
+    "DivBackward1", "RsubBackward0", "RsubBackward1", "LerpBackward0", "SumBackward0", "SumBackward1",
+    "MeanBackward0", "MeanBackward1", "CumsumBackward0", "AliasBackward0", "ViewBackward0",
+    "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "SqueezeBackward2", "TBackward0", "TransposeBackward0", "PermuteBackward0",
+    "ExpandBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0", "SelectBackward0",
+    "UnbindBackward0", "AsStridedBackward0", "DiagonalBackward0", "UnfoldBackward0", "UnsafeSplitBackward0",
+    "CloneBackward0", "ToCopyBackward0", "CatBackward0", "StackBackward0", "RepeatBackward0",
+    "RollBackward0", "FlipBackward0", "ConstantPadNdBackward0", "TriuBackward0", "TrilBackward0",
+    "torch::autograd::CopyBackwards", "IndexBackward0", "IndexSelectBackward0", "IndexPutBackward0",
+    "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0", "ScatterAddBackward0",
+    "ScatterBackward0", "MaskedSelectBackward0", "NativeDropoutBackward0", "UpsampleNearest2DBackward0",
+    "UpsampleBilinear2DBackward0", "PixelShuffleBackward0", "UpsampleBicubic2DBackward0", "SortBackward0",
+    "TopkBackward0", "MaxBackward0",
     # compared or looked at for a sign, always as they are
-    **_rows("linear", (), "AmaxBackward0", "AminBackward0", "AbsBackward0", "ClampBackward1", "ExpBackward0"),
-    **_rows("linear", (), "ClampMinBackward0", "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0"),
-    **_rows("linear", (), "SinBackward0", "CosBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
-    **_rows("linear", (), "VarBackward0", "BinaryCrossEntropyWithLogitsBackward0", "PreluKernelBackward0"),
-    **_rows("linear", (), "memkern.FewBit"),
+    "AmaxBackward0", "AminBackward0", "AbsBackward0", "ClampBackward1", "ExpBackward0", "ClampMinBackward0",
+    "ClampMaxBackward0", "MaximumBackward0", "MinimumBackward0", "SinBackward0", "CosBackward0",
+    "MseLossBackward0", "SmoothL1LossBackward0", "VarBackward0", "BinaryCrossEntropyWithLogitsBackward0",
+    "PreluKernelBackward0", "memkern.FewBit",
+)  # fmt: skip
+_LINEAR = {
+    **dict.fromkeys(_PASS_ON, User("linear")),
     **dict.fromkeys(
         (
             "GatherBackward0",
