@@ -9,9 +9,9 @@ namespace memkern {
 
 using AdamGroup = StepGroup<AdamHyperparameters>;
 
-using AdamTensor = Stepped<AdamScalars>;
+using AdamStepped = Stepped<AdamScalars>;
 
-using AdamTable = StepTable<AdamGroup, AdamTensor>;
+using AdamTable = StepTable<AdamGroup, AdamStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
 static __global__ void adam_prologue(AdamTable table) {
@@ -25,7 +25,7 @@ static __global__ void adam_prologue(AdamTable table) {
 }
 
 struct AdamRule {
-  using Tensor = AdamTensor;
+  using Stepped = AdamStepped;
   using Scalars = AdamScalars;
   static constexpr bool kOneProduct = true;  // a parameter changes by step_size times the direction
   template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
@@ -37,7 +37,7 @@ struct AdamRule {
 template <StateKind Kind, bool Master>
 __global__ void __launch_bounds__(kThreads, Master || Kind == StateKind::kPower4 ? kWideBlocks : kAheadBlocks)
     adam_tiles(AdamTable table, bool fp32) {
-  __shared__ TileWork<AdamTensor> work;
+  __shared__ TileWork<AdamStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, Master || Kind == StateKind::kPower4
 }
 
 void adam_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kAheadBlocks, AdamHyperparameters, AdamTensor>(
+  step_in_one_pass<kAheadBlocks, AdamHyperparameters, AdamStepped>(
       kAdamStep, args, adam_prologue,
       {.plain = {.power = adam_tiles<StateKind::kPower, false>,
                  .dynamic = adam_tiles<StateKind::kDynamic, false>,

@@ -57,7 +57,7 @@ MEMKERN_DEVICE AdamVector adam_load(const TileWork<Tensor>& work, P param_type, 
   decode<Kind, false>(v, v_unit, x.v);
   if constexpr (is_power(Kind))
     for (float& w : x.v) w = w * w;  // power codes hold w = sqrt(v)
-  adam_update_moments(x, work.scalars.scalars, plain_gradients(work.scalars.scalars));
+  adam_update_moments(x, work.stepped.scalars, plain_gradients(work.stepped.scalars));
   return x;
 }
 
@@ -127,12 +127,12 @@ template <class Work> MEMKERN_DEVICE void with_float_type(const AdamVector& x, i
 }
 
 template <StateKind Kind, class Rule, class P, class G>
-MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Stepped>& work, P param_type, G grad_type,
                                      LaneGroup group) {
   constexpr bool kPower = is_power(Kind), kPacked = Kind == StateKind::kPower4;
   const TensorRecord& t = work.tensor;
-  const typename Rule::Scalars& s = work.scalars.scalars;
-  const Rounding rounding{false, work.scalars.step};
+  const typename Rule::Scalars& s = work.stepped.scalars;
+  const Rounding rounding{false, work.stepped.step};
   const MomentHalves half(group);
   const int levels = half.pick(kLevels<Kind, true>, kLevels<Kind, false>);
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
@@ -190,16 +190,16 @@ MEMKERN_DEVICE void adam_update_8bit(const TileWork<typename Rule::Tensor>& work
 }
 
 template <class Rule, class P>
-MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Tensor>& work, P param_type) {
+MEMKERN_DEVICE void adam_update_fp32(const TileWork<typename Rule::Stepped>& work, P param_type) {
   const TensorRecord& t = work.tensor;
-  const typename Rule::Scalars s = work.scalars.scalars;
+  const typename Rule::Scalars s = work.stepped.scalars;
   const void* const grad = work.grad;
   for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
     AdamVector x = adam_load_fp32(t, param_type, grad, at, s);
     float w[kVector];
     adam_update_params<Rule, float>(x, w, s);
     store_weights(
-        t, param_type, at, work.scalars.step,
+        t, param_type, at, work.stepped.step,
         [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
     store_floats(t.m, FloatType::kFp32, at, x.m);
     store_floats(t.v, FloatType::kFp32, at, x.v);
@@ -222,9 +222,9 @@ template <class Scalars, class P, class G, bool Copied, StateKind Kind = StateKi
   bool plain;
 
   template <class Work> MEMKERN_DEVICE AdamWhole(const Work& work, P param_type, G grad_type)
-      : WholeVectors<Kind, P, G, Copied>(work, param_type, grad_type, work.scalars.scalars.beta1,
-                                         work.scalars.scalars.root_beta2),
-        s(work.scalars.scalars),
+      : WholeVectors<Kind, P, G, Copied>(work, param_type, grad_type, work.stepped.scalars.beta1,
+                                         work.stepped.scalars.root_beta2),
+        s(work.stepped.scalars),
         plain(!any_lane(!plain_gradients(s))) {}
 
   // Calls work(vector) for each vector, with its moments updated.
@@ -313,14 +313,14 @@ struct AdamCare {
 };
 
 template <StateKind Kind, class Rule, bool Copied, class P, class G>
-MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
+MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
                                       G grad_type) {
   constexpr bool kRounded = Rule::kOneProduct && std::is_same_v<P, ConstantType<FloatType::kBf16>>;
   constexpr int kRootLevels = kLevels<Kind, false>;
   constexpr uint32_t kRootBias = kBias<kRootLevels, kRounded>;
   AdamWhole<typename Rule::Scalars, P, G, Copied, Kind> at(work, param_type, grad_type);
   const auto& s = at.s;
-  const uint32_t step = work.scalars.step;
+  const uint32_t step = work.stepped.step;
   const float max_radicand = fast_scalars(s, kRounded) ? kMaxRadicand : -1.0f;
   DitherTable& dithers = dither_table();
   dithers.template fill<at.kParts>(step, kRootBias);
@@ -385,7 +385,7 @@ MEMKERN_DEVICE void adam_update_whole(const TileWork<typename Rule::Tensor>& wor
 
 // A tile of 8-bit states.
 template <StateKind Kind, class Rule, class P, class G, class Group>
-MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+MEMKERN_DEVICE void adam_update(const TileWork<typename Rule::Stepped>& work, P param_type, G grad_type,
                                 Group group) {
   if constexpr (is_power(Kind) && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path))

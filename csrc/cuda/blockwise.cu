@@ -73,17 +73,17 @@ template <StateKind Kind, bool Signed> __global__ void __launch_bounds__(kThread
 // ---- power codes, rounded to the nearest, of whole blocks in aligned arrays: what is saved for a backward
 // pass
 
-constexpr int kCodecVectors = MEMKERN_CODEC_VECTORS;
+// Vectors of a thread block's tile. They follow one another; the last tile has fewer.
+constexpr int kCodecTile = MEMKERN_CODEC_VECTORS * kThreads;
 
-// A thread block's tile: kCodecVectors * kThreads vectors that follow one another, or fewer at the end.
 struct CodecTile {
   int64_t start;
   int end, lane;
 
   MEMKERN_DEVICE explicit CodecTile(const Blocks& blocks)
-      : start(int64_t{blockIdx.x} * kCodecVectors * kThreads), lane(threadIdx.x % kWholeLanes) {
+      : start(int64_t{blockIdx.x} * kCodecTile), lane(threadIdx.x % kWholeLanes) {
     const int64_t left = blocks.blocks * kWholeLanes - start;
-    end = left < kCodecVectors * kThreads ? static_cast<int>(left) : kCodecVectors * kThreads;
+    end = left < kCodecTile ? static_cast<int>(left) : kCodecTile;
   }
   // A thread without a vector has one of the last block, which it does not store.
   MEMKERN_DEVICE int64_t vector(int i) const { return start + (i < end ? i : end - kWholeLanes + lane); }
@@ -135,7 +135,7 @@ template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThread
 
 // Vectors of codes that are loaded together: one alone would leave most of the memory's latency in the open.
 constexpr int kDecodedTogether = 4;
-static_assert(kCodecVectors % kDecodedTogether == 0);
+static_assert(MEMKERN_CODEC_VECTORS % kDecodedTogether == 0);
 
 // fp32 values are stored in parts, half a block from each other.
 template <FloatType Type, bool Signed> __global__ void __launch_bounds__(kThreads)
@@ -212,9 +212,7 @@ template <class Use> void with_type(FloatType type, Use&& use) {
 }
 
 bool has_whole_kernels(const CodecTensor& t) { return fast_paths() && t.aligned && are_whole(t.blocks); }
-int64_t codec_tiles(const Blocks& blocks) {
-  return ceil_div(blocks.blocks * kWholeLanes, kCodecVectors * kThreads);
-}
+int64_t codec_tiles(const Blocks& blocks) { return ceil_div(blocks.blocks * kWholeLanes, kCodecTile); }
 
 CodecTensor codec_tensor(const Tensor& values, const Tensor& codes, const Tensor& scale,
                          const BlockLayout& layout) {

@@ -9,10 +9,10 @@ namespace memkern {
 
 using LambGroup = StepGroup<LambHyperparameters>;
 
-using LambTensor = Stepped<LambScalars>;
+using LambStepped = Stepped<LambScalars>;
 
 struct LambRule {
-  using Tensor = LambTensor;
+  using Stepped = LambStepped;
   using Scalars = LambScalars;
   static constexpr bool kOneProduct = false;
   template <class F> static MEMKERN_DEVICE F param(F p, F m, F w, const Scalars& s) {
@@ -20,7 +20,7 @@ struct LambRule {
   }
 };
 
-using LambTable = StepTable<LambGroup, LambTensor>;
+using LambTable = StepTable<LambGroup, LambStepped>;
 
 // One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
 // share.
@@ -51,7 +51,7 @@ MEMKERN_DEVICE void lamb_squares(Squares& sum, const AdamVector& x, int n, const
 
 // The same as lamb_norms_8bit on the main path (whole_blocks.cuh).
 template <bool Copied, class P, class G>
-MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P param_type, G grad_type) {
+MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambStepped>& work, P param_type, G grad_type) {
   AdamWhole<LambScalars, P, G, Copied> at(work, param_type, grad_type);
   const float max_radicand = fast_scalars(at.s, false) ? kMaxRadicand : -1.0f;
   Squares sum{0.0, 0.0};
@@ -69,11 +69,11 @@ MEMKERN_DEVICE Squares lamb_norms_whole(const TileWork<LambTensor>& work, P para
 }
 
 template <StateKind Kind, class P, class G>
-MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param_type, G grad_type,
+MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambStepped>& work, P param_type, G grad_type,
                                        LaneGroup group) {
   constexpr bool kPower = Kind == StateKind::kPower;
   const TensorRecord& t = work.tensor;
-  const LambScalars& s = work.scalars.scalars;
+  const LambScalars& s = work.stepped.scalars;
   const MomentHalves half(group);
   const int levels = half.pick(kPowerLevelsSigned, kPowerLevelsUnsigned);
   Squares sum{0.0, 0.0};
@@ -94,7 +94,7 @@ MEMKERN_DEVICE Squares lamb_norms_8bit(const TileWork<LambTensor>& work, P param
 }
 
 template <StateKind Kind, class P, class G, class Group>
-MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambTensor>& work, P param_type, G grad_type, Group group) {
+MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambStepped>& work, P param_type, G grad_type, Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path)) {
       Squares sum;
@@ -105,9 +105,9 @@ MEMKERN_DEVICE Squares lamb_norms(const TileWork<LambTensor>& work, P param_type
   return lamb_norms_8bit<Kind>(work, param_type, grad_type, group);
 }
 
-template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTensor>& work, P param_type) {
+template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambStepped>& work, P param_type) {
   const TensorRecord& t = work.tensor;
-  const LambScalars s = work.scalars.scalars;
+  const LambScalars s = work.stepped.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
   for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
@@ -119,7 +119,7 @@ template <class P> MEMKERN_DEVICE Squares lamb_norms_fp32(const TileWork<LambTen
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
 template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kAheadBlocks)
     lamb_norm_tiles(LambTable table, bool fp32, Squares* partial) {
-  __shared__ TileWork<LambTensor> work;
+  __shared__ TileWork<LambStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
@@ -133,7 +133,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 template <StateKind Kind, bool Master>
 __global__ void __launch_bounds__(kThreads, Master ? kWideBlocks : kAheadBlocks)
     lamb_tiles(LambTable table, bool fp32) {
-  __shared__ TileWork<LambTensor> work;
+  __shared__ TileWork<LambStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kWideBlocks : kAheadBlocks)
 }
 
 void lamb_step_cuda(const StepArgs& args) {
-  step_in_two_passes<kAheadBlocks, LambHyperparameters, LambTensor>(
+  step_in_two_passes<kAheadBlocks, LambHyperparameters, LambStepped>(
       kLambStep, args, lamb_prologue,
       {.plain = {.power = lamb_norm_tiles<StateKind::kPower, false>,
                  .dynamic = lamb_norm_tiles<StateKind::kDynamic, false>},

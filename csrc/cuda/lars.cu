@@ -9,17 +9,17 @@ namespace memkern {
 
 using LarsGroup = StepGroup<LarsHyperparameters>;
 
-using LarsTensor = Stepped<LarsScalars>;
+using LarsStepped = Stepped<LarsScalars>;
 
 struct LarsRule {
-  using Tensor = LarsTensor;
+  using Stepped = LarsStepped;
   using Scalars = LarsScalars;
   static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
     lars_update(p, g, m, s);
   }
 };
 
-using LarsTable = StepTable<LarsGroup, LarsTensor>;
+using LarsTable = StepTable<LarsGroup, LarsStepped>;
 
 // One thread per layer: computes its scalars. layer_ratios increments the step, which all layers of a tensor
 // share.
@@ -47,10 +47,10 @@ MEMKERN_DEVICE void lars_squares(Squares& sum, const LionVector& x, const LarsSc
 }
 
 template <StateKind Kind, class P, class G>
-MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsTensor>& work, P param_type, G grad_type,
+MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsStepped>& work, P param_type, G grad_type,
                                        LaneGroup group) {
   const TensorRecord& t = work.tensor;
-  const LarsScalars& s = work.scalars.scalars;
+  const LarsScalars& s = work.stepped.scalars;
   Squares sum{0.0, 0.0};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     const float unit = decode_unit<Kind>(t.m_scale[block.index], 1.0f, kPowerLevelsSigned);
@@ -63,9 +63,9 @@ MEMKERN_DEVICE Squares lars_norms_8bit(const TileWork<LarsTensor>& work, P param
   return sum;
 }
 
-template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTensor>& work, P param_type) {
+template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsStepped>& work, P param_type) {
   const TensorRecord& t = work.tensor;
-  const LarsScalars s = work.scalars.scalars;
+  const LarsScalars s = work.stepped.scalars;
   const void* const grad = work.grad;
   Squares sum{0.0, 0.0};
   for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
@@ -81,7 +81,7 @@ template <class P> MEMKERN_DEVICE Squares lars_norms_fp32(const TileWork<LarsTen
 // First pass, one thread block per tile: writes the tile's sums of squares and nothing else.
 template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     lars_norm_tiles(LarsTable table, bool fp32, Squares* partial) {
-  __shared__ TileWork<LarsTensor> work;
+  __shared__ TileWork<LarsStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master) || !adapts(table.groups[work.tensor.group].h)) return;
   Squares sum{0.0, 0.0};
@@ -95,7 +95,7 @@ template <StateKind Kind, bool Master> __global__ void __launch_bounds__(kThread
 template <StateKind Kind, bool Master>
 __global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
     lars_tiles(LarsTable table, bool fp32) {
-  __shared__ TileWork<LarsTensor> work;
+  __shared__ TileWork<LarsStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
 }
 
 void lars_step_cuda(const StepArgs& args) {
-  step_in_two_passes<kStepBlocks, LarsHyperparameters, LarsTensor>(
+  step_in_two_passes<kStepBlocks, LarsHyperparameters, LarsStepped>(
       kLarsStep, args, lars_prologue,
       {.plain = {.power = lars_norm_tiles<StateKind::kPower, false>,
                  .dynamic = lars_norm_tiles<StateKind::kDynamic, false>},

@@ -8,9 +8,9 @@
 namespace memkern {
 
 using LionGroup = StepGroup<LionHyperparameters>;
-using LionTensor = Stepped<LionScalars>;
+using LionStepped = Stepped<LionScalars>;
 
-using LionTable = StepTable<LionGroup, LionTensor>;
+using LionTable = StepTable<LionGroup, LionStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
 static __global__ void lion_prologue(LionTable table) {
@@ -23,7 +23,7 @@ static __global__ void lion_prologue(LionTable table) {
 }
 
 struct LionRule {
-  using Tensor = LionTensor;
+  using Stepped = LionStepped;
   using Scalars = LionScalars;
   static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) {
     lion_update(p, g, m, s);
@@ -34,7 +34,7 @@ struct LionRule {
 template <StateKind Kind, bool Master>
 __global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
     lion_tiles(LionTable table, bool fp32) {
-  __shared__ TileWork<LionTensor> work;
+  __shared__ TileWork<LionStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
 }
 
 void lion_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kStepBlocks, LionHyperparameters, LionTensor>(
+  step_in_one_pass<kStepBlocks, LionHyperparameters, LionStepped>(
       kLionStep, args, lion_prologue,
       {.plain = {.power = lion_tiles<StateKind::kPower, false>,
                  .dynamic = lion_tiles<StateKind::kDynamic, false>},

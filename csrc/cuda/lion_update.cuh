@@ -50,11 +50,11 @@ template <class Rule> MEMKERN_DEVICE void lion_update_vector(LionVector& x, cons
 }
 
 template <StateKind Kind, class Rule, class P, class G>
-MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Stepped>& work, P param_type, G grad_type,
                                      LaneGroup group) {
   const TensorRecord& t = work.tensor;
-  const typename Rule::Scalars& s = work.scalars.scalars;
-  const Rounding rounding{false, work.scalars.step};
+  const typename Rule::Scalars& s = work.stepped.scalars;
+  const Rounding rounding{false, work.stepped.step};
   for_each_block(t.blocks, work.tile, group, [&](const BlockSpan& block) {
     const float unit = decode_unit<Kind>(__ldcs(t.m_scale + block.index), 1.0f, kPowerLevelsSigned);
     float absmax = 0.0f, factor = 0.0f;
@@ -101,9 +101,9 @@ MEMKERN_DEVICE void lion_update_8bit(const TileWork<typename Rule::Tensor>& work
 }
 
 template <class Rule, class P>
-MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work, P param_type) {
+MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Stepped>& work, P param_type) {
   const TensorRecord& t = work.tensor;
-  const typename Rule::Scalars s = work.scalars.scalars;
+  const typename Rule::Scalars s = work.stepped.scalars;
   const void* const grad = work.grad;
   for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
     const auto p = load_weights(t, param_type, at);
@@ -113,7 +113,7 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work
     load_gradient_floats(grad, t.grad_type, at, x.g);
     lion_update_vector<Rule>(x, s);
     store_weights(
-        t, param_type, at, work.scalars.step,
+        t, param_type, at, work.stepped.step,
         [&](int i) { return position_in_block(t.blocks, at.offset + i); }, x.p);
     store_floats(t.m, FloatType::kFp32, at, x.m);
   });
@@ -122,11 +122,11 @@ MEMKERN_DEVICE void lion_update_fp32(const TileWork<typename Rule::Tensor>& work
 // ---- the main path (whole_blocks.cuh)
 
 template <class Rule, bool Copied, class P, class G>
-MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Tensor>& work, P param_type,
+MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Stepped>& work, P param_type,
                                       G grad_type) {
   WholeVectors<StateKind::kPower, P, G, Copied, 1> at(work, param_type, grad_type, 1.0f, 1.0f);
-  const typename Rule::Scalars& s = work.scalars.scalars;
-  const uint32_t step = work.scalars.step;
+  const typename Rule::Scalars& s = work.stepped.scalars;
+  const uint32_t step = work.stepped.step;
   DitherTable& dithers = dither_table();
   dithers.template fill<at.kParts>(step, 0);
   const LaneDithers<decltype(at)> dither{at, {false, step}};
@@ -160,7 +160,7 @@ MEMKERN_DEVICE void lion_update_whole(const TileWork<typename Rule::Tensor>& wor
 
 // A tile of 8-bit states.
 template <StateKind Kind, class Rule, class P, class G, class Group>
-MEMKERN_DEVICE void lion_update_tile(const TileWork<typename Rule::Tensor>& work, P param_type, G grad_type,
+MEMKERN_DEVICE void lion_update_tile(const TileWork<typename Rule::Stepped>& work, P param_type, G grad_type,
                                      Group group) {
   if constexpr (Kind == StateKind::kPower && std::is_same_v<Group, SixteenLanes>)
     if (any_lane(work.tensor.main_path))

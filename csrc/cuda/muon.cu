@@ -13,12 +13,12 @@ struct MuonTensor : StepTensor {
   void* update;
 };
 
-using MuonScalarsOfTensor = Stepped<MuonScalars>;
+using MuonStepped = Stepped<MuonScalars>;
 
 // ---- momentum
 
 using MuonGroup = StepGroup<MuonHyperparameters>;
-using MuonTable = StepTable<MuonGroup, MuonScalarsOfTensor>;
+using MuonTable = StepTable<MuonGroup, MuonStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
 static __global__ void muon_prologue(MuonTable table) {
@@ -32,7 +32,7 @@ static __global__ void muon_prologue(MuonTable table) {
 
 // The update is in the parameter's place.
 struct MuonRule {
-  using Tensor = MuonScalarsOfTensor;
+  using Stepped = MuonStepped;
   using Scalars = MuonScalars;
   static MEMKERN_DEVICE void update(float& u, float g, float& m, const Scalars& s) {
     u = muon_momentum(g, m, s);
@@ -42,7 +42,7 @@ struct MuonRule {
 // One thread block per tile. Launched with fp32 = true, it also updates tensors with fp32 states.
 template <StateKind Kind> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     muon_tiles(MuonTable table, bool fp32) {
-  __shared__ TileWork<MuonScalarsOfTensor> work;
+  __shared__ TileWork<MuonStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, false)) return;
   const TensorRecord& t = work.tensor;
@@ -77,11 +77,11 @@ static void muon_momentum(const Tensors& updates, const Tensors& sums, const Ste
   const char* const op = "muon_momentum_";
   const DeviceScope scope(args.params[0]);
   {  // a table is in use for as long as its UploadedStep lives
-    const auto step = upload_step<MuonGroup, MuonScalarsOfTensor>(op, header, records,
-                                                                  tensor_entries(std::move(jobs), args),
-                                                                  args.params[0], scope.stream, kStepBlocks);
+    const auto step =
+        upload_step<MuonGroup, MuonStepped>(op, header, records, tensor_entries(std::move(jobs), args),
+                                            args.params[0], scope.stream, kStepBlocks);
     launch_prologue(op, step, muon_prologue, scope.stream);
-    const TileKernels<MuonGroup, MuonScalarsOfTensor> kernels{
+    const TileKernels<MuonGroup, MuonStepped> kernels{
         .plain = {.power = muon_tiles<StateKind::kPower>, .dynamic = muon_tiles<StateKind::kDynamic>},
         .master = {}};
     launch_tiles(op, step, kernels, scope.stream);
@@ -109,7 +109,7 @@ struct MuonRatio {
   MuonHyperparameters h;
   double ratio;
 };
-using MuonRatioTable = StepTable<StepGroup<MuonRatio>, MuonScalarsOfTensor>;
+using MuonRatioTable = StepTable<StepGroup<MuonRatio>, MuonStepped>;
 
 static __global__ void muon_apply_prologue(MuonRatioTable table) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
@@ -119,10 +119,9 @@ static __global__ void muon_apply_prologue(MuonRatioTable table) {
   table.scalars[i] = {muon_scalars(read(k.lr), k.h.h, 1.0, k.h.ratio), static_cast<uint32_t>(*t.step)};
 }
 
-template <class P>
-MEMKERN_DEVICE void muon_apply_tile(const TileWork<MuonScalarsOfTensor>& work, P param_type) {
+template <class P> MEMKERN_DEVICE void muon_apply_tile(const TileWork<MuonStepped>& work, P param_type) {
   const TensorRecord& t = work.tensor;
-  const MuonScalars s = work.scalars.scalars;
+  const MuonScalars s = work.stepped.scalars;
   const void* const updates = work.grad;
   for_each_vector(t.numel, work.tile_index, t.blocks.tile_elements, t.aligned, [&](const Span& at) {
     const auto raw = load_weights(t, param_type, at);
@@ -132,14 +131,14 @@ MEMKERN_DEVICE void muon_apply_tile(const TileWork<MuonScalarsOfTensor>& work, P
 #pragma unroll
     for (int i = 0; i < kVector; ++i) p[i] = muon_parameter(p[i], o[i], s);
     store_weights(
-        t, param_type, at, work.scalars.step,
+        t, param_type, at, work.stepped.step,
         [&](int i) { return position_in_block(t.blocks, at.offset + i); }, p);
   });
 }
 
 template <bool Master> __global__ void __launch_bounds__(kThreads, kStepBlocks)
     muon_apply_tiles(MuonRatioTable table, bool) {
-  __shared__ TileWork<MuonScalarsOfTensor> work;
+  __shared__ TileWork<MuonStepped> work;
   if (!work.find(table, StateKind::kFp32, true, Master)) return;
   if constexpr (Master)
     muon_apply_tile(work, MasterWeights{});
@@ -170,10 +169,10 @@ static void muon_apply(const Tensors& updates, const Doubles& ratios, const Step
   }
   const char* const op = "muon_apply_";
   const DeviceScope scope(args.params[0]);
-  const auto step = upload_step<StepGroup<MuonRatio>, MuonScalarsOfTensor>(
-      op, header, records, entries, args.params[0], scope.stream, kStepBlocks);
+  const auto step = upload_step<StepGroup<MuonRatio>, MuonStepped>(op, header, records, entries,
+                                                                   args.params[0], scope.stream, kStepBlocks);
   launch_prologue(op, step, muon_apply_prologue, scope.stream);
-  const TileKernels<StepGroup<MuonRatio>, MuonScalarsOfTensor> kernels{
+  const TileKernels<StepGroup<MuonRatio>, MuonStepped> kernels{
       .plain = {.power = muon_apply_tiles<false>, .dynamic = nullptr},
       .master = {.power = muon_apply_tiles<true>, .dynamic = nullptr}};
   launch_tiles(op, step, kernels, scope.stream);

@@ -8,9 +8,9 @@
 namespace memkern {
 
 using SgdGroup = StepGroup<SgdHyperparameters>;
-using SgdTensor = Stepped<SgdScalars>;
+using SgdStepped = Stepped<SgdScalars>;
 
-using SgdTable = StepTable<SgdGroup, SgdTensor>;
+using SgdTable = StepTable<SgdGroup, SgdStepped>;
 
 // One thread per tensor: increments its step and computes its scalars.
 static __global__ void sgd_prologue(SgdTable table) {
@@ -24,7 +24,7 @@ static __global__ void sgd_prologue(SgdTable table) {
 }
 
 struct SgdRule {
-  using Tensor = SgdTensor;
+  using Stepped = SgdStepped;
   using Scalars = SgdScalars;
   static MEMKERN_DEVICE void update(float& p, float g, float& m, const Scalars& s) { sgd_update(p, g, m, s); }
 };
@@ -33,7 +33,7 @@ struct SgdRule {
 template <StateKind Kind, bool Master>
 __global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
     sgd_tiles(SgdTable table, bool fp32) {
-  __shared__ TileWork<SgdTensor> work;
+  __shared__ TileWork<SgdStepped> work;
   fill_dynamic_shared<Kind>();
   if (!work.find(table, Kind, fp32, Master)) return;
   with_state_types<Master>(
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, Master ? kAheadBlocks : kStepBlocks)
 }
 
 void sgd_step_cuda(const StepArgs& args) {
-  step_in_one_pass<kStepBlocks, SgdHyperparameters, SgdTensor>(
+  step_in_one_pass<kStepBlocks, SgdHyperparameters, SgdStepped>(
       kSgdStep, args, sgd_prologue,
       {.plain = {.power = sgd_tiles<StateKind::kPower, false>,
                  .dynamic = sgd_tiles<StateKind::kDynamic, false>},

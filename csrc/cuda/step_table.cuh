@@ -88,10 +88,10 @@ template <class Formula> MEMKERN_DEVICE Formula& scalars_of(Stepped<Formula>& te
 
 // The tile of a thread block. It is the same for all threads, so it is in shared memory: registers are
 // scarce.
-template <class Scalars> struct TileWork {
+template <class Stepped> struct TileWork {
   TensorRecord tensor;
   Tile tile;
-  Scalars scalars;
+  Stepped stepped;
   const void* grad;
   int64_t tile_index;  // in the tensor
   bool skip;           // the whole step
@@ -100,7 +100,7 @@ template <class Scalars> struct TileWork {
   // step is skipped, else if its states are codes of `kind`, or fp32 ones and `fp32` is true; and if it has
   // master weights or not, as `master` says.
   template <class Group>
-  MEMKERN_DEVICE bool find(const StepTable<Group, Scalars>& table, StateKind kind, bool fp32, bool master) {
+  MEMKERN_DEVICE bool find(const StepTable<Group, Stepped>& table, StateKind kind, bool fp32, bool master) {
     // The second warp checks whether the step is skipped while the first finds the tile: both are chains of
     // dependent loads.
     if (threadIdx.x == kWarp) skip = skipped(*table.header);
@@ -108,7 +108,7 @@ template <class Scalars> struct TileWork {
       const int i = find_tensor(table.first_tiles, table.count, blockIdx.x);
       if (threadIdx.x == 0) {
         tensor = table.tensors[i];
-        scalars = table.scalars[i];
+        stepped = table.scalars[i];
         grad = table.grads[i];
         tile_index = blockIdx.x - table.first_tiles[i];
         if (tensor.kind != StateKind::kFp32)

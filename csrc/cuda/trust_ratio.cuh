@@ -13,11 +13,12 @@ MEMKERN_DEVICE void store_squares(Squares* partial, const Squares& mine) {
   if (threadIdx.x == 0) partial[blockIdx.x] = all;
 }
 
+constexpr int kRatioThreads = 1024;  // a layer of 10^9 elements has 61,000 tiles
+
 // One thread block per layer: adds its tiles' sums in a fixed order, and stores the ratio in `trust_ratio`
 // and in the layer's scalars. The first layer of a tensor increments the step here, as the prologue reads it
 // for every layer. With `squares`, a row per layer, the sums are read there; with squares_only they are
 // stored there, and nothing else.
-constexpr int kRatioThreads = 1024;  // a layer of 10^9 elements has 61,000 tiles
 template <class Group, class Scalars> __global__ void __launch_bounds__(kRatioThreads)
     layer_ratios(StepTable<Group, Scalars> table, const Squares* partial, int tiles, Squares* squares,
                  bool squares_only) {

@@ -1,4 +1,4 @@
-// The fast path of a step. It takes power codes in blocks of 65 to 128 elements, rows whose length is a
+// The main path of a step. It takes power codes in blocks of 65 to 128 elements, rows whose length is a
 // multiple of 8, and arrays that are aligned to 16 bytes (gradients: to their elements). It computes once per
 // tile what the general kernels compute for each element or block. Rare cases are behind warp-uniform
 // branches.
@@ -53,7 +53,7 @@ template <class P, class G> constexpr bool kCanCopy = kIsBf16<P> && kIsBf16<G>;
 template <StateKind Kind, class P, class G, bool Copied, int Moments = 2> struct WholeVectors {
   static constexpr bool kParts = kIsFp32<P> && kIsFp32<G>;
   static constexpr int kPart = kParts ? kVector / 2 : kVector, kDistance = kWholeBlock / 2;
-  static constexpr int kLanes = kWholeLanes, kGroups = kThreads / kLanes;
+  static constexpr int kLanes = kWholeLanes;
   TensorRecord tensor;  // with its pointers moved to the start of the tile
   const void* grad;
   float* scales;

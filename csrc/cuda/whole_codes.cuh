@@ -1,5 +1,5 @@
 // Power codes of whole vectors, from approximate square roots: how sums in shared memory round them, which of
-// them are in doubt, and scales for 16 lanes of a block. The fast path of steps and of saved tensors.
+// them are in doubt, and scales for 16 lanes of a block. For the main path of steps, and for saved tensors.
 #pragma once
 #include "block_state.cuh"
 #include "fast_path.cuh"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quant.codec import EVEN, ODD, PLAIN, to_fp32
+from ..quant.codec import ODD, PLAIN, to_fp32
 from ..reference.activation import (
     check_from_output,
     check_function,
@@ -27,7 +27,7 @@ from .activation_formulas import GELU, GELU_LOG, GELU_TANH, GELU_TANH_LOG, activ
 from .launch import OPTIONS, TILE, cdiv, guard
 from .tile import LINE, pointer
 
-_PLAIN, _EVEN, _ODD = (tl.constexpr(number) for number in (PLAIN, EVEN, ODD))
+_PLAIN, _ODD = tl.constexpr(PLAIN), tl.constexpr(ODD)
 _NO_FUNCTION = tl.constexpr(-1)
 _JIT: dict[str, Any] = {
     "do_not_specialize": ["numel", "plane"],

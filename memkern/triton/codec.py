@@ -23,7 +23,6 @@ POWER = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
 POWER4 = tl.constexpr(1 + C.POWER4)  # power codes, the second moment's in 4 bits
 
-_SIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_SIGNED)
 _UNSIGNED_LEVELS = tl.constexpr(C.POWER_LEVELS_UNSIGNED)
 _LEVELS4 = tl.constexpr(C.POWER4_LEVELS)
 _SIGNED_SQUARE = tl.constexpr(float(C.POWER_LEVELS_SIGNED**2))

@@ -53,7 +53,6 @@ FIRST_PROGRAM = tl.constexpr(13)  # by slot, within its launch
 TRUST_RATIO = tl.constexpr(14)  # addresses, of LAMB and LARS
 COUNTED_STEP = tl.constexpr(15)  # STEP of a tensor's first layer, 0 of its others: it is incremented once
 WEIGHT_STATE = tl.constexpr(16)  # addresses; 0 where there is none
-COLUMNS = tl.constexpr(17)
 
 DITHER_STEP = tl.constexpr(C.DITHER_STEP)
 WEIGHT_STEP = tl.constexpr(C.WEIGHT_STEP)
