@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tests.support import timm_optim
@@ -15,40 +16,32 @@ def of_timm(cls: str, **options: Any) -> Make:
     return lambda params: timm_optim.load(cls)(params, **options)
 
 
-def nothing(params: int, state: int) -> int:
-    """Bytes read before the update: none."""
-    return 0
+def reads(of_params: int, of_state: int) -> Callable[[int, int], int]:
+    """Bytes read before the update, so many times those of the parameters and of the states."""
+    return lambda params, state: of_params * params + of_state * state
 
 
-def norms(params: int, state: int) -> int:
-    """Bytes read for the norms of parameters and updates: parameters, gradients and states."""
-    return 2 * params + state
-
-
-def classic_norms(params: int, state: int) -> int:
-    """Bytes read for the norms of parameters and gradients."""
-    return 2 * params
-
-
+NOTHING, NORMS, CLASSIC_NORMS = reads(0, 0), reads(2, 1), reads(2, 0)
+"""The last two: for norms of parameters and updates, and of parameters and gradients."""
 LAMB = {
-    "memkern LAMB8bit": (of("memkern.optim", "LAMB8bit"), norms),
-    "memkern LAMB": (of("memkern.optim", "LAMB"), norms),
-    "memkern AdamW8bit": (of("memkern.optim", "AdamW8bit"), nothing),
-    "timm Lamb": (of_timm("Lamb", max_grad_norm=None), norms),
-    "torch AdamW fused": (of("torch.optim", "AdamW", fused=True), nothing),
+    "memkern LAMB8bit": (of("memkern.optim", "LAMB8bit"), NORMS),
+    "memkern LAMB": (of("memkern.optim", "LAMB"), NORMS),
+    "memkern AdamW8bit": (of("memkern.optim", "AdamW8bit"), NOTHING),
+    "timm Lamb": (of_timm("Lamb", max_grad_norm=None), NORMS),
+    "torch AdamW fused": (of("torch.optim", "AdamW", fused=True), NOTHING),
 }
 RECIPE = {"lr": 1.0, "momentum": 0.9, "weight_decay": 1e-4, "trust_coeff": 1e-3}
 LARS = {
-    "memkern LARS8bit": (of("memkern.optim", "LARS8bit", **RECIPE), classic_norms),
-    "memkern LARS": (of("memkern.optim", "LARS", **RECIPE), classic_norms),
-    "memkern LARS8bit, paper's form": (of("memkern.optim", "LARS8bit"), norms),
-    "timm Lars": (of_timm("Lars", **RECIPE), classic_norms),
-    "torch SGD fused": (of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), nothing),
+    "memkern LARS8bit": (of("memkern.optim", "LARS8bit", **RECIPE), CLASSIC_NORMS),
+    "memkern LARS": (of("memkern.optim", "LARS", **RECIPE), CLASSIC_NORMS),
+    "memkern LARS8bit, paper's form": (of("memkern.optim", "LARS8bit"), NORMS),
+    "timm Lars": (of_timm("Lars", **RECIPE), CLASSIC_NORMS),
+    "torch SGD fused": (of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING),
 }
 
 
 def case(name: str, makes: dict[str, Any], shapes: Shapes, device: str) -> Case:
-    contenders = [stepper(name, make, shapes, device, reads=reads) for name, (make, reads) in makes.items()]
+    contenders = [stepper(name, make, shapes, device, reads=before) for name, (make, before) in makes.items()]
     return Case(name, sum(map(math.prod, shapes)), contenders)
 
 

@@ -86,7 +86,7 @@ def rows(lines: Iterable[str]) -> Iterator[dict[str, object]]:
 
 
 def profile(group: str) -> int:
-    """A process of ncu, whose lines are read as they come. Returns 1 unless there were rows."""
+    """A process of ncu, whose lines are read as they come. Returns 1 if it fails or there are no rows."""
     process = subprocess.Popen(
         command(group),
         cwd=ROOT,

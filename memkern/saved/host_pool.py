@@ -90,6 +90,7 @@ class HostPool:
         return Piece(slab, start, size)
 
     def _grow(self, size: int) -> Piece:
+        # A power of two, downwards: what is left of the size comes from the next slab.
         wanted = max(size, self.total // SHARE)
         room = min(MOST_SLAB, max(LEAST_SLAB, 1 << wanted.bit_length() - 1))
         self.slabs[self._number] = self._new_slab(room)  # may raise

@@ -30,9 +30,7 @@ class Objective(nn.Module):
         self.model = model
         self.loss_chunk = loss_chunk
 
-    def chunked(self, features: Tensor, head: nn.Module | Tensor, targets: Tensor) -> Tensor:
-        weight: Any = head if isinstance(head, Tensor) else head.weight
-        bias: Any = None if isinstance(head, Tensor) else getattr(head, "bias", None)
+    def chunked(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         return functional.linear_cross_entropy(
             features,
             weight,
@@ -52,10 +50,9 @@ class ByteModel(Objective):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss_chunk is None:
             return cross_entropies(self.model(inputs), targets)
-        features = SavingStep(self.model, self.model.features)(
-            inputs
-        )  # as saved_bits asks of the model's calls
-        return self.chunked(features, self.model.embedding.weight, targets)
+        # As saved_bits asks of the model's calls.
+        features = SavingStep(self.model, self.model.features)(inputs)
+        return self.chunked(features, self.model.embedding.weight, None, targets)
 
 
 class LanguageModel(Objective):
@@ -93,4 +90,5 @@ class LanguageModel(Objective):
         model: Any = self.model
         if self.loss_chunk is None:
             return cross_entropies(model(input_ids=inputs, use_cache=False).logits, targets)
-        return self.chunked(self.features(inputs), model.get_output_embeddings(), targets)
+        head = model.get_output_embeddings()
+        return self.chunked(self.features(inputs), head.weight, head.bias, targets)

@@ -92,9 +92,9 @@ def table(results: Sequence[RunResult]) -> Table:
     return grid
 
 
-def print_report(results: Sequence[RunResult], file: Any = None) -> None:
+def print_report(results: Sequence[RunResult]) -> None:
     """The table and the sentence."""
-    console = Console(file=file or sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False)
     console.print(table(results))
     console.print(summary(results))
 
@@ -116,12 +116,12 @@ def binary_size(count: float) -> str:
     return f"{count / 2**30:.3f} GiB"
 
 
-def print_phases(phases: Phases, file: Any = None) -> None:
+def print_phases(phases: Phases) -> None:
     """The table of the phases; nothing where the system does not tell."""
     peak = phases.peak
     if peak is None:
         return
-    console = Console(file=file or sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False)
     console.print(phase_table(phases))
     console.print(f"Peak: {binary_size(peak)}.")
 

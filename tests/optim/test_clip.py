@@ -151,7 +151,7 @@ def test_a_norm_that_is_nan_reaches_every_parameter(backend: str, build: type) -
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
-def test_it_is_a_state_of_the_optimizer_not_of_a_checkpoint(dtype: torch.dtype) -> None:
+def test_max_grad_norm_is_of_the_optimizer_not_of_a_checkpoint(dtype: torch.dtype) -> None:
     optimizer = optim.AdamW8bit([p.detach().to(dtype) for p in make_params()], max_grad_norm=1.0)
     state = optimizer.state_dict()
     state["param_groups"][0]["max_grad_norm"] = 3.0
@@ -159,7 +159,7 @@ def test_it_is_a_state_of_the_optimizer_not_of_a_checkpoint(dtype: torch.dtype) 
     assert optimizer.defaults["max_grad_norm"] == optimizer.param_groups[0]["max_grad_norm"] == 1.0
 
 
-def test_a_group_cannot_have_its_own() -> None:
+def test_a_group_cannot_have_a_max_grad_norm_of_its_own() -> None:
     optimizer = optim.AdamW8bit(make_params())
     with pytest.raises(ValueError, match="max_grad_norm belongs to the whole optimizer"):
         optimizer.add_param_group({"params": make_params(), "max_grad_norm": 2.0})

@@ -275,9 +275,7 @@ def test_a_dynamic_state_loads_into_4_bits() -> None:
     optimizer = optim.AdamW8bit(parameters(), codec="dynamic")
     train(optimizer, 0, 1)
     other = optim.AdamW8bit(copies_of(parameters()), state_bits=(8, 4))
-    with pytest.warns(
-        UserWarning, match=r"state_bits 8 -> \(8, 4\), codec dynamic -> power|codec dynamic -> power"
-    ):
+    with pytest.warns(UserWarning, match="codec dynamic -> power"):
         other.load_state_dict(optimizer.state_dict())
     train(other, 1, 2)
 
