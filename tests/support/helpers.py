@@ -56,6 +56,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
 def _param(backend: str) -> Any:
     reason = _why_not(backend)
     marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
+    if backend in ISAS[1:-1] and _why_not(ISAS[-1]) is None:
+        marks.append(pytest.mark.full)  # between what every processor has and the best that this one has
     return pytest.param(backend, marks=[*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks)
 
 
