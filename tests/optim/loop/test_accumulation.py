@@ -9,7 +9,7 @@ import torch
 
 from memkern import optim
 from memkern.optim import accumulation
-from memkern.optim.accumulation import ERRORS, add_
+from memkern.optim.accumulation import ERROR_DTYPE, add_
 from tests.support.helpers import assert_same, like, over_layouts, tensor
 
 BF16 = torch.bfloat16
@@ -22,7 +22,7 @@ def summed(model: torch.nn.Module, x: torch.Tensor, micro_batches: int) -> list[
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("storage", ERRORS)
+@pytest.mark.parametrize("storage", ERROR_DTYPE)
 def test_small_gradients_are_not_lost(storage: str) -> None:
     p = torch.nn.Parameter(torch.zeros(64, 128, dtype=BF16))
     model = torch.nn.ParameterList([p])
@@ -59,7 +59,7 @@ def test_runs_repeat_and_sums_are_close(storage: str, limit: float) -> None:
         assert error[0] < 2 * error[1]
 
 
-@pytest.mark.parametrize("storage", ERRORS)
+@pytest.mark.parametrize("storage", ERROR_DTYPE)
 def test_a_sum_that_is_zeroed_through_its_data(storage: str) -> None:
     """Which no version tells: the error that is left belongs to no sum of 0."""
     p = torch.nn.Parameter(torch.zeros(64, 128, dtype=BF16))
@@ -104,14 +104,14 @@ def test_every_layout(layout: str) -> None:
 
 
 @over_layouts
-@pytest.mark.parametrize("storage", ERRORS)
+@pytest.mark.parametrize("storage", ERROR_DTYPE)
 def test_pieces_have_the_bits_of_the_whole(
     layout: str, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def added(piece: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         monkeypatch.setattr(accumulation, "PIECE", piece)
         total, x = tensor(layout, BF16), like(tensor(layout), 1)
-        dtype = ERRORS[storage]
+        dtype = ERROR_DTYPE[storage]
         error = None if dtype is None else torch.ones_like(total, dtype=dtype)
         add_(total, x, storage, 7, error)
         return total, error
