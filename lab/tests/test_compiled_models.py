@@ -11,7 +11,7 @@ import pytest
 from lab.gpu import compiled, record
 
 
-@pytest.mark.full
+@pytest.mark.long  # before a lease
 def test_small_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert compiled.main(["--small", "--seconds", "1000"]) == 0

@@ -316,7 +316,7 @@ def test_the_cases_of_the_sweep_run(kind: str) -> None:
         assert subject.moved_bytes() >= 3 * case.numel
 
 
-@pytest.mark.full
+@pytest.mark.long  # before a lease
 @needs_cpp
 @pytest.mark.parametrize("kind", ["steps", "codes", "gelu"])
 def test_the_sweep_times_a_library(kind: str, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ tune.measure(setting, "cpu", (13,), warm=False)
     assert all(row["setting"] == "default" and row["copy_share"] > 0 for row in rows)
 
 
-@pytest.mark.full
+@pytest.mark.long  # before a lease
 def test_triton_takes_the_settings_constants() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """
