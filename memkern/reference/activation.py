@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..fewbit.levels import SYMMETRIES, Levels
-from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, plane_bytes, to_fp32
+from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, to_fp32
+from ..quant.codec import plane_bytes as plane_bytes
 from ..quant.layout import FLOATS, arithmetic, is_dense, memory_order, same_layout
 from .blockwise import sqrt
 

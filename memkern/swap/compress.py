@@ -14,12 +14,12 @@ from torch import nn
 
 from ..fewbit.levels import check_bits
 from ..nn.embedding import MARK
+from ..nn.linear import RandomizedLinear
 from ..saved import hooks
 from ..saved.hooks import SavedBits
 from ..saved.link import BLOCKS, Offload
 from ..saved.offload import options_of
 from ..saved.session import EXACT, close_interrupted
-from . import match
 from .block_lists import block_lists
 from .class_swap import revert
 from .measure import measure
@@ -41,7 +41,7 @@ def _linear_options(linear: float | Mapping[str, Any] | None) -> dict[str, Any] 
     if linear is None:
         return None
     options = dict(linear) if isinstance(linear, Mapping) else {"share": linear}
-    match.RandomizedLinear(1, 1, device="meta", **options)  # checks them
+    RandomizedLinear(1, 1, device="meta", **options)  # checks them
     return options
 
 
