@@ -11,13 +11,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
 from ..saved.offload import fake_bytes_on_host
+from ..swap.block_lists import block_lists
+from .blocks import without_block
+from .fake_mode import FakeMode
 from .models import Configured, Source
 from .trace import Trace, aligned, record
 from .values import Values
@@ -54,7 +57,10 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         return [trace(source, techniques, device)], 0
     shallow = [source.with_depth(n) for n in (FEW, FEW + 1)]
     try:
-        few, many = (trace(each, techniques, device) for each in shallow)
+        many = trace(shallow[1], techniques, device)
+        if not techniques.offload_saved and (fewer := without_block(many, 1)) is not None:
+            return [fewer, many], depth - FEW
+        few = trace(shallow[0], techniques, device)
         if aligned(few, many) is None:  # the first trace has what is cached on first use
             few = trace(shallow[0], techniques, device)
     except Exception:  # the model's own, where other sizes depend on the number of blocks
@@ -66,11 +72,13 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     """A forward and a backward pass on fake tensors of a device."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
+    values = Values(mode)
     with mode, torch.device(device):
         model = source.empty(weight_dtype(techniques))
     apply(model, techniques)  # outside the mode: compress measures what activations save
-    with mode, torch.device(device), Values() as values:
+    with mode, torch.device(device):
+        mode.around = values.around
         batch = source.batch(techniques.micro_batch)
         for x in tree_leaves(batch):
             if isinstance(x, Tensor) and x.is_floating_point():
@@ -86,7 +94,9 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
                 return source.loss(model, batch)
 
         with _as_on_real_tensors():
-            found = record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
+            held = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+            lists = list(block_lists(model))
+            found = record(mode, model, held, forward, lists[0] if len(lists) == 1 else ())
     return dataclasses.replace(found, left=fake_bytes_on_host(mode))
 
 
@@ -152,8 +162,7 @@ def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
 
 
 def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.device(device):
+    with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
         muon = techniques.optimizer_class == "Muon"

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..flags import typed
 from .code import training_loop
-from .prediction import BAND, CATEGORIES, Prediction
-from .smaller import Change
+from .prediction import BAND, CATEGORIES, Change, Prediction
 
 MIB, GIB = 2**20, 2**30
 HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -103,6 +105,10 @@ def plan(
         OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
+    asked = locals()
+    if device == "cuda" and "torch" not in sys.modules and fake_cuda.is_needed():
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+            return fake_cuda.call(pickle.dumps((plan, asked)))  # torch is imported once
     from . import cache as kept
     from .models import resolve
 

@@ -57,6 +57,18 @@ class Prediction:
         return sum(self.categories.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One argument of :func:`memkern.plan`, or a field of Techniques, with the value to give it.
+
+    memory: bytes that the smallest step then needs, the band of predictions included.
+    """
+
+    name: str
+    value: Any
+    memory: int
+
+
 class NotTraced(OptionError):
     """A step of the model with these techniques does not run on fake tensors."""
 
@@ -140,6 +152,12 @@ class Predictor:
         needs_two = not self.runs(Techniques()) and self.runs(Techniques(micro_batch=2))
         return 2 if needs_two else 1
 
+    def least_seconds(self, techniques: Techniques) -> float | None:
+        """Seconds of a step if nothing leaves the device; None where a plain step does not run."""
+        with contextlib.suppress(NotTraced):
+            return self.seconds(techniques)
+        return None
+
     def estimate(self, techniques: Techniques) -> float | None:
         """Seconds of a step, before its trace: with offload_saved, as if all that is saved left.
 
@@ -151,11 +169,9 @@ class Predictor:
             checkpointing=techniques.checkpointing,
             checkpoint_bits=techniques.checkpoint_bits,
         )
-        try:
-            left = techniques.micro_batch * self._saved(one) if techniques.offload_saved else 0
-            return self.seconds(techniques, left)
-        except NotTraced:
-            return None
+        with contextlib.suppress(NotTraced):
+            return self.seconds(techniques, techniques.micro_batch * self._saved(one))
+        return None
 
     def fixed(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
@@ -175,7 +191,7 @@ class Predictor:
         from .trace import peaks
 
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
-        left = traces[0].left
+        left = traces[0].left + more * (traces[-1].left - traces[0].left)
         leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
         accumulates = techniques.accumulation > 1 and not leaves
         on_host = techniques.offload and self.device != "cpu"

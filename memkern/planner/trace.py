@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..memory import LiveBytes, Storage
 from ..quant.layout import is_dense
+from .fake_mode import FakeMode
 
 Operator = tuple[Any, ...]
-"""Its name, and the shapes of what it returns."""
+"""It, and the shapes of what it returns."""
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES = ("saved", "gradients", "temporaries")
 
@@ -42,14 +43,16 @@ def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _called_by_autograd() -> bool:
     """Whether it is the engine that calls, and not a Python function's backward."""
-    frame: Any = sys._getframe(3)  # LiveBytes' __torch_dispatch__
-    while frame is not None and ("__torch_dispatch__" in frame.f_code.co_name or _is_wrapper(frame)):
+    frame: Any = sys._getframe(4)  # what calls LiveBytes.around
+    while frame is not None and _is_of_the_mode(frame):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-def _is_wrapper(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile"))
+def _is_of_the_mode(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").startswith(
+        ("memkern.planner.fake_mode", "torch._dynamo", "torch._compile")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
     accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
-    left: most bytes that were on the host.
+    left: most bytes that were on the host. blocks: the clock at the beginning of each block's forward pass, and when
+    its last gradient was accumulated.
     """
 
     storages: list[Storage]
@@ -65,6 +69,7 @@ class Trace:
     operators: list[Operator]
     middle: int
     left: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -168,38 +173,55 @@ def peaks(
     return found
 
 
-def record(model: nn.Module, held: Iterable[Tensor], forward: Any) -> Trace:
-    """Runs ``forward()``, which returns the loss, and its backward pass, and records them."""
+def record(
+    mode: FakeMode, model: nn.Module, held: Iterable[Tensor], forward: Any, blocks: Sequence[nn.Module] = ()
+) -> Trace:
+    """Runs ``forward()``, which returns the loss, and its backward pass, and records them.
+
+    blocks: of the model, in their order.
+    """
     operators: list[Operator] = []
     sums: dict[Storage, Storage] = {}
     """From the sum of two gradients to the first of them, which autograd overwrites if nothing else refers to it."""
     accumulated: dict[Storage, int] = {}
 
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        operators.append((str(func), *(tuple(x.shape) for x in tree_leaves(out) if isinstance(x, Tensor))))
+        outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        operators.append((func, *(x.shape for x in outputs if isinstance(x, Tensor))))
         if _adds_gradients(func, args, kwargs):
             first, total = live.storage_of(args[0]), live.storage_of(out)
             if first is not None and total is not None:
                 sums[total] = first
 
-    def on_gradient(p: Tensor) -> None:
+    def on_gradient(p: Any) -> None:
         assert p.grad is not None
         storage = live.storage_of(p.grad)
         if storage is not None:
             accumulated[storage] = live.clock
+        if p in owners:
+            ends[owners[p]] = live.clock
+
+    def on_block(block: nn.Module, args: Any) -> None:
+        begins.setdefault(block, live.clock)
 
     existing = [*model.parameters(), *model.buffers(), *held]
     live = LiveBytes(existing, counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
-    with live:
+    handles += [block.register_forward_pre_hook(on_block) for block in blocks]
+    owners = {p: block for block in blocks for p in block.parameters()}
+    begins: dict[nn.Module, int] = {}
+    ends: dict[nn.Module, int] = {}
+    with mode.inside(live.around):
         loss = forward()
         middle = live.clock
         loss.backward()
     del loss
     for handle in handles:
         handle.remove()
-    trace = Trace(_in_place_sums(live.storages, sums, accumulated), accumulated, operators, middle)
+    found = _in_place_sums(live.storages, sums, accumulated)
+    clocks = tuple((begins[b], ends[b]) for b in blocks if b in begins and b in ends)
+    trace = Trace(found, accumulated, operators, middle, blocks=clocks)
     model.zero_grad(set_to_none=True)
     return trace
 
