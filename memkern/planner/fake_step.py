@@ -44,30 +44,46 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
     """Traces for :func:`memkern.planner.trace.peaks`: for a model with like blocks two, with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
-    depth = source.depth
     # Groups of sqrt(L) blocks are not alike: the last is smaller. The order in which tensors leave the device, but for
     # inputs of checkpoints, depends on all blocks.
     if (
-        not isinstance(source, Configured)
-        or depth is None
-        or depth <= FEW + 1
-        or techniques.checkpointing == "sqrt"
-        or (techniques.offload_saved and not techniques.checkpointing)
+        isinstance(source, Configured)
+        and techniques.checkpointing != "sqrt"
+        and (techniques.checkpointing or not techniques.offload_saved)
     ):
-        return [trace(source, techniques, device)], 0
-    shallow = [source.with_depth(n) for n in (FEW, FEW + 1)]
-    try:
-        many = trace(shallow[1], techniques, device)
-        if not techniques.offload_saved and (fewer := without_block(many, 1)) is not None:
-            return [fewer, many], depth - FEW
-        few = trace(shallow[0], techniques, device)
-        if aligned(few, many) is None:  # the first trace has what is cached on first use
-            few = trace(shallow[0], techniques, device)
-    except Exception:  # the model's own, where other sizes depend on the number of blocks
-        return [trace(source, techniques, device)], 0
-    if aligned(few, many) is None:
-        return [trace(source, techniques, device)], 0
-    return [few, many], depth - FEW
+        with contextlib.suppress(
+            Exception
+        ):  # the model's own, where other sizes depend on the number of blocks
+            found = _of_few(source, techniques, device) or _of_kinds(source, techniques, device)
+            if found is not None:
+                return found
+    return [trace(source, techniques, device)], 0
+
+
+def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+    """Traces of two models with few blocks, the second with one more, where all blocks are alike."""
+    depth = source.depth
+    if depth is None or depth <= FEW + 1:
+        return None
+    many = trace(source.with_depth(FEW + 1), techniques, device)
+    if not techniques.offload_saved and (fewer := without_block(many, 1)) is not None:
+        return [fewer, many], depth - FEW
+    few = trace(source.with_depth(FEW), techniques, device)
+    return None if aligned(few, many) is None else ([few, many], depth - FEW)
+
+
+def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+    """The same where blocks are of several kinds that run the same operators, such as with another mask."""
+    kinds = source.kinds
+    if techniques.offload_saved or len(kinds) <= len(set(kinds)) + 2:
+        return None
+    found = [trace(source.with_kinds([kinds[0], *sorted(set(kinds)), kinds[-1]]), techniques, device)]
+    while len(found[0].blocks) > FEW:
+        fewer = without_block(found[0], 1)
+        if fewer is None:
+            return None
+        found = [fewer, found[0]]
+    return found, len(kinds) - FEW
 
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:

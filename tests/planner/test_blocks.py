@@ -11,6 +11,7 @@ from memkern.planner import fake_step
 from memkern.planner.blocks import without_block
 from memkern.planner.fake_mode import FakeMode
 from memkern.planner.models import resolve
+from memkern.planner.trace import peaks
 
 
 @pytest.fixture(scope="module", params=["GPT2", "Llama"])
@@ -91,3 +92,18 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
             )
             first.add_(1)
             assert x.sin() is not x
+
+
+def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 8, "sliding_window": 32}
+    config = transformers.Gemma3TextConfig(**sizes, architectures=["Gemma3ForCausalLM"])
+    options: dict[str, Any] = {"free_gradients": False, "unit": 64}
+    for tokens, count in ((16, 2), (64, 1)):  # longer sequences need a mask in blocks of one kind
+        source: Any = resolve(config, tokens, None, None, None)
+        traces, more = fake_step.traces(source, Techniques(), "cpu")
+        assert len(traces) == count
+        whole = fake_step.trace(source, Techniques(), "cpu")
+        assert peaks(traces, more, **options) == peaks([whole], 0, **options)
