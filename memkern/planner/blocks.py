@@ -73,7 +73,13 @@ def without_block(trace: Trace, out: int) -> Trace | None:
         for i, (begin, end) in enumerate(clocks)
     )
     made = dataclasses.replace(
-        trace, storages=[], accumulated={}, operators=kept, middle=trace.middle - less, blocks=moved
+        trace,
+        storages=[],
+        accumulated={},
+        of_blocks={},
+        operators=kept,
+        middle=trace.middle - less,
+        blocks=moved,
     )
     return made if _move_storages(trace, made, old, _Passes(made), out) else None
 
@@ -106,9 +112,10 @@ def _move_storages(trace: Trace, made: Trace, old: _Passes, new: _Passes, out: i
             return False
         copy = Storage(s.size, at, None if died is None else max(died + 1, at))
         made.storages.append(copy)
-        if s in trace.accumulated:
-            until = moved(trace.accumulated[s], born)
-            if until is None:
-                return False
-            made.accumulated[copy] = until
+        for clocks, found in ((trace.accumulated, made.accumulated), (trace.of_blocks, made.of_blocks)):
+            if s in clocks:
+                clock = moved(clocks[s], born)
+                if clock is None:
+                    return False
+                found[copy] = clock
     return True

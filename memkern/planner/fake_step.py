@@ -22,6 +22,7 @@ from ..swap.block_lists import block_lists
 from .blocks import without_block
 from .fake_mode import FakeMode
 from .models import Configured, Source
+from .shards import groups_of, shard_bytes, shard_shape
 from .trace import Trace, aligned, record
 from .values import Values
 
@@ -164,23 +165,34 @@ class Fixed:
     step_temporaries: int
     largest: int
     """Bytes of the largest gradient."""
+    root: int = 0
+    block: int = 0
+    """Of several devices: see :class:`memkern.planner.shards.Groups`."""
 
 
-def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
-    """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors."""
+def fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
+    """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors.
+
+    devices: the shards that one of so many holds (with the first rows of each parameter, which are the most).
+    """
     depth = source.depth
     if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
-        return _fixed(source, techniques, device)
+        return _fixed(source, techniques, device, devices)
     few, many = (
-        dataclasses.astuple(_fixed(source.with_depth(n), techniques, device)) for n in (FEW, FEW + 1)
+        dataclasses.astuple(_fixed(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1)
     )
     return Fixed(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
 
 
-def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
+def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
     with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
+        held = _bytes([*model.parameters(), *model.buffers()])
+        if devices > 1:
+            held = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
+            trained = [nn.Parameter(p.new_empty(shard_shape(p, devices))) for p in trained]
+        groups_of_model = groups_of(model, devices)
         muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
@@ -188,12 +200,14 @@ def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
         return Fixed(
             count=sum(p.numel() for p in model.parameters()),
             head=_head(model),
-            parameters=_bytes([*model.parameters(), *model.buffers()]),
+            parameters=held,
             errors=errors,
             gradients=sum(gradients),
             optimizer=state,
             step_temporaries=temporaries,
             largest=max(gradients),
+            root=groups_of_model.root,
+            block=groups_of_model.block,
         )
 
 

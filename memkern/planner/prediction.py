@@ -23,6 +23,8 @@ CATEGORIES = (
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
 """The multiple that the allocator rounds sizes up to."""
+HELD = {"cpu": 2, "cuda": 1}
+"""Buffers of collectives (``Groups.held``): of gloo's threads, and one beside NCCL's streams."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
@@ -102,10 +104,13 @@ def _checked(found: Any) -> Any:
 class Predictor:
     """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
-    def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware) -> None:
+    def __init__(
+        self, source: Any, device: str, counted_on: str, hardware: Hardware, devices: int = 1
+    ) -> None:
         from . import fake_step
 
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
+        self.devices = devices
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
         def cached(run: Callable[..., Any]) -> Callable[[Techniques], Any]:
@@ -121,7 +126,8 @@ class Predictor:
 
             return functools.cache(found)
 
-        self._traces, self._fixed = cached(fake_step.traces), cached(fake_step.fixed)
+        self._traces = cached(fake_step.traces)
+        self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
@@ -188,6 +194,7 @@ class Predictor:
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
     def _predict(self, techniques: Techniques) -> Prediction:
+        from .shards import Groups
         from .trace import peaks
 
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
@@ -204,7 +211,14 @@ class Predictor:
             "process and context": self.hardware.process,
         }
         unit = UNIT[self.device]
-        found = peaks(traces, more, free_gradients=leaves or accumulates, unit=unit)
+        found = peaks(
+            traces,
+            more,
+            free_gradients=leaves or accumulates,
+            unit=unit,
+            devices=self.devices,
+            beside=Groups(fixed.root, fixed.block, HELD[self.device]).gathered if self.devices > 1 else None,
+        )
         rows = {
             phase: static
             | {

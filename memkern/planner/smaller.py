@@ -52,7 +52,7 @@ class Asked:
         old = self.predictor
         source = dataclasses.replace(old.source, seq_len=tokens)
         return dataclasses.replace(
-            self, predictor=Predictor(source, old.device, old.counted_on, self.hardware)
+            self, predictor=Predictor(source, old.device, old.counted_on, self.hardware, old.devices)
         )
 
     def without(self, names: tuple[str, ...]) -> Asked:
