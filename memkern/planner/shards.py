@@ -28,8 +28,8 @@ class Groups:
 
         A block's forward pass has the block, and the buffer that it was gathered in, which is freed when the next block
         has been gathered. Its backward pass has the block, the buffer of the next one, which is gathered meanwhile, and
-        the gradients of the one before, which are being reduced, and the buffers that are held; that of the loss has the
-        last block's buffer. Where it is not known when a block's passes are, all of it is counted throughout.
+        the gradients of the one before, which are being reduced, and the buffers that are held; that of the loss has
+        the last block's buffer. Where it is not known when a block's passes are, all of it is counted throughout.
         """
         if not trace.blocks:
             return [self.root + (3 + self.held) * self.block] * (trace.end + 1)
