@@ -34,6 +34,18 @@ def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield tensor.untyped_storage()
 
 
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments, or of what it returns."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for item in x:
+            yield from _tensors(item)
+    elif isinstance(x, dict):
+        for item in x.values():
+            yield from _tensors(item)
+
+
 def tensor_bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the tensors' storages, each storage counted once and whole; what is no tensor is skipped."""
     return sum({storage._cdata: storage.nbytes() for storage in _storages(tensors)}.values())
@@ -101,43 +113,48 @@ class LiveBytes(TorchDispatchMode):
 
     def _track(self, tensors: Iterable[Any], counted: bool) -> None:
         """Remembers storages that are new; where not ``counted``, without an entry in ``storages``."""
-        on_devices = (x for x in tensors if isinstance(x, Tensor) and x.device.type != "meta")
-        for storage in _storages(on_devices):
-            key = storage._cdata
-            if key in self._known:
-                continue
-            entry = Storage(storage.nbytes(), self.clock) if counted else None
-
-            def freed(_: weakref.ref, key: int = key, entry: Storage | None = entry) -> None:
-                del self._known[key]
-                if entry is not None:
-                    self.live -= entry.size
-                    entry.died = self.clock + 1  # it was alive when the last operator returned
-
-            self._known[key] = weakref.ref(storage, freed), entry
-            if entry is not None:
-                self.storages.append(entry)
-                self.live += entry.size
+        for x in tensors:
+            for storage in _storages((x,)):
+                if storage._cdata not in self._known and x.device.type != "meta":
+                    self._add(storage, counted)
         self.peak = max(self.peak, self.live)
+
+    def _add(self, storage: torch.UntypedStorage, counted: bool) -> None:
+        key = storage._cdata
+        entry = Storage(storage.nbytes(), self.clock) if counted else None
+
+        def freed(_: weakref.ref) -> None:
+            del self._known[key]
+            if entry is not None:
+                self.live -= entry.size
+                entry.died = self.clock + 1  # it was alive when the last operator returned
+
+        self._known[key] = weakref.ref(storage, freed), entry
+        if entry is not None:
+            self.storages.append(entry)
+            self.live += entry.size
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
         """The tensor's storage; None where it is not counted."""
         return self._known.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # half of all calls for fake tensors
             return func(*args)
+        return self.around(func, args, kwargs or {}, lambda func, args, kwargs: func(*args, **kwargs))
+
+    def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """What ``run(func, args, kwargs)`` returns, whose storages are followed."""
         # An input that is not known yet was allocated before the call. It does not count, and an output that is a view
         # of it is no new storage.
-        self._track(tree_leaves((args, kwargs)), counted=False)
-        out = func(*args, **kwargs)
+        self._track(_tensors((args, kwargs)), counted=False)
+        out = run(func, args, kwargs)
         if is_in_transfer():
-            self._track(tree_leaves(out), counted=True)
+            self._track(_tensors(out), counted=True)
             return out
         known = len(self.storages)
         self.clock += 1
-        self._track(tree_leaves(out), counted=True)
+        self._track(_tensors(out), counted=True)
         if len(self.storages) == known:
             self.clock -= 1
         else:

@@ -28,6 +28,17 @@ class Case(NamedTuple):
 
 
 FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "step_in_backward": True}
+MOE = {
+    "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 16000,
+}  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": MOE | {"num_local_experts": 8},
+    "qwen3_moe": MOE
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 64},
+    "gpt_oss": MOE | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
+}
+"""Small models of mixtures of experts, by their type."""
 CASES = (
     Case("distilgpt2", 256, {}),
     Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
@@ -41,13 +52,21 @@ CASES = (
     Case("roberta-base", 128, {"precision": "bf16", "master_weights": "bf16+16", "micro_batch": 2}),
     Case("vit-base", 0, {"saved_bits": "exact", "micro_batch": 2}),
     Case("bert-large", 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 2, "checkpointing": "sqrt"}),
+    Case("mixtral", 256, {"micro_batch": 2}),
+    Case("qwen3_moe", 256, {"micro_batch": 2, "state_bits": 8, "checkpointing": "blocks"}),
+    Case("gpt_oss", 256, {"micro_batch": 2}),
 )
 
 
 def source_of(case: Case, small: bool = False) -> Any:
     from memkern.planner.models import resolve
 
-    source: Any = resolve(case.model, case.seq_len or None, None, None, case.dropout)
+    model: Any = case.model
+    if model in EXPERTS:
+        import transformers
+
+        model = transformers.CONFIG_MAPPING[model](**EXPERTS[model])
+    source: Any = resolve(model, case.seq_len or None, None, None, case.dropout)
     if small:
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
         for name, value in zip(names, (4, 64, 4, 256, 1000), strict=True):

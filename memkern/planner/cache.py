@@ -18,8 +18,7 @@ from typing import Any
 from ..options import Techniques
 from .models import Configured, model_output_loss
 from .outcome import Plan
-from .prediction import Prediction
-from .smaller import Change
+from .prediction import Change, Prediction
 
 PACKAGE = Path(__file__).parents[1]
 

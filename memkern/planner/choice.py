@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..options import OptionError, Techniques, not_allowed
@@ -45,6 +46,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Ways of saving less for the backward pass that a plan compares."""
 LOSS_CHUNK = 4096  # classes
+Rank = tuple[int, int]
+"""The logarithm of a time, and how many techniques it needs."""
 MAX_MICRO_BATCH = 4096
 
 
@@ -146,12 +149,9 @@ class Chooser:
         def rank(seconds: float, techniques: Techniques) -> tuple[int, int]:
             return round(math.log(seconds) / 0.02), _changes(techniques)
 
-        found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
-        estimates = {t: self.predictor.estimate(t) for t in found}
-        ranks = {t: rank(seconds, t) for t, seconds in estimates.items() if seconds is not None}
         best: Prediction | None = None
-        for techniques in sorted(ranks, key=ranks.__getitem__):
-            if best is not None and ranks[techniques] >= rank(best.seconds, best.techniques):
+        for place, techniques in self._by_time(memory, rank):
+            if best is not None and place >= rank(best.seconds, best.techniques):
                 break
             if predict(self.frugal(techniques)).peak > memory or not self.predictor.runs(techniques):
                 continue
@@ -161,6 +161,23 @@ class Chooser:
             if best is None or rank(prediction.seconds, techniques) < rank(best.seconds, best.techniques):
                 best = prediction
         return best
+
+    def _by_time(self, memory: int, rank: Callable[..., Rank]) -> Iterator[tuple[Rank, Techniques]]:
+        """Candidates by the rank of their estimated time. Estimates that need traces are made when it is their turn."""
+        found = [t for t in self.candidates if self.predictor.floor(t) <= memory]
+        waiting = []
+        for i, t in enumerate(found):
+            least = self.predictor.least_seconds(t)
+            if least is not None:
+                waiting.append((rank(least, t), i, False))
+        heapq.heapify(waiting)
+        while waiting:
+            place, i, is_final = heapq.heappop(waiting)
+            techniques = found[i]
+            if is_final or not techniques.offload_saved:
+                yield place, techniques
+            elif (seconds := self.predictor.estimate(techniques)) is not None:
+                heapq.heappush(waiting, (rank(seconds, techniques), i, True))
 
     def fastest_of_each(self, memory: int) -> dict[str, Prediction | None]:
         """The fastest set that fits with each way of saving less, and nothing where none does."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..options import Techniques
 
 
-def training_loop(t: Techniques, loss: str, device: str, sample: str) -> str:
+def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:
     """The lines of a training loop with these techniques.
 
     loss: the expression for the loss of ``batch``. sample: what a batch consists of, "sequence" or "example".
@@ -28,7 +28,14 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str) -> str:
         body.append(backward + ("  # takes the steps" if t.step_in_backward else ""))
     body += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
     body.append("optimizer.zero_grad()")
-    set_up = ["import torch, memkern", "", *_model_lines(t), _optimizer_line(t)]
+    set_up = ["import torch, memkern", "", *_model_lines(t)]
+    if devices > 1:
+        set_up += [
+            f"# torchrun --nproc-per-node {devices}; blocks: the model's, such as model.model.layers",
+            "for module in (*blocks, model):",
+            "    torch.distributed.fsdp.fully_shard(module)",
+        ]
+    set_up.append(_optimizer_line(t))
     if scaled:
         set_up.append(f'scaler = torch.amp.GradScaler("{device}")')
     return "\n".join([*set_up, "for step in range(steps):", *_indented(body)])

@@ -11,14 +11,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
 from ..saved.offload import fake_bytes_on_host
+from ..swap.block_lists import block_lists
+from .blocks import without_block
+from .fake_mode import FakeMode
 from .models import Configured, Source
+from .shards import groups_of, shard_bytes, shard_shape
 from .trace import Trace, aligned, record
 from .values import Values
 
@@ -41,36 +45,57 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
     """Traces for :func:`memkern.planner.trace.peaks`: for a model with like blocks two, with few of them."""
     if techniques.loss_chunk and not source.is_language_model:
         raise not_allowed("loss_chunk", techniques.loss_chunk, "None for a model that is no language model")
-    depth = source.depth
     # Groups of sqrt(L) blocks are not alike: the last is smaller. The order in which tensors leave the device, but for
     # inputs of checkpoints, depends on all blocks.
     if (
-        not isinstance(source, Configured)
-        or depth is None
-        or depth <= FEW + 1
-        or techniques.checkpointing == "sqrt"
-        or (techniques.offload_saved and not techniques.checkpointing)
+        isinstance(source, Configured)
+        and techniques.checkpointing != "sqrt"
+        and (techniques.checkpointing or not techniques.offload_saved)
     ):
-        return [trace(source, techniques, device)], 0
-    shallow = [source.with_depth(n) for n in (FEW, FEW + 1)]
-    try:
-        few, many = (trace(each, techniques, device) for each in shallow)
-        if aligned(few, many) is None:  # the first trace has what is cached on first use
-            few = trace(shallow[0], techniques, device)
-    except Exception:  # the model's own, where other sizes depend on the number of blocks
-        return [trace(source, techniques, device)], 0
-    if aligned(few, many) is None:
-        return [trace(source, techniques, device)], 0
-    return [few, many], depth - FEW
+        with contextlib.suppress(
+            Exception
+        ):  # the model's own, where other sizes depend on the number of blocks
+            found = _of_few(source, techniques, device) or _of_kinds(source, techniques, device)
+            if found is not None:
+                return found
+    return [trace(source, techniques, device)], 0
+
+
+def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+    """Traces of two models with few blocks, the second with one more, where all blocks are alike."""
+    depth = source.depth
+    if depth is None or depth <= FEW + 1:
+        return None
+    many = trace(source.with_depth(FEW + 1), techniques, device)
+    if not techniques.offload_saved and (fewer := without_block(many, 1)) is not None:
+        return [fewer, many], depth - FEW
+    few = trace(source.with_depth(FEW), techniques, device)
+    return None if aligned(few, many) is None else ([few, many], depth - FEW)
+
+
+def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
+    """The same where blocks are of several kinds that run the same operators, such as with another mask."""
+    kinds = source.kinds
+    if techniques.offload_saved or len(kinds) <= len(set(kinds)) + 2:
+        return None
+    found = [trace(source.with_kinds([kinds[0], *sorted(set(kinds)), kinds[-1]]), techniques, device)]
+    while len(found[0].blocks) > FEW:
+        fewer = without_block(found[0], 1)
+        if fewer is None:
+            return None
+        found = [fewer, found[0]]
+    return found, len(kinds) - FEW
 
 
 def trace(source: Source, techniques: Techniques, device: str) -> Trace:
     """A forward and a backward pass on fake tensors of a device."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
+    values = Values(mode)
     with mode, torch.device(device):
         model = source.empty(weight_dtype(techniques))
     apply(model, techniques)  # outside the mode: compress measures what activations save
-    with mode, torch.device(device), Values() as values:
+    with mode, torch.device(device):
+        mode.around = values.around
         batch = source.batch(techniques.micro_batch)
         for x in tree_leaves(batch):
             if isinstance(x, Tensor) and x.is_floating_point():
@@ -86,7 +111,9 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
                 return source.loss(model, batch)
 
         with _as_on_real_tensors():
-            found = record(model, [x for x in tree_leaves(batch) if isinstance(x, Tensor)], forward)
+            held = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+            lists = list(block_lists(model))
+            found = record(mode, model, held, forward, lists[0] if len(lists) == 1 else ())
     return dataclasses.replace(found, left=fake_bytes_on_host(mode))
 
 
@@ -138,24 +165,34 @@ class Fixed:
     step_temporaries: int
     largest: int
     """Bytes of the largest gradient."""
+    root: int = 0
+    block: int = 0
+    """Of several devices: see :class:`memkern.planner.shards.Groups`."""
 
 
-def fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
-    """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors."""
+def fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
+    """Sizes of the parameters and of what the optimizer holds for them, from a step on fake tensors.
+
+    devices: the shards that one of so many holds (with the first rows of each parameter, which are the most).
+    """
     depth = source.depth
     if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
-        return _fixed(source, techniques, device)
+        return _fixed(source, techniques, device, devices)
     few, many = (
-        dataclasses.astuple(_fixed(source.with_depth(n), techniques, device)) for n in (FEW, FEW + 1)
+        dataclasses.astuple(_fixed(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1)
     )
     return Fixed(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
 
 
-def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.device(device):
+def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
+    with FakeMode(), torch.device(device):
         model = source.empty(weight_dtype(techniques))
         trained = [p for p in model.parameters() if p.requires_grad]
+        held = _bytes([*model.parameters(), *model.buffers()])
+        if devices > 1:
+            held = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
+            trained = [nn.Parameter(p.new_empty(shard_shape(p, devices))) for p in trained]
+        groups_of_model = groups_of(model, devices)
         muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
@@ -163,12 +200,14 @@ def _fixed(source: Source, techniques: Techniques, device: str) -> Fixed:
         return Fixed(
             count=sum(p.numel() for p in model.parameters()),
             head=_head(model),
-            parameters=_bytes([*model.parameters(), *model.buffers()]),
+            parameters=held,
             errors=errors,
             gradients=sum(gradients),
             optimizer=state,
             step_temporaries=temporaries,
             largest=max(gradients),
+            root=groups_of_model.root,
+            block=groups_of_model.block,
         )
 
 

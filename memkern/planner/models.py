@@ -170,6 +170,20 @@ class Configured:
         return dataclasses.replace(self, config=config)
 
     @property
+    def kinds(self) -> list[str]:
+        """The kind of each block, where there are several; else empty."""
+        found = list(getattr(self.config, "layer_types", None) or ())[
+            : _number(self.config, "num_hidden_layers")
+        ]
+        return found if len(set(found)) > 1 else []
+
+    def with_kinds(self, kinds: list[str]) -> Configured:
+        """The same model with blocks of these kinds."""
+        found = self.with_depth(len(kinds))
+        found.config.layer_types = kinds
+        return found
+
+    @property
     def tokens(self) -> int:
         return self.inputs.patches + 1 if self.takes_images else self.seq_len
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..flags import typed
 from .code import training_loop
-from .prediction import BAND, CATEGORIES, Prediction
-from .smaller import Change
+from .prediction import BAND, CATEGORIES, Change, Prediction
 
 MIB, GIB = 2**20, 2**30
 HEADS = ("weights", "errors", "grads", "optim.", "saved", "temp.", "process")
@@ -29,7 +28,8 @@ class Plan:
     fits_as_it_is: whether plain fp32 training does, with the whole batch at once. loss: how ``code()`` computes it.
     host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ways: the
     fastest that fits with each of the ways of saving less for the backward pass, None where nothing does. ruled_out:
-    the rows of techniques with which the model's step raises, with the error.
+    the rows of techniques with which the model's step raises, with the error. devices: how many share the model
+    (``fully_shard``); bytes are those of one.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Plan:
     link: float = 0.0
     ways: dict[str, Prediction | None] = dataclasses.field(default_factory=dict)
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: int = 1
 
     @property
     def fits(self) -> bool:
@@ -82,7 +83,7 @@ class Plan:
     def code(self) -> str:
         """The lines that do what is recommended (or what is smallest, where nothing fits) in a loop of one's own."""
         techniques = (self.recommended or self.together).techniques
-        return training_loop(techniques, self.loss, self.device, _sample(self))
+        return training_loop(techniques, self.loss, self.device, _sample(self), self.devices)
 
     def __str__(self) -> str:
         return text(self)
@@ -104,7 +105,7 @@ def text(plan: Plan) -> str:
     base = plain.seconds / size
     lines = [
         f"{plan.model}: {plan.parameters:,} parameters, {_length(plan)}{plan.device}; "
-        f"limit {plan.memory / unit:.{digits}f} {name_of_unit}",
+        f"{_shards(plan)}limit {plan.memory / unit:.{digits}f} {name_of_unit}",
         f"peak of a step in {name_of_unit}, {_count(size, _sample(plan))}; time against plain training; truth within "
         f"-{below:.0%} and +{above:.0%} (counted on fake tensors: {plan.counted_on})",
         "",
@@ -141,6 +142,10 @@ def _count(size: int, sample: str) -> str:
 
 def _length(plan: Plan) -> str:
     return f"{plan.seq_len} tokens, " if plan.seq_len > 1 else ""
+
+
+def _shards(plan: Plan) -> str:
+    return f"on each of {plan.devices} devices with fully_shard; " if plan.devices > 1 else ""
 
 
 def rounded_up(size: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +36,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "offload": {"offload": True},
 }
 """The rows of the table: each technique by itself."""
+UNSHARDED: dict[str, Any] = {
+    "step_in_backward": False, "offload": False, "offload_saved": False, "loss_chunk": None,
+}  # fmt: skip
+"""Techniques that are not counted with shards: with several devices they stay as they are here."""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
 
 
@@ -69,6 +75,7 @@ def plan(
     hardware: Hardware | None = None,
     host_memory: int | str | None = None,
     link: str | None = None,
+    devices: int = 1,
     cache: bool = True,
 ) -> Plan:
     """Predicts what a training step needs, by category and technique, and chooses techniques that make it fit.
@@ -96,6 +103,10 @@ def plan(
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
         host_memory: bytes on the host that offload may use, or a text such as "64GiB"; default any number.
         link: between host and device, in place of the hardware's: "pcie4" and "pcie5" (x16), "c2c".
+        devices: how many share the parameters, gradients and states: FSDP2, ``fully_shard`` for each block and then for
+            the model, or HSDP with so many in a group. Bytes are those of the one with the largest shards, with the
+            blocks that are gathered meanwhile; ``batch_size`` is of each device. Times are without the collectives.
+            Techniques are then chosen among those that ``fully_shard`` is counted with (``UNSHARDED`` has the others).
         cache: plans of configurations are kept in the user's cache folder (``XDG_CACHE_HOME``, ~/.cache), and read
             there where the configuration, the arguments and the versions are the same; False, for neither.
 
@@ -103,6 +114,12 @@ def plan(
         OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
+    asked = locals()
+    if device == "cuda" and "torch" not in sys.modules and fake_cuda.is_needed():
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+            return fake_cuda.call(pickle.dumps((plan, asked)))  # torch is imported once
+    import torch
+
     from . import cache as kept
     from .models import resolve
 
@@ -113,8 +130,12 @@ def plan(
         raise not_allowed("batch_size", batch_size, at_least(1).words)
     if not NOT_NEGATIVE.holds(clip):
         raise not_allowed("clip", clip, NOT_NEGATIVE.words)
+    if not at_least(1).holds(devices):
+        raise not_allowed("devices", devices, at_least(1).words)
     given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     _check_given(given)
+    if devices > 1:
+        given = _sharded(given)
     if link is not None and link not in LINKS:
         raise not_allowed("link", link, ", ".join(LINKS))
     speeds = hardware or default(device)
@@ -124,9 +145,16 @@ def plan(
     source = resolve(model, seq_len, inputs, loss, dropout)
     arguments: dict[str, Any] = {
         "source": source, "memory": limit, "device": device, "given": given, "batch_size": batch_size,
-        "clip": clip, "hardware": speeds, "host_memory": on_host,
+        "clip": clip, "hardware": speeds, "host_memory": on_host, "devices": devices,
     }  # fmt: skip
     expected = _counted_on(device)
+    if expected == ON_CPU_TENSORS:
+        why = (
+            "no C++ compiler is found"
+            if torch.version.cuda is None
+            else "this torch is for CUDA and finds no GPU"
+        )
+        warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=2)
     key = kept.key(source, arguments, expected) if cache else None
     made = kept.load(key) if key is not None else None
     if made is None:
@@ -157,6 +185,18 @@ def _check_given(given: Mapping[str, Any]) -> None:
     Techniques(**needed | dict(given))
 
 
+def _sharded(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, and the techniques that are not counted with shards as they are."""
+    for name, plain in UNSHARDED.items():
+        if given.get(name, plain) != plain:
+            raise not_allowed(name, given[name], f"{plain!r} with devices above 1")
+    if given.get("optimizer") == "muon":
+        raise not_allowed(
+            "optimizer", "muon", "one whose step needs no other device's shards, with devices above 1"
+        )
+    return UNSHARDED | dict(given)
+
+
 def _plan_on(counted_on: str, arguments: dict[str, Any]) -> Plan:
     """Plans here, or in a process with fake CUDA; where that fails on fake CPU tensors, with a warning."""
     import torch
@@ -182,14 +222,17 @@ def _plan(
     clip: float,
     hardware: Hardware,
     host_memory: int | None,
+    devices: int = 1,
 ) -> Plan:
-    predictor = Predictor(source, device, counted_on, hardware)
+    predictor = Predictor(source, device, counted_on, hardware, devices)
     chooser = Chooser(predictor, given, batch_size, clip, host_memory)
     alone, ruled_out = {}, {}
     for name, changes in ALONE.items():
         if "loss_chunk" in changes and not source.is_language_model:
             continue
         if {"offload", "offload_saved"} & changes.keys() and device == "cpu":
+            continue
+        if devices > 1 and UNSHARDED.keys() & changes.keys():
             continue
         try:
             alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
@@ -229,4 +272,5 @@ def _plan(
         hardware.link,
         {} if device == "cpu" or plain.peak <= limit else chooser.fastest_of_each(limit),
         ruled_out,
+        devices,
     )

@@ -23,6 +23,8 @@ CATEGORIES = (
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
 """The multiple that the allocator rounds sizes up to."""
+HELD = {"cpu": 2, "cuda": 1}
+"""Buffers of collectives (``Groups.held``): of gloo's threads, and one beside NCCL's streams."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
@@ -55,6 +57,18 @@ class Prediction:
     @property
     def peak(self) -> int:
         return sum(self.categories.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One argument of :func:`memkern.plan`, or a field of Techniques, with the value to give it.
+
+    memory: bytes that the smallest step then needs, the band of predictions included.
+    """
+
+    name: str
+    value: Any
+    memory: int
 
 
 class NotTraced(OptionError):
@@ -90,10 +104,13 @@ def _checked(found: Any) -> Any:
 class Predictor:
     """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
-    def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware) -> None:
+    def __init__(
+        self, source: Any, device: str, counted_on: str, hardware: Hardware, devices: int = 1
+    ) -> None:
         from . import fake_step
 
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware
+        self.devices = devices
         fake_device = "cuda" if counted_on == "cuda" else "cpu"
 
         def cached(run: Callable[..., Any]) -> Callable[[Techniques], Any]:
@@ -109,7 +126,8 @@ class Predictor:
 
             return functools.cache(found)
 
-        self._traces, self._fixed = cached(fake_step.traces), cached(fake_step.fixed)
+        self._traces = cached(fake_step.traces)
+        self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
@@ -140,6 +158,12 @@ class Predictor:
         needs_two = not self.runs(Techniques()) and self.runs(Techniques(micro_batch=2))
         return 2 if needs_two else 1
 
+    def least_seconds(self, techniques: Techniques) -> float | None:
+        """Seconds of a step if nothing leaves the device; None where a plain step does not run."""
+        with contextlib.suppress(NotTraced):
+            return self.seconds(techniques)
+        return None
+
     def estimate(self, techniques: Techniques) -> float | None:
         """Seconds of a step, before its trace: with offload_saved, as if all that is saved left.
 
@@ -151,11 +175,9 @@ class Predictor:
             checkpointing=techniques.checkpointing,
             checkpoint_bits=techniques.checkpoint_bits,
         )
-        try:
-            left = techniques.micro_batch * self._saved(one) if techniques.offload_saved else 0
-            return self.seconds(techniques, left)
-        except NotTraced:
-            return None
+        with contextlib.suppress(NotTraced):
+            return self.seconds(techniques, techniques.micro_batch * self._saved(one))
+        return None
 
     def fixed(self, techniques: Techniques) -> Any:
         precision = "bf16" if techniques.precision == "bf16" else "fp32"
@@ -172,10 +194,11 @@ class Predictor:
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
     def _predict(self, techniques: Techniques) -> Prediction:
+        from .shards import Groups
         from .trace import peaks
 
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
-        left = traces[0].left
+        left = traces[0].left + more * (traces[-1].left - traces[0].left)
         leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
         accumulates = techniques.accumulation > 1 and not leaves
         on_host = techniques.offload and self.device != "cpu"
@@ -188,7 +211,14 @@ class Predictor:
             "process and context": self.hardware.process,
         }
         unit = UNIT[self.device]
-        found = peaks(traces, more, free_gradients=leaves or accumulates, unit=unit)
+        found = peaks(
+            traces,
+            more,
+            free_gradients=leaves or accumulates,
+            unit=unit,
+            devices=self.devices,
+            beside=Groups(fixed.root, fixed.block, HELD[self.device]).gathered if self.devices > 1 else None,
+        )
         rows = {
             phase: static
             | {

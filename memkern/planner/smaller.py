@@ -9,8 +9,7 @@ from typing import Any
 
 from .choice import Chooser
 from .hardware import Hardware
-from .models import Configured
-from .prediction import BAND, Predictor
+from .prediction import BAND, Change, Predictor
 
 SHORTEST = 64  # tokens of a sequence: shorter ones are not proposed
 TOGETHER = (
@@ -20,18 +19,6 @@ TOGETHER = (
     ("checkpointing", "checkpoint_bits"),
 )
 """Techniques that are left to the planner in pairs, as one depends on the other."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One argument of :func:`memkern.plan`, or a field of Techniques, with the value to give it.
-
-    memory: bytes that the smallest step then needs, the band of predictions included.
-    """
-
-    name: str
-    value: Any
-    memory: int
 
 
 @dataclasses.dataclass
@@ -65,7 +52,7 @@ class Asked:
         old = self.predictor
         source = dataclasses.replace(old.source, seq_len=tokens)
         return dataclasses.replace(
-            self, predictor=Predictor(source, old.device, old.counted_on, self.hardware)
+            self, predictor=Predictor(source, old.device, old.counted_on, self.hardware, old.devices)
         )
 
     def without(self, names: tuple[str, ...]) -> Asked:
@@ -89,6 +76,8 @@ def would_fit(asked: Asked, memory: int) -> list[Change]:
 
 
 def _alone(asked: Asked, memory: int) -> Iterator[Change]:
+    from .models import Configured
+
     size = asked.given.get("micro_batch", asked.batch_size)
     source = asked.predictor.source
     yield from _halved("batch_size", size, 1, asked.with_batch, memory)

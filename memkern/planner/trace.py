@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..memory import LiveBytes, Storage
 from ..quant.layout import is_dense
+from .fake_mode import FakeMode
 
 Operator = tuple[Any, ...]
-"""Its name, and the shapes of what it returns."""
+"""It, and the shapes of what it returns."""
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES = ("saved", "gradients", "temporaries")
 
@@ -42,14 +43,16 @@ def _adds_gradients(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _called_by_autograd() -> bool:
     """Whether it is the engine that calls, and not a Python function's backward."""
-    frame: Any = sys._getframe(3)  # LiveBytes' __torch_dispatch__
-    while frame is not None and ("__torch_dispatch__" in frame.f_code.co_name or _is_wrapper(frame)):
+    frame: Any = sys._getframe(4)  # what calls LiveBytes.around
+    while frame is not None and _is_of_the_mode(frame):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-def _is_wrapper(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile"))
+def _is_of_the_mode(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").startswith(
+        ("memkern.planner.fake_mode", "torch._dynamo", "torch._compile")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Trace:
     """The storages of a forward and a backward pass, without those that exist before.
 
     accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
-    left: most bytes that were on the host.
+    left: most bytes that were on the host. blocks: the clock at the beginning of each block's forward pass, and when
+    its last gradient was accumulated. of_blocks: which gradients are a block's, and when its last was accumulated.
     """
 
     storages: list[Storage]
@@ -65,6 +69,8 @@ class Trace:
     operators: list[Operator]
     middle: int
     left: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()
+    of_blocks: dict[Storage, int] = dataclasses.field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -88,10 +94,11 @@ class Trace:
         found = range(self.end)[self.phases[phase]]
         return [k for k in found if not (shapes := self.operators[k][1:]) or any(map(all, shapes))]
 
-    def levels(self, *, free_gradients: bool, unit: int) -> dict[str, list[int]]:
+    def levels(self, *, free_gradients: bool, unit: int, devices: int = 1) -> dict[str, list[int]]:
         """Bytes at the beginning and after each operator by category, sizes rounded up to multiples of ``unit``.
 
-        free_gradients: a gradient is freed when it has been accumulated.
+        free_gradients: a gradient is freed when it has been accumulated. devices: of several, each keeps its shard of
+        a block's gradients (or, with free_gradients, nothing) when the block's last one has been accumulated.
         """
         changes = {category: [0] * (self.end + 3) for category in CATEGORIES}
         for s in self.storages:
@@ -102,8 +109,11 @@ class Trace:
             before[s.born] += size
             before[until] -= size
             if until < died:
+                reduced = max(until, self.of_blocks.get(s, died)) if devices > 1 else until
+                shard = 0 if free_gradients else -(-size // devices)
                 changes["gradients"][until] += size
-                changes["gradients"][until + 1 if free_gradients else died] -= size
+                changes["gradients"][min(reduced + 1, died)] -= size - shard
+                changes["gradients"][died] -= shard
         return {
             category: list(itertools.accumulate(change))[: self.end + 1]
             for category, change in changes.items()
@@ -147,7 +157,13 @@ def _common(a: Sequence[Operator], b: Sequence[Operator]) -> int:
 
 
 def peaks(
-    traces: Sequence[Trace], more: int, *, free_gradients: bool, unit: int
+    traces: Sequence[Trace],
+    more: int,
+    *,
+    free_gradients: bool,
+    unit: int,
+    devices: int = 1,
+    beside: Callable[[Trace], list[int]] | None = None,
 ) -> dict[str, dict[str, int]]:
     """The largest sum of bytes in each phase, by category.
 
@@ -156,11 +172,18 @@ def peaks(
     number of blocks, but for the first and the last block. So a phase has its peak in one of the two blocks at either
     end, or outside of the blocks; points are aligned from both ends of the phase, and their bytes are continued
     linearly. With three blocks or more that is exact, or errs high: where what a block leaves to the next one hides
-    which points belong to the first block.
+    which points belong to the first block. beside: further bytes at the beginning and after each operator of a trace.
     """
     points = aligned(traces[0], traces[-1])
     assert points is not None
-    few, many = (t.levels(free_gradients=free_gradients, unit=unit) for t in (traces[0], traces[-1]))
+
+    def levels(t: Trace) -> dict[str, list[int]]:
+        made = t.levels(free_gradients=free_gradients, unit=unit, devices=devices)
+        if beside is not None:
+            made["temporaries"] = [a + b for a, b in zip(made["temporaries"], beside(t), strict=True)]
+        return made
+
+    few, many = levels(traces[0]), levels(traces[-1])
     found = {}
     for phase, pairs in points.items():
         at = ({c: few[c][i] + more * (many[c][j] - few[c][i]) for c in CATEGORIES} for i, j in pairs)
@@ -168,38 +191,59 @@ def peaks(
     return found
 
 
-def record(model: nn.Module, held: Iterable[Tensor], forward: Any) -> Trace:
-    """Runs ``forward()``, which returns the loss, and its backward pass, and records them."""
+def record(
+    mode: FakeMode, model: nn.Module, held: Iterable[Tensor], forward: Any, blocks: Sequence[nn.Module] = ()
+) -> Trace:
+    """Runs ``forward()``, which returns the loss, and its backward pass, and records them.
+
+    blocks: of the model, in their order.
+    """
     operators: list[Operator] = []
     sums: dict[Storage, Storage] = {}
     """From the sum of two gradients to the first of them, which autograd overwrites if nothing else refers to it."""
     accumulated: dict[Storage, int] = {}
 
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        operators.append((str(func), *(tuple(x.shape) for x in tree_leaves(out) if isinstance(x, Tensor))))
+        outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        operators.append((func, *(x.shape for x in outputs if isinstance(x, Tensor))))
         if _adds_gradients(func, args, kwargs):
             first, total = live.storage_of(args[0]), live.storage_of(out)
             if first is not None and total is not None:
                 sums[total] = first
 
-    def on_gradient(p: Tensor) -> None:
+    def on_gradient(p: Any) -> None:
         assert p.grad is not None
         storage = live.storage_of(p.grad)
         if storage is not None:
             accumulated[storage] = live.clock
+        if p in owners:
+            ends[owners[p]] = live.clock
+            if storage is not None:
+                owned[storage] = owners[p]
+
+    def on_block(block: nn.Module, args: Any) -> None:
+        begins.setdefault(block, live.clock)
 
     existing = [*model.parameters(), *model.buffers(), *held]
     live = LiveBytes(existing, counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
-    with live:
+    handles += [block.register_forward_pre_hook(on_block) for block in blocks]
+    owners = {p: block for block in blocks for p in block.parameters()}
+    owned: dict[Storage, nn.Module] = {}
+    begins: dict[nn.Module, int] = {}
+    ends: dict[nn.Module, int] = {}
+    with mode.inside(live.around):
         loss = forward()
         middle = live.clock
         loss.backward()
     del loss
     for handle in handles:
         handle.remove()
-    trace = Trace(_in_place_sums(live.storages, sums, accumulated), accumulated, operators, middle)
+    found = _in_place_sums(live.storages, sums, accumulated)
+    clocks = tuple((begins[b], ends[b]) for b in blocks if b in begins and b in ends)
+    until = {storage: ends[block] for storage, block in owned.items()}
+    trace = Trace(found, accumulated, operators, middle, blocks=clocks, of_blocks=until)
     model.zero_grad(set_to_none=True)
     return trace
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .fake_mode import FakeMode
 
 LARGEST = 2**20
 """Elements of the largest tensor whose values are computed."""
@@ -27,6 +30,11 @@ OF_A_SHAPE = {
 """Operators that read an argument's shape, not its values."""
 
 WITH_MASKS = {aten.index.Tensor, aten.index_put_.default}
+ASSUMED = {
+    aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
+    aten.isnan.default, aten.isinf.default, aten.topk.default, aten.argmax.default,
+}  # fmt: skip
+"""Operators of which something is assumed where their arguments have no values."""
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -45,16 +53,16 @@ class _Unknown(Exception):
     """An argument has no values."""
 
 
-class Values(TorchDispatchMode):
+class Values:
     """Computes the values of what follows from integers, masks and constants: token ids, positions, sizes.
 
     Weights have none, and what is computed from them has none. What models ask of it: no element is NaN or infinite,
     "any" is false and "all" is true; a router sends tokens to all experts in turn; a selection selects all, which needs
-    the most.
+    the most. ``around`` is for a FakeMode, whose fake tensors these are.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, mode: FakeMode) -> None:
+        self._mode = mode
         self._found: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def _values(self, x: Tensor) -> Tensor:
@@ -119,8 +127,17 @@ class Values(TorchDispatchMode):
                 return True
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def around(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """What ``run(func, args, kwargs)`` returns, or what it would return if it knew the values."""
+        if _takes_no_values(func) and self._is_of_weights(args):
+            out = run(func, args, kwargs)
+            for x in _mutated(func, args, kwargs):
+                self.forget(x)
+            return out
+        with self._mode:
+            return self._with_values(func, args, kwargs)
+
+    def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in CTC_LOSS:  # which looks at the lengths of sequences
             return CTC_LOSS[func](*args)
         if _depends_on_values(func, args):
@@ -174,6 +191,13 @@ def _depends_on_values(func: Any, args: Any) -> bool:
 
 
 @functools.cache
+def _takes_no_values(func: Any) -> bool:
+    """Whether an operator does the same for all values, and its outcome has none if an argument has none."""
+    others = {*CTC_LOSS, *WITH_MASKS, *OF_A_SHAPE, *ASSUMED}
+    return func not in others and not _is_dynamic(func)
+
+
+@functools.cache
 def _is_dynamic(func: Any) -> bool:
     return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags})
 
@@ -210,6 +234,8 @@ def _all_of(mask: Tensor) -> Tensor:
 
 def _assumed(func: Any, args: Any, out: Any) -> Any:
     """Values of what an operator returns for unknown ones, None for no assumption."""
+    if func not in ASSUMED:
+        return None
     with _disable_current_modes():
         if func in (aten.all.default, aten.all.dim, aten.all.dims):
             return torch.ones(out.shape, dtype=torch.bool)

@@ -800,7 +800,7 @@ def operators_of_silu() -> list[str]:
     """Call with fake CUDA."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Mish())
     source = resolve(model, None, torch.zeros(2, WIDTH), None, None)
-    return [name for name, *_ in fake_step.trace(source, Techniques(), "cuda").operators]
+    return [str(operator) for operator, *_ in fake_step.trace(source, Techniques(), "cuda").operators]
 
 
 @pytest.mark.full

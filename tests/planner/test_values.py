@@ -4,15 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memkern.planner.fake_mode import FakeMode
 from memkern.planner.values import LARGEST, Values
 
 
 @pytest.fixture
 def scores() -> Iterator[torch.Tensor]:
     """A tensor without values, and the modes."""
-    with FakeTensorMode(allow_non_fake_inputs=True), Values() as values:
+    mode = FakeMode()
+    values = Values(mode)
+    with mode, mode.inside(values.around):
         x = torch.zeros(6, 4)
         values.forget(x)
         yield x

@@ -53,6 +53,12 @@ def _build(torch: Path) -> Path:
     return library
 
 
+def is_needed() -> bool:
+    """Whether fake CUDA gives CUDA tensors that torch has not: says so without importing torch."""
+    libraries = ("libtorch_cuda.so", "libtorch_hip.so")
+    return compiler() is not None and not any((_torch_folder() / "lib" / name).exists() for name in libraries)
+
+
 def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
 

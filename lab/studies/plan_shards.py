@@ -1,0 +1,146 @@
+"""Compares memkern.plan's predictions for shards of fully_shard with real steps of gloo processes on the CPU.
+
+Each block is sharded, then the model (FSDP2). A third step gives the peak of torch's CPU allocator in rank 0, which has
+the largest shards, to which the shards and states are added.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import report
+from lab.studies import study
+from memkern.options import Techniques
+
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    kind: str
+    devices: int
+    seq_len: int
+    techniques: dict[str, Any]
+    replicas: int = 1
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 4000},
+    "llama": {"num_hidden_layers": 12, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "intermediate_size": 704, "vocab_size": 4000},
+    "mixtral": {"num_hidden_layers": 12, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "intermediate_size": 256, "num_local_experts": 4, "vocab_size": 4000},
+    "bert": {"num_hidden_layers": 12, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
+}  # fmt: skip
+FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8}
+CASES = (
+    Case("gpt2", 2, 256, {"micro_batch": 4}),
+    Case("gpt2", 4, 256, {"micro_batch": 4}),
+    Case("gpt2", 2, 256, {"checkpointing": "blocks", "micro_batch": 8}),
+    Case("gpt2", 2, 256, {"state_bits": 8, "saved_bits": 8, "micro_batch": 8}),
+    Case("gpt2", 2, 256, {"micro_batch": 4}, 2),
+    Case("llama", 2, 256, FRUGAL | {"micro_batch": 4}),
+    Case("llama", 3, 256, {"micro_batch": 4}),
+    Case("mixtral", 2, 256, {"micro_batch": 4}),
+    Case("bert", 2, 256, {"optimizer": "lion", "state_bits": 8, "micro_batch": 4}),
+)
+COLUMNS = (
+    *report.PROVENANCE, "transformers", "model", "devices", "replicas", "seq_len", "techniques", "predicted_mib",
+    "allocated_mib", "predicted_over_allocated",
+)  # fmt: skip
+
+
+def source_of(case: Case) -> Any:
+    import transformers
+
+    from memkern.planner.models import resolve
+
+    config = transformers.CONFIG_MAPPING[case.kind](**SIZES[case.kind])
+    return resolve(config, case.seq_len, None, None, 0.0)
+
+
+def predicted(case: Case) -> int:
+    """Bytes without those of the process."""
+    from memkern.planner.hardware import DEFAULTS
+    from memkern.planner.prediction import Predictor
+
+    predictor = Predictor(source_of(case), "cpu", "cpu", DEFAULTS["cpu"], devices=case.devices)
+    found = predictor.predict(Techniques(**case.techniques))
+    return found.peak - found.categories["process and context"]
+
+
+def step(rank: int, case: Case, folder: str) -> None:
+    """A process of the run; rank 0 writes the bytes at its peak."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from benchmarks.harness import largest_temporary
+    from memkern import applying, memory
+    from memkern.swap.block_lists import block_lists
+
+    torch.set_num_threads(1)
+    world = case.devices * case.replicas
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    shape = (case.replicas, case.devices) if case.replicas > 1 else (case.devices,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    techniques, source = Techniques(**case.techniques), source_of(case)
+    torch.manual_seed(0)
+    model = source.build(applying.weight_dtype(techniques), empty=False)
+    blocks = [block for each in block_lists(model) for block in each]
+    applying.apply(model, techniques)
+    for block in (*blocks, model):
+        fully_shard(block, mesh=mesh)
+    optimizer = applying.make_optimizer(list(model.parameters()), techniques, lr=1e-5)
+    batch = source.batch(techniques.micro_batch)
+
+    def take() -> None:
+        with applying.autocast(techniques, "cpu"):
+            loss = source.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    take()
+    take()
+    peak = largest_temporary(take, "cpu")
+    local = [getattr(x, "_local_tensor", x) for x in (*model.parameters(), *model.buffers())]
+    held = memory.tensor_bytes(local) + memory.optimizer_bytes(optimizer)
+    if rank == 0:
+        Path(folder, "bytes").write_text(str(peak + held))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(case: Case) -> int:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(step, (case, folder), nprocs=case.devices * case.replicas, start_method="fork")
+        return int(Path(folder, "bytes").read_text())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = study.parser("plan_shards", __doc__)
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))), metavar="N")
+    args = parser.parse_args(argv)
+    provenance = study.provenance_with_transformers()
+
+    def rows() -> Iterator[dict[str, str]]:
+        for case in (CASES[n] for n in args.cases):
+            assert source_of(case).inputs  # imports the model, so that the processes need not
+            truth = measured(case)  # before there is a thread of autograd, which a fork would lack
+            sizes = predicted(case), truth
+            figures = [*(f"{size / MIB:.1f}" for size in sizes), f"{sizes[0] / sizes[1]:.4f}"]
+            named = (case.kind, str(case.devices), str(case.replicas), str(case.seq_len))
+            yield study.row(provenance, COLUMNS, (*named, json.dumps(case.techniques), *figures))
+
+    study.write(args.out / "plan-shards.csv", rows(), COLUMNS, 8)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What makes a plan fast: a trace with one block less, and fake tensors that are looked up."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memkern.options import Techniques
+from memkern.planner import fake_step
+from memkern.planner.blocks import without_block
+from memkern.planner.fake_mode import FakeMode
+from memkern.planner.models import resolve
+from memkern.planner.trace import peaks
+
+
+@pytest.fixture(scope="module", params=["GPT2", "Llama"])
+def source(request: pytest.FixtureRequest) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 9}
+    head = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[request.param]
+    return resolve(
+        getattr(transformers, f"{request.param}Config")(**sizes, architectures=[head]), 64, None, None, None
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "bf16-mixed"},
+        {"checkpointing": "blocks"},
+        {"precision": "bf16", "activation_bits": 3, "loss_chunk": 128},
+    ],
+    ids=str,
+)
+def test_a_trace_with_a_block_less_is_that_of_the_model_with_a_block_less(
+    source: Any, changes: dict[str, Any]
+) -> None:
+    techniques = Techniques(micro_batch=2, **changes)
+    fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
+    few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
+    found = without_block(many, 1)
+    assert found is not None
+    assert (found.operators, found.middle, found.blocks) == (few.operators, few.middle, few.blocks)
+    for free in (False, True):
+        assert found.levels(free_gradients=free, unit=64) == few.levels(free_gradients=free, unit=64)
+
+
+def test_blocks_that_differ_have_no_trace_with_one_less(source: Any) -> None:
+    trace = fake_step.trace(source.with_depth(4), Techniques(), "cpu")
+    at = trace.blocks[2][0] + 1  # an operator of the third block
+    trace.operators[at] = (torch.ops.aten.sin.default, torch.Size([1]))
+    assert without_block(trace, 1) is None
+
+
+def described(x: Any) -> Any:
+    if isinstance(x, (tuple, list)):
+        return [*map(described, x)]
+    return (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.untyped_storage().nbytes())
+
+
+def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
+    aten = torch.ops.aten
+    calls = [
+        lambda x, i: x @ x.t(),
+        lambda x, i: x.split(2, 1),
+        lambda x, i: torch.cat([x, x[1:]]),
+        lambda x, i: aten.native_dropout(x, 0.5, True),
+        lambda x, i: x.t().reshape(-1)[3:].view(-1, 3),
+        lambda x, i: (x * 2, x * True, x.double() * 2.0),
+        lambda x, i: (x + i, x > i, x.new_zeros(3), torch.arange(5)),
+        lambda x, i: x.expand(4, *x.shape),
+    ]
+    for call in calls:
+        with FakeTensorMode():
+            expected = described(call(torch.empty(6, 4), torch.ones(4, dtype=torch.long)))
+        for _ in range(3):  # of each mode, and the second time it is looked up
+            with FakeMode():
+                x = torch.empty(6, 4)
+                made = call(x, torch.ones(4, dtype=torch.long))
+            assert described(made) == expected
+    with FakeMode():
+        x = torch.empty(6, 4)
+        for _ in range(2):
+            first, second = x.split(3)
+            assert (
+                first.untyped_storage()._cdata
+                == second.untyped_storage()._cdata
+                == x.untyped_storage()._cdata
+            )
+            first.add_(1)
+            assert x.sin() is not x
+
+
+def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 8, "sliding_window": 32}
+    config = transformers.Gemma3TextConfig(**sizes, architectures=["Gemma3ForCausalLM"])
+    options: dict[str, Any] = {"free_gradients": False, "unit": 64}
+    for tokens, count in ((16, 2), (64, 1)):  # longer sequences need a mask in blocks of one kind
+        source: Any = resolve(config, tokens, None, None, None)
+        traces, more = fake_step.traces(source, Techniques(), "cpu")
+        assert len(traces) == count
+        whole = fake_step.trace(source, Techniques(), "cpu")
+        assert peaks(traces, more, **options) == peaks([whole], 0, **options)

@@ -1,0 +1,100 @@
+"""memkern.plan of a model that several devices share. Real steps: lab/studies/plan_shards.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkern
+from memkern.options import OptionError, Techniques
+from memkern.planner.hardware import DEFAULTS
+from memkern.planner.models import resolve
+from memkern.planner.prediction import Predictor
+from memkern.planner.shards import Groups
+from memkern.planner.trace import Trace
+
+WIDTH, DEPTH = 30, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
+def predictor(devices: int) -> Predictor:
+    source = resolve(Model(), None, torch.zeros(2, WIDTH), None, None)
+    return Predictor(source, "cpu", "cpu", DEFAULTS["cpu"], devices)
+
+
+def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
+    found = predictor(4).fixed(Techniques())
+    block, head = 8 * WIDTH + 8, 2 * WIDTH  # of 30 and 5 rows, rounded up
+    assert found.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
+    assert found.parameters == found.gradients == 4 * (DEPTH * block + head)
+    assert found.optimizer == 8 * (DEPTH * block + head) + 4 * (
+        2 * DEPTH + 1
+    )  # and a step counter per tensor
+    assert (found.block, found.root) == (4 * 4 * block, 4 * 4 * head)
+
+
+def test_what_is_gathered_in_each_part_of_a_step() -> None:
+    operators: list[Any] = [("op",)] * 12
+    # Two blocks of two operators, one of the loss; the loss, two blocks of two operators, the rest
+    trace = Trace([], {}, operators, 6, blocks=((1, 11), (3, 9)))
+    found = Groups(root=100, block=1).gathered(trace)
+    forward = [100, 100, 102, 102, 102, 102, 101]
+    backward = [101, 103, 103, 103, 103, 101]
+    assert found == forward + backward
+    assert set(Groups(100, 1).gathered(Trace([], {}, operators, 6))) == {104}
+
+
+def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
+    one, many = (predictor(n).predict(Techniques(micro_batch=50)) for n in (1, 3))
+    assert many.phases["step"] < one.phases["step"] / 2 + DEFAULTS["cpu"].process
+    gathered = predictor(3).fixed(Techniques())
+    assert many.categories["temporaries"] >= gathered.root + gathered.block
+
+
+@pytest.mark.parametrize(
+    ("techniques", "name"),
+    [({"loss_chunk": 8}, "loss_chunk"), ({"offload": True}, "offload"), ({"optimizer": "muon"}, "optimizer")],
+)
+def test_what_is_not_counted_with_shards_is_refused(techniques: dict[str, Any], name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}.* with devices above 1"):
+        memkern.plan(
+            Model(),
+            memory="4GiB",
+            inputs=torch.zeros(2, WIDTH),
+            device="cpu",
+            devices=2,
+            techniques=techniques,
+        )
+    with pytest.raises(OptionError, match="devices: 0 given"):
+        memkern.plan(Model(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", devices=0)
+
+
+def test_a_plan_for_several_devices_says_so() -> None:
+    plan = memkern.plan(Model(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", devices=2)
+    assert plan.devices == 2
+    assert "on each of 2 devices with fully_shard" in str(plan)
+    assert "fully_shard(module)" in plan.code()
+    assert not {"offload", "loss in chunks", "step in backward"} & plan.alone.keys()
+    assert plan.recommended is not None
+    assert not plan.recommended.techniques.step_in_backward
