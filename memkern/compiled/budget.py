@@ -1,0 +1,175 @@
+"""Which values a graph saves, and under a memory budget the cheapest choice within it.
+
+The choices, each of which saves less and costs more time than the one before: what torch saves; elementwise operations
+before a product computed again; of these as many in codes as it takes; products and attention computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import codecs
+from .operations import VIEWS, arguments, packet, value
+from .torch_internals import MinCutOptions, functorch_config, partitioners
+
+KEY = "memkern_codec"
+_LIFTED = {
+    # torch saves an elementwise result that a product needs; here it is computed again.
+    "ban_recompute_materialized_backward": False,
+    # It tells reductions by sizes, which are those of codes here: they are found before.
+    "ban_recompute_reductions": False,
+}
+_PRODUCTS_AGAIN = MinCutOptions(
+    ban_if_used_far_apart=False,
+    ban_if_long_fusible_chains=False,
+    ban_if_materialized_backward=False,
+    ban_if_not_in_allowlist=True,  # else torch draws random numbers anew (pytorch issue 190758)
+    ban_if_reduction=False,
+)
+
+
+def check(budget: Any) -> None:
+    """Raises ValueError for what is no budget."""
+    if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget > 1):
+        return
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return
+    raise ValueError(
+        "memory_budget must be a share of what torch.compile saves, above 0.0 and at most 1.0, or bytes, an int above"
+        f" 1, got {budget!r}"
+    )
+
+
+def views(node: fx.Node) -> list[fx.Node]:
+    """From what a node is a view of to the node."""
+    found = [node]
+    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
+        source = first.all_input_nodes[0]
+        if not isinstance(value(source), Tensor):
+            break
+        found.append(source)
+    return found[::-1]
+
+
+def size_in_codes(node: fx.Node, size: int) -> int:
+    codec = node.meta.get(KEY)
+    return (
+        size if codec is None else max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
+    )
+
+
+@contextlib.contextmanager
+def _sizes_in_codes() -> Iterator[None]:
+    """torch's cut counts a value that may be coded as its codes."""
+    plain = partitioners._size_of
+    partitioners._size_of = lambda node: size_in_codes(node, plain(node))
+    try:
+        yield
+    finally:
+        partitioners._size_of = plain
+
+
+def storages(saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> set[fx.Node]:
+    """Of saved values what is computed and not held anyway. Of a view all is saved that it is a view of."""
+    bases = {views(node)[0] for node in saved if isinstance(value(node), Tensor)}
+    return {base for base in bases if base.op == "call_function" and base not in of_caller}
+
+
+def size_of(nodes: Iterable[fx.Node]) -> int:
+    return sum(partitioners._size_of(node) for node in nodes)
+
+
+class Choice:
+    """What one graph saves: in place of torch's ``choose_saved_values_set``.
+
+    budget: see :func:`memkern.compile`. coded: whether values with a codec in ``meta[KEY]`` are saved in codes; with a
+    budget, whether this was chosen. limit: the bytes of the budget, known after the choice.
+    """
+
+    def __init__(self, budget: float | int | None, coded: bool) -> None:
+        self.budget, self.coded = budget, coded
+        self.limit: int | None = None
+        self._plain = partitioners.choose_saved_values_set
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        partitioners.choose_saved_values_set = self.__call__
+        try:
+            yield
+        finally:
+            partitioners.choose_saved_values_set = self._plain
+
+    def __call__(self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        graph, info = joint_graph, node_info
+        if memory_budget != 1:
+            raise ValueError(
+                f"memkern.compile has memory_budget= in place of torch's activation_memory_budget, got {memory_budget}"
+            )
+        if self.budget is None:
+            return self._lifted(graph, info, self.coded)
+        can_be_coded, self.coded = self.coded, False
+        saved = self._plain(graph, info)
+        as_torch = self._bytes(graph, saved)
+        self.limit = self.budget if isinstance(self.budget, int) else math.floor(self.budget * as_torch)
+        if as_torch > self.limit:
+            saved = self._lifted(graph, info, coded=False)
+        if can_be_coded and self._bytes(graph, saved) > self.limit:
+            in_codes = self._lifted(graph, info, coded=True)
+            with _sizes_in_codes():
+                self.coded = self._bytes(graph, in_codes) <= self.limit
+            if self.coded:
+                return in_codes
+        if self._bytes(graph, saved) > self.limit:
+            saved = self._products_again(graph, info)
+        return saved
+
+    def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
+        with functorch_config.patch(_LIFTED), _sizes_in_codes() if coded else contextlib.nullcontext():
+            saved: list[fx.Node] = self._plain(graph, info)
+        return saved
+
+    @staticmethod
+    def _bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> int:
+        of_caller = {views(n)[0] for n in graph.output_node().all_input_nodes}
+        return size_of(storages(saved, of_caller))
+
+    def _products_again(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
+        """The fewest products computed again with which the budget is kept; all where it cannot be.
+
+        Those come first that take the fewest operations for a byte, then earlier ones, whose results are needed when
+        most of the others are freed.
+        """
+        ops = partitioners.get_default_op_list()
+        products = [n for n in info.required_fw_nodes if _is_repeatable_product(n, ops)]
+        cost = {n: partitioners.estimate_runtime(n) / max(1, _result_size(n)) for n in products}
+        products.sort(key=cost.__getitem__)  # a stable sort
+
+        def cut(count: int) -> list[fx.Node]:
+            again: Any = {*products[:count]}
+            saved: list[fx.Node] = partitioners.solve_min_cut(graph, info, _PRODUCTS_AGAIN, again)[0]
+            return saved
+
+        low, high = 0, len(products)
+        best = cut(high)
+        while low < high:
+            middle = (low + high) // 2
+            saved = cut(middle)
+            if self._bytes(graph, saved) <= (self.limit or 0):
+                high, best = middle, saved
+            else:
+                low = middle + 1
+        return best
+
+
+def _result_size(node: fx.Node) -> int:
+    return size_of([node])
+
+
+def _is_repeatable_product(node: fx.Node, ops: Any) -> bool:
+    """Whether an operation is a product or attention that draws no random numbers."""
+    return ops.is_compute_intensive(node) and not arguments(node).get("dropout_p")
