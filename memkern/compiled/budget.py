@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from . import codecs
-from .operations import VIEWS, arguments, packet, value
+from .operations import arguments, value, views
+from .peaks import Backward
 from .torch_internals import MinCutOptions, functorch_config, partitioners
 
 KEY = "memkern_codec"
@@ -32,6 +33,9 @@ _PRODUCTS_AGAIN = MinCutOptions(
     ban_if_reduction=False,
 )
 
+_STEPS = 12
+"""In how many steps the products are added: a cut and a peak for each."""
+
 
 def check(budget: Any) -> None:
     """Raises ValueError for what is no budget."""
@@ -43,17 +47,6 @@ def check(budget: Any) -> None:
         "memory_budget must be a share of what torch.compile saves, above 0.0 and at most 1.0, or bytes, an int above"
         f" 1, got {budget!r}"
     )
-
-
-def views(node: fx.Node) -> list[fx.Node]:
-    """From what a node is a view of to the node."""
-    found = [node]
-    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
-        source = first.all_input_nodes[0]
-        if not isinstance(value(source), Tensor):
-            break
-        found.append(source)
-    return found[::-1]
 
 
 def size_in_codes(node: fx.Node, size: int) -> int:
@@ -135,39 +128,34 @@ class Choice:
 
     @staticmethod
     def _bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> int:
-        of_caller = {views(n)[0] for n in graph.output_node().all_input_nodes}
-        return size_of(storages(saved, of_caller))
+        return size_of(storages(saved, _of_caller(graph)))
 
     def _products_again(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
-        """The fewest products computed again with which the budget is kept; all where it cannot be.
+        """Products computed again, as few as it takes. Where fewer have a lower peak, these.
 
         Those come first that take the fewest operations for a byte, then earlier ones, whose results are needed when
-        most of the others are freed.
+        most of the others are freed. A peak rises where one value is computed again through many layers, of which all
+        results are there at once.
         """
         ops = partitioners.get_default_op_list()
         products = [n for n in info.required_fw_nodes if _is_repeatable_product(n, ops)]
-        cost = {n: partitioners.estimate_runtime(n) / max(1, _result_size(n)) for n in products}
+        cost = {n: partitioners.estimate_runtime(n) / max(1, partitioners._size_of(n)) for n in products}
         products.sort(key=cost.__getitem__)  # a stable sort
-
-        def cut(count: int) -> list[fx.Node]:
-            again: Any = {*products[:count]}
+        backward, of_caller = Backward(graph, info), _of_caller(graph)
+        best: list[fx.Node] = []
+        lowest = math.inf
+        for i in range(_STEPS + 1):
+            again: Any = {*products[: len(products) * i // _STEPS]}
             saved: list[fx.Node] = partitioners.solve_min_cut(graph, info, _PRODUCTS_AGAIN, again)[0]
-            return saved
-
-        low, high = 0, len(products)
-        best = cut(high)
-        while low < high:
-            middle = (low + high) // 2
-            saved = cut(middle)
-            if self._bytes(graph, saved) <= (self.limit or 0):
-                high, best = middle, saved
-            else:
-                low = middle + 1
+            if (peak := backward.peak(saved, of_caller)) <= lowest:
+                best, lowest = saved, peak
+                if self._bytes(graph, saved) <= (self.limit or 0):
+                    break
         return best
 
 
-def _result_size(node: fx.Node) -> int:
-    return size_of([node])
+def _of_caller(graph: fx.Graph) -> set[fx.Node]:
+    return {views(n)[0] for n in graph.output_node().all_input_nodes}
 
 
 def _is_repeatable_product(node: fx.Node, ops: Any) -> bool:

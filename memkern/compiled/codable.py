@@ -83,8 +83,10 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
 
 def _is_softmax(node: fx.Node) -> bool:
     """Whether a node is a softmax, also with zeros for rows that are -inf throughout, as attention's."""
-    if packet(node) is aten.where and packet(node.args[1]) is aten.full and node.args[1].args[1] == 0:
-        node = node.args[2]
+    if packet(node) is aten.where:
+        zeros, node = node.args[1:3]  # type: ignore[assignment]
+        if packet(zeros) is not aten.full or zeros.args[1] != 0:  # type: ignore[union-attr]
+            return False
     return packet(node) is aten.div and packet(node.args[0]) is aten.exp
 
 

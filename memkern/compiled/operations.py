@@ -65,6 +65,17 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
+def views(node: fx.Node) -> list[fx.Node]:
+    """From what a node is a view of to the node."""
+    found = [node]
+    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
+        source = first.all_input_nodes[0]
+        if not isinstance(value(source), Tensor):
+            break
+        found.append(source)
+    return found[::-1]
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """What a node of an operation is called with, defaults too, by name; nothing of another function."""
     schema = getattr(node.target, "_schema", None)

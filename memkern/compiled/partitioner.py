@@ -19,9 +19,9 @@ from ..options import SAVED_BITS
 from ..saved.attention import FORWARD
 from . import budget as budgets
 from . import codecs
-from .budget import KEY, Choice, size_of, storages, views
+from .budget import KEY, Choice, size_of, storages
 from .codable import MIN_NUMEL, Rules, codec_of, is_candidate, mark
-from .operations import CASTS, VIEWS, Gradients, Operations, arguments, aten, numel, packet, value
+from .operations import CASTS, VIEWS, Gradients, Operations, arguments, aten, numel, packet, value, views
 from .torch_internals import CustomPartitionerFn, get_hash_for_files, partitioners
 
 _WORTH_A_WARNING = 2**20
@@ -75,7 +75,7 @@ class Partitioner(CustomPartitionerFn):
         if choice.limit is not None and (left := saved.bytes()) > choice.limit + _WORTH_A_WARNING:
             warnings.warn(
                 f"a compiled graph saves {left:,} bytes, and not the {choice.limit:,} of"
-                f" memory_budget={self.memory_budget}: what is left can neither be computed again nor be in codes",
+                f" memory_budget={self.memory_budget}: what saves less has no lower peak",
                 stacklevel=2,
             )
         for graph in (fw.graph, bw.graph):

@@ -39,6 +39,7 @@ __all__ = [
     "extract_tensor_metadata",
     "functorch_config",
     "get_hash_for_files",
+    "inductor_config",
     "is_contiguous_or_false",
     "list_mode_options",
     "make_fx",

@@ -128,10 +128,10 @@ def test_the_caches_key_has_the_budget() -> None:
 @pytest.mark.parametrize("bits", ["exact", 8])
 def test_the_peak_never_rises_as_the_budget_falls(bits: Any) -> None:
     peaks = []
-    for tenths in range(10, 1, -2):
+    for budget in (1.0, 0.6, 0.2):
         torch._dynamo.reset()
         model, x = _model(3)
-        compiled = torch.compile(model, backend=backend(bits, memory_budget=tenths / 10))
+        compiled = torch.compile(model, backend=backend(bits, memory_budget=budget))
 
         def step(compiled: Any = compiled, model: nn.Module = model, x: Tensor = x) -> None:
             model.zero_grad()
