@@ -1,9 +1,9 @@
 """What a compiled model saves for its backward pass: by torch's partitioner and by memkern's, exact and in 8 bits.
 
 Models of zoo.py, one sequence, the whole model and its loss under torch.compile, with Inductor's decompositions and
-without its code generation. Saved: the storages that the compiled graph's node holds, logits and loss included,
-parameters, buffers and inputs not; its share is of what torch saves without torch.compile. The error is that of
-gradients beside torch's without torch.compile, the median over parameter tensors.
+without its code generation. Saved: the storages that the compiled graph's node holds and the loss; not parameters,
+buffers, inputs, nor the logits that the graph returns and nothing needs; its share is of what torch saves without
+torch.compile. The error is that of gradients beside torch's without torch.compile, the median over parameter tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from lab.studies import study
 from tests.support import zoo
 from tests.support.partitioned import backend
 
-from .saved_models import Gradients, compared, step
+from .saved_models import PRECISIONS, Gradients, compared, step
 
 MODES: dict[str, int | str | None] = {"compiled": None, "exact": "exact", "8": 8}
 MODELS = (*zoo.MODELS,)
-PRECISIONS = ("fp32", "bf16 autocast")
 COLUMNS = (
     *report.PROVENANCE,
     "transformers",
@@ -70,16 +69,16 @@ def saved(outputs: list[Tensor]) -> dict[int, int]:
 def compiled_step(name: str, precision: str, tokens: int, bits: int | str | None) -> tuple[int, Gradients]:
     """Saved bytes and gradients."""
     torch._dynamo.reset()
-    model, batch = zoo.build(name, tokens), zoo.batch(name, tokens)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model, batch = zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype)
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
     autocast = (
         torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     )
     with autocast:
-        out = torch.compile(model, backend=backend(bits))(**batch)
-    outputs = [x for x in (out.loss, out.get("logits")) if x is not None]
-    count = sum(size for storage, size in saved(outputs).items() if storage not in own)
-    out.loss.backward()
+        loss = torch.compile(model, backend=backend(bits))(**batch).loss
+    count = sum(size for storage, size in saved([loss]).items() if storage not in own)
+    loss.backward()
     return count, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -105,9 +104,7 @@ def rows(names: list[str], precisions: list[str], tokens: int) -> Iterator[dict[
 
 def main(argv: list[str] | None = None) -> None:
     parser = study.parser("saved_compiled", __doc__)
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=["GPT-2", "BERT", "ViT", "Llama", "Mixtral"]
-    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=512)
     args = parser.parse_args(argv)

@@ -75,11 +75,19 @@ def codec_of(operations: Operations, node: fx.Node) -> str | None:
         return None
     required = CODEC_BY_MAKER.get(of.name)
     if required in (PROBABILITY, TANH):
-        is_softmax = packet(base) is aten.div and packet(base.args[0]) is aten.exp
-        return required if is_softmax or packet(base) is of.op else None
+        return required if _is_softmax(base) or packet(base) is of.op else None
     if required not in (POWER, UNSIGNED) or not (of.name in _NORMS or _is_result(operations, base, of)):
         return None
     return required
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    """Whether a node is a softmax, also with zeros for rows that are -inf throughout, as attention's."""
+    if packet(node) is aten.where:
+        zeros, node = node.args[1:3]  # type: ignore[assignment]
+        if packet(zeros) is not aten.full or zeros.args[1] != 0:  # type: ignore[union-attr]
+            return False
+    return packet(node) is aten.div and packet(node.args[0]) is aten.exp
 
 
 def _comes_in_16_bits(probabilities: fx.Node) -> bool:
@@ -108,7 +116,7 @@ class Rules:
 
         counts: of which users it is asked; None for all.
         """
-        waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view or in another dtype
+        waiting, own = list(nodes), set(nodes)  # own: the value itself, as a view, in another dtype, negative
         seen = set(nodes)
         while waiting:
             node = waiting.pop()
@@ -117,7 +125,9 @@ class Rules:
                     return False
                 if counts is not None and not counts[user]:
                     continue
-                is_same = node in own and (packet(user) in VIEWS or packet(user) in CASTS)
+                is_same = node in own and (
+                    packet(user) in VIEWS or packet(user) in CASTS or self._is_negative_result(user)
+                )
                 if user in self.gradients.nodes:
                     if not self._in_gradient(user, node, codec, node in own):
                         return False
@@ -130,6 +140,12 @@ class Rules:
                     seen.add(user)
                     waiting.append(user)
         return True
+
+    def _is_negative_result(self, node: fx.Node) -> bool:
+        """Of softmax's backward pass, g p - p sum(g p), which torch computes as fma(-p, sum(g p), g p)."""
+        return (
+            packet(node) is aten.neg and is_backward(node) and self.operations.of(node).name in _RESULT_CODECS
+        )
 
     def _fits(self, of: Operation, codec: str, own: bool) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""

@@ -62,6 +62,8 @@ CODECS = {
     TANH: _distance(TANH),
 }
 
+DISTANCES = {PROBABILITY, TANH}
+
 
 def _dense(x: Tensor) -> bool:
     """Whether blocks can be laid over x as it lies in memory."""

@@ -45,6 +45,8 @@ VIEWS = {
     aten.squeeze, aten.alias, aten.detach, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
     aten.narrow, prims.broadcast_in_dim, operator.getitem,
 }  # fmt: skip
+_SAME = {"transformers.grouped_mm_fallback": "aten._grouped_mm"}
+"""Operations of libraries: transformers' experts in fp32, whose loop is one operation for torch.compile."""
 _IDENTITIES = {"AddBackward0", "SubBackward0"}
 """Their backward pass may have no node: the gradient goes on as it is."""
 
@@ -61,6 +63,17 @@ def _packet(target: Any) -> Any:
 def value(node: Any) -> Any:
     """The fake tensor (or number) that stands for a node's result."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def views(node: fx.Node) -> list[fx.Node]:
+    """From what a node is a view of to the node."""
+    found = [node]
+    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
+        source = first.all_input_nodes[0]
+        if not isinstance(value(source), Tensor):
+            break
+        found.append(source)
+    return found[::-1]
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -84,7 +97,7 @@ def numel(node: Any) -> int:
 @functools.cache
 def name_of(op: Any) -> str:
     """The name in the autograd graph of an operation's node; "" for one that no table has."""
-    words = str(op).removeprefix("aten.").strip("_").removesuffix("_forward").split("_")
+    words = _SAME.get(str(op), str(op)).removeprefix("aten.").strip("_").removesuffix("_forward").split("_")
     camel = "".join(re.sub(r"(?<=\d)d$", "D", word[:1].upper() + word[1:]) for word in words)
     found = (f"{camel}Backward{i}" for i in range(2))
     return next((name for name in found if name in USERS or name in RULES or name in CODEC_BY_MAKER), "")

@@ -7,8 +7,7 @@ its first use in the backward pass.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._version import __version__
 from ..options import SAVED_BITS
 from ..saved.attention import FORWARD
+from . import budget as budgets
 from . import codecs
+from .budget import KEY, Choice, size_of, storages
 from .codable import MIN_NUMEL, Rules, codec_of, is_candidate, mark
-from .operations import VIEWS, Gradients, Operations, arguments, aten, numel, packet, value
-from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
+from .operations import CASTS, VIEWS, Gradients, Operations, arguments, aten, numel, packet, value, views
+from .torch_internals import CustomPartitionerFn, get_hash_for_files, partitioners
 
-_KEY = "memkern_codec"
-_LIFTED = {
-    # torch saves an elementwise result that a product needs; here it is computed again.
-    "ban_recompute_materialized_backward": False,
-    # It tells reductions by sizes, which are those of codes here: _save_reductions finds them before.
-    "ban_recompute_reductions": False,
-}
-
-
-@contextlib.contextmanager
-def _sizes_in_codes() -> Iterator[None]:
-    """torch's cut counts a value that may be coded as its codes."""
-    plain = partitioners._size_of
-
-    def size_of(node: fx.Node) -> int:
-        size = plain(node)
-        if (codec := node.meta.get(_KEY)) is not None:
-            size = max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
-        return size
-
-    partitioners._size_of = size_of
-    try:
-        yield
-    finally:
-        partitioners._size_of = plain
+_WORTH_A_WARNING = 2**20
+"""Bytes above a budget: graphs with little in them, as of a loss, save what they need of it."""
 
 
 def _save_reductions(graph: fx.Graph) -> None:
@@ -59,33 +37,24 @@ def _save_reductions(graph: fx.Graph) -> None:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _views(node: fx.Node) -> list[fx.Node]:
-    """From what a node is a view of to the node."""
-    found = [node]
-    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
-        source = first.all_input_nodes[0]
-        if not isinstance(value(source), Tensor):
-            break
-        found.append(source)
-    return found[::-1]
-
-
 class Partitioner(CustomPartitionerFn):
     """What a compiled model saves: ``torch.compile(model, options={"custom_partitioner_fn": Partitioner(8)})``.
 
     bits: 8, or "exact", which rounds nothing: elementwise operations before a product are computed again.
+    memory_budget: as of :func:`memkern.compile`.
     """
 
-    def __init__(self, bits: int | str = "exact") -> None:
+    def __init__(self, bits: int | str = "exact", memory_budget: float | int | None = None) -> None:
         if bits is None or bits not in SAVED_BITS:
             raise ValueError(f"saved_bits must be 8 or 'exact', got {bits!r}")
-        self.bits = bits
+        budgets.check(memory_budget)
+        self.bits, self.memory_budget = bits, memory_budget
 
     def uuid(self) -> Any:
         """Of the sources and the options: what torch has compiled by others is not taken from its cache."""
         here = Path(__file__).parent
         sources = sorted((*here.glob("*.py"), *(here.parent / "saved").glob("*.py")))
-        return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {self.bits}")
+        return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {self.bits} {self.memory_budget}")
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
@@ -95,15 +64,23 @@ class Partitioner(CustomPartitionerFn):
         is_coded = self.bits == 8 and bool(gradients.nodes)
         if is_coded:
             recomputable = partitioners.get_default_op_list().is_recomputable
-            mark(gm.graph, Rules(gradients), recomputable, _KEY)
+            mark(gm.graph, Rules(gradients), recomputable, KEY)
         _save_reductions(gm.graph)
-        with functorch_config.patch(_LIFTED), _sizes_in_codes():
+        choice = Choice(self.memory_budget, is_coded)
+        with choice.instead():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        if is_coded:
-            _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations))).encode()
+        saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations)))
+        if choice.coded:
+            saved.encode(choice.limit)
+        if choice.limit is not None and (left := saved.bytes()) > choice.limit + _WORTH_A_WARNING:
+            warnings.warn(
+                f"a compiled graph saves {left:,} bytes, and not the {choice.limit:,} of"
+                f" memory_budget={self.memory_budget}: what saves less has no lower peak",
+                stacklevel=2,
+            )
         for graph in (fw.graph, bw.graph):
             for node in graph.nodes:
-                node.meta.pop(_KEY, None)
+                node.meta.pop(KEY, None)
                 if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
                     del node.meta["recompute"]
         return fw, bw
@@ -119,35 +96,77 @@ class _Saved:
         descriptions = self.output.meta["desc"]
         self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))
         self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
-        self.of_caller = {_views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
+        self.of_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
         self.holders = {n.name: n for n in bw.graph.find_nodes(op="placeholder")}
         # of each saved value: the nodes of the forward graph that stand for it, with their inputs of the backward graph
         self.pairs = {n: [(n, self.holders[n.name])] for n, _ in self.saved if n.name in self.holders}
         self.decoded: set[fx.Node] = set()  # nodes of the backward graph
 
-    def encode(self) -> None:
-        groups: dict[fx.Node, list[fx.Node]] = {}
-        for node, _ in self.saved:
-            if node.name in self.holders and isinstance(value(node), Tensor):
-                groups.setdefault(_views(node)[0], []).append(node)
-        for base, members in groups.items():
-            if base.op != "call_function" or base in self.of_caller:  # an input, or held by the caller anyway
-                continue
-            whole = is_candidate(value(base)) and 2 * sum(map(numel, members)) >= numel(base)
-            for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
-                self._encode(first, those)
+    def bytes(self) -> int:
+        """Of what is saved, but inputs and what the caller holds anyway."""
+        outputs: Any = self.output.args[0]
+        return size_of(
+            storages((n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node)), self.of_caller)
+        )
+
+    def encode(self, limit: int | None = None) -> None:
+        """Codes in place of all values that may be coded, or of as many as it takes until so many bytes are left."""
+        left = self.bytes()
+        for first, members, codec in self._candidates(in_order=limit is not None):
+            if limit is not None and left <= limit:
+                break
+            left += self._encode(first, members, codec)
         for node in list(self.bw.graph.nodes):
             if self.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
                 self._run_again(node)
         self._rebuild()
 
-    def _encode(self, first: fx.Node, members: list[fx.Node]) -> None:
-        """Codes of a value in place of the views of it that are saved."""
-        x = value(first)
-        codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
-        holders = [self.holders[m.name] for m in members]
-        if codec is None or not self.rules.may_be_coded(holders, codec, x):
-            return
+    def _candidates(self, in_order: bool) -> list[tuple[fx.Node, list[fx.Node], str]]:
+        """What may be coded: a value, those views of it that are saved, and the codec.
+
+        in_order: those first that cost the least time for a byte. Attention runs again if an input is coded; a distance
+        from a limit costs a root and more codes; of 4 bytes three are saved, of 2 one.
+        """
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node, _ in self.saved:
+            if node.name in self.holders and isinstance(value(node), Tensor):
+                groups.setdefault(views(node)[0], []).append(node)
+        found = []
+        for base, members in groups.items():
+            if base.op != "call_function" or base in self.of_caller:  # an input, or held by the caller anyway
+                continue
+            whole = is_candidate(value(base)) and 2 * sum(map(numel, members)) >= numel(base)
+            for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
+                x = value(first)
+                codec = (
+                    codec_of(self.operations, first)
+                    if is_candidate(x) and numel(first) >= MIN_NUMEL
+                    else None
+                )
+                if codec is not None and self.rules.may_be_coded(
+                    [self.holders[m.name] for m in those], codec, x
+                ):
+                    found.append((first, those, codec))
+        if in_order:
+            found.sort(
+                key=lambda each: (
+                    any(map(self._goes_to_attention, each[1])),
+                    each[2] in codecs.DISTANCES,
+                    -value(each[0]).element_size(),
+                    each[0],
+                )
+            )
+        return found
+
+    def _goes_to_attention(self, node: fx.Node) -> bool:
+        return any(
+            self.operations.of(user).name in FORWARD
+            or ((packet(user) in VIEWS or packet(user) in CASTS) and self._goes_to_attention(user))
+            for user in node.users
+        )
+
+    def _encode(self, first: fx.Node, members: list[fx.Node], codec: str) -> int:
+        """Codes of a value in place of the views of it that are saved; the bytes that are more, below 0."""
         with self.fw.graph.inserting_before(first.next):
             data = codecs.encode(self.fw.graph, first, codec)
         for node in data:
@@ -155,6 +174,7 @@ class _Saved:
                 node.meta["saved_tensor_with_no_vc_check"] = members[0].meta["saved_tensor_with_no_vc_check"]
         new = self._decode(first, members, data, codec)
         self.pairs |= {members[0]: list(zip(data, new, strict=True))} | {m: [] for m in members[1:]}
+        return size_of(data) - size_of([first])
 
     def _decode(
         self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str
@@ -170,8 +190,8 @@ class _Saved:
             x = codecs.decode(graph, new, codec, value(first).dtype)
             self.decoded.add(x)
             for member, holder in zip(members, holders, strict=True):
-                y, views = x, _views(member)
-                for view in views[views.index(first) + 1 :]:
+                y, chain = x, views(member)
+                for view in chain[chain.index(first) + 1 :]:
                     y = graph.node_copy(view, {view.all_input_nodes[0]: y}.__getitem__)
                     self.decoded.add(y)
                 holder.replace_all_uses_with(y)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
-from torch._functorch.partitioners import must_recompute
+from torch._functorch.partitioners import MinCutOptions, must_recompute
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -33,11 +33,13 @@ def check() -> None:
 
 __all__ = [
     "CustomPartitionerFn",
+    "MinCutOptions",
     "check",
     "detect_fake_mode",
     "extract_tensor_metadata",
     "functorch_config",
     "get_hash_for_files",
+    "inductor_config",
     "is_contiguous_or_false",
     "list_mode_options",
     "make_fx",

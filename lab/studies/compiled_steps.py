@@ -1,0 +1,158 @@
+"""Steps of compiled models: peak, time and compile time, by what is saved and by memory_budget.
+
+Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: as in saved_compiled.py.
+Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
+rounds that are interleaved. First: of the first step, in this process, which is not that of the C++ compilers.
+--empty-kernels: Inductor's C++ kernels are not compiled and do nothing, so that what allocates is as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+import memkern
+from benchmarks import report
+from benchmarks.harness import largest_temporary
+from lab.studies import study
+from memkern.compiled.torch_internals import functorch_config, inductor_config
+from tests.support import zoo
+
+from .saved_compiled import saved
+from .saved_models import PRECISIONS
+
+BUDGETS = tuple(tenths / 10 for tenths in range(10, 1, -1))
+FIGURES = ("saved_per_token", "saved_share", "peak_per_token", "peak_share", "time_ratio", "first_ratio")
+COLUMNS = (
+    *report.PROVENANCE,
+    "transformers",
+    "model",
+    "precision",
+    "tokens",
+    "kernels",
+    "mode",
+    "budget",
+    *FIGURES,
+)
+
+
+class Contender(NamedTuple):
+    mode: str
+    budget: float | None
+    step: Callable[[], Any]
+    saved: int
+    peak: int
+    first: float
+
+
+def _compiled(model: Any, mode: str, budget: float | None) -> Any:
+    if mode == "torch":
+        return torch.compile(model)
+    return memkern.compile(model, saved_bits=8 if mode == "8" else mode, memory_budget=budget)
+
+
+def contender(name: str, precision: str, tokens: int, mode: str, budget: float | None) -> Contender:
+    torch._dynamo.reset()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model, batch = zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype)
+    own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
+    compiled = model if mode == "eager" else _compiled(model, mode, budget)
+
+    def forward() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast"):
+            return compiled(**batch).loss
+
+    def step() -> None:
+        model.zero_grad()
+        forward().backward()
+
+    start = time.process_time()
+    step()
+    first = time.process_time() - start
+    count = sum(size for storage, size in saved([forward()]).items() if storage not in own)
+    step()
+    model.zero_grad()
+    return Contender(mode, budget, step, count, largest_temporary(step, "cpu"), first)
+
+
+def _nothing(*tensors: object) -> None:
+    """In place of a kernel."""
+
+
+@contextlib.contextmanager
+def compiling(empty: bool) -> Iterator[None]:
+    """Without caches of graphs; kernels that have been compiled serve again."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor_config.patch(fx_graph_cache=False))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        if empty:
+            stack.enter_context(mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=_nothing))
+        yield
+
+
+def rows(
+    name: str,
+    precision: str,
+    tokens: int,
+    modes: list[tuple[str, float | None]],
+    rounds: int,
+    empty: bool,
+) -> Iterator[dict[str, str]]:
+    provenance = study.provenance_with_transformers()
+    found = []
+    with compiling(empty):
+        for mode, budget in [("torch", None), *modes]:
+            found.append(contender(name, precision, tokens, mode, budget))
+    times: list[list[float]] = [[] for _ in found]
+    for _ in range(rounds):
+        for seconds, each in zip(times, found, strict=True):
+            start = time.process_time()
+            each.step()
+            seconds.append(time.process_time() - start)
+    plain = found[0]
+    for each, seconds in zip(found, times, strict=True):
+        values = (
+            name,
+            precision,
+            str(tokens),
+            "empty" if empty else "compiled",
+            each.mode,
+            str(each.budget or ""),
+            str(each.saved // tokens),
+            f"{each.saved / plain.saved:.3f}",
+            str(each.peak // tokens),
+            f"{each.peak / plain.peak:.4f}",
+            f"{min(seconds) / min(times[0]):.3f}" if rounds else "",
+            f"{each.first / plain.first:.2f}",
+        )
+        yield study.row(provenance, COLUMNS, values)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = study.parser("compiled_steps", __doc__)
+    parser.add_argument("--models", nargs="+", choices=zoo.MODELS, default=["GPT-2", "BERT", "ViT", "Llama"])
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budgets", action="store_true", help="those of .2 to 1, of both modes")
+    parser.add_argument("--empty-kernels", action="store_true", help="peaks alone")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    modes: list[tuple[str, float | None]] = [("eager", None), ("exact", None), ("8", None)]
+    if args.budgets:
+        modes = [(mode, budget) for mode in ("exact", "8") for budget in BUDGETS]
+    for name in args.models:
+        rounds = 0 if args.empty_kernels else args.rounds
+        found = rows(name, args.precision, args.tokens, modes, rounds, args.empty_kernels)
+        study.write(args.out / "compiled-steps.csv", found, COLUMNS, shown=12)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Which values a graph saves, and under a memory budget the cheapest choice within it.
+
+The choices, each of which saves less and costs more time than the one before: what torch saves; elementwise operations
+before a product computed again; of these as many in codes as it takes; products and attention computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import codecs
+from .operations import arguments, value, views
+from .peaks import Backward
+from .torch_internals import MinCutOptions, functorch_config, partitioners
+
+KEY = "memkern_codec"
+_LIFTED = {
+    # torch saves an elementwise result that a product needs; here it is computed again.
+    "ban_recompute_materialized_backward": False,
+    # It tells reductions by sizes, which are those of codes here: they are found before.
+    "ban_recompute_reductions": False,
+}
+_PRODUCTS_AGAIN = MinCutOptions(
+    ban_if_used_far_apart=False,
+    ban_if_long_fusible_chains=False,
+    ban_if_materialized_backward=False,
+    ban_if_not_in_allowlist=True,  # else torch draws random numbers anew (pytorch issue 190758)
+    ban_if_reduction=False,
+)
+
+_STEPS = 12
+"""In how many steps the products are added: a cut and a peak for each."""
+
+
+def check(budget: Any) -> None:
+    """Raises ValueError for what is no budget."""
+    if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget > 1):
+        return
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return
+    raise ValueError(
+        "memory_budget must be a share of what torch.compile saves, above 0.0 and at most 1.0, or bytes, an int above"
+        f" 1, got {budget!r}"
+    )
+
+
+def size_in_codes(node: fx.Node, size: int) -> int:
+    codec = node.meta.get(KEY)
+    return (
+        size if codec is None else max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
+    )
+
+
+@contextlib.contextmanager
+def _sizes_in_codes() -> Iterator[None]:
+    """torch's cut counts a value that may be coded as its codes."""
+    plain = partitioners._size_of
+    partitioners._size_of = lambda node: size_in_codes(node, plain(node))
+    try:
+        yield
+    finally:
+        partitioners._size_of = plain
+
+
+def storages(saved: Iterable[fx.Node], of_caller: set[fx.Node]) -> set[fx.Node]:
+    """Of saved values what is computed and not held anyway. Of a view all is saved that it is a view of."""
+    bases = {views(node)[0] for node in saved if isinstance(value(node), Tensor)}
+    return {base for base in bases if base.op == "call_function" and base not in of_caller}
+
+
+def size_of(nodes: Iterable[fx.Node]) -> int:
+    return sum(partitioners._size_of(node) for node in nodes)
+
+
+class Choice:
+    """What one graph saves: in place of torch's ``choose_saved_values_set``.
+
+    budget: see :func:`memkern.compile`. coded: whether values with a codec in ``meta[KEY]`` are saved in codes; with a
+    budget, whether this was chosen. limit: the bytes of the budget, known after the choice.
+    """
+
+    def __init__(self, budget: float | int | None, coded: bool) -> None:
+        self.budget, self.coded = budget, coded
+        self.limit: int | None = None
+        self._plain = partitioners.choose_saved_values_set
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        partitioners.choose_saved_values_set = self.__call__
+        try:
+            yield
+        finally:
+            partitioners.choose_saved_values_set = self._plain
+
+    def __call__(self, joint_graph: fx.Graph, node_info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        graph, info = joint_graph, node_info
+        if memory_budget != 1:
+            raise ValueError(
+                f"memkern.compile has memory_budget= in place of torch's activation_memory_budget, got {memory_budget}"
+            )
+        if self.budget is None:
+            return self._lifted(graph, info, self.coded)
+        can_be_coded, self.coded = self.coded, False
+        saved = self._plain(graph, info)
+        as_torch = self._bytes(graph, saved)
+        self.limit = self.budget if isinstance(self.budget, int) else math.floor(self.budget * as_torch)
+        if as_torch > self.limit:
+            saved = self._lifted(graph, info, coded=False)
+        if can_be_coded and self._bytes(graph, saved) > self.limit:
+            in_codes = self._lifted(graph, info, coded=True)
+            with _sizes_in_codes():
+                self.coded = self._bytes(graph, in_codes) <= self.limit
+            if self.coded:
+                return in_codes
+        if self._bytes(graph, saved) > self.limit:
+            saved = self._products_again(graph, info)
+        return saved
+
+    def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
+        with functorch_config.patch(_LIFTED), _sizes_in_codes() if coded else contextlib.nullcontext():
+            saved: list[fx.Node] = self._plain(graph, info)
+        return saved
+
+    @staticmethod
+    def _bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> int:
+        return size_of(storages(saved, _of_caller(graph)))
+
+    def _products_again(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
+        """Products computed again, as few as it takes. Where fewer have a lower peak, these.
+
+        Those come first that take the fewest operations for a byte, then earlier ones, whose results are needed when
+        most of the others are freed. A peak rises where one value is computed again through many layers, of which all
+        results are there at once.
+        """
+        ops = partitioners.get_default_op_list()
+        products = [n for n in info.required_fw_nodes if _is_repeatable_product(n, ops)]
+        cost = {n: partitioners.estimate_runtime(n) / max(1, partitioners._size_of(n)) for n in products}
+        products.sort(key=cost.__getitem__)  # a stable sort
+        backward, of_caller = Backward(graph, info), _of_caller(graph)
+        best: list[fx.Node] = []
+        lowest = math.inf
+        for i in range(_STEPS + 1):
+            again: Any = {*products[: len(products) * i // _STEPS]}
+            saved: list[fx.Node] = partitioners.solve_min_cut(graph, info, _PRODUCTS_AGAIN, again)[0]
+            if (peak := backward.peak(saved, of_caller)) <= lowest:
+                best, lowest = saved, peak
+                if self._bytes(graph, saved) <= (self.limit or 0):
+                    break
+        return best
+
+
+def _of_caller(graph: fx.Graph) -> set[fx.Node]:
+    return {views(n)[0] for n in graph.output_node().all_input_nodes}
+
+
+def _is_repeatable_product(node: fx.Node, ops: Any) -> bool:
+    """Whether an operation is a product or attention that draws no random numbers."""
+    return ops.is_compute_intensive(node) and not arguments(node).get("dropout_p")
