@@ -38,7 +38,7 @@ MODES = {
 }
 
 
-def _last(name: str, *columns: str) -> dict[tuple[str, ...], report.Row]:
+def _last(name: str | Path, *columns: str) -> dict[tuple[str, ...], report.Row]:
     """The last row of each case of a results file, by the columns that name it."""
     with (RESULTS / name).open(newline="") as file:
         return {tuple(row[column] for column in columns): row for row in csv.DictReader(file)}
@@ -273,11 +273,36 @@ def gpu_compiled_table() -> str:
     return gpu_models_table("gpu-compiled.csv")
 
 
+COMPILED = {"compiled": "compiled", "exact": "exact", "8": "8 bits"}
+
+
+def compiled_table() -> str:
+    """What compiled models save over torch without a compiler (lab.studies.saved_compiled)."""
+    found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
+    shown = {"fp32": "fp32", "bf16 autocast": "autocast"}
+    heads = [
+        f"{name + ': ' if mode == 'compiled' else ''}{COMPILED[mode]}"
+        for name in shown.values()
+        for mode in COMPILED
+    ]
+    heads = [*heads[:3], "error", *heads[3:], "error"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    for model in dict.fromkeys(key[0] for key in found):
+        cells = [model]
+        for precision in shown:
+            rows = [found.get((model, precision, mode)) for mode in COMPILED]
+            cells += [f"{float(row['share']):.3f}" if row else "" for row in rows]
+            cells.append(f"{100 * float(rows[-1]['gradient_error']):.1f} %" if rows[-1] else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "saves": saves_table,
     "gpu": gpu_table,
     "gpu_models": gpu_models_table,
     "gpu_compiled": gpu_compiled_table,
+    "compiled": compiled_table,
     "speed": speed_table,
     "models": models_table,
     "wheels": wheels_table,

@@ -1,7 +1,8 @@
 """Which values a graph saves, and under a memory budget the cheapest choice within it.
 
 The choices, each of which saves less and costs more time than the one before: what torch saves; elementwise operations
-before a product computed again; of these as many in codes as it takes; products and attention computed again.
+before a product computed again; as many values in codes as it takes, or in full precision products and attention
+computed again.
 """
 
 from __future__ import annotations
@@ -111,14 +112,11 @@ class Choice:
         self.limit = self.budget if isinstance(self.budget, int) else math.floor(self.budget * as_torch)
         if as_torch > self.limit:
             saved = self._lifted(graph, info, coded=False)
-        if can_be_coded and self._bytes(graph, saved) > self.limit:
-            in_codes = self._lifted(graph, info, coded=True)
-            with _sizes_in_codes():
-                self.coded = self._bytes(graph, in_codes) <= self.limit
-            if self.coded:
-                return in_codes
         if self._bytes(graph, saved) > self.limit:
-            saved = self._products_again(graph, info)
+            self.coded = can_be_coded
+            saved = (
+                self._lifted(graph, info, True) if can_be_coded else self._products_again(graph, info, saved)
+            )
         return saved
 
     def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:
@@ -130,8 +128,8 @@ class Choice:
     def _bytes(graph: fx.Graph, saved: Iterable[fx.Node]) -> int:
         return size_of(storages(saved, _of_caller(graph)))
 
-    def _products_again(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
-        """Products computed again, as few as it takes. Where fewer have a lower peak, these.
+    def _products_again(self, graph: fx.Graph, info: Any, best: list[fx.Node]) -> list[fx.Node]:
+        """Products computed again, as few as it takes. Where fewer have a lower peak, these; best: none.
 
         Those come first that take the fewest operations for a byte, then earlier ones, whose results are needed when
         most of the others are freed. A peak rises where one value is computed again through many layers, of which all
@@ -142,8 +140,7 @@ class Choice:
         cost = {n: partitioners.estimate_runtime(n) / max(1, partitioners._size_of(n)) for n in products}
         products.sort(key=cost.__getitem__)  # a stable sort
         backward, of_caller = Backward(graph, info), _of_caller(graph)
-        best: list[fx.Node] = []
-        lowest = math.inf
+        lowest = backward.peak(best, of_caller)
         for i in range(_STEPS + 1):
             again: Any = {*products[: len(products) * i // _STEPS]}
             saved: list[fx.Node] = partitioners.solve_min_cut(graph, info, _PRODUCTS_AGAIN, again)[0]

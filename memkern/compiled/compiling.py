@@ -22,8 +22,9 @@ def compile(
         :func:`memkern.compress`, where nothing can be asked of the data, as on a GPU (docs/saved-tensors.md).
     memory_budget: how much each graph may save: a float in (0, 1], a share of what torch.compile saves of what is
         computed, without the outputs; or an int, bytes. Of these it does the first that is enough: what torch.compile
-        does; elementwise operations computed again; with ``saved_bits=8`` as many values in codes as it takes; in full
-        precision, products and attention computed again, too. A warning names what is saved where nothing is enough.
+        does; elementwise operations computed again; with ``saved_bits=8`` as many values in codes as it takes; with
+        ``"exact"`` products and attention computed again, while that lowers the peak. A warning names what is saved
+        where nothing is enough.
     options: of :func:`torch.compile`, but for ``backend``, which is Inductor.
 
     Raises ValueError for other bits, budgets or a backend, RuntimeError where torch's Inductor takes no partitioner.

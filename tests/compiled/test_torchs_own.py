@@ -1,0 +1,41 @@
+"""What docs/saved-tensors.md says of torch's own ways to save less in a compiled graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memkern.compiled.torch_internals import functorch_config, inductor_config
+from tests.support.partitioned import backend
+
+
+def _gradients(dtype: torch.dtype, dropout: float, budget: Any = None) -> Tensor:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.Linear(128, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, 512), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(512, 128)).to(dtype)
+    cut = backend("exact" if budget else None, memory_budget=budget)
+    torch.compile(model, backend=cut)(torch.randn(64, 128, dtype=dtype)).float().square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double()  # type: ignore[union-attr]
+
+
+@pytest.mark.full
+def test_quantization_without_scales() -> None:
+    expected = _gradients(torch.bfloat16, 0.0)
+    for options, low, high in (({}, 1e3, 1e9), ({"use_scaling": True}, 1e-3, 0.05)):
+        given = {"quant_type": "torch.float8_e5m2", "size_in_mb": 0, **options}
+        with inductor_config.patch(post_grad_fusion_options={"activation_quantization_aten_pass": given}):
+            found = _gradients(torch.bfloat16, 0.0)
+        assert low < (found - expected).norm() / expected.norm() < high
+
+
+@pytest.mark.full
+def test_a_budget_and_dropout() -> None:
+    expected = _gradients(torch.float32, 0.5)
+    with functorch_config.patch(activation_memory_budget=0.1):
+        found = _gradients(torch.float32, 0.5)
+    assert (found - expected).norm() > 0.5 * expected.norm()
+    assert torch.equal(_gradients(torch.float32, 0.5, 0.1), expected)
