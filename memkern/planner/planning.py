@@ -200,6 +200,10 @@ def _sharded(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, plain in UNSHARDED.items():
         if given.get(name, plain) != plain:
             raise not_allowed(name, given[name], f"{plain!r} with devices above 1")
+    if (
+        given.get("checkpointing") == "sqrt"
+    ):  # one block calls the forward methods of others, past their hooks
+        raise not_allowed("checkpointing", "sqrt", "'blocks' with devices above 1")
     if given.get("optimizer") == "muon":
         raise not_allowed(
             "optimizer", "muon", "one whose step needs no other device's shards, with devices above 1"
@@ -230,7 +234,8 @@ def _alone(predictor: Predictor) -> tuple[dict[str, Prediction], dict[str, str]]
             continue
         if {"offload", "offload_saved"} & changes.keys() and predictor.device == "cpu":
             continue
-        if predictor.devices > 1 and UNSHARDED.keys() & changes.keys():
+        is_counted = not UNSHARDED.keys() & changes.keys() and changes.get("checkpointing") != "sqrt"
+        if predictor.devices > 1 and not is_counted:
             continue
         try:
             alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
