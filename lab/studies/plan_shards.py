@@ -40,7 +40,7 @@ CASES = (
     Case("gpt2", 2, 256, {"micro_batch": 4}),
     Case("gpt2", 4, 256, {"micro_batch": 4}),
     Case("gpt2", 2, 256, {"checkpointing": "blocks", "micro_batch": 8}),
-    Case("gpt2", 2, 256, {"state_bits": 8, "saved_bits": 8, "micro_batch": 8}),
+    Case("gpt2", 2, 256, {"state_bits": 8, "activation_bits": 3, "micro_batch": 8}),
     Case("gpt2", 2, 256, {"micro_batch": 4}, 2),
     Case("llama", 2, 256, FRUGAL | {"micro_batch": 4}),
     Case("llama", 3, 256, {"micro_batch": 4}),

@@ -16,7 +16,7 @@ from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, LINKS, Hardware, default
 from .outcome import Plan
-from .prediction import BAND, NotTraced, Predictor
+from .prediction import BAND, NotTraced, Prediction, Predictor
 from .smaller import Asked, would_fit
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -37,7 +37,8 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 """The rows of the table: each technique by itself."""
 UNSHARDED: dict[str, Any] = {
-    "step_in_backward": False, "offload": False, "offload_saved": False, "loss_chunk": None,
+    "step_in_backward": False, "offload": False, "offload_saved": False, "loss_chunk": None, "saved_bits": None,
+    "checkpoint_bits": None,
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
@@ -118,29 +119,24 @@ def plan(
     if device == "cuda" and "torch" not in sys.modules and fake_cuda.is_needed():
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError, RuntimeError):
             return fake_cuda.call(pickle.dumps((plan, asked)))  # torch is imported once
-    import torch
-
     from . import cache as kept
     from .models import resolve
 
     limit = parse_memory(memory)
     if device not in DEFAULTS:
         raise not_allowed("device", device, "cuda or cpu")
-    if not at_least(1).holds(batch_size):
-        raise not_allowed("batch_size", batch_size, at_least(1).words)
-    if not NOT_NEGATIVE.holds(clip):
-        raise not_allowed("clip", clip, NOT_NEGATIVE.words)
-    if not at_least(1).holds(devices):
-        raise not_allowed("devices", devices, at_least(1).words)
+    for name, value, check in (
+        ("batch_size", batch_size, at_least(1)),
+        ("clip", clip, NOT_NEGATIVE),
+        ("devices", devices, at_least(1)),
+    ):
+        if not check.holds(value):
+            raise not_allowed(name, value, check.words)
     given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
     _check_given(given)
     if devices > 1:
         given = _sharded(given)
-    if link is not None and link not in LINKS:
-        raise not_allowed("link", link, ", ".join(LINKS))
-    speeds = hardware or default(device)
-    if link is not None:
-        speeds = dataclasses.replace(speeds, link=LINKS[link])
+    speeds = _speeds(hardware or default(device), link)
     on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")
     source = resolve(model, seq_len, inputs, loss, dropout)
     arguments: dict[str, Any] = {
@@ -149,12 +145,7 @@ def plan(
     }  # fmt: skip
     expected = _counted_on(device)
     if expected == ON_CPU_TENSORS:
-        why = (
-            "no C++ compiler is found"
-            if torch.version.cuda is None
-            else "this torch is for CUDA and finds no GPU"
-        )
-        warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=2)
+        _warn_of_cpu_tensors()
     key = kept.key(source, arguments, expected) if cache else None
     made = kept.load(key) if key is not None else None
     if made is None:
@@ -162,6 +153,25 @@ def plan(
         if key is not None and made.counted_on == expected:
             kept.store(key, made)
     return made
+
+
+def _speeds(hardware: Hardware, link: str | None) -> Hardware:
+    if link is None:
+        return hardware
+    if link not in LINKS:
+        raise not_allowed("link", link, ", ".join(LINKS))
+    return dataclasses.replace(hardware, link=LINKS[link])
+
+
+def _warn_of_cpu_tensors() -> None:
+    import torch
+
+    why = (
+        "no C++ compiler is found"
+        if torch.version.cuda is None
+        else "this torch is for CUDA and finds no GPU"
+    )
+    warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=3)
 
 
 def _counted_on(device: str) -> str:
@@ -190,6 +200,10 @@ def _sharded(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, plain in UNSHARDED.items():
         if given.get(name, plain) != plain:
             raise not_allowed(name, given[name], f"{plain!r} with devices above 1")
+    if (
+        given.get("checkpointing") == "sqrt"
+    ):  # one block calls the forward methods of others, past their hooks
+        raise not_allowed("checkpointing", "sqrt", "'blocks' with devices above 1")
     if given.get("optimizer") == "muon":
         raise not_allowed(
             "optimizer", "muon", "one whose step needs no other device's shards, with devices above 1"
@@ -211,6 +225,29 @@ def _plan_on(counted_on: str, arguments: dict[str, Any]) -> Plan:
     return _plan(counted_on=ON_CPU_TENSORS, **arguments)
 
 
+def _alone(predictor: Predictor) -> tuple[dict[str, Prediction], dict[str, str]]:
+    """Each technique's prediction, and the errors of those that the model does not run with."""
+    alone: dict[str, Prediction] = {}
+    ruled_out: dict[str, str] = {}
+    for name, changes in ALONE.items():
+        if "loss_chunk" in changes and not predictor.source.is_language_model:
+            continue
+        if {"offload", "offload_saved"} & changes.keys() and predictor.device == "cpu":
+            continue
+        is_counted = not UNSHARDED.keys() & changes.keys() and changes.get("checkpointing") != "sqrt"
+        if predictor.devices > 1 and not is_counted:
+            continue
+        try:
+            alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
+        except NotTraced as error:
+            if not changes:
+                raise
+            ruled_out[name] = error.message
+        except OptionError:  # a model without blocks
+            pass
+    return alone, ruled_out
+
+
 def _plan(
     *,
     source: Any,
@@ -226,22 +263,7 @@ def _plan(
 ) -> Plan:
     predictor = Predictor(source, device, counted_on, hardware, devices)
     chooser = Chooser(predictor, given, batch_size, clip, host_memory)
-    alone, ruled_out = {}, {}
-    for name, changes in ALONE.items():
-        if "loss_chunk" in changes and not source.is_language_model:
-            continue
-        if {"offload", "offload_saved"} & changes.keys() and device == "cpu":
-            continue
-        if devices > 1 and UNSHARDED.keys() & changes.keys():
-            continue
-        try:
-            alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
-        except NotTraced as error:
-            if not changes:
-                raise
-            ruled_out[name] = error.message
-        except OptionError:  # a model without blocks
-            pass
+    alone, ruled_out = _alone(predictor)
     limit = int(memory / (1 + BAND[counted_on][0]))
     best = chooser.fastest(limit)
     plain = predictor.predict(Techniques(micro_batch=batch_size))

@@ -194,9 +194,6 @@ class Predictor:
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
     def _predict(self, techniques: Techniques) -> Prediction:
-        from .shards import Groups
-        from .trace import peaks
-
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
         left = traces[0].left + more * (traces[-1].left - traces[0].left)
         leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
@@ -210,15 +207,7 @@ class Predictor:
             "optimizer": 0 if on_host else fixed.optimizer,
             "process and context": self.hardware.process,
         }
-        unit = UNIT[self.device]
-        found = peaks(
-            traces,
-            more,
-            free_gradients=leaves or accumulates,
-            unit=unit,
-            devices=self.devices,
-            beside=Groups(fixed.root, fixed.block, HELD[self.device]).gathered if self.devices > 1 else None,
-        )
+        found = self._peaks(techniques, free_gradients=leaves or accumulates)
         rows = {
             phase: static
             | {
@@ -257,6 +246,21 @@ class Predictor:
             else None,
             self._intensity(techniques),
             rate_of(self.hardware, techniques) / self.hardware.bandwidth,
+        )
+
+    def _peaks(self, techniques: Techniques, free_gradients: bool) -> dict[str, dict[str, int]]:
+        """The peak of each pass, with what is gathered where several devices share the model."""
+        from .shards import Groups
+        from .trace import peaks
+
+        fixed = self.fixed(techniques)
+        groups = Groups(fixed.root, fixed.block, HELD[self.device])
+        return peaks(
+            *self.traces(techniques),
+            free_gradients=free_gradients,
+            unit=UNIT[self.device],
+            devices=self.devices,
+            beside=groups.gathered if self.devices > 1 else None,
         )
 
     def seconds(self, techniques: Techniques, left: int = 0) -> float:

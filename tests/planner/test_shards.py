@@ -74,7 +74,11 @@ def test_gradients_of_blocks_are_reduced_when_the_block_ends() -> None:
 
 @pytest.mark.parametrize(
     ("techniques", "name"),
-    [({"loss_chunk": 8}, "loss_chunk"), ({"offload": True}, "offload"), ({"optimizer": "muon"}, "optimizer")],
+    [
+        ({"loss_chunk": 8}, "loss_chunk"),
+        ({"checkpointing": "sqrt"}, "checkpointing"),
+        ({"optimizer": "muon"}, "optimizer"),
+    ],
 )
 def test_what_is_not_counted_with_shards_is_refused(techniques: dict[str, Any], name: str) -> None:
     with pytest.raises(OptionError, match=f"{name}.* with devices above 1"):
