@@ -156,9 +156,7 @@ def possible_archs(listed: list[str]) -> list[str]:
             f"newer{newest}; set TORCH_CUDA_ARCH_LIST, or MEMKERN_BUILD=cpu"
         )
     if left_out:
-        print(
-            f"memkern: leaves out CUDA architectures that the kernels or nvcc cannot be compiled for: {left_out}"
-        )
+        print(f"memkern: leaves out CUDA architectures that the kernels or nvcc cannot be compiled for: {left_out}")
         newest = max(archs, key=lambda name: archs[name])
         if "+PTX" in "".join(left_out) and "+PTX" not in "".join(archs):
             return [*(name for name in archs if name != newest), f"{newest}+PTX"]
@@ -285,9 +283,7 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
         # weak symbol here and binds only where this library depends on libtorch_cuda, as libtorch does in a torch with
         # CUDA; nothing else of libtorch is used, so that the linker would leave it out.
         torch_link.append("-Wl,--push-state,--no-as-needed,-ltorch,--pop-state")
-    cuda = (
-        {"define_macros": [("USE_CUDA", None)], "libraries": ["cudart_static", "rt", "dl"]} if archs else {}
-    )
+    cuda = {"define_macros": [("USE_CUDA", None)], "libraries": ["cudart_static", "rt", "dl"]} if archs else {}
     ops = Extension(
         "memkern._ops",
         [*sources("cpu/**/*.cpp"), *sources("library.cpp")],

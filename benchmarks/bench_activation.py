@@ -21,9 +21,7 @@ from .harness import Case, Contender, Subject
 PASSES = 4
 
 
-def contender(
-    name: str, fn: Callable[[Tensor], Tensor], size: int, device: str, dtype: torch.dtype
-) -> Contender:
+def contender(name: str, fn: Callable[[Tensor], Tensor], size: int, device: str, dtype: torch.dtype) -> Contender:
     def setup() -> Subject:
         torch.manual_seed(0)
         x = torch.randn(size, device=device).to(dtype).requires_grad_()

@@ -19,9 +19,7 @@ WIDTH = 768
 DENSE_TOKENS = 4096  # the dense projections take tokens^2 products
 
 
-def contender(
-    name: str, fn: Callable[..., Tensor], tokens: int, device: str, dtype: torch.dtype
-) -> Contender:
+def contender(name: str, fn: Callable[..., Tensor], tokens: int, device: str, dtype: torch.dtype) -> Contender:
     def setup() -> Subject:
         torch.manual_seed(0)
         x, grad = (torch.randn(tokens, WIDTH, device=device).to(dtype) for _ in range(2))

@@ -24,9 +24,7 @@ UNUSED = {"DeepSpeed CPULion": "exp_avg_sq"}  # state that is allocated and neve
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors of the states, those in objects too: flashoptim's moments are some."""
-    objects = [
-        x for x in tree_leaves([*optimizer.state.values()]) if type(x).__module__.startswith("flashoptim")
-    ]
+    objects = [x for x in tree_leaves([*optimizer.state.values()]) if type(x).__module__.startswith("flashoptim")]
     return optimizer_bytes(optimizer) + sum(tensor_bytes(vars(x).values()) for x in objects)
 
 

@@ -47,9 +47,7 @@ def bitsandbytes(x: Tensor) -> tuple[Callable, Callable]:
         codes, state = quantize_blockwise(x, code=code, blocksize=BLOCK)
         return codes, state.absmax
 
-    return quantize, lambda codes, scale: dequantize_blockwise(
-        codes, absmax=scale, code=code, blocksize=BLOCK
-    )
+    return quantize, lambda codes, scale: dequantize_blockwise(codes, absmax=scale, code=code, blocksize=BLOCK)
 
 
 def copy(x: Tensor) -> tuple[Callable, Callable]:

@@ -47,9 +47,7 @@ def table(rows: Sequence[report.Row]) -> str:
     """Features by row, versions of torch by column: the outcome of the last run, and the framework's version then."""
     last = {(r["framework"], r["feature"], _short(r["torch"])): r for r in rows}
     torches = sorted({torch for *_, torch in last}, key=_order)
-    features = sorted(
-        {(framework, feature) for framework, feature, _ in last}, key=lambda f: (f[0] != "torch", f)
-    )
+    features = sorted({(framework, feature) for framework, feature, _ in last}, key=lambda f: (f[0] != "torch", f))
     lines = [
         "| framework | feature | " + " | ".join(f"torch {t}" for t in torches) + " |",
         "|---|---|" + "---|" * len(torches),
@@ -75,12 +73,8 @@ def read(path: Path = CSV) -> list[report.Row]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="what is rewritten (default: docs/frameworks.md)"
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
+    parser.add_argument("--page", type=Path, default=PAGE, help="what is rewritten (default: docs/frameworks.md)")
     args = parser.parse_args(argv)
     args.page.write_text(filled(args.page.read_text(), read()))
     print(args.page)

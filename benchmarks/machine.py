@@ -46,8 +46,7 @@ def provenance(device: str) -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         # A copy of the tree without .git (on a GPU machine) gets its commit from the environment.
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD")
-        or os.environ.get("MEMKERN_COMMIT", "unknown"),
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("MEMKERN_COMMIT", "unknown"),
         "dirty": "yes" if changed else "no",
         "hardware": hardware(device),
         "python": platform.python_version(),

@@ -281,9 +281,7 @@ def compiled_table() -> str:
     found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
     shown = {"fp32": "fp32", "bf16 autocast": "autocast"}
     heads = [
-        f"{name + ': ' if mode == 'compiled' else ''}{COMPILED[mode]}"
-        for name in shown.values()
-        for mode in COMPILED
+        f"{name + ': ' if mode == 'compiled' else ''}{COMPILED[mode]}" for name in shown.values() for mode in COMPILED
     ]
     heads = [*heads[:3], "error", *heads[3:], "error"]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]

@@ -17,9 +17,7 @@ _outcomes: dict[tuple[str, str], dict[str, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--features", type=Path, metavar="FILE", help="append the outcome of each feature as CSV"
-    )
+    parser.addoption("--features", type=Path, metavar="FILE", help="append the outcome of each feature as CSV")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,9 +31,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         for key, value in report.user_properties:
             if key == "feature":
-                _outcomes.setdefault(cast("tuple[str, str]", tuple(cast("list[str]", value))), {})[
-                    report.nodeid
-                ] = report.outcome
+                _outcomes.setdefault(cast("tuple[str, str]", tuple(cast("list[str]", value))), {})[report.nodeid] = (
+                    report.outcome
+                )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

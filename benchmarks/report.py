@@ -68,8 +68,7 @@ def latest(path: Path) -> dict[str, list[Row]]:
         everything = list(csv.DictReader(file))
     last = {row["case"]: row["date"] for row in everything}
     return {
-        case: [row for row in everything if row["case"] == case and row["date"] == date]
-        for case, date in last.items()
+        case: [row for row in everything if row["case"] == case and row["date"] == date] for case, date in last.items()
     }
 
 

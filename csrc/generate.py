@@ -20,9 +20,7 @@ def _source(path: str) -> Any:
 
 def _header(source: str, *lines: str) -> str:
     """A header's text; what ``lines`` leave out is the same in all of them."""
-    return "\n".join(
-        (f"// Written by csrc/generate.py from {source}: change it there.", "#pragma once", *lines)
-    )
+    return "\n".join((f"// Written by csrc/generate.py from {source}: change it there.", "#pragma once", *lines))
 
 
 def _array(name: str, values: tuple[float, ...]) -> str:
@@ -52,10 +50,7 @@ def _constants(codec: Any) -> dict[str, int]:
         "kMaxCoefficients": codec.MAX_COEFFICIENTS,
         "kPlaneAlignment": codec.PLANE_ALIGNMENT,
         "kActivations": len(codec.ACTIVATIONS),
-        **{
-            f"k{''.join(map(str.title, name.split('_')))}": number
-            for name, number in codec.ACTIVATIONS.items()
-        },
+        **{f"k{''.join(map(str.title, name.split('_')))}": number for name, number in codec.ACTIVATIONS.items()},
     }
 
 

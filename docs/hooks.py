@@ -71,9 +71,7 @@ def _source_page(path: str) -> str:
     """A file as a page, or a folder as the list of its files."""
     full = ROOT / path
     if full.is_dir():
-        names = sorted(
-            p.name for p in full.iterdir() if not p.name.startswith(("_", ".")) and p.suffix != ".so"
-        )
+        names = sorted(p.name for p in full.iterdir() if not p.name.startswith(("_", ".")) and p.suffix != ".so")
         body = "\n".join(f"- {name}" for name in names)
     else:
         fence = "`" * 6
@@ -94,9 +92,7 @@ def on_files(files: Files, *, config: Any) -> Files:
         if path.endswith(_IMAGES):
             files.append(File.generated(config, site, abs_src_path=str(full)))
         else:
-            page = File.generated(
-                config, site, content=_source_page(path), inclusion=InclusionLevel.NOT_IN_NAV
-            )
+            page = File.generated(config, site, content=_source_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
             files.append(page)
     return files
 

@@ -14,9 +14,7 @@ import memkern
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))  # bytes are the tokens
 
 
-def main(
-    steps: int = 200, width: int = 256, layers: int = 4, length: int = 128, accumulate: int = 2
-) -> list[float]:
+def main(steps: int = 200, width: int = 256, layers: int = 4, length: int = 128, accumulate: int = 2) -> list[float]:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=width // 32)
     model = GPT2LMHeadModel(config)

@@ -17,11 +17,7 @@ TEXT = torch.tensor(list(Path(__file__).read_bytes()))  # bytes are the tokens
 
 
 def main(steps: int = 100, width: int = 256, layers: int = 4, length: int = 128) -> list[float]:
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)  # the same weights on every rank

@@ -13,9 +13,7 @@ import memkern
 TEXT = torch.tensor(list(Path(__file__).read_bytes()))  # bytes are the tokens
 
 
-def main(
-    steps: int = 100, width: int = 256, layers: int = 4, length: int = 128, rank: int = 8
-) -> list[float]:
+def main(steps: int = 100, width: int = 256, layers: int = 4, length: int = 128, rank: int = 8) -> list[float]:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_positions=length, n_embd=width, n_layer=layers, n_head=width // 32)
     base = GPT2LMHeadModel(config)  # put GPT2LMHeadModel.from_pretrained("gpt2") here

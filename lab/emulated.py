@@ -79,9 +79,7 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.emulated", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m lab.emulated", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     args = parser.parse_args()
     before = digest()
@@ -90,9 +88,7 @@ def main() -> int:
     # What is skipped because a compiler is missing has not passed.
     strict = {**os.environ, "MEMKERN_STRICT_SKIPS": "1"}
     output = []
-    with subprocess.Popen(
-        [*command, "lab/tests"], cwd=ROOT, env=strict, stdout=subprocess.PIPE, text=True
-    ) as tests:
+    with subprocess.Popen([*command, "lab/tests"], cwd=ROOT, env=strict, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
             print(line, end="", flush=True)
@@ -103,9 +99,7 @@ def main() -> int:
         print("the sources changed during the run: run it again", file=sys.stderr)
         return 1
     passed = re.search(r"(\d+) passed", output[-1])
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     row = {
         "sources": before,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

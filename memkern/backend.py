@@ -56,9 +56,7 @@ def shadowed() -> Path | None:
     if LIBRARY.exists():
         return None
     found = [PathFinder.find_spec("memkern", [entry]) for entry in sys.path]
-    found += [
-        finder.find_spec("memkern", None) for finder in sys.meta_path
-    ]  # editable installs have their own
+    found += [finder.find_spec("memkern", None) for finder in sys.meta_path]  # editable installs have their own
     folders = [Path(spec.origin).parent for spec in found if spec and spec.origin]
     return next((folder for folder in folders if (folder / LIBRARY.name).exists()), None)
 
@@ -111,9 +109,7 @@ def _watched() -> bool:
     import torch
 
     return bool(
-        torch.compiler.is_compiling()
-        or torch._guards.TracingContext.try_get()
-        or torch._C._len_torch_dispatch_stack()
+        torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() or torch._C._len_torch_dispatch_stack()
     )
 
 
@@ -195,9 +191,7 @@ _chosen: dict[str | torch.device, str] = {}
 @functools.cache  # once
 def warn_of_reference(kind: str, asked_for: str | None) -> None:
     """Says that plain PyTorch runs where nobody has asked for it and there are kernels for the type of device."""
-    if (
-        asked_for or _from_environment() or kind not in PREFERENCE or shadowed()
-    ):  # the last has been warned of
+    if asked_for or _from_environment() or kind not in PREFERENCE or shadowed():  # the last has been warned of
         return
     log.warning(
         "%s tensors run in plain PyTorch, which can be tens of times slower than compiled kernels: %s "

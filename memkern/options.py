@@ -190,9 +190,7 @@ class Techniques:
             object.__setattr__(self, "state_bits", tuple(self.state_bits))
         check_fields(self)
         if self.offload_saved and self.saved_bits is None:
-            raise not_allowed(
-                "offload_saved", True, "False without saved_bits: it is for what saved_bits stores"
-            )
+            raise not_allowed("offload_saved", True, "False without saved_bits: it is for what saved_bits stores")
         if self.checkpoint_bits is not None and self.checkpointing is None:
             raise not_allowed(
                 "checkpoint_bits", self.checkpoint_bits, "None without checkpointing, whose inputs it is for"
@@ -211,9 +209,7 @@ class Techniques:
 
     def _check_optimizer(self) -> None:
         if self.is_torch and self.state_bits != 32:
-            raise not_allowed(
-                "state_bits", self.state_bits, f"32 with {self.optimizer}; memkern's have 8 too"
-            )
+            raise not_allowed("state_bits", self.state_bits, f"32 with {self.optimizer}; memkern's have 8 too")
         if self.is_torch and self.master_weights is not None:
             allowed = f"None with {self.optimizer}; memkern's optimizers have them"
             raise not_allowed("master_weights", self.master_weights, allowed)
@@ -225,9 +221,7 @@ class Techniques:
             allowed = f"False with accumulation={self.accumulation}, which needs all gradients"
             raise not_allowed("step_in_backward", True, allowed)
         if self.step_in_backward and self.offload:
-            raise not_allowed(
-                "step_in_backward", True, "False with offload, which frees the gradients already"
-            )
+            raise not_allowed("step_in_backward", True, "False with offload, which frees the gradients already")
 
     @property
     def autocast(self) -> str | None:
@@ -289,9 +283,7 @@ class Techniques:
             yield f"{self.activation_bits}-bit activations"
         if self.saved_bits:
             place = ", on the host" if self.offload_saved else ""
-            yield (
-                "saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)"
-            ) + place
+            yield ("saved tensors in 8 bits" if self.saved_bits == 8 else "saved tensors once (exact)") + place
         if self.linear_share is not None:
             yield f"linear gradients from {100 * self.linear_share:g} % of the tokens"
         if self.checkpointing:

@@ -151,9 +151,7 @@ SGD_STEP = StepOp(
     ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     SGD_SCALARS,
 )
-MUON_STEP = StepOp(
-    "muon_step_", {"momentum_buffer": True}, ("momentum", "nesterov", "weight_decay", "maximize"), ()
-)
+MUON_STEP = StepOp("muon_step_", {"momentum_buffer": True}, ("momentum", "nesterov", "weight_decay", "maximize"), ())
 """Arguments that Muon's two ops share. Not one of STEP_OPS: between the two, the updates are orthogonalized."""
 STEP_OPS = {op.name: op for op in (ADAM_STEP, LAMB_STEP, LARS_STEP, LION_STEP, SGD_STEP)}
 
@@ -164,9 +162,7 @@ SCHEMAS = {
         "(Tensor x, int codec, bool signed, int block_size, int? step=None, bool mark_nonfinite=False) "
         "-> (Tensor, Tensor)"
     ),
-    "dequantize_blockwise": (
-        "(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"
-    ),
+    "dequantize_blockwise": ("(Tensor codes, Tensor scale, int codec, int block_size, ScalarType dtype) -> Tensor"),
     **dict.fromkeys(STEP_OPS, STEP_SCHEMA),
     # updates: bfloat16 of the parameters' shapes, before and after they are orthogonalized. sums: float64, of squares.
     "muon_momentum_": "(Tensor(h!)[] updates, Tensor(i!)[] sums, " + STEP_SCHEMA[1:],
@@ -213,9 +209,7 @@ def _fake_in_place(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _fake_encode(
-    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
-) -> Tensor:
+def _fake_encode(x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> Tensor:
     import torch
 
     from .quant.codec import plane_bytes

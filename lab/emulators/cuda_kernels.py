@@ -150,9 +150,7 @@ def usage(messages: str) -> dict[str, dict[str, int]]:
     """What ptxas -v says of each kernel: registers, and bytes of stack and spills."""
     found = {}
     for part in messages.split("Compiling entry function '")[1:]:
-        numbers = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
-        )
+        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
         registers = re.search(r"Used (\d+) registers", part)
         assert numbers, part
         assert registers, part
@@ -217,8 +215,7 @@ def pipes(binary: Path, arch: str) -> dict[str, dict[str, float]]:
             "shared words": sum(sass.words(i.opcode) for i in way if i.opcode.startswith(("LDS", "STS"))),
         }
         found[path] = {
-            key: n / elements(path)
-            for key, n in ({key: count[key] for key in ("fma", "alu", "xu")} | words).items()
+            key: n / elements(path) for key, n in ({key: count[key] for key in ("fma", "alu", "xu")} | words).items()
         }
     return found
 
@@ -233,18 +230,13 @@ def measure() -> dict[str, Any]:
     return {
         "nvcc": nvcc_version(),
         "registers": {
-            kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()}
-            for kernel in kernels
+            kernel: {arch: found[kernel]["registers"] for arch, (_, found) in of_arch.items()} for kernel in kernels
         },
-        "instructions per element": {
-            path: {arch: counts[path] for arch, counts in counted.items()} for path in PATHS
-        },
+        "instructions per element": {path: {arch: counts[path] for arch, counts in counted.items()} for path in PATHS},
         "fp64 instructions per element": {
             path: {arch: counts[path] for arch, counts in fp64.items()} for path in fp64["sm_90"]
         },
-        "pipes per element": {
-            path: {arch: counts[path] for arch, counts in of_pipes.items()} for path in PATHS
-        },
+        "pipes per element": {path: {arch: counts[path] for arch, counts in of_pipes.items()} for path in PATHS},
     }
 
 

@@ -114,9 +114,7 @@ class Checks:
         at = places.reshape(-1)
         if written is not None and not written[at].all():
             i = int(np.argmin(written[at]))
-            raise InitError(
-                f"{what}: thread {n.thread[i]} reads byte {at[i]} of {a.size}, which nobody wrote"
-            )
+            raise InitError(f"{what}: thread {n.thread[i]} reads byte {at[i]} of {a.size}, which nobody wrote")
         wrong = self._against_writers(a, at, n, what, may_spoil and self.spoil)
         same_block = (a.read_block[at] == n.block) | (a.read_block[at] == NOBODY)
         a.read_block[at] = np.where(same_block, n.block, SEVERAL)
@@ -147,23 +145,17 @@ class Checks:
             wrong = other_block
         if wrong.any():
             i = int(np.argmax(wrong))
-            raise RaceError(
-                f"{what}: thread {n.thread[i]} writes byte {at[i]} of {a.size}, which another reads"
-            )
+            raise RaceError(f"{what}: thread {n.thread[i]} writes byte {at[i]} of {a.size}, which another reads")
         a.writer[at], a.write_clock[at], a.write_turn[at] = n.thread, n.clock, n.turn
         twice = a.writer[at] != n.thread  # the last of this instruction stands
         if twice.any():
             i = int(np.argmax(twice))
-            raise RaceError(
-                f"{what}: threads {n.thread[i]} and {a.writer[at[i]]} write byte {at[i]} of {a.size}"
-            )
+            raise RaceError(f"{what}: threads {n.thread[i]} and {a.writer[at[i]]} write byte {at[i]} of {a.size}")
         a.read_block[at] = a.reader[at] = a.read_warp[at] = NOBODY
         if written is not None:
             written[at] = True
 
-    def _against_writers(
-        self, a: Accesses, at: Array, n: Now, what: str, may_spoil: bool = False
-    ) -> Array | None:
+    def _against_writers(self, a: Accesses, at: Array, n: Now, what: str, may_spoil: bool = False) -> Array | None:
         writer = a.writer[at]
         other = (writer != NOBODY) & (writer != n.thread)
         if not other.any():

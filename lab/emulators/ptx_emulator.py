@@ -83,9 +83,7 @@ def directed(exact: Array, mode: str) -> Array:
 def unit_off(x: Array) -> Array:
     """An approximation: x, or its neighbour above or below, as its bits fall."""
     direction = (x.view(np.uint32) * np.uint32(2654435769) >> np.uint32(30)).astype(np.int64) - 1
-    moved = np.where(
-        direction == 1, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))
-    )
+    moved = np.where(direction == 1, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf)))
     return np.where((direction % 2 == 1) & (x > 0) & np.isfinite(x), moved, x)
 
 
@@ -111,9 +109,7 @@ class Memory:
             if rights.startswith("rw"):
                 start, end = (int(x, 16) for x in span.split("-"))
                 memory.starts.append(start)
-                memory.buffers.append(
-                    np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
-                )
+                memory.buffers.append(np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start)))
         return memory
 
     def add(self, x: torch.Tensor | Array) -> int:
@@ -140,9 +136,7 @@ class Memory:
             mine = np.nonzero(which == i)[0]
             offset = (addresses[mine] - np.uint64(self.starts[i])).astype(np.int64)
             if i < 0 or (offset + size > len(self.buffers[i])).any():
-                raise PtxError(
-                    f"{what}: address {int(addresses[mine][offset.argmax()]):#x} is outside of all buffers"
-                )
+                raise PtxError(f"{what}: address {int(addresses[mine][offset.argmax()]):#x} is outside of all buffers")
             found.append((mine, self.buffers[i], offset))
         return found
 
@@ -160,9 +154,7 @@ class Instruction(NamedTuple):
 @dataclass
 class Kernel:
     name: str
-    params: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # name: (offset, size) among all params' bytes
+    params: dict[str, tuple[int, int]] = field(default_factory=dict)  # name: (offset, size) among all params' bytes
     registers: dict[str, str] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)  # name: offset
     shared_bytes: int = 0
@@ -248,9 +240,7 @@ class Module:
         align = int(found["align"] or SIZES[found["kind"]])
         at = -(-kernel.shared_bytes // align) * align
         kernel.shared[found["name"]] = at
-        kernel.shared_bytes = at + SIZES[found["kind"]] * (
-            1 if found["count"] is None else int(found["count"] or 0)
-        )
+        kernel.shared_bytes = at + SIZES[found["kind"]] * (1 if found["count"] is None else int(found["count"] or 0))
 
     def _kernel(self, name: str, params: str, body: str) -> Kernel:
         kernel, offset = Kernel(name), 0

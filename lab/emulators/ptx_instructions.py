@@ -76,9 +76,7 @@ class Instructions:
         if operand[:2] in ("0f", "0F", "0d", "0D"):
             size = 4 if operand[1] in "fF" else 8
             if size != SIZES[kind]:
-                return np.full(
-                    len(at), np.array(number, UNSIGNED[size]).view(FLOAT[size]), FLOAT[SIZES[kind]]
-                )
+                return np.full(len(at), np.array(number, UNSIGNED[size]).view(FLOAT[size]), FLOAT[SIZES[kind]])
         return values(np.full(len(at), number & (1 << 8 * SIZES[kind]) - 1, UNSIGNED[SIZES[kind]]), kind)
 
     def put(self, name: str, x: Array, kind: str, at: Array) -> None:
@@ -103,9 +101,7 @@ class Instructions:
         a, b = (self.flushed(i, self.get(o, kind, at)) for o in i.operands[1:3])
         x = f(a, b)
         if is_float(kind):
-            x = np.where(
-                np.isnan(x), x.dtype.type(np.nan), x
-            )  # one NaN, as GPUs have, whatever this processor's is
+            x = np.where(np.isnan(x), x.dtype.type(np.nan), x)  # one NaN, as GPUs have, whatever this processor's is
         self.put(i.operands[0], self.flushed(i, x), kind, at)
 
     @staticmethod
@@ -223,16 +219,12 @@ class Instructions:
     def halves(self, operand: str, at: Array) -> tuple[Array, Array]:
         """Of each pair the first, in the low half, and the second, as fp32."""
         x = self.get(operand, "u32", at)
-        return tuple(
-            (h << np.uint32(16)).view(np.float32) for h in (x & np.uint32(0xFFFF), x >> np.uint32(16))
-        )  # type: ignore[return-value]
+        return tuple((h << np.uint32(16)).view(np.float32) for h in (x & np.uint32(0xFFFF), x >> np.uint32(16)))  # type: ignore[return-value]
 
     def of_halves(self, i: Instruction, at: Array, f: Callable[..., Array]) -> None:
         """``f`` of the operands' halves, fp32 that is rounded to bf16, or 16 bits."""
         pairs = zip(*(self.halves(operand, at) for operand in i.operands[1:]), strict=True)
-        low, high = (
-            y if y.dtype == np.uint16 else bits_of(y, "bf16") for y in (f(*operands) for operands in pairs)
-        )
+        low, high = (y if y.dtype == np.uint16 else bits_of(y, "bf16") for y in (f(*operands) for operands in pairs))
         self.put(i.operands[0], high.astype(np.uint32) << np.uint32(16) | low, "b32", at)
 
     def do_set(self, i: Instruction, kind: str, at: Array) -> None:
@@ -276,14 +268,8 @@ class Instructions:
     def shifted(self, i: Instruction, kind: str, at: Array, f: Callable[[Array, Array], Array]) -> None:
         x, by = self.get(i.operands[1], kind, at), self.get(i.operands[2], "u32", at)
         most = 8 * SIZES[kind] - 1
-        far = (
-            f(x, np.full(len(at), most, x.dtype))
-            if kind[0] == "s" and f is operator.rshift
-            else np.zeros_like(x)
-        )
-        self.put(
-            i.operands[0], np.where(by > most, far, f(x, np.minimum(by, most).astype(x.dtype))), kind, at
-        )
+        far = f(x, np.full(len(at), most, x.dtype)) if kind[0] == "s" and f is operator.rshift else np.zeros_like(x)
+        self.put(i.operands[0], np.where(by > most, far, f(x, np.minimum(by, most).astype(x.dtype))), kind, at)
 
     def do_shf(self, i: Instruction, kind: str, at: Array) -> None:
         low, high, by = (self.get(o, "u32", at).astype(np.uint64) for o in i.operands[1:4])
@@ -298,9 +284,7 @@ class Instructions:
         self.put(i.operands[0], np.uint32(8 * SIZES[kind]) - digits, "u32", at)
 
     def do_popc(self, i: Instruction, kind: str, at: Array) -> None:
-        self.put(
-            i.operands[0], np.bitwise_count(self.get(i.operands[1], kind, at)).astype(np.uint32), "u32", at
-        )
+        self.put(i.operands[0], np.bitwise_count(self.get(i.operands[1], kind, at)).astype(np.uint32), "u32", at)
 
     def do_bfe(self, i: Instruction, kind: str, at: Array) -> None:
         x = self.get(i.operands[1], kind, at)
@@ -347,10 +331,7 @@ class Instructions:
         elif source[0] == "{":
             names = source.strip("{} ").replace(" ", "").split(",")
             n = 8 * SIZES[kind] // len(names)
-            parts = [
-                self.get(name, f"b{n}", at).astype(np.uint64) << np.uint64(k * n)
-                for k, name in enumerate(names)
-            ]
+            parts = [self.get(name, f"b{n}", at).astype(np.uint64) << np.uint64(k * n) for k, name in enumerate(names)]
             self.put(target, sum(parts, np.zeros(len(at), np.uint64)).astype(UNSIGNED[SIZES[kind]]), kind, at)
         else:
             self.put(target, self.get(source, kind, at), kind, at)
@@ -386,9 +367,7 @@ class Instructions:
     def do_cvt(self, i: Instruction, source: str, at: Array) -> None:
         target = i.op[-2]
         if target in ("f16x2", "bf16x2"):
-            high, low = (
-                bits_of(self.get(o, source, at), target[:-2]).astype(np.uint32) for o in i.operands[1:3]
-            )
+            high, low = (bits_of(self.get(o, source, at), target[:-2]).astype(np.uint32) for o in i.operands[1:3])
             self.put(i.operands[0], high << np.uint32(16) | low, "b32", at)
             return
         x = self.flushed(i, self.get(i.operands[1], source, at))

@@ -46,9 +46,7 @@ class Threads(Instructions):
         lane = np.tile(np.arange(threads, dtype=np.uint32), len(blocks))
         self.block = np.repeat(np.arange(len(blocks)), threads)
         self.thread = lane
-        self.warp_start = (
-            np.arange(n) - lane.astype(np.int64) % WARP
-        )  # the warp's first thread, by its number here
+        self.warp_start = np.arange(n) - lane.astype(np.int64) % WARP  # the warp's first thread, by its number here
         self.warp_end = np.minimum(self.warp_start + WARP, (self.block + 1) * threads)
         self.lane = lane % np.uint32(WARP)
         self.special = {
@@ -129,16 +127,12 @@ class Threads(Instructions):
             raise PtxError(f"cannot read the address of {i.text}")
         base, offset = found[1], int(found[2] or "0", 0)
         wide = base in self.kernel.registers and SIZES[self.kernel.registers[base]] == 4
-        address = self.get(base, "u32" if wide else "u64", at).astype(np.uint64) + np.uint64(
-            offset & (1 << 64) - 1
-        )
+        address = self.get(base, "u32" if wide else "u64", at).astype(np.uint64) + np.uint64(offset & (1 << 64) - 1)
         if "shared" in i.op:
             where = address.astype(np.int64)
             if (where + lanes * size > self.shared.shape[1]).any() or (where % (lanes * size)).any():
                 raise PtxError(f"{i.text}: outside of shared memory, or not aligned")
-            return [
-                (np.arange(len(at)), self.shared.reshape(-1), where + self.block[at] * self.shared.shape[1])
-            ]
+            return [(np.arange(len(at)), self.shared.reshape(-1), where + self.block[at] * self.shared.shape[1])]
         return self.memory.find(address, lanes * size, i.text)
 
     def check(self, i: Instruction, at: Array, buffer: Array, places: Array, writes: bool) -> Array | None:
@@ -293,9 +287,7 @@ class Threads(Instructions):
         width_mask, last = c >> 8 & 31, c & 31
         first, limit = lane & width_mask, (lane & width_mask) | (last & ~width_mask)
         mode = next(m for m in ("bfly", "down", "up", "idx") if m in i.op)
-        other = {"bfly": lane ^ k, "down": lane + k, "up": lane - k, "idx": first | (k & ~width_mask & 31)}[
-            mode
-        ]
+        other = {"bfly": lane ^ k, "down": lane + k, "up": lane - k, "idx": first | (k & ~width_mask & 31)}[mode]
         fine = other >= limit if mode == "up" else other <= limit
         name, *valid = target.split("|")
         everyone = np.zeros(self.count, UNSIGNED[4])
@@ -333,9 +325,7 @@ class Threads(Instructions):
             self.check(i, at, self.shared, rows + place, writes=True)
             self.shared.reshape(-1)[rows + place] = pair[:, None].view(np.uint8)
 
-    def matrices(
-        self, i: Instruction, names: str, address: str, at: Array
-    ) -> Iterator[tuple[str, Array, Array]]:
+    def matrices(self, i: Instruction, names: str, address: str, at: Array) -> Iterator[tuple[str, Array, Array]]:
         """For each matrix its register, and where in shared memory each thread's four bytes are."""
         if not {"m8n8", "shared", "b16"} <= {*i.op}:
             raise PtxError(f"unknown instruction: {i.text}")
@@ -362,6 +352,4 @@ class Threads(Instructions):
         if "ballot" in i.op:
             self.put(target, (lanes & inside) @ (1 << np.arange(WARP)), "b32", at)
         else:
-            self.put(
-                target, (lanes & inside).any(1) if "any" in i.op else (lanes | ~inside).all(1), "pred", at
-            )
+            self.put(target, (lanes & inside).any(1) if "any" in i.op else (lanes | ~inside).all(1), "pred", at)

@@ -105,9 +105,7 @@ _PIPES = {
     **dict.fromkeys(("FADD", "FMUL", "FFMA", "IMAD", "HFMA2", "HADD2", "HMUL2"), "fma"),
     **dict.fromkeys(("MUFU", "I2F", "F2I", "F2F", "FRND", "POPC", "FLO", "BREV"), "xu"),
     **dict.fromkeys(("DADD", "DMUL", "DFMA", "DSETP"), "fp64"),
-    **dict.fromkeys(
-        ("BRA", "BSSY", "BSYNC", "BAR", "CALL", "RET", "EXIT", "WARPSYNC", "NOP", "S2R"), "control"
-    ),
+    **dict.fromkeys(("BRA", "BSSY", "BSYNC", "BAR", "CALL", "RET", "EXIT", "WARPSYNC", "NOP", "S2R"), "control"),
     **dict.fromkeys(("S2UR", "R2UR", "LDC", "ULDC", "CS2R", "DEPBAR", "YIELD"), "control"),
     **dict.fromkeys(("LD", "ST", "LDG", "STG", "LDS", "STS", "SHFL", "REDUX"), "memory"),
 }
@@ -201,9 +199,7 @@ def late_loads(way: list[Instruction]) -> int:
     return late
 
 
-def _search(
-    head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None
-) -> list[Instruction] | None:
+def _search(head: int, runs: dict[int, _Run], goal: tuple[int, ...], limit: int | None) -> list[Instruction] | None:
     """The way from a loop's head back to it, if it is shorter than the limit (Dijkstra; a place is an address and what
     was counted on the way there)."""
     Place = tuple[int, tuple[int, ...]]

@@ -15,9 +15,7 @@ from tests.support.simt.build import ROOT, includes
 
 ARCHITECTURE = "compute_90"
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", f"-arch={ARCHITECTURE}", "-DUSE_CUDA"]
-LAUNCHER = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
-)
+LAUNCHER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def missing() -> str | None:
@@ -27,9 +25,7 @@ def missing() -> str | None:
 
 def readable(names: list[str]) -> list[str]:
     """Mangled names without what g++ and nvcc say differently: return types, arguments, anonymous namespaces."""
-    plain = subprocess.run(
-        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
-    ).stdout
+    plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     plain = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N\w*?::", "", plain)
     return [re.sub(r"^.*?(memkern::\w+(<.*?>)?)\(.*$", r"\1", line) for line in plain.splitlines()]
 

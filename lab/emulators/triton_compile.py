@@ -94,9 +94,7 @@ def _tool(name: str, *args: str) -> str:
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    run = subprocess.run(
-        [tools / name, *args], capture_output=True, text=True, env={**os.environ, "PATH": path}
-    )
+    run = subprocess.run([tools / name, *args], capture_output=True, text=True, env={**os.environ, "PATH": path})
     assert run.returncode == 0, run.stderr
     return run.stdout + run.stderr
 

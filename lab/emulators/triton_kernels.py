@@ -226,10 +226,7 @@ KERNELS |= {
     },
 }
 CASES = [
-    (name, target)
-    for target in TARGETS
-    for name, variant in KERNELS.items()
-    if target == "sm_90" or variant.everywhere
+    (name, target) for target in TARGETS for name, variant in KERNELS.items() if target == "sm_90" or variant.everywhere
 ]
 # The other kind of compute capability 8, with slow fp64, for kernels to which that makes a difference.
 CASES += [(name, "sm_89") for name, v in KERNELS.items() if "SLOW_FP64" in v.kernel.arg_names]

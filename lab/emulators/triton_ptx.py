@@ -68,9 +68,7 @@ def emulated(watch: Watch | None = None) -> Iterator[list[Module]]:
     def run(self: Any, *args: Any, grid: tuple[int], warmup: bool, **kwargs: Any) -> None:
         names = {p.name for p in self.params}
         options = {k: v for k, v in kwargs.items() if k not in names}
-        arguments = dict(zip(self.arg_names, args, strict=False)) | {
-            k: v for k, v in kwargs.items() if k in names
-        }
+        arguments = dict(zip(self.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         made = compiled(self, arguments, options)
         if made.hash not in cache:
             text = made.asm["ptx"]

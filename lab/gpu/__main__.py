@@ -57,9 +57,7 @@ def chosen(all_parts: list[Part], wanted: list[str] | None) -> list[Part]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
-    parser.add_argument(
-        "--patience", type=float, default=1.0, help="times each part's own limit, on a busy machine"
-    )
+    parser.add_argument("--patience", type=float, default=1.0, help="times each part's own limit, on a busy machine")
     parser.add_argument("--part", action="append", help="one part; may be given again")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "gpu", help="for logs and results")
     parser.add_argument("--plan", action="store_true", help="ends with 0 where there is no GPU")

@@ -30,9 +30,7 @@ def output(*command: str) -> str | None:
 
 
 def of_nvidia_smi() -> str | None:
-    return output(
-        "nvidia-smi", "--query-gpu=compute_cap,name,driver_version,memory.total", "--format=csv,noheader"
-    )
+    return output("nvidia-smi", "--query-gpu=compute_cap,name,driver_version,memory.total", "--format=csv,noheader")
 
 
 def of_torch() -> str | None:

@@ -90,9 +90,7 @@ def gradient_norm(shapes: Shapes, dtype: str, device: str) -> harness.Case:
 
 
 def gelu(elements: int, dtype: str, device: str) -> harness.Case:
-    functions = {
-        name: f for name, f in gelus("none").items() if name in ("memkern GELU, 3 bits", "torch GELU")
-    }
+    functions = {name: f for name, f in gelus("none").items() if name in ("memkern GELU, 3 bits", "torch GELU")}
     contenders = [activation(name, f, elements, device, DTYPES[dtype]) for name, f in functions.items()]
     return harness.Case(f"GELU, {dtype}", elements, contenders)
 
@@ -185,9 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend", choices=["cuda", "triton", "cpu"])
     parser.add_argument("--plan", action="store_true", help="says what it would do")
-    parser.add_argument(
-        "--small", action="store_true", help="tensors of 65,536 elements: a test of this script"
-    )
+    parser.add_argument("--small", action="store_true", help="tensors of 65,536 elements: a test of this script")
     parser.add_argument("--journal", help="of processes before this one (supervised.py)")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"

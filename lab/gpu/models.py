@@ -164,15 +164,11 @@ def about(work: Workload) -> dict[str, object]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", action="store_true", help="says what it would do")
-    parser.add_argument(
-        "--small", action="store_true", help="the small models on the CPU: a test of this script"
-    )
+    parser.add_argument("--small", action="store_true", help="the small models on the CPU: a test of this script")
     args = parser.parse_args(argv)
     if args.plan:
         for work in WORKLOADS:
-            print(
-                f"would measure {work.name}, {work.sequences} x {work.tokens} tokens: {', '.join(work.modes)}"
-            )
+            print(f"would measure {work.name}, {work.sequences} x {work.tokens} tokens: {', '.join(work.modes)}")
         return 0
     import transformers
 

@@ -64,9 +64,7 @@ def parts(arch: str | None) -> list[Part]:
     def script(module: str, *arguments: str) -> list[str]:
         return [PYTHON, "-m", f"lab.gpu.{module}", *arguments]
 
-    def part(
-        name: str, what: str, module: list[str], expected: float, env: dict[str, str], why: str | None
-    ) -> Part:
+    def part(name: str, what: str, module: list[str], expected: float, env: dict[str, str], why: str | None) -> Part:
         return Part(name, what, module, 2 * expected, env, why, [*module, "--plan"], expected=expected)
 
     no_triton = None if has("triton") else "Triton is not installed"
@@ -117,9 +115,7 @@ def parts(arch: str | None) -> list[Part]:
         part("profile", "ncu of the hot kernels", script("profile"), 220, cuda, no_ncu),
         part("triton headline", "times of Triton's", script("headline", "triton"), 60, triton, no_triton),
         part("general smoke", "the same without fast paths", script("smoke", "cuda"), 60, general, no_nvcc),
-        part(
-            "general headline", "times without fast paths", script("headline", "cuda"), 150, general, no_nvcc
-        ),
+        part("general headline", "times without fast paths", script("headline", "cuda"), 150, general, no_nvcc),
         part(
             "wide",
             "the other tests that need a GPU, in parallel processes, as long as the time lasts",

@@ -131,9 +131,7 @@ def measured(name: str, device: str, sizes: Sizes) -> dict[str, object]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", action="store_true", help="says what it would do")
-    parser.add_argument(
-        "--small", action="store_true", help="two small layers on the CPU: a test of this script"
-    )
+    parser.add_argument("--small", action="store_true", help="two small layers on the CPU: a test of this script")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.plan:

@@ -67,9 +67,7 @@ def refuse_dirty(parser: argparse.ArgumentParser, path: Path, about: Row, commit
     if about.get("dirty"):
         parser.error(f"{path} was measured with uncommitted changes: commit them and measure again")
     if not (commit or about.get("commit")):
-        parser.error(
-            f"{path} does not say which commit was measured: give --commit where the tree had no changes"
-        )
+        parser.error(f"{path} does not say which commit was measured: give --commit where the tree had no changes")
 
 
 def text(row: Row, columns: Iterable[str]) -> dict[str, str]:

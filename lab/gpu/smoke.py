@@ -80,9 +80,7 @@ def same(actual: Any, expected: Any, what: str) -> None:
         wrong &= ~(a.isnan() & b.isnan())
     if wrong.any():
         i = tuple(wrong.nonzero()[0].tolist())
-        raise Differs(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()}, at {i} {a[i].item()!r}, not {b[i].item()!r}"
-        )
+        raise Differs(f"{what}: {int(wrong.sum())} of {wrong.numel()}, at {i} {a[i].item()!r}, not {b[i].item()!r}")
 
 
 # ---- the cases
@@ -92,9 +90,7 @@ def quantizers() -> Iterator[Case]:
     for dtype, codec, signed in itertools.product(FLOATS, ("power", "dynamic"), (True, False)):
         for layout in LAYOUTS:
 
-            def compare(
-                backend: str, device: str, dtype=dtype, codec=codec, signed=signed, layout=layout
-            ) -> str:
+            def compare(backend: str, device: str, dtype=dtype, codec=codec, signed=signed, layout=layout) -> str:
                 x = LAYOUTS[layout]().to(dtype)
                 for block_size, step in ((128, None), (24, 7)):
                     results = []
@@ -122,18 +118,14 @@ def activations() -> Iterator[Case]:
                     found = [codes, _ops.few_bit_backward(at(grad, d), codes, table.levels)]
                     if bits == 1:
                         two_branch = TWO_BRANCHES["gelu"]
-                        found.append(
-                            _ops.few_bit_backward_from_output(at(grad, d), at(x, d), codes, two_branch)
-                        )
+                        found.append(_ops.few_bit_backward_from_output(at(grad, d), at(x, d), codes, two_branch))
                 results.append(found)
             for i, (a, e) in enumerate(zip(*results, strict=True)):
                 same(a, e, ("codes", "gradient", "gradient from the output")[i])
             return "equal"
 
         yield f"few bits {dtype}", f"{layout}, {bits} bits", compare
-    for dtype, name in itertools.product(
-        FLOATS, ("gelu", "silu", "tanh", "sigmoid", "softplus", "mish", "hardswish")
-    ):
+    for dtype, name in itertools.product(FLOATS, ("gelu", "silu", "tanh", "sigmoid", "softplus", "mish", "hardswish")):
 
         def forward(backend: str, device: str, dtype=dtype, name=name) -> str:
             x = at(values((4096,)).to(dtype), device)
@@ -365,9 +357,7 @@ def cases(device: str) -> list[Case]:
     return [case for maker in makers for case in maker()]
 
 
-def compare_group(
-    group: str, todo: list[Case], backend: str, device: str, journal: Journal
-) -> dict[str, object]:
+def compare_group(group: str, todo: list[Case], backend: str, device: str, journal: Journal) -> dict[str, object]:
     start, found, first = time.monotonic(), {"equal": 0, "near": 0, "failed": 0}, ""
     for _, name, compare in (case for case in todo if case[0] == group):
         if (full_name := f"{group}: {name}") in journal.over:
@@ -379,9 +369,7 @@ def compare_group(
             if is_sticky():
                 journal.die(full_name, error)
             found["failed"] += 1
-            first = (
-                first or f"{name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
-            )
+            first = first or f"{name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
         journal.note("done", full_name)
     row: dict[str, object] = {"group": group, **found, "seconds": round(time.monotonic() - start, 2)}
     return row | ({"first": first} if first else {})
@@ -401,9 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="says what it would do")
     parser.add_argument("--only", default="", help="groups whose name holds this")
     parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument(
-        "--share", type=int, nargs=2, default=(0, 1), help="which groups, and of how many processes"
-    )
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help="which groups, and of how many processes")
     parser.add_argument("--journal", help="file of earlier processes' finished cases (supervised.py)")
     args = parser.parse_args(argv)
     device = "cpu" if args.backend == "cpu" else "cuda"

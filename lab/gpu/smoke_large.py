@@ -32,9 +32,7 @@ Compare = Callable[[str, str], str]
 Same = Callable[[Any, Any, str], None]
 
 
-def values(
-    shape: tuple[int, ...], seed: int, dtype: torch.dtype, offset: int = 0, scale: float = 1.0
-) -> Tensor:
+def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype, offset: int = 0, scale: float = 1.0) -> Tensor:
     """Of several magnitudes, some elements into their storage."""
     generator = torch.Generator().manual_seed(seed)
     n = torch.Size(shape).numel() + offset

@@ -143,9 +143,7 @@ def set_triton(values: dict[str, int]) -> None:
         if name in options:
             continue
         getattr(launch, name)  # raises where there is none
-        for module in [
-            m for n, m in sys.modules.items() if n.startswith("memkern.triton.") and hasattr(m, name)
-        ]:
+        for module in [m for n, m in sys.modules.items() if n.startswith("memkern.triton.") and hasattr(m, name)]:
             setattr(module, name, value)
 
 
@@ -370,9 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
     parser.add_argument("--kind", action="append", choices=[*SOURCES, "triton"], help="these alone")
     parser.add_argument("--size", type=int, action="append", help="powers of two, in place of all")
-    parser.add_argument(
-        "--small", action="store_true", help="tensors of 65,536 elements: a test of this script"
-    )
+    parser.add_argument("--small", action="store_true", help="tensors of 65,536 elements: a test of this script")
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)

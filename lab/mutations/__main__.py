@@ -208,9 +208,7 @@ def find(tree: Path, mutation: Mutation) -> Path:
     """The one file that holds the snippet once."""
     found = {}
     for path in sorted(tree.glob(mutation.files)):
-        if path.suffix in (".py", ".h", ".cpp", ".cuh", ".cu") and (
-            count := path.read_text().count(mutation.old)
-        ):
+        if path.suffix in (".py", ".h", ".cpp", ".cuh", ".cu") and (count := path.read_text().count(mutation.old)):
             found[path] = count
     if sum(found.values()) != 1:
         where = ", ".join(f"{p.relative_to(tree)} ({n}x)" for p, n in found.items()) or "nowhere"

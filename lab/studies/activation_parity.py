@@ -41,9 +41,7 @@ COLUMNS = (
     "validation_loss",
     "gradient_error",
 )
-FINE_TUNED_ON = str(
-    Path(pydoc_data.__file__).with_name("topics.py")
-)  # English; the rest of the library is code
+FINE_TUNED_ON = str(Path(pydoc_data.__file__).with_name("topics.py"))  # English; the rest of the library is code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,22 +162,16 @@ def results(setting: Setting) -> Iterator[dict[str, str]]:
     other = load_corpus([FINE_TUNED_ON], seq_len=setting.seq_len)
     tokens = setting.batch_size * setting.seq_len
 
-    def row(
-        phase: str, mode: str, seed: int, steps: int, loss: float | None, error: float | None
-    ) -> dict[str, str]:
+    def row(phase: str, mode: str, seed: int, steps: int, loss: float | None, error: float | None) -> dict[str, str]:
         values = (phase, mode, seed, steps, steps * tokens, loss, error)
         texts = ["" if v is None else f"{v:.5g}" if isinstance(v, float) else str(v) for v in values]
         return study.row(provenance, COLUMNS, texts)
 
     base = None
-    for seed, mode in track(
-        [(s, m) for s in range(setting.seeds) for m in TRAINED], "from scratch", transient=True
-    ):
+    for seed, mode in track([(s, m) for s in range(setting.seeds) for m in TRAINED], "from scratch", transient=True):
         model = use(build(setting, seed), mode)
         train(model, corpus.train, setting, setting.steps, setting.lr, seed)
-        yield row(
-            "scratch", mode, seed, setting.steps, validation_loss(model, corpus.validation, setting), None
-        )
+        yield row("scratch", mode, seed, setting.steps, validation_loss(model, corpus.validation, setting), None)
         if base is None:
             base = model
     assert base is not None
@@ -187,9 +179,7 @@ def results(setting: Setting) -> Iterator[dict[str, str]]:
         yield row("gradient", mode, 0, setting.steps, None, error)
     before = validation_loss(base, other.validation, setting)
     yield row("before fine-tuning", "exact", 0, 0, before, None)
-    for seed, mode in track(
-        [(s, m) for s in range(setting.seeds) for m in FINE_TUNED], "fine-tuning", transient=True
-    ):
+    for seed, mode in track([(s, m) for s in range(setting.seeds) for m in FINE_TUNED], "fine-tuning", transient=True):
         model = use(copy.deepcopy(base), mode)
         train(model, other.train, setting, setting.fine_steps, setting.fine_lr, seed)
         loss = validation_loss(model, other.validation, setting)
@@ -216,9 +206,7 @@ def table(rows: list[dict[str, str]]) -> Table:
     errors = {row["mode"]: row["gradient_error"] for row in rows if row["phase"] == "gradient"}
     phases = [losses_of(rows, phase) for phase in ("scratch", "fine-tuning")]
     for mode, error in errors.items():
-        cells = [
-            f"{statistics.mean(p[mode]):.4f} ± {spread(p[mode]):.4f}" if mode in p else "" for p in phases
-        ]
+        cells = [f"{statistics.mean(p[mode]):.4f} ± {spread(p[mode]):.4f}" if mode in p else "" for p in phases]
         shown.add_row(mode, error, *cells)
     return shown
 

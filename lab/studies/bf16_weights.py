@@ -66,9 +66,7 @@ def batches(text: Tensor, seed: int, first: int, steps: int) -> Iterator[tuple[T
     from memkern.train.data import step_batches
 
     for step in range(first, first + steps):
-        yield from step_batches(
-            text, seed=seed, step=step, accumulation=1, micro_batch=BATCH, seq_len=SEQ_LEN
-        )
+        yield from step_batches(text, seed=seed, step=step, accumulation=1, micro_batch=BATCH, seq_len=SEQ_LEN)
 
 
 @torch.no_grad()
@@ -158,9 +156,7 @@ def small_lr(
         options = STORAGES[name]
         run = new_run(0, dtype_of(options), values)
         train(run, adamw(run, options), text.train, seed=0, steps=steps, first=before, lr=lambda _: lr)
-        moved = torch.cat(
-            [(p.detach().float() != values[n].float()).flatten() for n, p in run.params.items()]
-        )
+        moved = torch.cat([(p.detach().float() != values[n].float()).flatten() for n, p in run.params.items()])
         yield name, 0, lr, steps, "validation loss", validation_loss(run, text.validation)
         yield name, 0, lr, steps, "share of weights whose stored value moved", moved.float().mean().item()
 
@@ -189,9 +185,7 @@ def accumulation(micro_batches: int = 64, seeds: int = 3) -> Iterator[Figure]:
             if handle:
                 handle.remove()
             sums[name] = (
-                exact
-                if name == "fp32"
-                else [p.grad.float() for p in run.params.values() if p.grad is not None]
+                exact if name == "fp32" else [p.grad.float() for p in run.params.values() if p.grad is not None]
             )
         flat = {name: torch.cat([x.flatten() for x in found]) for name, found in sums.items()}
         for name in ("bf16, nearest", *SUMS):

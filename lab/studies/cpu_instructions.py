@@ -37,9 +37,7 @@ COLUMNS = (*report.PROVENANCE, "instruction_set", "kernel", "instructions")
 
 def _addresses(nm: str, program: Path, isa: str) -> tuple[str, str]:
     """Those of an instruction set's functions, which the linker has put side by side."""
-    lines = subprocess.run(
-        [nm, "-n", program], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    lines = subprocess.run([nm, "-n", program], capture_output=True, text=True, check=True).stdout.splitlines()
     symbols = [found for line in lines if (found := re.match(r"(\w+) [tTwW] (.*)", line))]
     own = [i for i, symbol in enumerate(symbols) if f"{len(isa)}{isa}" in symbol[2]]
     return symbols[own[0]][1], symbols[own[-1] + 1][1]
@@ -89,8 +87,7 @@ def rows(isas: Sequence[str]) -> Iterator[dict[str, str]]:
             addresses = _addresses(nm, program, isa)
             for kernel in KERNELS:
                 few, many = (
-                    _count(emulator, folder, addresses, [str(program), isa, kernel, str(size)])
-                    for size in (FEW, MANY)
+                    _count(emulator, folder, addresses, [str(program), isa, kernel, str(size)]) for size in (FEW, MANY)
                 )
                 per_element = f"{(many - few) / (MANY - FEW):.1f}"
                 yield study.row(provenance, COLUMNS, (isa, kernel, per_element))

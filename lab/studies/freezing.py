@@ -72,9 +72,7 @@ class Nearest(Adam84):
         import memkern
 
         for key, signed in (("m", True), ("w", False)):
-            codes, scale = memkern.quantize_blockwise(
-                state[key], codec="power", signed=signed, block_size=128
-            )
+            codes, scale = memkern.quantize_blockwise(state[key], codec="power", signed=signed, block_size=128)
             state[key] = memkern.dequantize_blockwise(codes, scale, codec="power", block_size=128)
 
 
@@ -131,11 +129,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(FIGURES), figsize=(12, 3.4), layout="constrained")
     for axis, shown in zip(axes, FIGURES, strict=True):
         for name, color in COLORS.items():
-            points = [
-                (int(r["step"]), float(r["value"]))
-                for r in rows
-                if r["states"] == name and r["figure"] == shown
-            ]
+            points = [(int(r["step"]), float(r["value"])) for r in rows if r["states"] == name and r["figure"] == shown]
             if points:
                 axis.plot(*zip(*points, strict=True), label=name, color=color)
         axis.set_title(shown, fontsize=10, loc="left")

@@ -224,9 +224,7 @@ def draw(curves: dict[str, Any], path: Path) -> None:
     for (over_time, bar), (name, run) in zip(axes, curves.items(), strict=True):
         seconds, values = zip(*run["curve"], strict=True)
         over_time.plot(seconds, [value / GIB for value in values], color=OURS, linewidth=1)
-        over_time.set_title(
-            f"{name}: {run['title']}, peak {run['peak'] / GIB:.2f} GiB", fontsize=10, loc="left"
-        )
+        over_time.set_title(f"{name}: {run['title']}, peak {run['peak'] / GIB:.2f} GiB", fontsize=10, loc="left")
         over_time.set_xlabel("seconds", color=FAINT)
         over_time.set_ylabel("resident set, GiB", color=FAINT)
         left = 0.0
@@ -253,9 +251,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(choices)} (default: all)")
     parser.add_argument("--model", help="another model for all runs")
     parser.add_argument("--seq-len", type=int, help="another length for all runs")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="of the comparison with a loop by hand (default: 3)"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="of the comparison with a loop by hand (default: 3)")
     parser.add_argument("--data", nargs="+", default=[], help="text (default: Python's standard library)")
     parser.add_argument("--by-hand", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -144,10 +144,7 @@ OTHERS = {
 # Bytes per element that are written, of those in BYTES. The others are loaded one vector ahead
 # (csrc/cuda/whole_blocks.cuh), two vectors in norms of gradients.
 WRITTEN = {
-    **{
-        path: (4 if "fp32" in path else 2) + 2 + SCALES / 2
-        for path in ("AdamW fp32", "AdamW bf16", "LAMB bf16")
-    },
+    **{path: (4 if "fp32" in path else 2) + 2 + SCALES / 2 for path in ("AdamW fp32", "AdamW bf16", "LAMB bf16")},
     **{"AdamW fp32, v in 4 bits": 5.5 + SCALES / 2, "AdamW bf16, v in 4 bits": 3.5 + SCALES / 2},
     **{f"{name} fp32": 5 + SCALES / 4 for name in ("Lion", "LARS")},
     **{f"{name} bf16": 3 + SCALES / 4 for name in ("Lion", "LARS")},
@@ -342,31 +339,23 @@ def middle_shares(card: Card, path: str) -> dict[int, tuple[float, float]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        prog="python -m lab.studies.gpu_model", description=__doc__.splitlines()[0]
-    ).parse_args()
+    argparse.ArgumentParser(prog="python -m lab.studies.gpu_model", description=__doc__.splitlines()[0]).parse_args()
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "kernel", "bytes per element", *CARDS, title="Share of the copy bandwidth, modelled, and what limits"
-    )
+    table = Table("kernel", "bytes per element", *CARDS, title="Share of the copy bandwidth, modelled, and what limits")
     for kernel, row in shares().items():
         cells = (f"{share:.2f} {limit(CARDS[name], kernel)}" for name, share in row.items())
         table.add_row(kernel, f"{BYTES[kernel]:.2f}", *cells)
     Console(width=120).print(table)
-    table = Table(
-        "kernel", "kB in flight on an H200", *CARDS, title="The same with latencies and a range, modelled"
-    )
+    table = Table("kernel", "kB in flight on an H200", *CARDS, title="The same with latencies and a range, modelled")
     for path in KERNELS | OTHERS:
         ranges = (range_of_share(card, path) for card in CARDS.values())
         flying = bytes_in_flight(CARDS["H200"], path) / 1e3
         table.add_row(path, f"{flying:.0f}", *(f"{low:.2f}-{high:.2f}" for low, high in ranges))
     Console(width=120).print(table)
     sizes = [f"2^{n.bit_length() - 1}" for n in MIDDLE + LARGE]
-    table = Table(
-        "kernel", *sizes, title="H200, by elements: with tiles of 2^14, and with tiles that fill the device"
-    )
+    table = Table("kernel", *sizes, title="H200, by elements: with tiles of 2^14, and with tiles that fill the device")
     for path in KERNELS:
         shares_of_path = middle_shares(CARDS["H200"], path).values()
         table.add_row(path, *(f"{fixed:.2f} {even:.2f}" for fixed, even in shares_of_path))

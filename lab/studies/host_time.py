@@ -83,8 +83,7 @@ def with_collector(name: str, rounds: int) -> dict[str, list[float]]:
                 gc.collect()
                 gc.freeze()
             found[f"{mode}, gc.freeze()" if frozen else mode] = [
-                statistics.mean(step(model, batch, "fp32") / LAYERS for _ in range(MANY))
-                for _ in range(rounds // 4)
+                statistics.mean(step(model, batch, "fp32") / LAYERS for _ in range(MANY)) for _ in range(rounds // 4)
             ]
             gc.unfreeze()
     return found

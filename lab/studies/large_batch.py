@@ -60,9 +60,7 @@ class Setting:
         from memkern.train import TrainConfig
 
         bits = 8 if optimizer.endswith("8bit") else 32
-        techniques = Techniques(
-            optimizer=optimizer.removesuffix("8bit"), state_bits=bits, micro_batch=self.batch_size
-        )
+        techniques = Techniques(optimizer=optimizer.removesuffix("8bit"), state_bits=bits, micro_batch=self.batch_size)
         return TrainConfig(
             layers=self.layers, heads=self.heads, width=self.width, seq_len=self.seq_len,
             techniques=techniques, batch_factor=factor, lr_rule="sqrt", lr=OPTIMIZERS[optimizer],

@@ -44,9 +44,7 @@ class Nearest:
         for state in self.inner.state.values():
             if "momentum_buffer" in state and state["momentum_buffer"].numel() >= 4096:
                 codes, scale = quantize_blockwise(state["momentum_buffer"], codec="power", block_size=128)
-                state["momentum_buffer"].copy_(
-                    dequantize_blockwise(codes, scale, codec="power", block_size=128)
-                )
+                state["momentum_buffer"].copy_(dequantize_blockwise(codes, scale, codec="power", block_size=128))
 
 
 class TorchMuon:
@@ -123,9 +121,7 @@ def validation_loss(
     for step in range(steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = bf16_weights.schedule(rate, step, steps)
-        (batch,) = step_batches(
-            text.train, seed=seed, step=step, accumulation=1, micro_batch=BATCH, seq_len=SEQ_LEN
-        )
+        (batch,) = step_batches(text.train, seed=seed, step=step, accumulation=1, micro_batch=BATCH, seq_len=SEQ_LEN)
         for p in model.parameters():
             p.grad = None
         loss_of(*batch).backward()
@@ -177,16 +173,10 @@ def draw(path: Path) -> None:
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if float(row["value"]) < math.inf]
     sizes = [size for size in SIZES if any(row["part"] == size for row in rows)]
-    figure, axes = plt.subplots(
-        1, len(sizes), figsize=(5 * len(sizes) + 1, 3.4), squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(1, len(sizes), figsize=(5 * len(sizes) + 1, 3.4), squeeze=False, layout="constrained")
     for axis, size in zip(axes.flat, sizes, strict=True):
         for name, (color, marker) in STYLES.items():
-            points = [
-                (float(r["lr"]), float(r["value"]))
-                for r in rows
-                if (r["part"], r["optimizer"]) == (size, name)
-            ]
+            points = [(float(r["lr"]), float(r["value"])) for r in rows if (r["part"], r["optimizer"]) == (size, name)]
             if points:
                 axis.plot(*zip(*points, strict=True), marker, label=name, color=color, fillstyle="none")
         layers, _, width = SIZES[size]

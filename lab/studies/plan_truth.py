@@ -34,8 +34,7 @@ MOE = {
 }  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": MOE | {"num_local_experts": 8},
-    "qwen3_moe": MOE
-    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 64},
+    "qwen3_moe": MOE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 64},
     "gpt_oss": MOE | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
 }
 """Small models of mixtures of experts, by their type."""

@@ -39,11 +39,7 @@ COLUMNS = (
 
 def _held(node: Any) -> Iterator[Tensor]:
     """What a node holds: a compiled function's saved tensors, or those that an operation of torch has saved."""
-    names = (
-        ["saved_tensors"]
-        if hasattr(node, "saved_tensors")
-        else [a for a in dir(node) if a.startswith("_saved_")]
-    )
+    names = ["saved_tensors"] if hasattr(node, "saved_tensors") else [a for a in dir(node) if a.startswith("_saved_")]
     for name in names:
         found = getattr(node, name)
         for x in found if isinstance(found, (tuple, list)) else (found,):
@@ -72,9 +68,7 @@ def compiled_step(name: str, precision: str, tokens: int, bits: int | str | None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model, batch = zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype)
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
-    autocast = (
-        torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
-    )
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     with autocast:
         loss = torch.compile(model, backend=backend(bits))(**batch).loss
     count = sum(size for storage, size in saved([loss]).items() if storage not in own)

@@ -32,9 +32,7 @@ CLASSES: dict[str, Callable[[str, int, int], bool]] = {
     "queries and keys": lambda name, dims, last: name == "AddBackward0" and dims == 4,
     "values": lambda name, dims, last: name.startswith("Mm") and last == KEYS,
     "attention's output": lambda name, dims, last: name.startswith("ScaledDotProduct"),
-    "rows of norms": lambda name, dims, last: (
-        name == "EmbeddingBackward0" or (name[:3] == "Add" and dims == 3)
-    ),
+    "rows of norms": lambda name, dims, last: name == "EmbeddingBackward0" or (name[:3] == "Add" and dims == 3),
     "gate and up": lambda name, dims, last: name.startswith("Mm") and last == 3 * SETTING.width,
     "log-probabilities": lambda name, dims, last: name.startswith("LogSoftmax"),
     "all of them": lambda name, dims, last: True,
@@ -70,9 +68,7 @@ def rows(steps: int) -> Iterator[dict[str, str]]:
     model = llama(0)
     train(model, corpus.train, SETTING, steps, SETTING.lr, 0)
     sizes = {"accumulation": 1, "micro_batch": SETTING.batch_size, "seq_len": SETTING.seq_len}
-    batches = [
-        batch for i in range(BATCHES) for batch in step_batches(corpus.validation, seed=1000, step=i, **sizes)
-    ]
+    batches = [batch for i in range(BATCHES) for batch in step_batches(corpus.validation, seed=1000, step=i, **sizes)]
     exact = [gradient(model, batch, "exact") for batch in batches]
     for name, belongs in CLASSES.items():
         coded = Coded(belongs)

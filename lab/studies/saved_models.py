@@ -55,9 +55,7 @@ def step(name: str, precision: str, tokens: int, mode: str) -> tuple[int, int, G
     MODES[mode](model)
     live = LiveBytes([*model.parameters(), *model.buffers(), *zoo.tensors(batch)])
     before = live.live
-    autocast = (
-        torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
-    )
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16 autocast" else contextlib.nullcontext()
     with live:
         with autocast:
             loss = model(**batch).loss
@@ -80,9 +78,7 @@ def compared(actual: Gradients, expected: Gradients) -> tuple[float, float]:
     return sorted(errors)[len(errors) // 2], dot / (total * norm**0.5) if norm else 0.0
 
 
-def rows(
-    models: list[str], precisions: list[str], lengths: list[int], modes: list[str]
-) -> Iterator[dict[str, str]]:
+def rows(models: list[str], precisions: list[str], lengths: list[int], modes: list[str]) -> Iterator[dict[str, str]]:
     provenance = study.provenance_with_transformers()
     for tokens in lengths:
         for name in models:
@@ -90,9 +86,7 @@ def rows(
                 saved0, peak0, expected = plain = step(name, precision, tokens, "torch")
                 for mode in modes:
                     try:
-                        saved, peak, actual = (
-                            plain if mode == "torch" else step(name, precision, tokens, mode)
-                        )
+                        saved, peak, actual = plain if mode == "torch" else step(name, precision, tokens, mode)
                     except (ValueError, NotImplementedError) as error:
                         print(f"{name}, {precision}, {tokens} tokens, {mode}: {error}")
                         continue

@@ -66,9 +66,7 @@ def times(name: str, precision: str, tokens: int, rounds: int) -> dict[str, list
     return found
 
 
-def rows(
-    models: list[str], precisions: list[str], lengths: list[int], rounds: int
-) -> Iterator[dict[str, str]]:
+def rows(models: list[str], precisions: list[str], lengths: list[int], rounds: int) -> Iterator[dict[str, str]]:
     provenance = study.provenance_with_transformers()
     for tokens in lengths:
         for name in models:

@@ -38,10 +38,7 @@ def shards(shapes: Sequence[tuple[int, ...]], dim: int = 0) -> list[Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    return [
-        distribute_tensor(torch.randn(shape) * 0.02, mesh, [Shard(dim)], src_data_rank=None)
-        for shape in shapes
-    ]
+    return [distribute_tensor(torch.randn(shape) * 0.02, mesh, [Shard(dim)], src_data_rank=None) for shape in shapes]
 
 
 def stepper(make: Callable[..., torch.optim.Optimizer], tensors: list[Any]) -> Callable[[], Any]:
@@ -65,9 +62,7 @@ def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     whole = shards(gpt2_shapes(size))
     cases = [(name, make, whole) for name, make in OPTIMIZERS.items()]
-    cases.append(
-        ("AdamW8bit, columns that end inside blocks", optim.AdamW8bit, shards([(1024, 1000)], dim=1))
-    )
+    cases.append(("AdamW8bit, columns that end inside blocks", optim.AdamW8bit, shards([(1024, 1000)], dim=1)))
     for name, make, sharded in cases:
         local = [x.to_local().clone() for x in sharded]
         count = sum(x.numel() for x in local)

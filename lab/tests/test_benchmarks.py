@@ -109,9 +109,7 @@ def test_a_marker_may_name_cases(results, tmp_path):
     shown = [line for line in readme.read_text().splitlines() if line.startswith("| **")]
     assert [line.split(":")[0] for line in shown] == ["| **Adam, one tensor", "| **Lion, one tensor"]
     with pytest.raises(KeyError, match="no case of"):
-        report.fill_markers(
-            "<!-- bench:optim: Nothing --><!-- /bench -->", {"optim": [*out.glob("optim_*.csv")]}
-        )
+        report.fill_markers("<!-- bench:optim: Nothing --><!-- /bench -->", {"optim": [*out.glob("optim_*.csv")]})
 
 
 def test_a_marker_without_results_is_an_error():
@@ -122,10 +120,7 @@ def test_a_marker_without_results_is_an_error():
 def test_only_the_last_run_of_a_case_is_shown(tmp_path):
     path = tmp_path / "optim_x.csv"
     for date, contenders in (("1", "ABC"), ("2", "AB")):
-        new = [
-            dict.fromkeys(report.COLUMNS, "") | {"date": date, "case": "c", "contender": c}
-            for c in contenders
-        ]
+        new = [dict.fromkeys(report.COLUMNS, "") | {"date": date, "case": "c", "contender": c} for c in contenders]
         report.append(path, new)
     assert [(row["date"], row["contender"]) for row in report.latest(path)["c"]] == [("2", "A"), ("2", "B")]
 
@@ -253,6 +248,4 @@ def test_activation_parity(tmp_path):
     modes = ("output", "4 bits", "3 bits", "2 bits", "1 bit")
     assert [errors[mode] for mode in modes] == sorted(errors[mode] for mode in modes)
     losses = activation_parity.losses_of(rows, "fine-tuning")
-    assert {mode: len(values) for mode, values in losses.items()} == dict.fromkeys(
-        activation_parity.FINE_TUNED, 2
-    )
+    assert {mode: len(values) for mode, values in losses.items()} == dict.fromkeys(activation_parity.FINE_TUNED, 2)

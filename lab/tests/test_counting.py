@@ -42,9 +42,7 @@ def test_roberta_s_published_memory(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_gpt2_block(tmp_path: Path) -> None:
-    saved = {
-        (row["width"], row["way"]): float(row["bytes_per_token"]) for row in run("saved_bytes", tmp_path)
-    }
+    saved = {(row["width"], row["way"]): float(row["bytes_per_token"]) for row in run("saved_bytes", tmp_path)}
     for width, before, fused, three in (
         (768, 86.1, 49.2, 38.1),
         (1600, 179, 102, 79),

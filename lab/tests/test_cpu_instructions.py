@@ -19,10 +19,7 @@ def test_the_table_is_of_the_results(isa: str) -> None:
 
 def test_neon_takes_at_most_twice_avx2_s() -> None:
     with (RESULTS / "cpu-instructions.csv").open(newline="") as file:
-        rows = {
-            (row["instruction_set"], row["kernel"]): float(row["instructions"])
-            for row in csv.DictReader(file)
-        }
+        rows = {(row["instruction_set"], row["kernel"]): float(row["instructions"]) for row in csv.DictReader(file)}
     for kernel in KERNELS:
         assert rows["neon", kernel] <= 2 * rows["avx2", kernel], kernel
 

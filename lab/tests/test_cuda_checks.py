@@ -27,9 +27,7 @@ pytestmark = [
 # Lanes without a block left read their tile's first, whose owner may have stored it by then. Nothing depends on what
 # they read: it is spoiled here, and results are the reference's. To load only where there is a block takes three
 # instructions more in each turn of the main path (sm_90: 525, not 522, for AdamW in bf16; 362, not 359, for Lion).
-WITHOUT_WORK = re.compile(
-    r"(adam|lamb|lion|lars|sgd|muon|lamb_norm|lars_norm)_tiles\w*: (ld\.global|cp\.async)"
-)
+WITHOUT_WORK = re.compile(r"(adam|lamb|lion|lars|sgd|muon|lamb_norm|lars_norm)_tiles\w*: (ld\.global|cp\.async)")
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +81,7 @@ def test_all_cases(folder: Path, order: str) -> None:
 def test_planted_faults_are_found(folder: Path) -> None:
     """Three of each kind."""
     kinds = [name.partition(":")[0] for name in checked.PLANTED]
-    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(
-        ("race", "init", "sync", "memory", "copy"), 3
-    )
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(("race", "init", "sync", "memory", "copy"), 3)
     rows = run(folder, "planted")[:-1]
     assert {row["case"] for row in rows} == {*checked.PLANTED}
     assert not [row for row in rows if row["error"]]

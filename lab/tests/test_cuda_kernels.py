@@ -23,10 +23,7 @@ pytestmark = [
 def over(archs: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize(
         "arch",
-        [
-            pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long)
-            for arch in archs
-        ],
+        [pytest.param(arch, marks=pytest.mark.full if arch == "sm_90" else pytest.mark.long) for arch in archs],
     )
 
 
@@ -86,9 +83,7 @@ def test_registers_are_those_on_record(arch: str) -> None:
 def test_instructions_are_those_on_record(arch: str) -> None:
     record = recorded("instructions per element")
     for path, count in cuda_kernels.instructions(cuda_kernels.compiled(arch)[0], arch).items():
-        assert count > 0, (
-            f"{path}: no loop moves these bytes; {UPDATE} with the paths in cuda_kernels.py mended"
-        )
+        assert count > 0, f"{path}: no loop moves these bytes; {UPDATE} with the paths in cuda_kernels.py mended"
         before = record[path][arch]
         assert abs(count - before) <= TENTH * before, f"{path}: {count}, not {before}; {UPDATE}"
         if arch == "sm_90" and path in LIMIT:  # not the slow paths

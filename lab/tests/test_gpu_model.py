@@ -95,9 +95,7 @@ def test_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < low <= high <= 1, path
         assert low <= gpu_model.shares()[path]["H200"], path
     monkeypatch.setattr(gpu_model, "LATENCIES", (1e-3, 1e-4))  # then latency limits
-    flying = card.multiprocessors * gpu_model.bytes_in_flight(
-        card, "grad norm bf16"
-    )  # 2 bytes read, none written
+    flying = card.multiprocessors * gpu_model.bytes_in_flight(card, "grad norm bf16")  # 2 bytes read, none written
     ends = [flying / latency / (card.copy * 1e9) for latency in gpu_model.LATENCIES]
     assert gpu_model.range_of_share(card, "grad norm bf16") == pytest.approx(tuple(ends))
 

@@ -48,10 +48,7 @@ SOME_LAYOUTS = ("odd", "long rows", "short rows", "channels_last", "unaligned", 
 MISSING = {"cuda": build.missing() or ptx.missing(), "triton": triton_ptx.missing()}
 over_compiled = pytest.mark.parametrize(
     "compiled",
-    [
-        pytest.param(n, marks=pytest.mark.skipif(why is not None, reason=str(why)))
-        for n, why in MISSING.items()
-    ],
+    [pytest.param(n, marks=pytest.mark.skipif(why is not None, reason=str(why))) for n, why in MISSING.items()],
     indirect=True,
 )
 
@@ -81,9 +78,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         made = Compiled(memkern.triton, triton_ptx.emulated())
     else:
         library, path = request.getfixturevalue("simt_library")
-        made = Compiled(
-            torch.ops.memkern_simt, ptx.emulated(request.getfixturevalue("program"), library, path)
-        )
+        made = Compiled(torch.ops.memkern_simt, ptx.emulated(request.getfixturevalue("program"), library, path))
         made.modules = request.getfixturevalue("program").modules
     with made.emulated as launched:
         yield made
@@ -186,9 +181,7 @@ def test_quantizers(compiled: Compiled, codec: str) -> None:
             expected = reference.quantize_blockwise(*args)
             assert_same([*compiled.ops.quantize_blockwise(*args)], [*expected], layout)
             args = *expected, NUMBERS[codec], 128, FLOATS[i % 3]
-            assert_same(
-                compiled.ops.dequantize_blockwise(*args), reference.dequantize_blockwise(*args), layout
-            )
+            assert_same(compiled.ops.dequantize_blockwise(*args), reference.dequantize_blockwise(*args), layout)
 
 
 @over_compiled
@@ -224,9 +217,7 @@ def test_norm_with_slow_fp64(compiled: Compiled, monkeypatch: pytest.MonkeyPatch
         ("dynamic", torch.bfloat16, torch.float32, 3),
     ],
 )
-def test_muon(
-    compiled: Compiled, codec: str | None, param: torch.dtype, grad: torch.dtype, weights: int
-) -> None:
+def test_muon(compiled: Compiled, codec: str | None, param: torch.dtype, grad: torch.dtype, weights: int) -> None:
     of_module = SimpleNamespace(
         muon_momentum_=lambda *a: memkern.triton.muon_momentum_(*a[:2], StepArgs(*a[2:])),
         muon_apply_=lambda *a: memkern.triton.muon_apply_(*a[:2], StepArgs(*a[2:])),

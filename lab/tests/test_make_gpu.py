@@ -112,10 +112,7 @@ def test_what_measures_no_time_runs_side_by_side(
         f"while not all(pathlib.Path({str(meet)!r} + n).exists() for n in 'ab'): time.sleep(0.01)\n"
         "print('{\"row\": 1}')"
     )
-    todo = [
-        replace(part(f"NAME = {name!r}\n{wait}", 20), name=name, beside=True, expected=5)
-        for name in ("a", "b")
-    ]
+    todo = [replace(part(f"NAME = {name!r}\n{wait}", 20), name=name, beside=True, expected=5) for name in ("a", "b")]
     todo.append(replace(part("print('alone')"), name="c", expected=5))
     assert [[p.name for p in turn] for turn in turns(todo)] == [["a", "b"], ["c"]]
     assert [line.split("s of")[0].split() for line in forecast(todo, 9)] == [
@@ -187,9 +184,7 @@ def test_smoke_covers_every_op_and_dtype() -> None:
 def test_smoke_of_large_tensors(
     group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        smoke_large, "LARGE", {k: (v[0] // 32 or 1, v[1]) for k, v in smoke_large.LARGE.items()}
-    )
+    monkeypatch.setattr(smoke_large, "LARGE", {k: (v[0] // 32 or 1, v[1]) for k, v in smoke_large.LARGE.items()})
     assert smoke.main(["cpu", "--processes", "1", "--only", group]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["equal"] == {"AdamW8bit": 2, "codes": 3, "Muon": 1}[group.split()[1]]
@@ -433,9 +428,7 @@ def test_the_widest_tests_come_first() -> None:
 
 
 def test_where_the_loader_found_the_stream_function() -> None:
-    line = (
-        "  7:\tbinding file /x/memkern/libmemkern.so [0] to /t/lib/libtorch_cuda.so [0]: normal symbol `{}'"
-    )
+    line = "  7:\tbinding file /x/memkern/libmemkern.so [0] to /t/lib/libtorch_cuda.so [0]: normal symbol `{}'"
     assert rehearse.bound(line.format(rehearse.STREAM)) == "libtorch_cuda.so"
     assert rehearse.bound(line.format("another")) is None
 

@@ -64,9 +64,7 @@ def test_without_a_gpu_it_is_no_success(tmp_path: Path) -> None:
     command = [PYTHON, "-m", "lab.gpu", "--part", "profile", "--folder", str(tmp_path / "folder")]
     environment = {**os.environ, "OUT": str(tmp_path)}
     runs = [
-        subprocess.run(
-            [*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         for more in ([], ["--plan"])
     ]
     assert [run.returncode for run in runs] == [1, 0]

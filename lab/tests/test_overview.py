@@ -41,15 +41,11 @@ def test_the_readme_says_the_errors_of_the_models() -> None:
     """Its sentence on gradients, beside the rows of docs/choosing.md."""
     text = " ".join((machine.ROOT / "README.md").read_text().split())
     rows = [line for line in overview.models_table().splitlines() if line.startswith("| `")]
-    said = re.findall(
-        r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text
-    )
+    said = re.findall(r"([\d.]+) % in the median of the models that were counted and ([\d.]+) % in the worst", text)
     found = []
     for technique in ("`compress(model, saved_bits=8)`", "`compress(model)`"):
         cells = [row.strip("| ").split(" | ")[-2:] for row in rows if row.startswith(f"| {technique} |")]
-        found.append(
-            (max(median for median, _ in cells)[:-2], max((w for _, w in cells), key=_number).split()[0])
-        )
+        found.append((max(median for median, _ in cells)[:-2], max((w for _, w in cells), key=_number).split()[0]))
     assert said == found
 
 

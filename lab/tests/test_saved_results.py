@@ -40,9 +40,7 @@ def test_bytes_and_gradients(case: tuple[str, ...]) -> None:
         return
     assert float(row["peak_share"]) <= 1
     # EfficientNet-B0 in bf16 has 2.0 %: errors of its many convolutions and norms add up.
-    assert float(row["gradient_error"]) <= (
-        1e-4 if mode == "exact" else 0.021 if model in zoo.OF_IMAGES else 0.02
-    )
+    assert float(row["gradient_error"]) <= (1e-4 if mode == "exact" else 0.021 if model in zoo.OF_IMAGES else 0.02)
     assert float(row["cosine"]) >= 0.9995
     if model in zoo.OF_IMAGES or precision == "bf16":
         return
@@ -88,8 +86,7 @@ def test_the_tables_of_calls_and_steps() -> None:
     for model in others:
         modes = [mode for name, mode in rows if name == model]
         cells = [
-            f"{int(rows[model, mode]['us']):,}"
-            + ("" if mode == "torch" else f" ({rows[model, mode]['ratio']})")
+            f"{int(rows[model, mode]['us']):,}" + ("" if mode == "torch" else f" ({rows[model, mode]['ratio']})")
             for mode in modes
         ]
         name = model.removeprefix("GELU, ").replace("1000", "1,000")

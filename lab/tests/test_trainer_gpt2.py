@@ -13,9 +13,7 @@ pytest.importorskip("accelerate")
 from lab import RESULTS
 from lab.studies import trainer_gpt2
 
-over_20_steps = pytest.mark.feature(
-    "transformers", "Trainer: 20 steps, each loss within 1 % of adamw_torch's"
-)
+over_20_steps = pytest.mark.feature("transformers", "Trainer: 20 steps, each loss within 1 % of adamw_torch's")
 SMALL: dict[str, Any] = {
     **{"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2},
     **{"bos_token_id": 0, "eos_token_id": 0},

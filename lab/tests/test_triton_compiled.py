@@ -19,9 +19,7 @@ MAIN = ("sm_90", "gfx942")  # the others when asked for, with `make test-long`
 over_cases = pytest.mark.parametrize(
     ("name", "target"),
     [
-        pytest.param(
-            *case, marks=pytest.mark.full if case[1] in MAIN else pytest.mark.long, id="-".join(case)
-        )
+        pytest.param(*case, marks=pytest.mark.full if case[1] in MAIN else pytest.mark.long, id="-".join(case))
         for case in CASES
     ],
 )
@@ -155,9 +153,7 @@ def test_instructions_of_squares(name: str, target: str, per_element: float) -> 
     loads, sums = SQUARES[name]
     opcodes = [i.opcode.split(".") for i in main_loop(name, target, loads)]
     names = [name for name, *_ in opcodes]
-    in_fp64 = sum(
-        name in ("DADD", "DMUL", "DFMA") or (name == "F2F" and "F64" in rest) for name, *rest in opcodes
-    )
+    in_fp64 = sum(name in ("DADD", "DMUL", "DFMA") or (name == "F2F" and "F64" in rest) for name, *rest in opcodes)
     assert in_fp64 == 8 * sums * per_element
     # What a tile's largest magnitude takes; fours are added in a thread's registers.
     maxima = 0 if per_element == 3 else sums

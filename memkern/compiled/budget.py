@@ -52,9 +52,7 @@ def check(budget: Any) -> None:
 
 def size_in_codes(node: fx.Node, size: int) -> int:
     codec = node.meta.get(KEY)
-    return (
-        size if codec is None else max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
-    )
+    return size if codec is None else max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
 
 
 @contextlib.contextmanager
@@ -114,9 +112,7 @@ class Choice:
             saved = self._lifted(graph, info, coded=False)
         if self._bytes(graph, saved) > self.limit:
             self.coded = can_be_coded
-            saved = (
-                self._lifted(graph, info, True) if can_be_coded else self._products_again(graph, info, saved)
-            )
+            saved = self._lifted(graph, info, True) if can_be_coded else self._products_again(graph, info, saved)
         return saved
 
     def _lifted(self, graph: fx.Graph, info: Any, coded: bool) -> list[fx.Node]:

@@ -143,9 +143,7 @@ class Rules:
 
     def _is_negative_result(self, node: fx.Node) -> bool:
         """Of softmax's backward pass, g p - p sum(g p), which torch computes as fma(-p, sum(g p), g p)."""
-        return (
-            packet(node) is aten.neg and is_backward(node) and self.operations.of(node).name in _RESULT_CODECS
-        )
+        return packet(node) is aten.neg and is_backward(node) and self.operations.of(node).name in _RESULT_CODECS
 
     def _fits(self, of: Operation, codec: str, own: bool) -> bool:
         """Whether the codec is the one for an operation that uses its own result."""
@@ -201,9 +199,7 @@ class Rules:
         if name in (aten.index, aten.cat):
             return name is aten.cat or user.args[0] is node
         rule = RULES.get(of.name)
-        return (
-            rule is not None and rule.kind == Kind.FUNCTION and not rule.uncoded and of.row.kind == "smooth"
-        )
+        return rule is not None and rule.kind == Kind.FUNCTION and not rule.uncoded and of.row.kind == "smooth"
 
     def _passes_in_backward(self, user: fx.Node, of: Operation, codec: str, own: bool) -> bool:
         if of.name in _BY_SIDES:
@@ -218,17 +214,13 @@ class Rules:
     def _passes_product(user: fx.Node, node: fx.Node, x: Tensor) -> bool:
         """Not of rows that a norm scales each by its own deviation, if one block of codes holds values of several."""
         others = [value(a) for a in user.all_input_nodes if a is not node]
-        scales = [
-            y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1
-        ]
+        scales = [y for y in others if isinstance(y, Tensor) and y.dim() and y.shape[-1] == 1 and y.numel() > 1]
         return not scales or bool(x.shape[-1] % BLOCK_SIZE == 0)
 
 
 def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any, key: str) -> None:
     """Notes in ``meta[key]`` the codec of each value that could be saved in codes, before it is known what is saved."""
-    counts: dict[
-        fx.Node, bool
-    ] = {}  # of the forward pass: what the backward pass may compute again to get on
+    counts: dict[fx.Node, bool] = {}  # of the forward pass: what the backward pass may compute again to get on
     for node in reversed(graph.nodes):
         is_gradient = node in rules.gradients.nodes
         sizes = sum(numel(a) for a in node.all_input_nodes)

@@ -131,9 +131,7 @@ def _row(name: str, node: fx.Node) -> User:
         return of_power(node.args[1])
     if packet(node) is aten.div:
         divisor = node.args[1]
-        if not isinstance(divisor, fx.Node) or (
-            isinstance(value(divisor), Tensor) and not value(divisor).dim()
-        ):
+        if not isinstance(divisor, fx.Node) or (isinstance(value(divisor), Tensor) and not value(divisor).dim()):
             return SCALED
         return UNKNOWN_USER
     return USERS.get(name, UNKNOWN_USER)
@@ -153,9 +151,7 @@ def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
     if packet(nodes[0]) is op:
         return (nodes[0], *(u for u in nodes[0].users if u.target is operator.getitem))
     found, left = {nodes[0]}, set(nodes[1:])
-    while more := {
-        n for n in left if any(a in found for a in n.all_input_nodes) or any(u in found for u in n.users)
-    }:
+    while more := {n for n in left if any(a in found for a in n.all_input_nodes) or any(u in found for u in n.users)}:
         found |= more
         left -= more
     return tuple(n for n in nodes if n in found)
@@ -181,9 +177,7 @@ class Operations:
             op = _original(nodes[0])
             own = _connected([n for n in nodes if _original(n) is op], op)
             self.by_seq[seq] = Operation(seq, op, name_of(op), _row(name_of(op), own[0]), own)
-        seqs = {
-            n.meta["seq_nr"] for n in tangents(graph) if "seq_nr" in n.meta and not is_sum_of_gradients(n)
-        }
+        seqs = {n.meta["seq_nr"] for n in tangents(graph) if "seq_nr" in n.meta and not is_sum_of_gradients(n)}
         for operation in sorted(self.by_seq.values(), key=lambda each: -each.seq):
             if operation.name in _IDENTITIES and any(self._goes_to(seqs, n) for n in operation.nodes):
                 seqs.add(operation.seq)
@@ -211,9 +205,7 @@ class Operations:
         if is_backward(node) or node.name in found.names:
             return found
         op = _original(node)
-        return dataclasses.replace(
-            _NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,)
-        )
+        return dataclasses.replace(_NOTHING, op=op, name=name_of(op), row=_row(name_of(op), node), nodes=(node,))
 
     def _gated_by(self, gate: Operation) -> set[int]:
         of, roots = _roots(gate.nodes[0].args[0])
@@ -224,12 +216,7 @@ class Operations:
             others = [a for a in user.all_input_nodes if a is not x]
             if not others and packet(user) in _AFFINE:
                 x = user
-            elif (
-                packet(user) is aten.mul
-                and len(others) == 1
-                and _roots(others[0])[1] == roots
-                and len(roots) == 1
-            ):
+            elif packet(user) is aten.mul and len(others) == 1 and _roots(others[0])[1] == roots and len(roots) == 1:
                 return found | {self.of(n).seq for n in of | _roots(others[0])[0]}
             else:
                 break
@@ -262,9 +249,7 @@ def _roots(node: Any) -> tuple[set[fx.Node], set[fx.Node]]:
     while waiting:
         x = waiting.pop()
         is_power = (
-            packet(x) is aten.pow
-            and isinstance(x.args[1], (int, float))
-            and x.args[1] in range(1, MOST_EXPONENT)
+            packet(x) is aten.pow and isinstance(x.args[1], (int, float)) and x.args[1] in range(1, MOST_EXPONENT)
         )
         if packet(x) in _AFFINE or is_power:
             between.add(x)

@@ -56,9 +56,7 @@ class Partitioner(CustomPartitionerFn):
         sources = sorted((*here.glob("*.py"), *(here.parent / "saved").glob("*.py")))
         return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {self.bits} {self.memory_budget}")
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         operations = Operations(gm.graph)
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
@@ -105,9 +103,7 @@ class _Saved:
     def bytes(self) -> int:
         """Of what is saved, but inputs and what the caller holds anyway."""
         outputs: Any = self.output.args[0]
-        return size_of(
-            storages((n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node)), self.of_caller)
-        )
+        return size_of(storages((n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node)), self.of_caller))
 
     def encode(self, limit: int | None = None) -> None:
         """Codes in place of all values that may be coded, or of as many as it takes until so many bytes are left."""
@@ -138,14 +134,8 @@ class _Saved:
             whole = is_candidate(value(base)) and 2 * sum(map(numel, members)) >= numel(base)
             for first, those in [(base, members)] if whole else [(m, [m]) for m in members]:
                 x = value(first)
-                codec = (
-                    codec_of(self.operations, first)
-                    if is_candidate(x) and numel(first) >= MIN_NUMEL
-                    else None
-                )
-                if codec is not None and self.rules.may_be_coded(
-                    [self.holders[m.name] for m in those], codec, x
-                ):
+                codec = codec_of(self.operations, first) if is_candidate(x) and numel(first) >= MIN_NUMEL else None
+                if codec is not None and self.rules.may_be_coded([self.holders[m.name] for m in those], codec, x):
                     found.append((first, those, codec))
         if in_order:
             found.sort(
@@ -176,9 +166,7 @@ class _Saved:
         self.pairs |= {members[0]: list(zip(data, new, strict=True))} | {m: [] for m in members[1:]}
         return size_of(data) - size_of([first])
 
-    def _decode(
-        self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str
-    ) -> list[fx.Node]:
+    def _decode(self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str) -> list[fx.Node]:
         graph, holders = self.bw.graph, [self.holders[m.name] for m in members]
         with graph.inserting_before(holders[0]):
             new = []

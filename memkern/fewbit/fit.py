@@ -42,9 +42,7 @@ def _grid(sigmas: Sequence[float]) -> tuple[Tensor, float]:
     return (torch.arange(-half, half, dtype=torch.float64) + 0.5) / PER_UNIT, 1 / PER_UNIT
 
 
-def mean_squared_error(
-    levels: Levels, derivative: Derivative, sigmas: Sequence[float] = SIGMAS
-) -> dict[float, float]:
+def mean_squared_error(levels: Levels, derivative: Derivative, sigmas: Sequence[float] = SIGMAS) -> dict[float, float]:
     """Mean of (derivative - its level)^2 for x ~ N(0, s^2), for each s."""
     x, step = _grid(sigmas)
     square = (derivative(x) - levels.derivative(x).double()) ** 2
@@ -192,8 +190,6 @@ def fit_levels(
     ascending = sorted(levels.tolist())
     thresholds, indices = thresholds_of(derivative, ascending, x, d)
     if len(thresholds) > MAX_THRESHOLDS:
-        raise ValueError(
-            f"derivative needs {len(thresholds)} thresholds; at most {MAX_THRESHOLDS} are allowed"
-        )
+        raise ValueError(f"derivative needs {len(thresholds)} thresholds; at most {MAX_THRESHOLDS} are allowed")
     table = from_intervals(bits, ascending, thresholds, indices, symmetry, center)
     return Fit(table, mean_squared_error(table, derivative, sigmas))

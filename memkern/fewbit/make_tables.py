@@ -73,9 +73,7 @@ def fit_table(name: str, bits: int) -> Fit:
     table = fit_levels(DERIVATIVES[name], bits, **OPTIONS.get((name, bits), {})).levels
     table = table._replace(
         levels=tuple(round(v, 6) + 0.0 for v in table.levels),
-        thresholds=tuple(
-            below(r) if (r := round(t, 6)) in KINKS.get(name, ()) else r for t in table.thresholds
-        ),
+        thresholds=tuple(below(r) if (r := round(t, 6)) in KINKS.get(name, ()) else r for t in table.thresholds),
     )
     return Fit(table, mean_squared_error(table, DERIVATIVES[name]))
 
@@ -159,9 +157,7 @@ def _main() -> None:
     lines += ["}", "TWO_BRANCHES: dict[str, TwoBranch] = {"]
     for name in TWO_BRANCH_FUNCTIONS:
         two_branch = fit_two_branch(name)
-        rows = [
-            row for v in two_branch for row in (_wrapped(v) if isinstance(v, tuple) else [f"        {v},"])
-        ]
+        rows = [row for v in two_branch for row in (_wrapped(v) if isinstance(v, tuple) else [f"        {v},"])]
         lines += [f'    "{name}": TwoBranch(', *rows, "    ),"]
     Path(__file__).with_name("tables.py").write_text("\n".join([*lines, "}", ""]))
 

@@ -39,9 +39,7 @@ def activate(
     if not is_eager():
         return x.copy_(apply(FewBit, x, activation, None))  # what torch.func and a compiler see are copies
     if x.is_leaf:
-        raise RuntimeError(
-            "inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False"
-        )
+        raise RuntimeError("inplace=True cannot change a leaf tensor that requires a gradient; use inplace=False")
     return apply(FewBit, x, activation, _ops.few_bit_encode(_dense(x.detach(), x), activation.levels))
 
 

@@ -152,9 +152,7 @@ class _NoSecondDerivative(SavesLess):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError(
-            f"{ctx.reason}, so it has no second derivative: double backward is not possible; {_WAY_OUT}"
-        )
+        raise RuntimeError(f"{ctx.reason}, so it has no second derivative: double backward is not possible; {_WAY_OUT}")
 
 
 def no_second_derivative(grad: Tensor, tag: Tensor, reason: str = SavesLess.reason) -> Tensor:

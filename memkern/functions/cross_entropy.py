@@ -57,9 +57,7 @@ class _LinearCrossEntropy(SavesLess):
                 index, inside = _place(target, columns)
                 picked = torch.where(inside, logits.gather(1, index)[:, 0], picked)
                 if smooth is not None:
-                    weighted += (
-                        logits.sum(1) if weight is None else logits.mv(weight[columns].to(logits.dtype))
-                    )
+                    weighted += logits.sum(1) if weight is None else logits.mv(weight[columns].to(logits.dtype))
                 sums.append(logits.logsumexp(1))
         lse = torch.stack(sums).logsumexp(0)
         loss = nll * (lse - picked)
@@ -158,9 +156,7 @@ def check_options(reduction: str, label_smoothing: float, chunk_size: int | None
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be a number from 0 to 1, got {label_smoothing!r}")
-    if chunk_size is not None and (
-        isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
-    ):
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"chunk_size must be None or a number of classes, 1 or more, got {chunk_size!r}")
 
 
@@ -173,18 +169,12 @@ def _check_shapes(
     if x.dim() < 1 or x.shape[-1] != features:
         raise ValueError(f"input must be of shape (..., {features}) as linear_weight's, got {tuple(x.shape)}")
     if target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            f"target must be class indices, int64 or int32 (no probabilities), got {target.dtype}"
-        )
+        raise TypeError(f"target must be class indices, int64 or int32 (no probabilities), got {target.dtype}")
     if target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"target must be of shape {tuple(x.shape[:-1])} as input's rows, got {tuple(target.shape)}"
-        )
+        raise ValueError(f"target must be of shape {tuple(x.shape[:-1])} as input's rows, got {tuple(target.shape)}")
     for name, given in (("linear_bias", linear_bias), ("weight", weight)):
         if given is not None and tuple(given.shape) != (classes,):
-            raise ValueError(
-                f"{name} must be of shape ({classes},), a number per class, got {tuple(given.shape)}"
-            )
+            raise ValueError(f"{name} must be of shape ({classes},), a number per class, got {tuple(given.shape)}")
 
 
 def _check_target(target: Tensor, valid: Tensor, classes: int) -> None:
@@ -201,9 +191,7 @@ def _compute_dtype(x: Tensor, linear_weight: Tensor) -> torch.dtype:
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         return x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(x.device.type)
     if x.dtype != linear_weight.dtype:
-        raise TypeError(
-            f"input and linear_weight must have the same dtype, got {x.dtype} and {linear_weight.dtype}"
-        )
+        raise TypeError(f"input and linear_weight must have the same dtype, got {x.dtype} and {linear_weight.dtype}")
     return x.dtype
 
 

@@ -39,11 +39,7 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def _backward_of_one(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """The gradient of the tensor that holds gate and up, written into its halves where nothing traces it."""
     gate, up = halves(gate_up, None)
-    if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         by_gate = _activation_backward(grad * up, gate, activation)
         return torch.cat((by_gate, grad * _activate(gate, activation)), -1)
     result = torch.empty_like(gate_up)

@@ -11,9 +11,7 @@ from torch.nn import functional as F
 from .autograd import SavesLess, apply, constant, needs_gradient, no_second_derivative, without_autocast
 from .projection import PROJECTIONS, draw_seed, project
 
-MIN_TOKENS = (
-    128  # with fewer tokens the input takes little memory, and the gradient estimated from a fifth is noisy
-)
+MIN_TOKENS = 128  # with fewer tokens the input takes little memory, and the gradient estimated from a fifth is noisy
 
 
 def projected_tokens(share: float, tokens: int) -> int:

@@ -57,16 +57,12 @@ class CompressCallback(Callback):
         step = vars(pl_module).get(_STEP)
         if isinstance(step, hooks.SavingStep):
             del vars(pl_module)[_STEP]
-            if (
-                getattr(pl_module, _STEP) != step.__wrapped__
-            ):  # the instance had one, as torch.compile sets it
+            if getattr(pl_module, _STEP) != step.__wrapped__:  # the instance had one, as torch.compile sets it
                 vars(pl_module)[_STEP] = step.__wrapped__
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         for optimizer in trainer.optimizers:
             self._compressing.after_step(optimizer, trainer.is_global_zero)

@@ -41,14 +41,10 @@ def saved_row(report: Report) -> tuple[str, int, int] | None:
 def table(rows: Iterable[tuple[str, int, int] | None]) -> str:
     """Rows of a name, bytes with torch's, and bytes with memkern's."""
     lines = [("memkern: bytes", "torch", "memkern", "share")]
-    lines += [
-        (row[0], f"{row[1]:,}", f"{row[2]:,}", f"{row[2] / row[1]:.1%}") for row in rows if row and row[1]
-    ]
+    lines += [(row[0], f"{row[1]:,}", f"{row[2]:,}", f"{row[2] / row[1]:.1%}") for row in rows if row and row[1]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))]
-        )
+        "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     )
 

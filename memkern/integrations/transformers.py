@@ -113,9 +113,7 @@ class CompressCallback(TrainerCallback):
     def report(self) -> Any:
         return self._compressing.report
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._compressing.compress(kwargs["model"], args.process_index == 0)
 
     def on_train_begin(
@@ -126,7 +124,5 @@ class CompressCallback(TrainerCallback):
         model = kwargs["model"]
         self._compressing.compress(getattr(model, "module", model), args.process_index == 0)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._compressing.after_step(kwargs.get("optimizer"), args.process_index == 0)

@@ -181,7 +181,5 @@ def accumulate(model: nn.Module, storage: str = "stochastic") -> Accumulation:
         raise ValueError(f"storage must be one of {', '.join(map(repr, ERROR_DTYPE))}, got {storage!r}")
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     if not params:
-        raise ValueError(
-            "model has no bfloat16 parameter that requires a gradient; others need no such rounding"
-        )
+        raise ValueError("model has no bfloat16 parameter that requires a gradient; others need no such rounding")
     return Accumulation(model, params, storage)

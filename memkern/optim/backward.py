@@ -67,9 +67,7 @@ class StepInBackward(Optimizer):
     frees_gradients = True
     clips_by_norm = False
     _is_alone = False  # whether there is one parameter in place of all (_alone)
-    _step_supports_amp_scaling = (
-        True  # so that GradScaler leaves its grad_scale here, where step() refuses it
-    )
+    _step_supports_amp_scaling = True  # so that GradScaler leaves its grad_scale here, where step() refuses it
 
     def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
         check_class(optimizer_class)
@@ -274,9 +272,7 @@ def check_class(optimizer_class: Any) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class must be a class of optimizers, got {optimizer_class!r}")
     if getattr(optimizer_class, "wraps_a_class", False):
-        raise TypeError(
-            f"optimizer_class must be a plain one, got {optimizer_class.__name__}, which has one inside"
-        )
+        raise TypeError(f"optimizer_class must be a plain one, got {optimizer_class.__name__}, which has one inside")
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is None or closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -335,11 +331,7 @@ def refuse_scaler(optimizer: Optimizer, cure: str) -> None:
 def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
     """Raises RuntimeError for a plain parameter in a job of several processes. ``cure``: what else to do."""
     distributed = torch.distributed
-    if (
-        not distributed.is_available()
-        or not distributed.is_initialized()
-        or distributed.get_world_size() == 1
-    ):
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
     if not isinstance(p, distributed.tensor.DTensor):
         raise RuntimeError(

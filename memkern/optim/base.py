@@ -223,9 +223,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def _hyperparameters(self, op: StepOp) -> list[float]:
         """The hyperparameters of an op, one group after the other."""
-        return [
-            float(self._hyperparameter(g, name)) for g in self.param_groups for name in op.hyperparameters
-        ]
+        return [float(self._hyperparameter(g, name)) for g in self.param_groups for name in op.hyperparameters]
 
     def _hyperparameter(self, group: dict[str, Any], name: str) -> float:
         """A group's value of one of the op's hyperparameters: by default the option of that name."""
@@ -278,9 +276,7 @@ class BlockwiseOptimizer(Optimizer):
             if torch._guards.TracingContext.try_get() is not None:
                 # A traced step cannot do it, and sees what is there after the first group.
                 pairs = [(p, each) for each in self.param_groups for p in each["params"]]
-                self._prepare(
-                    [(p, g) for p, g in pairs if p.grad is not None and id(p) not in self._elsewhere]
-                )
+                self._prepare([(p, g) for p, g in pairs if p.grad is not None and id(p) not in self._elsewhere])
         elsewhere = self._elsewhere
         for p in group["params"]:
             if (g := p.grad) is not None and id(p) not in elsewhere:
@@ -296,9 +292,7 @@ class BlockwiseOptimizer(Optimizer):
             if plan is not None and plan.holds(params, numbers, known, len(groups)):
                 return plan
             self._prepare([(p, groups[k]) for p, k in zip(params, numbers, strict=True)])
-        entries = [
-            Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, numbers, strict=True)
-        ]
+        entries = [Entry(p, k, states[p], self._op_of(groups[k])) for p, k in zip(params, numbers, strict=True)]
         plan = StepPlan(entries, groups, self._all_ranks, self._rounds)
         if not torch.compiler.is_compiling():
             for entry in entries:

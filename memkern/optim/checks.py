@@ -34,8 +34,7 @@ def check_lr(lr: Any) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"lr must be a float or a 0-dim tensor of float32 or float64, got {lr.dtype} of shape "
-                f"{tuple(lr.shape)}"
+                f"lr must be a float or a 0-dim tensor of float32 or float64, got {lr.dtype} of shape {tuple(lr.shape)}"
             )
     else:
         check_number("lr", lr)
@@ -130,13 +129,9 @@ def check_param(p: Tensor, group: dict[str, Any]) -> None:
 
 def check_gradient(p: Tensor, g: Tensor) -> None:
     if g.layout != torch.strided:
-        raise RuntimeError(
-            f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam"
-        )
+        raise RuntimeError(f"memkern's optimizers take dense gradients, got {g.layout}; see torch.optim.SparseAdam")
     if g.dtype not in FLOATS and not g.dtype == p.dtype == torch.float64:
-        raise TypeError(
-            f"gradients must be float32, bfloat16 or float16, got {g.dtype} for a {p.dtype} parameter"
-        )
+        raise TypeError(f"gradients must be float32, bfloat16 or float16, got {g.dtype} for a {p.dtype} parameter")
     if g.shape != p.shape or g.device != p.device:
         raise RuntimeError(
             f"a gradient must have its parameter's shape and device, {tuple(p.shape)} on {p.device}, "

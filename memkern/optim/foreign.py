@@ -103,11 +103,7 @@ def refuse_clipping(optimizer: Any) -> None:
 
 def unclipped(optimizer: Any, given: str, framework: str, cure: str) -> ValueError:
     """The error for a framework's clipping. ``given``: its option. ``cure``: what leaves it out."""
-    way = (
-        "and the optimizer's own max_grad_norm"
-        if optimizer.clips_by_norm
-        else "or an optimizer that keeps them"
-    )
+    way = "and the optimizer's own max_grad_norm" if optimizer.clips_by_norm else "or an optimizer that keeps them"
     return ValueError(
         f"{given} given with {type(optimizer).__name__}, which frees gradients in the backward pass, before "
         f"{framework} clips them; allowed: {cure}, {way}"

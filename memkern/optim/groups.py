@@ -30,9 +30,7 @@ def _marked(model: nn.Module) -> dict[Tensor, int]:
     return bits_of
 
 
-def param_groups(
-    model: nn.Module, *, weight_decay: float | None = None, **options: Any
-) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, *, weight_decay: float | None = None, **options: Any) -> list[dict[str, Any]]:
     """The groups of a model's parameters that require a gradient, for any optimizer of memkern or torch.
 
     Parameters of modules that ask for it (:class:`memkern.nn.StableEmbedding`, embeddings after
@@ -82,9 +80,7 @@ class MuonGroups(list[dict[str, Any]]):
         lines: dict[tuple[str, str], list[str]] = {}
         for name, found in self.reasons.items():
             lines.setdefault(found, []).append(name)
-        return "\n".join(
-            f"{algorithm}, {reason}: {', '.join(names)}" for (algorithm, reason), names in lines.items()
-        )
+        return "\n".join(f"{algorithm}, {reason}: {', '.join(names)}" for (algorithm, reason), names in lines.items())
 
 
 def muon_groups(

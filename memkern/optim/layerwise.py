@@ -27,9 +27,7 @@ class LayerwiseOptimizer(BlockwiseOptimizer):
         found, number = {}, 0
         states = replaced.states_of(self)
         for group in self.param_groups:
-            for p, name in zip(
-                group["params"], group.get("param_names", [None] * len(group["params"])), strict=True
-            ):
+            for p, name in zip(group["params"], group.get("param_names", [None] * len(group["params"])), strict=True):
                 if p in states:
                     found[str(number) if name is None else name] = states[p]["trust_ratio"]
                 number += 1

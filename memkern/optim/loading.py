@@ -178,9 +178,7 @@ def block_order(state: dict[str, Any]) -> dict[str, Tensor]:
     return {BLOCK_ORDER: torch.tensor(order, dtype=torch.int64, device="cpu")}
 
 
-def _as_saved(
-    name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor
-) -> tuple[Tensor, dict[str, Any]]:
+def _as_saved(name: str, op: StepOp, i: Any, state: dict[str, Any], p: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """The parameter, or a meta tensor like it in the memory format that codes were saved in; and the state in that.
 
     States without a block_order have the memory format that the codes' strides say.
@@ -291,9 +289,7 @@ def _check_moment(refuse: Refuse, key: str, value: Tensor, p: Tensor, coded: boo
     codes = torch.int8 if signed else torch.uint8
     allowed = (codes,) if coded else (torch.float32, torch.float64)
     if value.dtype not in allowed or value.shape != p.shape:
-        refuse(
-            f"{key} must be {allowed[0]} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}"
-        )
+        refuse(f"{key} must be {allowed[0]} of shape {tuple(p.shape)}, got {value.dtype} of shape {tuple(value.shape)}")
     like = dense_like(p)
     if coded and not same_layout(value, like):
         refuse(
@@ -304,9 +300,7 @@ def _check_moment(refuse: Refuse, key: str, value: Tensor, p: Tensor, coded: boo
         refuse(f"{key}, a second moment, has negative entries")
 
 
-def saved(
-    state_dict: dict[str, Any], groups: Sequence[Group], op_of: Callable[[Group], StepOp]
-) -> dict[str, Any]:
+def saved(state_dict: dict[str, Any], groups: Sequence[Group], op_of: Callable[[Group], StepOp]) -> dict[str, Any]:
     """torch's state_dict as it is saved: plain dicts, with the order of blocks beside codes (:data:`BLOCK_ORDER`).
 
     Moments of FSDP1's flat shards are floats: FullyShardedDataParallel.optim_state_dict gathers entries that have one

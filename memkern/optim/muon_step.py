@@ -17,9 +17,7 @@ BUCKET_BYTES = 64 * 2**20
 """Matrices are stepped together up to so many bytes of updates, which are in bf16, or one by one where it has more."""
 
 
-def buckets(
-    numbers: Sequence[int], params: Sequence[Tensor], bytes_of: Callable[[Tensor], int]
-) -> Iterator[list[int]]:
+def buckets(numbers: Sequence[int], params: Sequence[Tensor], bytes_of: Callable[[Tensor], int]) -> Iterator[list[int]]:
     """The numbers of parameters whose step is taken together, in order. ``bytes_of``: of a parameter's update."""
     bucket: list[int] = []
     size = 0
@@ -56,10 +54,7 @@ def muon_step(
 
 def ratios_of(params: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
     """The factors of the matrices' learning rates."""
-    return [
-        adjusted(g["adjust_lr_fn"], shapes_of_parts(g, p.shape)[0])
-        for p, g in zip(params, groups, strict=True)
-    ]
+    return [adjusted(g["adjust_lr_fn"], shapes_of_parts(g, p.shape)[0]) for p, g in zip(params, groups, strict=True)]
 
 
 # ---- parts of a matrix
@@ -84,11 +79,7 @@ def check_split(group: Group, shape: Sequence[int]) -> None:
     sizes = group["split"]
     if sizes is None:
         return
-    if (
-        not isinstance(sizes, (list, tuple))
-        or not sizes
-        or not all(isinstance(n, int) and n > 0 for n in sizes)
-    ):
+    if not isinstance(sizes, (list, tuple)) or not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ValueError(f"split must be None or sizes above 0, got {sizes!r}")
     if len(shape) != 2 or sum(sizes) not in shape:
         raise ValueError(

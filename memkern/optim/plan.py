@@ -137,9 +137,7 @@ class StepPlan:
         self.reductions = [*reductions.values()]
         self.is_one_call = len(kinds) == len(self.calls) == 1
 
-    def _call(
-        self, entries: Sequence[Entry], numbers: list[int], kind: Kind, groups: Sequence[Group]
-    ) -> Call:
+    def _call(self, entries: Sequence[Entry], numbers: list[int], kind: Kind, groups: Sequence[Group]) -> Call:
         """The call of these parameters, with their states."""
         op = entries[numbers[0]].op
         states = [entries[i].state for i in numbers]
@@ -232,10 +230,7 @@ class StepPlan:
         taken = self._local(call, params)
         try:
             # Gradients may have other strides than their parameters. Counters on a device, or fake, are not read.
-            steps = [
-                t if t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta")
-                for t in taken.steps
-            ]
+            steps = [t if t.is_cpu and type(t) is Tensor else torch.empty_like(t, device="meta") for t in taken.steps]
             check_step(call.op, taken._replace(grads=taken.params, steps=steps))
         except step_errors.OP_ERRORS as error:
             raise step_errors.in_words(error, call.args, groups) from None
@@ -264,15 +259,12 @@ class StepPlan:
         if torch.compiler.is_compiling():
             # The compiler can take a changing float into a product; torch.full would recompile at each change.
             return [
-                r if isinstance(r, Tensor) else torch.ones((), dtype=torch.float64, device="cpu") * r
-                for r in rates
+                r if isinstance(r, Tensor) else torch.ones((), dtype=torch.float64, device="cpu") * r for r in rates
             ]
         if not self._rates:
             with torch.inference_mode(False):
                 self._rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in rates]
-        return [
-            r if isinstance(r, Tensor) else own.fill_(r) for r, own in zip(rates, self._rates, strict=True)
-        ]
+        return [r if isinstance(r, Tensor) else own.fill_(r) for r, own in zip(rates, self._rates, strict=True)]
 
     def _grad_norm(self, values: Values) -> Tensor | None:
         """max_grad_norm: the norm of all gradients, fp64; else nothing."""

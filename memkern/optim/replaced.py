@@ -52,11 +52,7 @@ def check_not_flattened(groups: Sequence[Group], before: Sequence[Look], needed:
             raise RuntimeError(
                 f"{needed} needs norms of whole tensors, and DeepSpeed's ZeRO leaves this rank a flat part of them "
                 f"({params[0].numel()} elements); shard the model with torch.distributed.fsdp.fully_shard, or "
-                + (
-                    "clip by DeepSpeed's gradient_clipping"
-                    if needed == "max_grad_norm"
-                    else "take ZeRO stage 0"
-                )
+                + ("clip by DeepSpeed's gradient_clipping" if needed == "max_grad_norm" else "take ZeRO stage 0")
             )
 
 
@@ -113,10 +109,7 @@ def states_of(optimizer: Any) -> dict[Tensor, State]:
     """
     groups, found = optimizer.param_groups, optimizer.state
     own = {
-        p: State.of(values, Format.of(group))
-        for group in groups
-        for p in group["params"]
-        if (values := found.get(p))
+        p: State.of(values, Format.of(group)) for group in groups for p in group["params"] if (values := found.get(p))
     }
     return own | {new: state for _, new, state in moved(groups, found, optimizer._looks)}
 

@@ -208,9 +208,7 @@ def _last_layer(modules: dict[str, nn.Module]) -> set[Place]:
     """The place of the linear layer that a model's own modules end in, if they do."""
     name, module, at_model = "", modules[""], True
     while not isinstance(module, nn.Linear):
-        children = [
-            key for key, m in module._modules.items() if m is not None and any(True for _ in m.parameters())
-        ]
+        children = [key for key, m in module._modules.items() if m is not None and any(True for _ in m.parameters())]
         wraps = isinstance(module, _CONTAINERS) or any(key in (*_WRAPPED, *_BY_ADAPTER) for key in children)
         if not children or not (wraps or at_model):
             return set()

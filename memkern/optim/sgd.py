@@ -85,9 +85,7 @@ class SGD(BlockwiseOptimizer):
         super()._check_group(group)
         check_momentum(group)
         if group["dampening"] and not group["momentum"]:
-            raise ValueError(
-                f"dampening needs a momentum above 0, got dampening {group['dampening']}, momentum 0"
-            )
+            raise ValueError(f"dampening needs a momentum above 0, got dampening {group['dampening']}, momentum 0")
 
 
 class SGD8bit(SGD):

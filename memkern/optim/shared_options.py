@@ -63,6 +63,4 @@ def full_signature(function: Any, defaults: Mapping[str, object]) -> inspect.Sig
     return signature.replace(parameters=[*parameters, *options])
 
 
-_UNPACKED: dict[Any, Any] = {
-    f"Unpack[{options.__name__}]": options for options in (StorageOptions, SharedOptions)
-}
+_UNPACKED: dict[Any, Any] = {f"Unpack[{options.__name__}]": options for options in (StorageOptions, SharedOptions)}

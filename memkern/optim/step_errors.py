@@ -54,9 +54,7 @@ def in_words(error: Exception, args: StepArgs, groups: Sequence[dict[str, Any]])
         if i >= len(args.params) or (number := numbers.get(id(args.params[i]))) is None:
             return found[0]
         name = "" if names[number] is None else f"{names[number]!r}, "
-        return (
-            f"{_LISTS.get(kind, f'{kind} of parameter')} {number} ({name}shape {tuple(args.params[i].shape)})"
-        )
+        return f"{_LISTS.get(kind, f'{kind} of parameter')} {number} ({name}shape {tuple(args.params[i].shape)})"
 
     text = _ENTRY.sub(entry, str(error))
     return type(error)(text) if text != str(error) else error

@@ -19,9 +19,7 @@ def check_trust_bounds(bounds: Any) -> None:
         return
     numbers = isinstance(bounds, (tuple, list)) and len(bounds) == 2
     if not (numbers and all(isinstance(x, Real) for x in bounds) and 0 <= bounds[0] < bounds[1]):
-        raise ValueError(
-            f"trust_bounds must be None or (low, high), numbers with 0 <= low < high, got {bounds!r}"
-        )
+        raise ValueError(f"trust_bounds must be None or (low, high), numbers with 0 <= low < high, got {bounds!r}")
 
 
 def new_squares(args: StepArgs) -> Tensor:

@@ -27,9 +27,7 @@ def check_options(group: Group) -> None:
     """Raises ValueError unless the two options are allowed, together too."""
     master, stochastic = group["master_weights"], group["stochastic_rounding"]
     if master not in [*MASTER_WEIGHTS]:
-        raise ValueError(
-            f"master_weights must be one of {', '.join(map(repr, MASTER_WEIGHTS))}, got {master!r}"
-        )
+        raise ValueError(f"master_weights must be one of {', '.join(map(repr, MASTER_WEIGHTS))}, got {master!r}")
     if not isinstance(stochastic, bool):
         raise ValueError(f"stochastic_rounding must be True or False, got {stochastic!r}")
     if stochastic and master is not None:

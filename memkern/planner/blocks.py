@@ -69,8 +69,7 @@ def without_block(trace: Trace, out: int) -> Trace | None:
     clocks = tuple(pair for i, pair in enumerate(trace.blocks) if i != out)
     less, less_back = forward[1] - forward[0], backward[1] - backward[0]
     moved = tuple(
-        (begin - less * (i >= out), end - less - less_back * (i < out))
-        for i, (begin, end) in enumerate(clocks)
+        (begin - less * (i >= out), end - less - less_back * (i < out)) for i, (begin, end) in enumerate(clocks)
     )
     made = dataclasses.replace(
         trace,

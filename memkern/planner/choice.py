@@ -127,9 +127,7 @@ class Chooser:
                 if not (self.clip and techniques.step_in_backward):
                     found[techniques] = None
         if not found:  # step_in_backward and clip are both given
-            raise not_allowed(
-                "step_in_backward", True, f"False with clip={self.clip:g}, which needs all gradients"
-            )
+            raise not_allowed("step_in_backward", True, f"False with clip={self.clip:g}, which needs all gradients")
         return list(found)
 
     def smallest(self) -> Prediction:

@@ -20,12 +20,8 @@ given are used, the others chosen. Exit status: 0, something fits; 1, nothing do
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument(
-        "--model", required=True, metavar="NAME|FOLDER", help="built-in name, or a transformers model"
-    )
-    parser.add_argument(
-        "--memory", required=True, metavar="SIZE", help="such as 12GiB: all that a process may use"
-    )
+    parser.add_argument("--model", required=True, metavar="NAME|FOLDER", help="built-in name, or a transformers model")
+    parser.add_argument("--memory", required=True, metavar="SIZE", help="such as 12GiB: all that a process may use")
     text = "such as 64GiB: what offload may use on the host (default: any)"
     parser.add_argument("--host-memory", metavar="SIZE", help=text)
     text = "between host and device: pcie4, pcie5 (x16) or c2c (default: pcie4)"

@@ -94,9 +94,7 @@ class FakeMode(FakeTensorMode):
             if isinstance(x, FakeTensor):
                 if x.constant is not None or x.fake_mode is not self:
                     raise _NotCached
-                found.append(
-                    (x.shape, x.stride(), x.storage_offset(), x.dtype, x._fake_device, x.requires_grad)
-                )
+                found.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x._fake_device, x.requires_grad))
             elif isinstance(x, (list, tuple)):
                 found.append(self._key(x))
             elif type(x) in PLAIN:
@@ -154,9 +152,7 @@ def _maker_of_one(x: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
     source = _storages(args).get(x.untyped_storage()._cdata)
 
     def wrapped(mode: FakeMode, elem: Tensor) -> Tensor:
-        made = Tensor._make_subclass(
-            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
-        )
+        made = Tensor._make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device)
         torch._C._set_throw_on_mutable_data_ptr(made)
         vars(made).update(attributes)
         made.fake_mode = mode

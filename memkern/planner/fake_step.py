@@ -52,9 +52,7 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
         and techniques.checkpointing != "sqrt"
         and (techniques.checkpointing or not techniques.offload_saved)
     ):
-        with contextlib.suppress(
-            Exception
-        ):  # the model's own, where other sizes depend on the number of blocks
+        with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
             found = _of_few(source, techniques, device) or _of_kinds(source, techniques, device)
             if found is not None:
                 return found
@@ -178,9 +176,7 @@ def fixed(source: Source, techniques: Techniques, device: str, devices: int = 1)
     depth = source.depth
     if not isinstance(source, Configured) or depth is None or depth <= FEW + 1:
         return _fixed(source, techniques, device, devices)
-    few, many = (
-        dataclasses.astuple(_fixed(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1)
-    )
+    few, many = (dataclasses.astuple(_fixed(source.with_depth(n), techniques, device, devices)) for n in (FEW, FEW + 1))
     return Fixed(*(a + (depth - FEW) * (b - a) for a, b in zip(few, many, strict=True)))
 
 
@@ -222,9 +218,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _optimizer_bytes(
-    params: list[nn.Parameter], groups: Sequence[Any], techniques: Techniques
-) -> tuple[int, int, int]:
+def _optimizer_bytes(params: list[nn.Parameter], groups: Sequence[Any], techniques: Techniques) -> tuple[int, int, int]:
     """Bytes of the weights' errors and of the other states, and the most that a step allocates beside them."""
     options = {"foreach": False} if techniques.is_torch else {}
     optimizer = make_optimizer(groups, techniques.replace(step_in_backward=False, offload=False), **options)
@@ -239,9 +233,8 @@ def _optimizer_bytes(
     errors = _bytes(state[key] for state in optimizer.state.values() for key in ERRORS if key in state)
     states = _bytes(_states(optimizer)) - errors
     if techniques.is_torch and params[0].device.type == "cuda":
-        peak = max(
-            peak, sum(p.numel() * p.element_size() for p in params)
-        )  # foreach allocates the root of every second moment
+        # Foreach allocates the root of every second moment.
+        peak = max(peak, sum(p.numel() * p.element_size() for p in params))
     return errors, states, peak
 
 

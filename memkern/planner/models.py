@@ -172,9 +172,7 @@ class Configured:
     @property
     def kinds(self) -> list[str]:
         """The kind of each block, where there are several; else empty."""
-        found = list(getattr(self.config, "layer_types", None) or ())[
-            : _number(self.config, "num_hidden_layers")
-        ]
+        found = list(getattr(self.config, "layer_types", None) or ())[: _number(self.config, "num_hidden_layers")]
         return found if len(set(found)) > 1 else []
 
     def with_kinds(self, kinds: list[str]) -> Configured:
@@ -235,9 +233,7 @@ class Given:
             return "loss_fn(model, batch)  # the loss that the plan was given"
         if isinstance(self.example, tuple):
             return "loss_fn(model(*batch), target)  # yours, for what the model returns"
-        return (
-            "model(**batch).loss" if "labels" in self.example else "loss_fn(model(**batch), target)  # yours"
-        )
+        return "model(**batch).loss" if "labels" in self.example else "loss_fn(model(**batch), target)  # yours"
 
     @property
     def _leading(self) -> list[Tensor]:
@@ -326,19 +322,11 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
         TypeError: another kind of model.
     """
     if isinstance(model, nn.Module):
-        batch = (
-            dict(inputs)
-            if isinstance(inputs, Mapping)
-            else inputs
-            if isinstance(inputs, tuple)
-            else (inputs,)
-        )
+        batch = dict(inputs) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
             raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
         if not any(p.requires_grad for p in model.parameters()):
-            raise not_allowed(
-                "model", type(model).__name__, "a module with parameters that require gradients"
-            )
+            raise not_allowed("model", type(model).__name__, "a module with parameters that require gradients")
         return Given(type(model).__name__, model, batch, loss or model_output_loss, _has_language_head(model))
     if isinstance(model, (str, Path)):
         name = str(model)
@@ -377,6 +365,4 @@ def _check_length(config: Any, seq_len: Any) -> None:
 
 
 def _has_language_head(model: Any) -> bool:
-    return (
-        hasattr(model, "base_model") and getattr(model, "get_output_embeddings", lambda: None)() is not None
-    )
+    return hasattr(model, "base_model") and getattr(model, "get_output_embeddings", lambda: None)() is not None

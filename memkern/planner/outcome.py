@@ -117,9 +117,7 @@ def text(plan: Plan) -> str:
         )
         sequences = p.techniques.micro_batch * p.techniques.accumulation
         fits = " " if p.peak * (1 + above) <= plan.memory else "!"
-        lines.append(
-            f"{name:<32}{p.peak / unit:>8.{digits}f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}"
-        )
+        lines.append(f"{name:<32}{p.peak / unit:>8.{digits}f}{fits}{p.seconds / sequences / base:>5.2f}x  {cells}")
     lines += [f"{name}: not with this model. {reason}" for name, reason in plan.ruled_out.items()]
     if any(p.peak * (1 + above) > plan.memory for _, p in rows(plan)):
         lines.append("! may need more than the limit")

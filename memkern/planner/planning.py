@@ -166,11 +166,7 @@ def _speeds(hardware: Hardware, link: str | None) -> Hardware:
 def _warn_of_cpu_tensors() -> None:
     import torch
 
-    why = (
-        "no C++ compiler is found"
-        if torch.version.cuda is None
-        else "this torch is for CUDA and finds no GPU"
-    )
+    why = "no C++ compiler is found" if torch.version.cuda is None else "this torch is for CUDA and finds no GPU"
     warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=3)
 
 
@@ -200,14 +196,10 @@ def _sharded(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, plain in UNSHARDED.items():
         if given.get(name, plain) != plain:
             raise not_allowed(name, given[name], f"{plain!r} with devices above 1")
-    if (
-        given.get("checkpointing") == "sqrt"
-    ):  # one block calls the forward methods of others, past their hooks
+    if given.get("checkpointing") == "sqrt":  # one block calls the forward methods of others, past their hooks
         raise not_allowed("checkpointing", "sqrt", "'blocks' with devices above 1")
     if given.get("optimizer") == "muon":
-        raise not_allowed(
-            "optimizer", "muon", "one whose step needs no other device's shards, with devices above 1"
-        )
+        raise not_allowed("optimizer", "muon", "one whose step needs no other device's shards, with devices above 1")
     return UNSHARDED | dict(given)
 
 
@@ -285,9 +277,7 @@ def _plan(
         best,
         largest,
         counted_on,
-        ()
-        if best
-        else tuple(would_fit(Asked(predictor, given, batch_size, clip, hardware, host_memory), memory)),
+        () if best else tuple(would_fit(Asked(predictor, given, batch_size, clip, hardware, host_memory), memory)),
         plain.peak <= limit,
         source.loss_code,
         host_memory,

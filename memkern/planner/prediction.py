@@ -104,9 +104,7 @@ def _checked(found: Any) -> Any:
 class Predictor:
     """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
-    def __init__(
-        self, source: Any, device: str, counted_on: str, hardware: Hardware, devices: int = 1
-    ) -> None:
+    def __init__(self, source: Any, device: str, counted_on: str, hardware: Hardware, devices: int = 1) -> None:
         from . import fake_step
 
         self.source, self.device, self.counted_on, self.hardware = source, device, counted_on, hardware

@@ -99,9 +99,7 @@ def _pair(name: str) -> tuple[str, ...]:
     return next((names for names in TOGETHER if name in names), (name,))
 
 
-def _halved(
-    name: str, before: int, least: int, changed: Callable[[int], Asked], memory: int
-) -> Iterator[Change]:
+def _halved(name: str, before: int, least: int, changed: Callable[[int], Asked], memory: int) -> Iterator[Change]:
     """Yields the largest half, quarter, ... of an argument that fits; where none fits, the smallest."""
     value = before
     change = None

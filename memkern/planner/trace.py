@@ -114,10 +114,7 @@ class Trace:
                 changes["gradients"][until] += size
                 changes["gradients"][min(reduced + 1, died)] -= size - shard
                 changes["gradients"][died] -= shard
-        return {
-            category: list(itertools.accumulate(change))[: self.end + 1]
-            for category, change in changes.items()
-        }
+        return {category: list(itertools.accumulate(change))[: self.end + 1] for category, change in changes.items()}
 
 
 def aligned(few: Trace, many: Trace) -> dict[str, list[tuple[int, int]]] | None:

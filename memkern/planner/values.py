@@ -80,9 +80,7 @@ class Values:
         with contextlib.suppress(_Unknown):
             storage = self._values(x).untyped_storage()._cdata
             self._found = {
-                key: found
-                for key, found in self._found.items()
-                if found[1].untyped_storage()._cdata != storage
+                key: found for key, found in self._found.items() if found[1].untyped_storage()._cdata != storage
             }
 
     def _learn(self, out: Any, values: Any) -> None:
@@ -105,9 +103,7 @@ class Values:
 
         def on_cpu(x: Any) -> Any:
             if isinstance(x, Tensor):
-                return (
-                    torch.empty((), dtype=x.dtype).expand(x.shape) if func in OF_A_SHAPE else self._values(x)
-                )
+                return torch.empty((), dtype=x.dtype).expand(x.shape) if func in OF_A_SHAPE else self._values(x)
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
         with _disable_current_modes(), torch.no_grad():

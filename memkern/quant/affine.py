@@ -196,9 +196,7 @@ def dequantize_affine(
             raise ValueError("shape must be given for bits=4: two codes are in a byte")
         size = torch.Size(shape)
         if codes.shape != ((size.numel() + 1) // 2,):
-            raise ValueError(
-                f"shape must fit the codes: {tuple(size)} does not fit {tuple(codes.shape)} bytes"
-            )
+            raise ValueError(f"shape must fit the codes: {tuple(size)} does not fit {tuple(codes.shape)} bytes")
         codes = (unpack_pairs(codes.contiguous(), size.numel()).to(torch.int8) ^ 8) - 8
         codes = codes.view(size)
     layout = _layout(codes, granularity, block_size)

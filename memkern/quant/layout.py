@@ -159,9 +159,7 @@ def layer_count(p: torch.Tensor, block_size: int, layers: int) -> int:
     layout, rows = layout_of(p, block_size), row_count(p.shape, p.stride())
     count = rows if layers == EVERY_ROW else layers
     if count < 1 or rows % count:
-        raise ValueError(
-            f"layers must divide the rows of a tensor, {rows} of shape {tuple(p.shape)}, got {layers}"
-        )
+        raise ValueError(f"layers must divide the rows of a tensor, {rows} of shape {tuple(p.shape)}, got {layers}")
     spans_rows = layout.segment == layout.numel  # blocks of several rows; else each row begins a block
     if count > 1 and spans_rows and p.numel() // count % layout.block:
         raise ValueError(

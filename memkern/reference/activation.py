@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..fewbit.levels import SYMMETRIES, Levels
-from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, to_fp32
-from ..quant.codec import plane_bytes as plane_bytes
+from ..quant.codec import ACTIVATIONS, MAX_BITS, MAX_COEFFICIENTS, MAX_THRESHOLDS, plane_bytes, to_fp32
 from ..quant.layout import FLOATS, arithmetic, is_dense, memory_order, same_layout
 from .blockwise import sqrt
 
@@ -97,9 +96,7 @@ def check_values(x: Tensor, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -
         )
 
 
-def few_bit_encode(
-    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
-) -> Tensor:
+def few_bit_encode(x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> Tensor:
     """The codes of a dense tensor: uint8 of shape (bits, bytes of a plane)."""
     check_table(bits, thresholds, flips, symmetry)
     check_values(x, "x", WIDE_TOO)
@@ -150,9 +147,7 @@ def check_codes(codes: Tensor, numel: int) -> None:
         )
 
 
-def check_levels(
-    grad: Tensor, codes: Tensor, levels: Sequence[float], dtypes: Sequence[torch.dtype] = FLOATS
-) -> None:
+def check_levels(grad: Tensor, codes: Tensor, levels: Sequence[float], dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Raises unless these are arguments of :func:`few_bit_backward`."""
     check_values(grad, "grad", dtypes)
     check_codes(codes, grad.numel())

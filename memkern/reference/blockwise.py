@@ -119,9 +119,7 @@ def round_signed(a: Tensor, u: Tensor | None) -> Tensor:
 
 def power_levels(codec: int, signed: bool) -> int:
     """N of the power codecs."""
-    return (
-        C.POWER_LEVELS_SIGNED if signed else C.POWER4_LEVELS if codec == C.POWER4 else C.POWER_LEVELS_UNSIGNED
-    )
+    return C.POWER_LEVELS_SIGNED if signed else C.POWER4_LEVELS if codec == C.POWER4 else C.POWER_LEVELS_UNSIGNED
 
 
 def holdable(x: Tensor, signed: bool) -> Tensor:
@@ -221,9 +219,7 @@ def quantize_blockwise(
     return codes, scale.reshape(layout.scale_shape)
 
 
-def dequantize_blockwise(
-    codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype
-) -> Tensor:
+def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype) -> Tensor:
     """The op behind :func:`memkern.dequantize_blockwise`."""
     check_codec(codec)
     check_block_size(block_size)

@@ -47,11 +47,7 @@ def lars_step_(args: StepArgs) -> None:
             continue
         ratio.fill_(1.0)
         if adapt:
-            found = (
-                h.trust_coeff * x_norm / (norm + x_norm * h.weight_decay + h.eps)
-                if classic
-                else x_norm / norm
-            )
+            found = h.trust_coeff * x_norm / (norm + x_norm * h.weight_decay + h.eps) if classic else x_norm / norm
             found = ratio_or_one(x_norm, norm, found)
             if h.trust_clip:
                 found = (found / t.lr if classic else found).clamp(max=1.0)

@@ -70,9 +70,7 @@ def check_muon(args: StepArgs, updates: Sequence[Tensor]) -> None:
     """Raises before anything is changed unless all arguments fit together."""
     check_step(MUON_STEP, args)
     if len(updates) != len(args.params):
-        raise ValueError(
-            f"updates must have {len(args.params)} entries, one per parameter, got {len(updates)}"
-        )
+        raise ValueError(f"updates must have {len(args.params)} entries, one per parameter, got {len(updates)}")
     for i, (p, u) in enumerate(zip(args.params, updates, strict=True)):
         if p.ndim < 2:
             raise ValueError(

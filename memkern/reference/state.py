@@ -73,8 +73,7 @@ def tensors_of(op: StepOp, args: StepArgs) -> Iterator[StepTensor]:
             grad=g.double() if p.dtype == torch.float64 else g,
             moments=moments,
             scales=[
-                None if m.is_floating_point() else next(of_moment)
-                for m, of_moment in zip(moments, scales, strict=True)
+                None if m.is_floating_point() else next(of_moment) for m, of_moment in zip(moments, scales, strict=True)
             ],
             step=args.steps[i],
             trust_ratios=args.trust_ratios[i] if op.has_trust_ratios else None,
@@ -133,9 +132,7 @@ def _check_groups(op: StepOp, args: StepArgs) -> None:
         check_block_size(block_size)
     for t in args.lr:
         if t.numel() != 1 or t.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"lr must hold float32 or float64 tensors of one element, got {t.dtype} {tuple(t.shape)}"
-            )
+            raise ValueError(f"lr must hold float32 or float64 tensors of one element, got {t.dtype} {tuple(t.shape)}")
     for i, t in enumerate(args.steps):
         if t.numel() != 1 or t.dtype != torch.float32:
             raise ValueError(
@@ -221,9 +218,7 @@ def _check_states(op: StepOp, args: StepArgs, i: int, used: int) -> bool:
             scale = scales[used] if used < len(scales) else None
             if scale is None or scale.dtype != torch.float32 or tuple(scale.shape) != layout.scale_shape:
                 got = "none" if scale is None else f"{scale.dtype} of shape {tuple(scale.shape)}"
-                raise ValueError(
-                    f"the scale of {name}[{i}] must be float32 of shape {layout.scale_shape}, got {got}"
-                )
+                raise ValueError(f"the scale of {name}[{i}] must be float32 of shape {layout.scale_shape}, got {got}")
     return coded
 
 
@@ -251,9 +246,7 @@ def skipped(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf != 0)
 
 
-def gradient_factor(
-    grad_scale: Tensor | None, grad_norm: Tensor | None = None, max_grad_norm: float = 0.0
-) -> float:
+def gradient_factor(grad_scale: Tensor | None, grad_norm: Tensor | None = None, max_grad_norm: float = 0.0) -> float:
     """The factor of all gradients: divides by ``grad_scale``, and clips to a global norm where one is given.
 
     The clip is torch.nn.utils.clip_grad_norm_'s; a norm that is NaN gives NaN.
@@ -274,9 +267,7 @@ def gradient(grad: Tensor, layout: BlockLayout, maximize: int, factor: float) ->
     return g * number(-factor if maximize else factor, g)
 
 
-def load_moment(
-    state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, decay: float = 1.0
-) -> Tensor:
+def load_moment(state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, decay: float = 1.0) -> Tensor:
     """A moment in fp32 blocks, times ``decay``, which goes into the scale.
 
     Unsigned power codes hold w = sqrt(v), so decay * v = (sqrt(decay) * w)^2.
@@ -295,9 +286,7 @@ def load_moment(
     return decode(codes, scale, codec, decay)
 
 
-def store_moment(
-    x: Tensor, state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, step: int
-) -> None:
+def store_moment(x: Tensor, state: Tensor, scale: Tensor | None, layout: BlockLayout, codec: int, step: int) -> None:
     """Stores a moment in place; the inverse of :func:`load_moment`. Power codes take the dither of ``step``."""
     if scale is None:
         from_blocks(x, layout, state)
@@ -311,9 +300,7 @@ def store_moment(
     scale.copy_(s.reshape(scale.shape))
 
 
-def encode_moment(
-    x: Tensor, layout: BlockLayout, codec: int, signed: bool, step: int
-) -> tuple[Tensor, Tensor]:
+def encode_moment(x: Tensor, layout: BlockLayout, codec: int, signed: bool, step: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of blocks as a step stores them; for a shard with cut blocks, the whole tensor's scales."""
     u = None if codec == DYNAMIC else dither(layout.block, step, x.device)
     q, s = encode(x, codec, signed, u, keep_positive=True)

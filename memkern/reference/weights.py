@@ -60,9 +60,7 @@ def load_weight(p: Tensor, state: Tensor | None, storage: int, layout: BlockLayo
     return join_weight(to_blocks(p, layout), to_blocks(state, layout), DROPPED[storage])
 
 
-def store_weight(
-    x: Tensor, p: Tensor, state: Tensor | None, storage: int, layout: BlockLayout, step: int
-) -> None:
+def store_weight(x: Tensor, p: Tensor, state: Tensor | None, storage: int, layout: BlockLayout, step: int) -> None:
     """Stores a parameter in place; the inverse of :func:`load_weight`. Random bits are those of ``step``."""
     if storage in DROPPED:
         dropped = DROPPED[storage]

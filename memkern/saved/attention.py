@@ -35,18 +35,14 @@ class _Forward(NamedTuple):
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Any:
-    return _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-    )
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Any:
     return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
 
 
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-) -> Any:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Any:
     return _ATEN._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
 
 
@@ -55,13 +51,9 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
 
 
 FORWARD = {
-    "ScaledDotProductFlashAttentionForCpuBackward0": _Forward(
-        "_saved_logsumexp", "_saved_attn_mask", _on_cpu
-    ),
+    "ScaledDotProductFlashAttentionForCpuBackward0": _Forward("_saved_logsumexp", "_saved_attn_mask", _on_cpu),
     "ScaledDotProductFlashAttentionBackward0": _Forward("_saved_logsumexp", None, _flash),
-    "ScaledDotProductEfficientAttentionBackward0": _Forward(
-        "_saved_log_sumexp", "_saved_attn_bias", _efficient
-    ),
+    "ScaledDotProductEfficientAttentionBackward0": _Forward("_saved_log_sumexp", "_saved_attn_bias", _efficient),
     "ScaledDotProductCudnnAttentionBackward0": _Forward("_saved_logsumexp", "_saved_attn_bias", _cudnn),
 }
 _INPUTS = ("_saved_query", "_saved_key", "_saved_value")

@@ -61,7 +61,5 @@ def is_built_since(node: Any, time: int) -> bool:
             break
         if any(then >= time for then in _times(nodes[i])):
             return True
-        nodes += (
-            source for source, _ in nodes[i].next_functions if source is not None and not is_leaf(source)
-        )
+        nodes += (source for source, _ in nodes[i].next_functions if source is not None and not is_leaf(source))
     return False

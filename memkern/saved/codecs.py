@@ -85,9 +85,7 @@ def encode_power(signed: bool, x: Tensor, block_size: int = BLOCK_SIZE) -> Encod
     return Encoded((codes, scale), _is_coarse(x, codes, block_size))
 
 
-def decode_power(
-    data: Sequence[Tensor], layout: Layout, dtype: torch.dtype, block_size: int = BLOCK_SIZE
-) -> Tensor:
+def decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> Tensor:
     return _ops.dequantize_blockwise(data[0], data[1], "power", block_size, dtype)
 
 

@@ -79,9 +79,7 @@ class quantize_saved:
         ValueError: bits is neither 8 nor "exact"; an option of offload out of range.
     """
 
-    def __init__(
-        self, bits: int | str = 8, *, offload: bool = False, offload_ahead: int | None = None
-    ) -> None:
+    def __init__(self, bits: int | str = 8, *, offload: bool = False, offload_ahead: int | None = None) -> None:
         check_bits(bits)
         self.bits = bits
         self.offload = options_of(offload, offload_ahead)

@@ -151,11 +151,7 @@ def row(node: Any, name: str, x: Tensor) -> int | None:
 def _is_product_of_rows(node: Any, name: str) -> bool:
     if name != "MulBackward0" or any(source is None for source, _ in node.next_functions):
         return False
-    shapes = [
-        torch.Size(source._input_metadata[nr].shape)
-        for source, nr in node.next_functions
-        if not is_leaf(source)
-    ]
+    shapes = [torch.Size(source._input_metadata[nr].shape) for source, nr in node.next_functions if not is_leaf(source)]
     return len(shapes) == 2 and all(map(len, shapes)) and (shapes[0][-1] == 1) != (shapes[1][-1] == 1)
 
 
@@ -186,9 +182,7 @@ def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:
 
 
 _TAILS = {
-    **dict.fromkeys(
-        ("SiluBackward0", "MishBackward0", "SoftplusBackward0", "EluBackward0", "CeluBackward0"), -3.0
-    ),
+    **dict.fromkeys(("SiluBackward0", "MishBackward0", "SoftplusBackward0", "EluBackward0", "CeluBackward0"), -3.0),
     **dict.fromkeys(("GeluBackward0", "memkern.Glu", "memkern.Recompute"), -1.5),
     "GluBackward0": -3.0,
 }
@@ -213,9 +207,7 @@ def in_tail(node: Any, x: Tensor) -> bool:
     return x.amax().item() < limit
 
 
-_BOUNDED_RESULTS = {
-    f"{name}Backward0" for name in ("Softmax", "SafeSoftmax", "LogSoftmax", "Sigmoid", "Tanh")
-}
+_BOUNDED_RESULTS = {f"{name}Backward0" for name in ("Softmax", "SafeSoftmax", "LogSoftmax", "Sigmoid", "Tanh")}
 
 
 def bears_coarse(node: Any) -> bool:

@@ -45,11 +45,7 @@ class _Derivation:
         """
         value = registered(edge)
         only_views = self.reach == Kind.VIEW
-        if (
-            value is not None
-            and self.need.is_met_by(value, dtype)
-            and not (only_views and isinstance(value, Computed))
-        ):
+        if value is not None and self.need.is_met_by(value, dtype) and not (only_views and isinstance(value, Computed)):
             if self.need.exact:
                 value.stay_exact()
             return value
@@ -74,9 +70,7 @@ class _Derivation:
             and (rule.exactness == "bits" or self.need.rounded)
         )
 
-    def _seen_through(
-        self, edge: Edge, dtype: torch.dtype | None, steps: int, functions: int
-    ) -> Value | None:
+    def _seen_through(self, edge: Edge, dtype: torch.dtype | None, steps: int, functions: int) -> Value | None:
         """A chain of views, as one function of the tensor that they are views of, whose dtype and device they have."""
         views = [edge]
         value: Value | None
@@ -89,12 +83,7 @@ class _Derivation:
                 break
             source = Edge(node, nr)
             above = RULES.get(operation(node))
-            if (
-                above is None
-                or above.kind != Kind.VIEW
-                or len(views) == steps
-                or registered(source) is not None
-            ):
+            if above is None or above.kind != Kind.VIEW or len(views) == steps or registered(source) is not None:
                 value = self.value(source, dtype, steps - len(views), functions)
                 break
             views.append(source)
@@ -105,9 +94,7 @@ class _Derivation:
         seen.rounded, seen.clipped = value.rounded, value.clipped
         return _registered(edge, seen)
 
-    def _applied(
-        self, rule: Rule, edge: Edge, dtype: torch.dtype | None, steps: int, functions: int
-    ) -> Value | None:
+    def _applied(self, rule: Rule, edge: Edge, dtype: torch.dtype | None, steps: int, functions: int) -> Value | None:
         """The rule's function of the operation's inputs."""
         sources = edge.inputs()
         # Before the way up of the others is tried: of a sum of many layers that would be the whole model.

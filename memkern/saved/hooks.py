@@ -144,9 +144,7 @@ def check(model: nn.Module, saved_bits: SavedBits) -> None:
         check_bits(saved_bits, "saved_bits")
     floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     if not floats:
-        raise ValueError(
-            "saved_bits needs a model with floating-point parameters or buffers, and this one has none"
-        )
+        raise ValueError("saved_bits needs a model with floating-point parameters or buffers, and this one has none")
     if all(t.dtype == torch.float64 for t in floats) and saved_bits != EXACT:
         raise ValueError("saved_bits: there are no 8-bit codes for float64 models; use saved_bits='exact'")
 
@@ -204,9 +202,7 @@ def _install_on_base(model: nn.Module) -> None:
 
 def installed(model: nn.Module) -> list[tuple[str, Bits]]:
     """The modules with hooks of their own, and their modes."""
-    return [
-        (name, vars(m)[SAVED]) for name, m in model.named_modules() if is_installed(m) and not _is_base(m)
-    ]
+    return [(name, vars(m)[SAVED]) for name, m in model.named_modules() if is_installed(m) and not _is_base(m)]
 
 
 def _is_base(module: nn.Module) -> bool:

@@ -70,9 +70,7 @@ class Link:
         self.leaving: deque[Transfer] = deque()
         self.back: OrderedDict[Record, None] = OrderedDict()  # the last that was asked for at the end
         self.staying_bytes = self.leaving_bytes = self.back_bytes = 0
-        self.live = self.most = self.most_before = (
-            0  # bytes now, and at most since there were none and before that
-        )
+        self.live = self.most = self.most_before = 0  # bytes now, and at most since there were none and before that
         self.few = 64
         self.count = 0  # of transfers
         self.enough = 0  # bytes that may be taken before more is sent for
@@ -160,9 +158,7 @@ class Link:
             self.held.append(record)
             return
         if record.pieces is None:
-            record.pieces = self.pool.take(
-                sum([-(-x.nbytes // ALIGNMENT) for x in record.tensors]) * ALIGNMENT
-            )
+            record.pieces = self.pool.take(sum([-(-x.nbytes // ALIGNMENT) for x in record.tensors]) * ALIGNMENT)
             if len(record.pieces) == 1 and self.mode is None:
                 record.hosts = self._hosts(record.pieces[0], record.tensors)
             else:

@@ -74,9 +74,7 @@ def host_bytes() -> HostBytes:
     for link in _links.values():
         with link.lock:
             link.note_dead()
-    return HostBytes(
-        sum(link.pool.total for link in _links.values()), sum(link.pool.used for link in _links.values())
-    )
+    return HostBytes(sum(link.pool.total for link in _links.values()), sum(link.pool.used for link in _links.values()))
 
 
 def empty_pools() -> int:

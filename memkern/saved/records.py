@@ -37,9 +37,7 @@ class Record:
 
     def __init__(self, data: Sequence[Tensor], large: list[Tensor], nbytes: int, index: int) -> None:
         self.tensors: list[Tensor] | None = large
-        self.small = (
-            None if len(large) == len(data) else [None if any(x is y for y in large) else x for x in data]
-        )
+        self.small = None if len(large) == len(data) else [None if any(x is y for y in large) else x for x in data]
         self.nbytes, self.index, self.alive, self.state = nbytes, index, True, STAYS
         self.pieces: list[Piece] | None = None
         self.hosts: list[Tensor] | None = None  # in the piece, where it is one

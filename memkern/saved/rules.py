@@ -78,9 +78,7 @@ def _expanded(edge: Edge) -> Callable[[Tensor], Tensor]:
 
 def _sliced(edge: Edge) -> Callable[[Tensor], Tensor]:
     node = edge.node
-    dim, start, end, step = map(
-        signed, (node._saved_dim, node._saved_start, node._saved_end, node._saved_step)
-    )
+    dim, start, end, step = map(signed, (node._saved_dim, node._saved_start, node._saved_end, node._saved_step))
     return lambda x: torch.ops.aten.slice.Tensor(x, dim, start, end, step)
 
 
@@ -170,11 +168,7 @@ def _recomputed(edge: Edge) -> Callable[[Tensor], Tensor]:
 def _summed(edge: Edge) -> Callable[[Tensor], Tensor] | None:
     """Over a dimension or more, of few elements: a sum over many is small, and saved as it is."""
     source = edge.inputs()[0]
-    if (
-        source is None
-        or edge.node._saved_dim is None
-        or source.shape.numel() > _MOST_OF_A_SUM * edge.shape.numel()
-    ):
+    if source is None or edge.node._saved_dim is None or source.shape.numel() > _MOST_OF_A_SUM * edge.shape.numel():
         return None
     dims = [signed(dim) for dim in edge.node._saved_dim]
     return functools.partial(torch.sum, dim=dims, keepdim=edge.node._saved_keepdim, dtype=edge.dtype)
@@ -336,9 +330,7 @@ POWER, UNSIGNED = "power", "unsigned power"
 PROBABILITY, TANH, LOGARITHM = "probability", "tanh", "log-probability"
 CODEC_BY_MAKER: dict[str, str] = {
     # matrix products and convolutions
-    **dict.fromkeys(
-        ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "MvBackward0"), POWER
-    ),
+    **dict.fromkeys(("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "MvBackward0"), POWER),
     **dict.fromkeys(("LinearBackward0", "MkldnnLinearBackward0", "GroupedMmBackward0"), POWER),
     **dict.fromkeys(("ConvolutionBackward0", "MkldnnConvolutionBackward0", "ThnnConv2DBackward0"), POWER),
     "EinsumBackward0": POWER,
@@ -361,12 +353,8 @@ CODEC_BY_MAKER: dict[str, str] = {
     "ReluBackward0": UNSIGNED,
     "NativeDropoutBackward0": POWER,
     # the same values elsewhere
-    **dict.fromkeys(
-        ("EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0"), POWER
-    ),
-    **dict.fromkeys(
-        ("CatBackward0", "StackBackward0", "RepeatBackward0", "RollBackward0", "FlipBackward0"), POWER
-    ),
+    **dict.fromkeys(("EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0"), POWER),
+    **dict.fromkeys(("CatBackward0", "StackBackward0", "RepeatBackward0", "RollBackward0", "FlipBackward0"), POWER),
     **dict.fromkeys(("ConstantPadNdBackward0", "MaxPool2DWithIndicesBackward0", "AvgPool2DBackward0"), POWER),
     **dict.fromkeys(("UpsampleNearest2DBackward0", "UpsampleBilinear2DBackward0"), POWER),
     # of :mod:`memkern.functional`

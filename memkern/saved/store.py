@@ -153,9 +153,7 @@ class Store:
             return None
         return codecs.normalized(*found)
 
-    def stored(
-        self, x: Tensor, codec: codecs.Codec | None = None, dtype: torch.dtype | None = None
-    ) -> Stored:
+    def stored(self, x: Tensor, codec: codecs.Codec | None = None, dtype: torch.dtype | None = None) -> Stored:
         """Stores a tensor; dtype: that of its edge, its own by default."""
         return Stored(x, dtype or x.dtype, codec, self.outer, self.offload)
 

@@ -105,9 +105,7 @@ _PRODUCTS = {
     ),
     # Their gradient is a constant and says nothing of the values; they save log-probabilities for the shape.
     **dict.fromkeys(("NllLossBackward0", "NllLoss2DBackward0"), User("product", (), ("self",))),
-    **dict.fromkeys(
-        ("EmbeddingBackward0", "memkern.RandomizedLinear", "memkern.LinearCrossEntropy"), User("product")
-    ),
+    **dict.fromkeys(("EmbeddingBackward0", "memkern.RandomizedLinear", "memkern.LinearCrossEntropy"), User("product")),
     **_rows("product", ("saved_tensors",), "memkern.MLP"),
 }
 

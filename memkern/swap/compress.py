@@ -30,9 +30,7 @@ from .swap_plan import AUTO, MARKED, OUTPUT, RECOMPUTE, Compression, Predicate
 
 def _check_activations(activations: Any) -> None:
     if isinstance(activations, str) and activations not in (AUTO, OUTPUT, RECOMPUTE):
-        raise ValueError(
-            f"activations must be 1 to 4 bits, 'auto', 'output', 'recompute' or None, got {activations!r}"
-        )
+        raise ValueError(f"activations must be 1 to 4 bits, 'auto', 'output', 'recompute' or None, got {activations!r}")
     if activations is not None and not isinstance(activations, str):
         check_bits(activations)
 
@@ -45,9 +43,7 @@ def _linear_options(linear: float | Mapping[str, Any] | None) -> dict[str, Any] 
     return options
 
 
-def _offload_options(
-    model: nn.Module, saved_bits: SavedBits, offload: bool, ahead: int | None
-) -> Offload | None:
+def _offload_options(model: nn.Module, saved_bits: SavedBits, offload: bool, ahead: int | None) -> Offload | None:
     options = options_of(offload, ahead, max(map(len, block_lists(model)), default=BLOCKS))
     if options is not None and saved_bits is None:
         raise ValueError("offload is for what saved_bits stores, got offload=True with saved_bits=None")

@@ -82,6 +82,4 @@ def find_gated_unit(cls: type[nn.Module], module: nn.Module) -> Unit | None:
 
 def _is_own_gate(module: nn.Module) -> bool:
     """Whether the instance has the method of its class, or what an earlier call of compress has set."""
-    return "_apply_gate" not in vars(module) or (
-        original_class(module) is type(module) and ORIGINAL in vars(module)
-    )
+    return "_apply_gate" not in vars(module) or (original_class(module) is type(module) and ORIGINAL in vars(module))

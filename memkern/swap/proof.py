@@ -70,9 +70,7 @@ class _StandIn:
         method = inspect.getattr_static(cls, name, None)
         if inspect.isfunction(method) and name not in vars(module):
             return types.MethodType(method, self)
-        if recorder.trusted or (
-            name == "inplace" and vars(module).get(name) is False
-        ):  # the same values either way
+        if recorder.trusted or (name == "inplace" and vars(module).get(name) is False):  # the same values either way
             return getattr(module, name)
         raise Unproved
 

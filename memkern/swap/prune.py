@@ -38,7 +38,5 @@ def prune(model: nn.Module, example: Any, compression: Compression) -> None:
 
 def _again(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
     own = vars(module)
-    changed = {
-        k: v for k, v in attributes.items() if not k.startswith("_memkern") and own.get(k, own) is not v
-    }
+    changed = {k: v for k, v in attributes.items() if not k.startswith("_memkern") and own.get(k, own) is not v}
     become(module, cls, changed)

@@ -104,9 +104,7 @@ class Report:
             lines += _grouped((name, "marked") for name in self.marked)
         if self.left:
             lines.append("left alone")
-            lines += _grouped(
-                (name, f"{left.what}, {left.reason}") for left in self.left for name in left.names
-            )
+            lines += _grouped((name, f"{left.what}, {left.reason}") for left in self.left for name in left.names)
         return "\n".join(lines)
 
     @staticmethod

@@ -76,9 +76,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 class Compression:
     """One call of compress."""
 
-    def __init__(
-        self, model: nn.Module, predicate: Predicate | None, covered: Mapping[nn.Module, object]
-    ) -> None:
+    def __init__(self, model: nn.Module, predicate: Predicate | None, covered: Mapping[nn.Module, object]) -> None:
         self.predicate, self.covered = predicate, covered  # by saved_bits: module -> its mode, or None
         self.names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):

@@ -26,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for heading in (DATA, TRAINING, TECHNIQUES, RATES_AND_BATCHES, FILES):
         group = parser.add_argument_group(heading)
         if heading == TRAINING:
-            text = (
-                "windows of an optimizer step, for each of --batch-factor: --micro-batch times --accumulation"
-            )
+            text = "windows of an optimizer step, for each of --batch-factor: --micro-batch times --accumulation"
             group.add_argument("--batch-size", type=int, metavar="N", help=text)
         if heading == TECHNIQUES:
             text = "let the planner choose among the following what fits in this memory, such as 12GiB"

@@ -59,9 +59,7 @@ def check_paths(out: Path | None, save: Path | None, export: Path | None) -> Non
         if os.path.isdir(save):
             raise OptionError("save", f"{str(save)!r} given, which is a folder; allowed: a file")
         if not os.access(save.parent, os.W_OK | os.X_OK):
-            raise OptionError(
-                "save", f"{str(save)!r} given; allowed: a file in an existing folder that can be written"
-            )
+            raise OptionError("save", f"{str(save)!r} given; allowed: a file in an existing folder that can be written")
     for name, folder in (("out", out), ("export", export)):
         if folder is None:
             continue
@@ -72,9 +70,7 @@ def check_paths(out: Path | None, save: Path | None, export: Path | None) -> Non
     if save is not None:
         check_writes("save", save.parent)
     if export is not None and os.path.isdir(export) and os.listdir(export):
-        raise OptionError(
-            "export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder"
-        )
+        raise OptionError("export", f"{str(export)!r} given, which is not empty; allowed: a new or an empty folder")
 
 
 def needed(args: argparse.Namespace) -> tuple[str, ...]:
@@ -104,9 +100,7 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
         name = "compare" if args.compare else "resume"
         raise OptionError("fit", f"given with --{name}; allowed: without --compare and --resume")
     if args.weights_on_host and not args.evaluate:
-        raise OptionError(
-            "weights_on_host", "given without --evaluate; a run has --offload for its optimizer"
-        )
+        raise OptionError("weights_on_host", "given without --evaluate; a run has --offload for its optimizer")
     files = ("compare", "resume", "save", "out", "export", "fit")
     if args.evaluate and (given := next((name for name in files if getattr(args, name)), None)):
         raise OptionError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
@@ -189,9 +183,7 @@ class Saver:
         """Says which checkpoint the file holds after a failure."""
         if self.written is not None:
             return f"{self.path} has that of step {self.written}"
-        return (
-            f"{self.path} is as it was before this run" if self.path.exists() else f"{self.path} is not there"
-        )
+        return f"{self.path} is as it was before this run" if self.path.exists() else f"{self.path} is not there"
 
     def _where(self, done: int, steps: int) -> str:
         if self.failure:
@@ -267,9 +259,7 @@ def write_results(
         print(f"Written: {', '.join(map(str, written))}")
 
 
-def fitted(
-    args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes
-) -> tuple[TrainConfig, Plan]:
+def fitted(args: argparse.Namespace, config: TrainConfig, source: Source, group: Processes) -> tuple[TrainConfig, Plan]:
     """The planner's choice for --fit, and its plan; printed too."""
     from ..planner.waiting import waiting
     from .build import resolve_device

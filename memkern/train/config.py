@@ -115,16 +115,12 @@ class TrainConfig:
         "field of .jsonl, .csv, .tsv and .parquet files with the text",
         group=DATA, metavar="NAME", shown="text",
     )  # fmt: skip
-    dropout: float | None = option(
-        None, "all dropout rates of the model", RATE, group=DATA, shown="the model's own"
-    )
+    dropout: float | None = option(None, "all dropout rates of the model", RATE, group=DATA, shown="the model's own")
     layers: int | None = option(
         None, "number of a byte-level GPT's blocks", at_least(1), group=DATA, shown="the model's"
     )
     heads: int | None = option(None, "its attention heads", at_least(1), group=DATA, shown="the model's")
-    width: int | None = option(
-        None, "the size of its residual stream", at_least(1), group=DATA, shown="the model's"
-    )
+    width: int | None = option(None, "the size of its residual stream", at_least(1), group=DATA, shown="the model's")
     seq_len: int = option(128, "tokens in a window", at_least(1), group=DATA)
     steps: int = option(500, "optimizer steps", at_least(1), group=TRAINING)
     epochs: float | None = option(
@@ -137,9 +133,7 @@ class TrainConfig:
     threads: int | None = option(None, "CPU threads", at_least(1), group=TRAINING, shown="torch's choice")
     workers: int = option(0, "processes that prepare batches", at_least(0), group=TRAINING)
     parallel: str = option("ddp", "of several processes: DDP, or FSDP2's shards", PARALLEL, group=TRAINING)
-    eval_every: int = option(
-        50, "steps between validations; the last step has one", at_least(1), group=TRAINING
-    )
+    eval_every: int = option(50, "steps between validations; the last step has one", at_least(1), group=TRAINING)
     eval_tokens: int = option(16384, "tokens of validation text", at_least(1), group=TRAINING)
     gradient_rounding: str = option(
         "nearest",
@@ -164,9 +158,7 @@ class TrainConfig:
         1, "how many of --batch-size are in a step; the learning rate is scaled by --lr-rule", at_least(1),
         group=RATES_AND_BATCHES, shown="the number of processes",
     )  # fmt: skip
-    lr_rule: str = option(
-        "sqrt", "what the learning rate is multiplied by for it", LR_RULES, group=RATES_AND_BATCHES
-    )
+    lr_rule: str = option("sqrt", "what the learning rate is multiplied by for it", LR_RULES, group=RATES_AND_BATCHES)
     warmup: int | None = option(
         None, "steps of linear warm-up", at_least(0), group=RATES_AND_BATCHES, shown="a tenth, at most 100"
     )
@@ -196,9 +188,7 @@ class TrainConfig:
         """Every option by the name of its flag: the techniques' and the other fields."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         techniques = values.pop("techniques")
-        return values | {
-            field.name: getattr(techniques, field.name) for field in dataclasses.fields(Techniques)
-        }
+        return values | {field.name: getattr(techniques, field.name) for field in dataclasses.fields(Techniques)}
 
     @property
     def is_preset(self) -> bool:
@@ -278,9 +268,7 @@ class TrainConfig:
         techniques = self.techniques
         torchs = f"torch-{techniques.optimizer}"
         if torchs not in OPTIMIZERS and techniques.state_bits == 32:
-            with_torch = ", ".join(
-                name.removeprefix("torch-") for name in OPTIMIZERS if name.startswith("torch-")
-            )
+            with_torch = ", ".join(name.removeprefix("torch-") for name in OPTIMIZERS if name.startswith("torch-"))
             raise OptionError(
                 "compare",
                 f"given with {techniques.optimizer} and 32-bit states; allowed with 8-bit states, or with {with_torch}",
@@ -322,9 +310,7 @@ def check_model_options(config: TrainConfig) -> None:
         return
     for name in TRANSFORMERS_ONLY:
         if getattr(config, name) not in (None, False):
-            text = (
-                f"given with --model {config.model}, a byte-level preset; allowed with models of transformers"
-            )
+            text = f"given with --model {config.model}, a byte-level preset; allowed with models of transformers"
             raise OptionError(name, text)
     _, heads, width = config.shape
     if width % heads and config.heads is not None:
@@ -344,9 +330,7 @@ def check_techniques(config: TrainConfig) -> None:
         ):
             if excluded:
                 given = getattr(techniques, name)
-                raise OptionError(
-                    name, f"{given!r} given with --gradient-rounding stochastic; allowed: {allowed}"
-                )
+                raise OptionError(name, f"{given!r} given with --gradient-rounding stochastic; allowed: {allowed}")
     if techniques.step_in_backward:
         if config.max_norm > 0:
             text = "given with --step-in-backward; allowed: 0: the norm of all gradients is not known before the last"

@@ -98,9 +98,7 @@ def check_lengths(name: str, train: int, validation: int, seq_len: int, unit: st
     if not train or not validation:
         part = "training" if validation else "validation"
         why = "every tenth row of a table is for validation, and the last tenth of a text"
-        raise OptionError(
-            "data", f"{name!r} given, which holds no text for {part} ({why}); allowed: ten rows or more"
-        )
+        raise OptionError("data", f"{name!r} given, which holds no text for {part} ({why}); allowed: ten rows or more")
     shortest = min(train, validation)
     if shortest >= seq_len + 1:
         return
@@ -180,9 +178,7 @@ def step_batches(
         yield windows(text, micro, seq_len)
 
 
-def validation_batches(
-    text: Tensor, *, tokens: int, micro_batch: int, seq_len: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def validation_batches(text: Tensor, *, tokens: int, micro_batch: int, seq_len: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Always the same windows: tokens // seq_len of them (at least one), evenly spread, without overlap."""
     available = (len(text) - 1) // seq_len
     count = max(1, min(tokens // seq_len, available))

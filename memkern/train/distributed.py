@@ -97,24 +97,18 @@ class Steps(Dataset):
         return own_batches(batches, self.group), sum(batch.predicted for batch in batches)
 
 
-def prepared(
-    corpus: Corpus, config: TrainConfig, group: Processes, first: int
-) -> Iterator[tuple[list[Batch], int]]:
+def prepared(corpus: Corpus, config: TrainConfig, group: Processes, first: int) -> Iterator[tuple[list[Batch], int]]:
     """The steps from ``first`` on, by config.workers processes ahead of time, or here where there are none."""
     steps, left = Steps(corpus, config, group), range(first, config.steps)
     if not config.workers:
         return map(steps.__getitem__, left)
     # A generator of its own keeps the loader from drawing from torch's global one.
     return iter(
-        DataLoader(
-            steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator()
-        )
+        DataLoader(steps, batch_size=None, sampler=left, num_workers=config.workers, generator=torch.Generator())
     )
 
 
-def data_parallel(
-    objective: Objective, config: TrainConfig, group: Processes, device: torch.device
-) -> nn.Module:
+def data_parallel(objective: Objective, config: TrainConfig, group: Processes, device: torch.device) -> nn.Module:
     """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
 
     Raises OptionError for what cannot be sharded.
@@ -126,9 +120,7 @@ def data_parallel(
             objective, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )
     if config.techniques.checkpointing == "sqrt":
-        raise OptionError(
-            "checkpointing", "'sqrt' given with --parallel fsdp, which shards by block; allowed: blocks"
-        )
+        raise OptionError("checkpointing", "'sqrt' given with --parallel fsdp, which shards by block; allowed: blocks")
     from .sharding import shard
 
     shard(objective, group.world, device)

@@ -40,9 +40,7 @@ def check_on_host(config: TrainConfig, on_host: str | None) -> None:
         text = f"{on_host!r} given with --model {config.model}; allowed with models of transformers"
         raise OptionError("weights_on_host", text)
     if on_host == "layers" and config.techniques.loss_chunk is not None:
-        raise OptionError(
-            "loss_chunk", "given with --weights-on-host layers; allowed: without, or with model"
-        )
+        raise OptionError("loss_chunk", "given with --weights-on-host layers; allowed: without, or with model")
 
 
 def evaluate(config: TrainConfig, source: Source, on_host: str | None = None) -> float:

@@ -80,9 +80,7 @@ def _folder(folder: Path, left_out: list[str]) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=_raise):
         visible = sorted(name for name in folders if not name.startswith("."))
         folders[:] = [name for name in visible if not Path(parent, name).is_symlink()]
-        left_out += [
-            f"{str(Path(parent, name))!r} (a link to a folder)" for name in visible if name not in folders
-        ]
+        left_out += [f"{str(Path(parent, name))!r} (a link to a folder)" for name in visible if name not in folders]
         for name in sorted(names):
             path = Path(parent, name)
             if name.startswith("."):

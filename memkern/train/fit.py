@@ -69,8 +69,6 @@ def fit(
             + " ".join([f"{made.together.techniques}.", *would_fit(made)]).removesuffix("."),
         )
     techniques = made.recommended.techniques
-    fitted = config.replace(
-        techniques=techniques.replace(accumulation=techniques.accumulation // config.batch_factor)
-    )
+    fitted = config.replace(techniques=techniques.replace(accumulation=techniques.accumulation // config.batch_factor))
     fitted.validate()
     return fitted, made

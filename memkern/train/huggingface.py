@@ -39,9 +39,7 @@ def named(what: str, given: str, cure: str) -> Iterator[None]:
         yield
     except OptionError:
         raise
-    except (
-        Exception
-    ) as error:  # the libraries below raise all kinds: OSError, ValueError, SafetensorError, KeyError
+    except Exception as error:  # the libraries below raise all kinds: OSError, ValueError, SafetensorError, KeyError
         raise OptionError("model", f"{given!r}: {what}: {first_line(error)}; {cure}") from error
 
 
@@ -99,9 +97,7 @@ def trainable(hf_config: Any, config: TrainConfig) -> Any:
 def check_seq_len(config: TrainConfig, hf_config: Any) -> None:
     most = positions(hf_config)
     if most is not None and config.seq_len > most:
-        raise OptionError(
-            "seq_len", f"{config.seq_len} given; allowed: 1 to {most}, the positions of {config.model}"
-        )
+        raise OptionError("seq_len", f"{config.seq_len} given; allowed: 1 to {most}, the positions of {config.model}")
 
 
 def has_tokenizer(name: str) -> bool:
@@ -122,9 +118,7 @@ def load_tokenizer(config: TrainConfig, hf_config: Any, texts: Sequence[str]) ->
     elif has_tokenizer(config.model) and (Path(config.model).is_dir() or not config.from_config):
         from transformers import AutoTokenizer
 
-        with named(
-            "its tokenizer cannot be read", config.model, "allowed: --bytes, or a folder without a tokenizer"
-        ):
+        with named("its tokenizer cannot be read", config.model, "allowed: --bytes, or a folder without a tokenizer"):
             tokenizer = FromTransformers(AutoTokenizer.from_pretrained(config.model, **SAFE))
     else:
         return train_bpe(texts, size)

@@ -196,9 +196,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the validation batches (always the same ones), also recorded in the history."""
         batches = own_batches(self.corpus.validation_batches(self.config), self.group)
-        found = validate(
-            self.objective, batches, self.loss, lambda sums: self.group.sum(sums.to(self.device))
-        )
+        found = validate(self.objective, batches, self.loss, lambda sums: self.group.sum(sums.to(self.device)))
         self.history.validation.append((self.steps_done, found))
         return found
 
@@ -267,9 +265,7 @@ class Trainer:
         models = (self.model.state_dict(), state["model"])
         shapes = [{name: tensor.shape for name, tensor in model.items()} for model in models]
         if shapes[0] != shapes[1]:
-            raise OptionError(
-                "resume", f"given a checkpoint of another model; allowed: one of {self.config.model}"
-            )
+            raise OptionError("resume", f"given a checkpoint of another model; allowed: one of {self.config.model}")
         if self.is_sharded:
             from .sharding import load_whole
 
@@ -317,9 +313,7 @@ def comparison(config: TrainConfig) -> list[TrainConfig]:
     return [config.baseline(), config]
 
 
-def run(
-    trainers: Sequence[Trainer], on_step: Callable[[Trainer], None] = lambda trainer: None
-) -> list[RunResult]:
+def run(trainers: Sequence[Trainer], on_step: Callable[[Trainer], None] = lambda trainer: None) -> list[RunResult]:
     """Trains all to the end, a step of each in turn, so that a change in the machine's load affects them alike.
 
     on_step is called after each step and its validation, if it had one; it may save a checkpoint.

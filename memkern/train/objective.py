@@ -17,9 +17,7 @@ from .model import GPT
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of the targets' cross-entropies, in nats."""
-    return F.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Objective(nn.Module):
@@ -65,9 +63,7 @@ class LanguageModel(Objective):
     def __init__(self, model: Any, loss_chunk: int | None = None) -> None:
         super().__init__(model, loss_chunk)
         if loss_chunk is not None and not self._head_is_linear():
-            raise OptionError(
-                "loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's"
-            )
+            raise OptionError("loss_chunk", f"given with {type(model).__name__}, whose logits are no linear layer's")
 
     @torch.no_grad()
     def _head_is_linear(self) -> bool:

@@ -119,6 +119,4 @@ class Phases:
         if self.device.type == "cuda":
             return seen
         peak = peak_resident_bytes()
-        return (
-            None if peak is None else max(peak, seen)
-        )  # the kernel's count of the peak lags a few pages behind
+        return None if peak is None else max(peak, seen)  # the kernel's count of the peak lags a few pages behind

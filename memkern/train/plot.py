@@ -93,9 +93,7 @@ def memory_figure(config: TrainConfig, phases: Phases) -> Figure:
     rows = phases.table
     drawn = bars.bar(range(len(rows)), [row.peak / 2**30 for row in rows.values()], color=color, width=0.6)
     bars.set_xticks(range(len(rows)), list(rows))
-    bars.bar_label(
-        drawn, [f"{row.peak / 2**30:.2f}" for row in rows.values()], padding=3, fontsize=9, color=INK
-    )
+    bars.bar_label(drawn, [f"{row.peak / 2**30:.2f}" for row in rows.values()], padding=3, fontsize=9, color=INK)
     bars.set_title("peak of each phase, GiB", fontsize=10, color=INK)
     out.suptitle(f"{model_name(config)}, {config.techniques.label}", fontsize=11, color=INK)
     return out

@@ -117,9 +117,7 @@ def _json_lines(path: Path, name: str) -> Iterator[Row]:
             row += 1
             where = f"row {row} (line {line})"
             with _named(path, where):
-                found = _object(
-                    json.loads(content.rstrip(b"\r\n").decode("utf-8-sig" if line == 1 else "utf-8"))
-                )
+                found = _object(json.loads(content.rstrip(b"\r\n").decode("utf-8-sig" if line == 1 else "utf-8")))
             yield where, found
 
 

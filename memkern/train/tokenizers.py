@@ -131,8 +131,4 @@ def stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
                 before = index
             ids += encoded
         parts.append(torch.tensor(ids, dtype=torch.int32))
-    return (
-        torch.cat([*parts, torch.tensor(ends, dtype=torch.int32)])
-        if parts
-        else torch.empty(0, dtype=torch.int32)
-    )
+    return torch.cat([*parts, torch.tensor(ends, dtype=torch.int32)]) if parts else torch.empty(0, dtype=torch.int32)

@@ -81,6 +81,4 @@ def token_corpus(config: TrainConfig, documents: Documents, tokenizer: Tokenizer
     """Windows of all documents. Raises OptionError where they are shorter than a window."""
     streams = [stream(tokenizer, texts) for texts in (documents.train, documents.validation)]
     check_lengths(name_of(config), len(streams[0]), len(streams[1]), config.seq_len, "token")
-    return Tokens(
-        streams[0], streams[1], name_of(config), documents.files, digest_of(streams), documents.left_out
-    )
+    return Tokens(streams[0], streams[1], name_of(config), documents.files, digest_of(streams), documents.left_out)

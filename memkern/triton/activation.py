@@ -14,14 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quant.codec import ODD, PLAIN, to_fp32
+from ..quant.codec import ODD, PLAIN, plane_bytes, to_fp32
 from ..reference.activation import (
     check_from_output,
     check_function,
     check_levels,
     check_table,
     check_values,
-    plane_bytes,
 )
 from .activation_formulas import GELU, GELU_LOG, GELU_TANH, GELU_TANH_LOG, activate, gelu_of_bf16
 from .launch import OPTIONS, TILE, cdiv, guard
@@ -85,9 +84,7 @@ def encode_vectors(
     planes = tl.sum(bits << tl.arange(0, 8).to(tl.uint32)[None, :], axis=1) & _elements_of_bytes(left, BLOCK)
     byte, byte_mask = _plane_bytes(start, plane, BLOCK)
     for p in tl.static_range(BITS):
-        tl.store(
-            codes + p * plane.to(tl.int64) + byte, (planes >> (8 * p) & 255).to(tl.uint8), mask=byte_mask
-        )
+        tl.store(codes + p * plane.to(tl.int64) + byte, (planes >> (8 * p) & 255).to(tl.uint8), mask=byte_mask)
     if FN != _NO_FUNCTION:
         y = pointer(y, start, y.dtype.element_ty, VECTOR)
         if x.dtype.element_ty == tl.bfloat16 and FN == GELU:
@@ -105,9 +102,7 @@ def _load_planes(codes, start, plane, BITS: tl.constexpr, BLOCK: tl.constexpr):
     byte, byte_mask = _plane_bytes(start, plane, BLOCK)
     planes = tl.zeros((BLOCK // 8,), tl.uint32)
     for p in tl.static_range(BITS):
-        planes |= tl.load(codes + p * plane.to(tl.int64) + byte, mask=byte_mask, other=0).to(tl.uint32) << (
-            8 * p
-        )
+        planes |= tl.load(codes + p * plane.to(tl.int64) + byte, mask=byte_mask, other=0).to(tl.uint32) << (8 * p)
     return (planes[:, None] >> tl.arange(0, 8).to(tl.uint32)[None, :]) & 0x01010101
 
 
@@ -118,16 +113,12 @@ def _select_of_2(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def _select_of_4(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
-    return tl.where(
-        (bits & 256) != 0, _select_of_2(bits, LEVELS, 2 * I + 1), _select_of_2(bits, LEVELS, 2 * I)
-    )
+    return tl.where((bits & 256) != 0, _select_of_2(bits, LEVELS, 2 * I + 1), _select_of_2(bits, LEVELS, 2 * I))
 
 
 @triton.jit
 def _select_of_8(bits, LEVELS: tl.constexpr, I: tl.constexpr):  # noqa: E741
-    return tl.where(
-        (bits & 65536) != 0, _select_of_4(bits, LEVELS, 2 * I + 1), _select_of_4(bits, LEVELS, 2 * I)
-    )
+    return tl.where((bits & 65536) != 0, _select_of_4(bits, LEVELS, 2 * I + 1), _select_of_4(bits, LEVELS, 2 * I))
 
 
 @triton.jit
@@ -213,9 +204,7 @@ def _encode(
     return codes
 
 
-def few_bit_encode(
-    x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int
-) -> Tensor:
+def few_bit_encode(x: Tensor, bits: int, thresholds: Sequence[float], flips: Sequence[int], symmetry: int) -> Tensor:
     """The codes of a dense tensor."""
     return _encode(x, x, {"A": 0.0, "B": 0.0, "FN": -1}, bits, thresholds, flips, symmetry)
 

@@ -171,9 +171,7 @@ def adam_update(
     eps, step_size, decay = param_scalars
     direction, w = adam_direction(m, v, eps, FAST)
     p = p * decay - step_size * direction
-    adam_store(
-        p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, v_tile, tables, KIND, PARAM_DTYPE, VECTOR, FAST
-    )
+    adam_store(p, m, v, w, m_absmax, v_absmax, addresses, u, r, tile, v_tile, tables, KIND, PARAM_DTYPE, VECTOR, FAST)
 
 
 @triton.jit(do_not_specialize=["groups", "tensors", "first", "count"])
@@ -184,9 +182,7 @@ def adam_tiles(
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
-    addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(
-        word, grad, s, tensors, BLOCK_SIZE, KIND
-    )
+    addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)
     for i in range(0, st.tiles_if(s + st.RUN, first_tile, layout, TILES, ROWS, BLOCK_SIZE, FLAT)):
         tile = tile_of(first_tile + i, layout, ROWS, BLOCK_SIZE, VECTOR, FLAT)

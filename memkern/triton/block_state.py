@@ -54,9 +54,7 @@ def load_scale(scale, tile, KIND: tl.constexpr):
 
 
 @triton.jit
-def store_moment(
-    x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
-):
+def store_moment(x, address, scale, u, tile, tables, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
     """Quantizes a tile of a moment and stores codes and scales, or stores fp32. ``u``: the dither."""
     if KIND == FP32:
         tl.store(moment_pointer(address, tile[0], KIND, SIGNED, VECTOR) + tile[1], x, mask=tile[2])
@@ -66,9 +64,7 @@ def store_moment(
 
 
 @triton.jit
-def store_codes(
-    codes, s, address, scale, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr
-):
+def store_codes(codes, s, address, scale, tile, KIND: tl.constexpr, SIGNED: tl.constexpr, VECTOR: tl.constexpr):
     """Stores a tile's codes and its blocks' scales ``s``."""
     if KIND == POWER4 and not SIGNED:
         first, second = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))

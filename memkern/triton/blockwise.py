@@ -109,9 +109,7 @@ def quantize_blockwise(
     return codes, scale
 
 
-def dequantize_blockwise(
-    codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype
-) -> Tensor:
+def dequantize_blockwise(codes: Tensor, scale: Tensor, codec: int, block_size: int, dtype: torch.dtype) -> Tensor:
     """The op behind :func:`memkern.dequantize_blockwise`."""
     check_codec(codec)
     check_block_size(block_size)

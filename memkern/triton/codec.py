@@ -48,13 +48,9 @@ assert C.dynamic_zero(False) == 0
 @lru_cache
 def dynamic_tables(device: torch.device) -> Tensor:
     """Map and boundaries of the dynamic codec, signed then unsigned: 4 x 256 fp32."""
-    rows = chain.from_iterable(
-        (C.dynamic_map(signed), (*C.dynamic_midpoints(signed), 0.0)) for signed in (True, False)
-    )
+    rows = chain.from_iterable((C.dynamic_map(signed), (*C.dynamic_midpoints(signed), 0.0)) for signed in (True, False))
     values = [*chain.from_iterable(rows)]
-    return allocate_outside_of_graphs(
-        lambda: torch.tensor(values, dtype=torch.float32, device=device), device
-    )
+    return allocate_outside_of_graphs(lambda: torch.tensor(values, dtype=torch.float32, device=device), device)
 
 
 @triton.constexpr_function
@@ -85,9 +81,7 @@ def decode_unit(scale, decay, KIND: tl.constexpr, SIGNED: tl.constexpr):
         # unit / N^2, correctly rounded, in three instructions: the inner fma is the exact remainder, because N^2 is an
         # integer of 16 bits, and no quotient is a tie, because N^2 is odd. (Checked for every float, denormals too.)
         square: tl.constexpr = levels_squared(KIND, SIGNED)
-        inverse: tl.constexpr = (
-            _SIGNED_INVERSE if SIGNED else (_INVERSE4 if KIND == POWER4 else _UNSIGNED_INVERSE)
-        )
+        inverse: tl.constexpr = _SIGNED_INVERSE if SIGNED else (_INVERSE4 if KIND == POWER4 else _UNSIGNED_INVERSE)
         q = unit * inverse
         unit = tl.math.fma(tl.math.fma(q, -square, unit), inverse, q)
     return unit

@@ -57,9 +57,7 @@ def _check(norm: Tensor, grads: Sequence[Tensor]) -> None:
 def grad_norm_(norm: Tensor, grads: Sequence[Tensor], grad_scale: Tensor | None = None) -> None:
     """The op behind ``max_grad_norm``: norm = sqrt(sum of g^2 over all tensors) / grad_scale, in fp64."""
     if norm.numel() != 1 or norm.dtype != torch.float64:
-        raise ValueError(
-            f"norm must be float64 of one element, got {norm.dtype} of shape {tuple(norm.shape)}"
-        )
+        raise ValueError(f"norm must be float64 of one element, got {norm.dtype} of shape {tuple(norm.shape)}")
     device = norm.device
     grads = [g if is_dense(g.shape, g.stride()) else g.contiguous() for g in grads]
     args = StepArgs(params=(), grads=grads, grad_scale=grad_scale)

@@ -44,9 +44,7 @@ def lamb_prologue(table, scalars, groups, tensors, passes):
     out = scalars + t * st.SCALARS
     # With lr 1 the step size is the direction's true scale, which the norm needs.
     one = tl.full(t.shape, 1.0, tl.float64)
-    adam_scalars(
-        out, mask, one, beta1, beta2, eps, factor, tr.next_step(columns, tensors, t, mask), corrected
-    )
+    adam_scalars(out, mask, one, beta1, beta2, eps, factor, tr.next_step(columns, tensors, t, mask), corrected)
     tl.store(out + st.DECAY, tl.where(decoupled, 1.0 - lr * weight_decay, 1.0).to(tl.float32), mask=mask)
     tl.store(out + COUPLED_DECAY, tl.zeros(t.shape, tl.float32), mask=mask)
     tl.store(out + _UPDATE_DECAY, tl.where(decoupled, 0.0, weight_decay).to(tl.float32), mask=mask)
@@ -73,9 +71,7 @@ def lamb_norm_tiles(
     """First pass: the sums of squares, in fp64, of the parameters and of their updates. Nothing else is written."""
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
-    addresses, grad_scalars, moment_scalars, param_scalars, _u = adam_tensor(
-        word, grad, s, tensors, BLOCK_SIZE, KIND
-    )
+    addresses, grad_scalars, moment_scalars, param_scalars, _u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)
     eps, step_size, decay = param_scalars
     update_decay = tl.load(s + _UPDATE_DECAY)
     params = zero_squares(ROWS, BLOCK_SIZE, VECTOR, SLOW_FP64)
@@ -100,12 +96,8 @@ def lamb_norm_tiles(
     tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 
-@triton.jit(
-    do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs", "passes"]
-)
-def lamb_ratios(
-    table, scalars, sums, programs_before, programs, groups, tensors, first, count, squares, passes
-):
+@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs", "passes"])
+def lamb_ratios(table, scalars, sums, programs_before, programs, groups, tensors, first, count, squares, passes):
     """A program for each layer computes its trust ratio and its rate."""
     _, columns = st.columns_of(table, groups, tensors)
     tensor, p_norm, norm = tr.norms_of_layer(
@@ -129,9 +121,7 @@ def lamb_tiles(
 ):  # fmt: skip
     tensor, word, grad, layout, first_tile = st.find_work(table, groups, tensors, first, count, TILES)
     s = scalars + tensor * st.SCALARS
-    addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(
-        word, grad, s, tensors, BLOCK_SIZE, KIND
-    )
+    addresses, grad_scalars, moment_scalars, param_scalars, u = adam_tensor(word, grad, s, tensors, BLOCK_SIZE, KIND)
     eps, step_size, decay = param_scalars
     update_decay, rate = tl.load(s + _UPDATE_DECAY), tl.load(s + st.RATE)
     r = random_of(s, BLOCK_SIZE, PARAM_DTYPE)

@@ -100,12 +100,8 @@ def lars_norm_tiles(
     tr.store_squares(sums, programs_before + tl.program_id(0), params, updates)
 
 
-@triton.jit(
-    do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs", "passes"]
-)
-def lars_ratios(
-    table, scalars, sums, programs_before, programs, groups, tensors, first, count, squares, passes
-):
+@triton.jit(do_not_specialize=["groups", "tensors", "first", "count", "programs_before", "programs", "passes"])
+def lars_ratios(table, scalars, sums, programs_before, programs, groups, tensors, first, count, squares, passes):
     """A program for each layer computes its trust ratio and the scalars that depend on it."""
     _, columns = st.columns_of(table, groups, tensors)
     tensor, p_norm, norm = tr.norms_of_layer(

@@ -60,21 +60,15 @@ def by_layer(op: StepOp, args: StepArgs) -> StepArgs:
         params=split(args.params),
         grads=split(args.grads),
         moments=split(args.moments),
-        scales=[
-            layer for x, n in zip(args.scales, coded * len(op.moments), strict=True) for layer in x.chunk(n)
-        ],
+        scales=[layer for x, n in zip(args.scales, coded * len(op.moments), strict=True) for layer in x.chunk(n)],
         steps=repeat(args.steps),
         trust_ratios=split(args.trust_ratios),
-        weight_states=[
-            layer for x, n in zip(args.weight_states, kept, strict=True) for layer in _layers(x, n)
-        ],
+        weight_states=[layer for x, n in zip(args.weight_states, kept, strict=True) for layer in _layers(x, n)],
         group=repeat(args.group),
     )
 
 
-def step_in_two_passes(
-    op: StepOp, args: StepArgs, prologue: Any, norms: Any, ratios: Any, update: Any
-) -> None:
+def step_in_two_passes(op: StepOp, args: StepArgs, prologue: Any, norms: Any, ratios: Any, update: Any) -> None:
     """The prologue, the steps' increment, then three launches for each combination of constants that occurs.
 
     Of one of the passes alone, where there are ``squares``, those that it needs.

@@ -100,9 +100,7 @@ def norm_of_each(table, sums, programs_before, programs, groups, tensors, first,
     i = tl.program_id(0)
     slot = columns + first + i
     begin = tl.load(slot + st.FIRST_PROGRAM * tensors)
-    end = tl.where(
-        i + 1 < count, tl.load(slot + st.FIRST_PROGRAM * tensors + 1, mask=i + 1 < count, other=0), programs
-    )
+    end = tl.where(i + 1 < count, tl.load(slot + st.FIRST_PROGRAM * tensors + 1, mask=i + 1 < count, other=0), programs)
     lane = tl.arange(0, _LANES)
     total = tl.zeros((_LANES,), tl.float64)
     for k in range(begin, end, _LANES):
@@ -128,9 +126,7 @@ def muon_momentum_(updates: Sequence[Tensor], sums: Sequence[Tensor], args: Step
         _sum_squares(updates, sums, args, device)
 
 
-def _sum_squares(
-    updates: Sequence[Tensor], sums: Sequence[Tensor], args: StepArgs, device: torch.device
-) -> None:
+def _sum_squares(updates: Sequence[Tensor], sums: Sequence[Tensor], args: StepArgs, device: torch.device) -> None:
     """The sum of squares of each matrix, or 0 where the step is skipped."""
     matrices: list[Tensor] = []
     places: list[Tensor] = []

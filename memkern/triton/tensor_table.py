@@ -73,9 +73,7 @@ class Launch:
         key = id(kernel), *constants.values()
         compiled = self.compiled.get(key)
         if compiled is None:  # always in the interpreter
-            self.compiled[key] = kernel[(self.programs,)](
-                *args, **self.constants, **constants, **self.options
-            )
+            self.compiled[key] = kernel[(self.programs,)](*args, **self.constants, **constants, **self.options)
         else:
             # Calling the compiled kernel skips Triton's cache look-up, 20 us.
             compiled[(self.programs, 1, 1)](*args, *self.constants.values(), *constants.values())
@@ -180,9 +178,7 @@ class Plan:
             if layout.numel == 0:
                 continue
             if layout.blocks >= 2**31:
-                raise ValueError(
-                    f"tensor {t} has {layout.blocks} blocks, and Triton's kernels take less than 2^31"
-                )
+                raise ValueError(f"tensor {t} has {layout.blocks} blocks, and Triton's kernels take less than 2^31")
             p = args.params[t] if args.params else g
             coded = self.moments > 0 and args.moments[t].dtype != torch.float32
             storage = args.storage_of(args.group[t]) if args.params else 0
@@ -307,9 +303,7 @@ def plan_for(
     return plan
 
 
-def _captured_plan(
-    op: str, args: StepArgs, device: torch.device, check: Callable[[], None], *plan_args: Any
-) -> Plan:
+def _captured_plan(op: str, args: StepArgs, device: torch.device, check: Callable[[], None], *plan_args: Any) -> Plan:
     """A new plan, for the CUDA graph that is being captured. Its memory cannot be allocated during the capture.
 
     So each eager step leaves a spare DeviceTable of its sizes. The upload becomes a node of the graph, from pinned

@@ -95,9 +95,7 @@ def tile_of(index, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.c
 
 
 @triton.jit
-def packed_tile(
-    tile, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr
-):
+def packed_tile(tile, layout, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, FLAT: tl.constexpr):
     """The bytes of a tile's 4-bit codes (``BlockLayout.packed_shape``), two in each: (ROWS, BLOCK // 2).
 
     As a tile: first byte, offsets, mask, blocks and their mask; and where a byte has a second code.
@@ -116,9 +114,7 @@ def packed_tile(
         first = (row - segments * per_segment) * block
         length = tl.where(row_mask, tl.minimum(segment - first, block), 0).to(tl.int32)
         # A row has a whole number of bytes, and so has a block of an odd number of elements.
-        byte = tl.where(
-            block % 2 != 0, row * ((block + 1) // 2), (segments * (segment + segment % 2) + first) // 2
-        )
+        byte = tl.where(block % 2 != 0, row * ((block + 1) // 2), (segments * (segment + segment % 2) + first) // 2)
         if VECTOR > 1:
             byte = tl.multiple_of(byte, VECTOR // 2)
             length = tl.multiple_of(length, VECTOR)

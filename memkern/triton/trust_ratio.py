@@ -44,9 +44,7 @@ def store_layer_scalars(table, columns, tensors, t, mask, out, group, lr, weight
     """Stores the scalars that both optimizers have, with a trust ratio of 1."""
     run = st.skipped(table) == 0
     adapt = (weight_decay != 0.0) | (st.read_fp64(group + ALWAYS_ADAPT, mask) != 0.0)
-    ratio = tl.load(columns + st.TRUST_RATIO * tensors + t, mask=mask, other=0).to(
-        tl.pointer_type(tl.float32)
-    )
+    ratio = tl.load(columns + st.TRUST_RATIO * tensors + t, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     writes = tl.where(passes == FIRST, 0, tl.where(run, 1, 0)) != 0
     tl.store(ratio, tl.where(writes, 1.0, tl.load(ratio, mask=mask, other=0.0)), mask=mask)
     tl.store(out + st.RUN, tl.where(run, 1.0, 0.0), mask=mask)
@@ -68,9 +66,7 @@ def norms_of_layer(columns, sums, programs_before, programs, tensors, first, cou
     i = tl.program_id(0)
     slot = columns + first + i
     begin = tl.load(slot + st.FIRST_PROGRAM * tensors)
-    end = tl.where(
-        i + 1 < count, tl.load(slot + st.FIRST_PROGRAM * tensors + 1, mask=i + 1 < count, other=0), programs
-    )
+    end = tl.where(i + 1 < count, tl.load(slot + st.FIRST_PROGRAM * tensors + 1, mask=i + 1 < count, other=0), programs)
     end = tl.where(passes == SECOND, begin, end)
     lane = tl.arange(0, _LANES)
     params, updates = tl.zeros((_LANES,), tl.float64), tl.zeros((_LANES,), tl.float64)

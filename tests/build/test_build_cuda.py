@@ -38,9 +38,7 @@ def test_cuda_sources_are_compiled_and_linked(tmp_path: Path, jobs: str) -> None
         "import ctypes, memkern; print(memkern.report()['build']['cuda_archs'], "
         "ctypes.CDLL(str(memkern.backend.LIBRARY)).memkern_cuda_probe())"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert run.stdout.split() == ["9.0+PTX", "42"]
 
     # torch's stream function binds only where the library depends on libtorch, which depends on libtorch_cuda.

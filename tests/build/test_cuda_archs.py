@@ -75,9 +75,9 @@ def test_the_list_of_wheels_is_what_nvcc_knows(setup_py: Any, version: str) -> N
         "12.8": "8.0 8.6 8.9 9.0 10.0 12.0+PTX",
         "13.0": "8.0 8.6 8.9 9.0 10.0 10.3 12.0+PTX",
     }
-    assert setup_py(version)["possible_archs"](setup_py(version)["CUDA_ARCHS"].split(";")) == expected[
-        version
-    ].split(" ")
+    assert setup_py(version)["possible_archs"](setup_py(version)["CUDA_ARCHS"].split(";")) == expected[version].split(
+        " "
+    )
 
 
 @pytest.mark.parametrize(

@@ -185,8 +185,6 @@ def test_two_builds_load_beside_memkern(project: Path, tmp_path: Path) -> None:
     built = compiled_like_kernel_builder(project, tmp_path)
     repositories = [str(laid_out(project, library, tmp_path)) for library in built.values()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, *repositories], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", PROBE, *repositories], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("loaded 2\n")

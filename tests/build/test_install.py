@@ -127,9 +127,7 @@ def test_the_sdist_has_all_sources_and_no_binaries(tree: Path, sdist: Path) -> N
         p.relative_to(tree).as_posix()
         for folder in ("csrc", "memkern", "tests", "benchmarks", "lab", "docs", "examples")
         for p in (tree / folder).rglob("*")
-        if p.is_file()
-        and p.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".typed")
-        and p.name not in GENERATED
+        if p.is_file() and p.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".typed") and p.name not in GENERATED
     ]
     assert len(wanted) > 50
     assert not {*wanted, "setup.py", "pyproject.toml", "Makefile", "LICENSE"} - names
@@ -143,9 +141,7 @@ def test_an_install_from_the_sdist_builds_the_library(sdist: Path, tmp_path: Pat
     assert_cpu_is_available(env)
     files = env.installed()
     assert {"memkern/libmemkern.so", "memkern/py.typed", "memkern/train/cli.py"} <= files
-    assert not [
-        name for name in files if name.startswith(("csrc", "tests", "benchmarks", "lab", "memkern/csrc"))
-    ]
+    assert not [name for name in files if name.startswith(("csrc", "tests", "benchmarks", "lab", "memkern/csrc"))]
 
 
 def test_an_editable_install_builds_the_library_in_the_tree(tree: Path, tmp_path: Path) -> None:

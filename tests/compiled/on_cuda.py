@@ -45,9 +45,7 @@ class _Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1)
-        )
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril()
         mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype).expand(x.shape[0], HEADS, -1, -1)
         x = x + self.out(self.kernel(q, k, v, mask, self.dropout).transpose(1, 2).flatten(2))

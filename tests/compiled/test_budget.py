@@ -25,9 +25,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1)
-        )
+        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), 0.3)
 
@@ -94,9 +92,7 @@ def test_a_whole_budget_is_torchs_choice(as_torch: tuple[int, Tensor]) -> None:
 def test_a_budget_out_of_reach_is_a_warning() -> None:
     torch._dynamo.reset()
     x, w = torch.randn(2048, 256), torch.randn(256, 256, requires_grad=True)
-    compiled = torch.compile(
-        lambda x, w: torch.cumsum(x @ w, 0).square() @ w, backend=backend("exact", None, 1000)
-    )
+    compiled = torch.compile(lambda x, w: torch.cumsum(x @ w, 0).square() @ w, backend=backend("exact", None, 1000))
     with pytest.warns(UserWarning, match=r"saves 2,097,152 bytes, and not the 1,000 of memory_budget=1000"):
         compiled(x, w).sum().backward()
 
@@ -113,9 +109,7 @@ def test_torchs_budget_is_refused() -> None:
     compiled = torch.compile(model, backend=backend("exact"))
     with (
         functorch_config.patch(activation_memory_budget=0.5),
-        pytest.raises(
-            Exception, match=r"memory_budget= in place of torch's activation_memory_budget, got 0\.5"
-        ),
+        pytest.raises(Exception, match=r"memory_budget= in place of torch's activation_memory_budget, got 0\.5"),
     ):
         compiled(x)
 

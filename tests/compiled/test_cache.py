@@ -24,9 +24,7 @@ print(hashlib.sha256(w.grad.numpy().tobytes()).hexdigest(), found["autograd_cach
 
 def _step(cache: Path) -> tuple[str, int, int]:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, check=True)
     digest, hits, misses = run.stdout.split()
     return digest, int(hits), int(misses)
 

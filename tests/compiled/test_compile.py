@@ -93,9 +93,7 @@ CASES: dict[str, tuple[Case, float, float]] = {
     ),
     "rms norm of heads": (_rms_by_hand, 0.03, 0.3),
     "batch norm, mixed scales": (
-        lambda x, w, b, t: _square(
-            F.batch_norm((x @ w) * torch.logspace(-3, 3, WIDTH), None, None, training=True) @ w
-        ),
+        lambda x, w, b, t: _square(F.batch_norm((x @ w) * torch.logspace(-3, 3, WIDTH), None, None, training=True) @ w),
         0.03,
         0.5,
     ),
@@ -199,9 +197,7 @@ def test_logits_in_16_bits_stay() -> None:
         found: set[torch.dtype] = set()
 
         def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int, found: set[Any] = found) -> None:
-            saved = [
-                n.meta["val"] for n in fw.graph.output_node().args[0][returned:] if n.op != "placeholder"
-            ]  # type: ignore[index]
+            saved = [n.meta["val"] for n in fw.graph.output_node().args[0][returned:] if n.op != "placeholder"]  # type: ignore[index]
             found |= {y.dtype for y in saved if y.numel() > ROWS * WIDTH // 2}
 
         torch._dynamo.reset()

@@ -134,9 +134,7 @@ def test_without_the_library_the_reference_runs(
     with caplog.at_level(logging.INFO, logger="memkern"):
         assert backend.select("cpu") == "reference"
         assert backend.select("cpu") == "reference"
-    assert [r.message for r in caplog.records] == [
-        "backend 'cpu' is not available for cpu tensors: no cpu today"
-    ]
+    assert [r.message for r in caplog.records] == ["backend 'cpu' is not available for cpu tensors: no cpu today"]
     assert backend.available()["cpu"] == "no cpu today"
     with pytest.raises(RuntimeError, match="no cpu today"), memkern.use_backend("cpu"):
         pass
@@ -145,9 +143,7 @@ def test_without_the_library_the_reference_runs(
 class FakeCuda:
     """torch as a process with two GPUs has it, for backend's questions; calls on device 1 fail."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, message: str = "no kernel image is available"
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, message: str = "no kernel image is available") -> None:
         self.message, self.calls, self.capturing = message, [], False
         real = torch.ones
         monkeypatch.setattr(backend, "_missing_cuda", lambda: None)
@@ -168,9 +164,7 @@ def without_cuda() -> str:
     return "triton" if backend.available()["triton"] is None else "reference"
 
 
-def test_cuda_is_there_where_a_call_worked(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cuda_is_there_where_a_call_worked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     other, cuda = without_cuda(), FakeCuda(monkeypatch)
     with caplog.at_level(logging.WARNING, logger="memkern"):
         for _ in range(3):
@@ -280,9 +274,7 @@ def test_a_checkout_that_hides_a_compiled_install_says_so(tmp_path: Path) -> Non
     )
     result = python_in(checkout, code, path=str(installed.parent))
     assert result.returncode == 0, result.stderr
-    said = (
-        f"{checkout}/memkern has no compiled library and hides the memkern in {installed}, which has one; run"
-    )
+    said = f"{checkout}/memkern has no compiled library and hides the memkern in {installed}, which has one; run"
     assert said in result.stdout
     assert result.stderr.count(said) == 1  # the warning, once
 
@@ -354,9 +346,7 @@ def test_report_is_json_and_complete() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "message"), [("tpu", "backend must be one of"), ("triton", "is not available")]
-)
+@pytest.mark.parametrize(("name", "message"), [("tpu", "backend must be one of"), ("triton", "is not available")])
 def test_the_report_tells_of_a_wish_that_cannot_be(name: str, message: str) -> None:
     if backend.available().get(name, "") is None:
         pytest.skip(f"{name} runs here")

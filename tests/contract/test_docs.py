@@ -108,9 +108,7 @@ def walk(section: str) -> list[tuple[str, str, str]]:
 
 def returns(files: list[str]) -> int:
     """How often a walk goes back to a file that it has left."""
-    return sum(
-        file in files[:i] and file != files[i - 1] for i, file in enumerate(files) if file.endswith(".py")
-    )
+    return sum(file in files[:i] and file != files[i - 1] for i, file in enumerate(files) if file.endswith(".py"))
 
 
 @pytest.mark.parametrize("section", [STEP, GELU, SAVED], ids=["step", "gelu", "saved"])

@@ -18,9 +18,7 @@ def code() -> list[Path]:
 
 
 def rows() -> list[str]:
-    return [
-        line for line in (ROOT / "docs/environment.md").read_text().splitlines() if line.startswith("| `")
-    ]
+    return [line for line in (ROOT / "docs/environment.md").read_text().splitlines() if line.startswith("| `")]
 
 
 def names(row: str) -> set[str]:

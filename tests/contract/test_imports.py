@@ -52,9 +52,7 @@ def imports_of(name: str, nodes: Callable[[ast.Module], Iterator[ast.AST]] = top
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
-            )
+            base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             names = {f"{module}.{alias.name}" for alias in node.names}
             found |= (names & {*MODULES}) or {module}

@@ -70,8 +70,7 @@ SLOW = ("reference", "generic")  # half a minute each for all groups
         _param(backend, group, slow=backend in SLOW and group not in QUICK)
         for group in make_hashes.GROUPS
         for backend in ("reference", *ISAS, "cuda", "triton")
-        if group not in ("affine", "linear")
-        or backend in ("reference", "cuda")  # these groups have no kernels
+        if group not in ("affine", "linear") or backend in ("reference", "cuda")  # these groups have no kernels
     ],
 )
 def test_results_are_those_of_the_hashes(backend: str, group: str) -> None:
@@ -146,17 +145,9 @@ def test_a_pickled_module_works(name: str) -> None:
 
 
 def test_fixtures_are_of_every_public_class() -> None:
-    modules = {
-        c.__name__
-        for c in vars(memkern.nn).values()
-        if isinstance(c, type) and issubclass(c, torch.nn.Module)
-    }
+    modules = {c.__name__ for c in vars(memkern.nn).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)}
     assert modules <= {*make_checkpoints.modules()}
-    classes = {
-        c.__name__
-        for c in vars(optim).values()
-        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
-    }
+    classes = {c.__name__ for c in vars(optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
     wrappers = {"HostOffload", "StepInBackward"}  # they have the states of the optimizers inside
     of_products = {"Muon", "Muon8bit"}  # the bits of matrix products are a machine's own
     assert classes - wrappers - of_products == {*make_hashes.BUILDS}

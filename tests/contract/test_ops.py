@@ -40,9 +40,7 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
 def test_nothing_is_left_unlisted() -> None:
     only_by_reference = {schemas.AMSGRAD_STEP.name}
     assert {*schemas.FAKES} == {*schemas.SCHEMAS} == {*reference.__all__} - only_by_reference
-    registered = {
-        name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("memkern::")
-    }
+    registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("memkern::")}
     assert registered == {*schemas.SCHEMAS}
 
 
@@ -90,9 +88,7 @@ def test_namespaces_give_the_same_bits(name: str, sample: str) -> None:
     assert_same(*results)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SAMPLES if name.startswith("few_bit") or "quantize" in name]
-)
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name.startswith("few_bit") or "quantize" in name])
 def test_meta_tensors(name: str) -> None:
     # What the fakes say about shapes, strides and dtypes, on tensors without data.
     for make in SAMPLES[name].values():
@@ -123,9 +119,7 @@ def test_two_passes_one_after_the_other(namespace: str, case: str) -> None:
         return copy.deepcopy(step_args(name, ["codes", "fp32", "codes"], **options))
 
     whole, halves, expected = new(), new(), new()
-    squares, truth = (
-        torch.zeros(sum(map(len, whole.trust_ratios)), 2, dtype=torch.float64) for _ in range(2)
-    )
+    squares, truth = (torch.zeros(sum(map(len, whole.trust_ratios)), 2, dtype=torch.float64) for _ in range(2))
     step = op(namespace, name)
     op("memkern_reference", name)(*new()._replace(squares=truth, squares_only=True))
     step(*whole)

@@ -159,8 +159,8 @@ def test_a_copy_of_a_run_takes_techniques_by_name() -> None:
     config = TrainConfig().replace(steps=7, state_bits=32, checkpointing="blocks")
     assert (config.steps, config.techniques.state_bits, config.techniques.checkpointing) == (7, 32, "blocks")
     assert TrainConfig.from_dict(dataclasses.asdict(config)) == config
-    assert config.options().keys() == {field.name for field in dataclasses.fields(TrainConfig)} - {
-        "techniques"
-    } | {*NAMES}
+    assert config.options().keys() == {field.name for field in dataclasses.fields(TrainConfig)} - {"techniques"} | {
+        *NAMES
+    }
     with pytest.raises(TypeError, match="bits"):
         config.replace(bits=8)

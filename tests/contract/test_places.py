@@ -61,11 +61,7 @@ def code_of(path: Path) -> str:
         return re.sub(r"//[^\n]*", "", text)
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             node.value.value = ""
     return ast.unparse(tree)
 

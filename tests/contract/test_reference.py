@@ -19,9 +19,7 @@ from tests.support.helpers import CODECS, LAYOUTS, hard, over_layouts, over_sign
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sqrt_is_correctly_rounded(seed: int) -> None:
-    bits = torch.randint(
-        0, 0x7F800000, (300,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
-    )
+    bits = torch.randint(0, 0x7F800000, (300,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     x = bits.view(torch.float32)
     for value, root in zip(x.tolist(), blockwise.sqrt(x).numpy(), strict=True):
         for neighbour in (np.nextafter(root, np.float32(0)), np.nextafter(root, np.float32(np.inf))):

@@ -182,9 +182,7 @@ def test_commands_name_what_is_there() -> None:
             assert words[0] in ("torchrun", "."), words
 
 
-MEMKERN = sorted(
-    {" ".join(words[words.index("memkern") + 1 :]) for words in IN_BLOCKS.values() if "memkern" in words}
-)
+MEMKERN = sorted({" ".join(words[words.index("memkern") + 1 :]) for words in IN_BLOCKS.values() if "memkern" in words})
 LARGE = [command for command in MEMKERN if "gpt2-xl" in command]
 
 

@@ -103,14 +103,10 @@ def test_pyright_types_a_users_file(tmp_path: Path) -> None:
     assert errors == WRONG, found
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in memkern.optim.__all__ if n[0].isupper() and n != "StepInBackward"]
-)
+@pytest.mark.parametrize("name", [n for n in memkern.optim.__all__ if n[0].isupper() and n != "StepInBackward"])
 def test_signatures_name_every_argument_with_its_type(name: str) -> None:
     parameters = inspect.signature(getattr(memkern.optim, name)).parameters
     assert "params" in parameters
     assert all(p.annotation is not p.empty for p in parameters.values())
-    assert name == "HostOffload" or not any(
-        p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()
-    )
+    assert name == "HostOffload" or not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
     assert (Path(memkern.__file__).parent / "py.typed").exists()

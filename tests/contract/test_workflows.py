@@ -73,9 +73,7 @@ def test_nothing_is_published_by_itself() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     release = runpy.run_path(str(ROOT / "tools" / "release.py"))
     assert release["problems"]("refs/heads/main") == []
-    assert release["problems"]("refs/tags/v0.0.0")[0].startswith(
-        "the tag is v0.0.0, memkern/_version.py has "
-    )
+    assert release["problems"]("refs/tags/v0.0.0")[0].startswith("the tag is v0.0.0, memkern/_version.py has ")
     done = subprocess.run([sys.executable, ROOT / "tools" / "release.py"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "usage: python tools/release.py version REF | links https://... REF\n"

@@ -138,9 +138,7 @@ class Program:
     # ---- what is done between two steps
 
     def set_option(self) -> None:
-        set_option(
-            self.choice, self.optimizer.param_groups, OPTIONS, () if self.can_clip else ("max_grad_norm",)
-        )
+        set_option(self.choice, self.optimizer.param_groups, OPTIONS, () if self.can_clip else ("max_grad_norm",))
 
     def load(self) -> None:
         self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))

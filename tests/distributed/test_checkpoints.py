@@ -103,9 +103,7 @@ def load_plain(new: Any, options: dict[str, Any], state: Any) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(state)
-    return continued(model, optimizer), [
-        str(w.message) for w in caught if "state was converted" in str(w.message)
-    ]
+    return continued(model, optimizer), [str(w.message) for w in caught if "state was converted" in str(w.message)]
 
 
 def continued(model: nn.Module, optimizer: Any) -> Any:

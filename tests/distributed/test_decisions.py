@@ -62,10 +62,7 @@ def chain() -> list[Any]:
     return [_shard(mesh) for mesh in meshes]
 
 
-LAYOUTS = {
-    f.__name__: f
-    for f in (beside_plain, replicas_of_shards, replicated, part_of_a_mesh, two_dimensions, chain)
-}
+LAYOUTS = {f.__name__: f for f in (beside_plain, replicas_of_shards, replicated, part_of_a_mesh, two_dimensions, chain)}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Muon8bit": (optim.Muon8bit, {}),
     "Muon, clipped": (optim.Muon, {"max_grad_norm": 1.0}),
@@ -110,9 +107,7 @@ def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
             scaler.scale(torch.ones(()))  # makes the scale
             scaler.step(optimizer)
             scaler.update()
-        moved = [
-            (own(p) - old).abs().max().item() for p, old in zip(params, before, strict=True) if old.numel()
-        ]
+        moved = [(own(p) - old).abs().max().item() for p, old in zip(params, before, strict=True) if old.numel()]
         result.append((moved, [state["step"].item() for state in optimizer.state.values()]))
     return result
 
@@ -150,9 +145,7 @@ def test_a_value_that_is_not_finite_on_one_rank(
         if skips:
             assert moved == [0.0] * len(moved)
             assert set(steps) == {1.0}
-        elif (
-            value == torch.inf
-        ):  # as in one process: the norm is infinite, all other gradients are clipped to 0
+        elif value == torch.inf:  # as in one process: the norm is infinite, all other gradients are clipped to 0
             assert sum(x != x for x in moved) <= 1
         else:  # the norm is NaN, and so is every update
             assert all(x != x for x in moved)
@@ -215,8 +208,7 @@ def run_mixed(least: int) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
     params = [
-        Parameter(_shard(mesh)(torch.randn(shape, generator=generator)))
-        for shape in ((16, 40), (40, 256), (17, 40))
+        Parameter(_shard(mesh)(torch.randn(shape, generator=generator))) for shape in ((16, 40), (40, 256), (17, 40))
     ]
     optimizer = optim.Muon8bit(params, lr=0.02, min_8bit_size=least)
     for _ in range(2):

@@ -54,9 +54,7 @@ def gathered(use_orig_params: bool) -> Any:
     train(model, optimizer, 3)
     train(plain, whole, 3)
     state = FSDP.optim_state_dict(model, optimizer)
-    expected = {
-        name: {key: x.clone() for key, x in whole.state[p].items()} for name, p in plain.named_parameters()
-    }
+    expected = {name: {key: x.clone() for key, x in whole.state[p].items()} for name, p in plain.named_parameters()}
     found = copy.deepcopy({name: {**values} for name, values in state["state"].items()})
     loaded = FSDP.optim_state_dict_to_load(model, optimizer, state)
     before = [{key: x.clone() for key, x in values.items()} for values in optimizer.state.values()]

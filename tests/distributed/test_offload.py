@@ -77,9 +77,7 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def alone(
-    build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def alone(build: Any, options: dict[str, Any], last: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     model = Given(dtype)
     optimizer = made(build, model, options)
     steps(model, optimizer, 0, last)
@@ -180,9 +178,7 @@ def test_states_that_stay_on_the_device(ranks: Ranks) -> None:
 # ---- saved and loaded
 
 
-def resumed(
-    build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, first: int, last: int, to: str
-) -> Any:
+def resumed(build: Any, options: dict[str, Any], dtype: torch.dtype, path: str, first: int, last: int, to: str) -> Any:
     host_weights.BUCKET_ELEMENTS = 2000
     model = sharded(Given(dtype))
     optimizer = LateHostOffload(build, model.parameters(), **options)
@@ -201,9 +197,7 @@ def resumed(
     return everything(model, optimizer)
 
 
-@pytest.mark.feature(
-    "torch", "`HostOffload` under `fully_shard`: saved by 2, loaded by 3, then by 1, bit for bit"
-)
+@pytest.mark.feature("torch", "`HostOffload` under `fully_shard`: saved by 2, loaded by 3, then by 1, bit for bit")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("build", "options", "dtype"),

@@ -59,9 +59,7 @@ def test_a_stage_has_its_optimizer(ranks: Ranks, new: Any) -> None:
     expected = []
     for step in range(count):
         x, y = batch(step)
-        losses = [
-            F.mse_loss(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
-        ]
+        losses = [F.mse_loss(model(a), b) for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)]
         for loss in losses:
             (loss / MICROBATCHES).backward()
         expected.append(torch.stack(losses).mean().detach())

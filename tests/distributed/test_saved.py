@@ -25,9 +25,7 @@ def wrapped(net: nn.Module, blocks: Any, how: str) -> nn.Module:
     if how in FSDP1:
         policy = ModuleWrapPolicy({type(block) for block in blocks})
         device = torch.device("cpu")
-        return FullyShardedDataParallel(
-            net, auto_wrap_policy=policy, use_orig_params=FSDP1[how], device_id=device
-        )
+        return FullyShardedDataParallel(net, auto_wrap_policy=policy, use_orig_params=FSDP1[how], device_id=device)
     for block in blocks:
         fully_shard(block, reshard_after_forward=FULLY_SHARD[how])
     return fully_shard(net)
@@ -39,9 +37,7 @@ def whole_gradients(net: nn.Module, how: str) -> dict[str, Tensor]:
         whole = FullyShardedDataParallel.summon_full_params(net, with_grads=True)
     with whole:
         found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        return {
-            name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in found.items()
-        }
+        return {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in found.items()}
 
 
 def errors(how: str, bits: Any) -> list[float]:

@@ -71,12 +71,8 @@ def test_replicas_and_shards(ranks: Ranks, new: Any, codec: str) -> None:
         assert_same(rank, expected)
 
 
-def run_placed(
-    sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, options: Any
-) -> Any:
-    p = torch.nn.Parameter(
-        distribute_tensor(sharded.gradient(torch.zeros(shape), 7, 0), mesh(*sizes), placements)
-    )
+def run_placed(sizes: tuple[int, ...], shape: tuple[int, ...], placements: Any, new: Any, options: Any) -> Any:
+    p = torch.nn.Parameter(distribute_tensor(sharded.gradient(torch.zeros(shape), 7, 0), mesh(*sizes), placements))
     holder = nn.ParameterDict({"p": p})
     optimizer = new(holder.parameters(), **options)
     steps(holder, optimizer, 0, 4)

@@ -59,9 +59,7 @@ def test_steps(ranks: Ranks, sizes: tuple[int, ...]) -> None:
 
 
 def placed(sizes: tuple[int, ...], placements: Any) -> Any:
-    p = nn.Parameter(
-        distribute_tensor(sharded.gradient(torch.zeros(40, 512), 7, 0), mesh(*sizes), placements)
-    )
+    p = nn.Parameter(distribute_tensor(sharded.gradient(torch.zeros(40, 512), 7, 0), mesh(*sizes), placements))
     holder = nn.ParameterDict({"p": p})
     optimizer = optim.AdamW(holder.parameters(), **OPTIONS)
     steps(holder, optimizer, 0, 4)

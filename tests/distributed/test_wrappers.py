@@ -29,9 +29,7 @@ def trained(new: Any, inside: bool) -> Any:
     return everything(model, optimizer), freed
 
 
-@pytest.mark.feature(
-    "torch", "`StepInBackward` under `fully_shard`: bits of the step after the backward pass"
-)
+@pytest.mark.feature("torch", "`StepInBackward` under `fully_shard`: bits of the step after the backward pass")
 @pytest.mark.full
 @pytest.mark.parametrize("new", [optim.AdamW8bit, optim.LAMB8bit, optim.Muon8bit])
 def test_step_in_backward(ranks: Ranks, new: Any) -> None:

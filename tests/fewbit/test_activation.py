@@ -140,9 +140,7 @@ def test_backward_from_output_is_the_same_everywhere(
     floats = (torch.float32, torch.bfloat16, torch.float16)
     grad, output = values(layout, floats[dtypes[0]], seed=1), values(layout, floats[dtypes[1]])
     if output.numel() > 10:
-        torch.as_strided(output, (output.numel(),), (1,))[:6] = torch.tensor(
-            [torch.nan, -0.17, -0.2, -1e-30, 5.0, 4e4]
-        )
+        torch.as_strided(output, (output.numel(),), (1,))[:6] = torch.tensor([torch.nan, -0.17, -0.2, -1e-30, 5.0, 4e4])
     codes = encode("reference", hard((output.numel(),), 3, scale=1.0), Levels(1, (), (0.0,), (1,)))
     with on("reference"):
         expected = _ops.few_bit_backward_from_output(grad, output, codes, TWO_BRANCHES[name])
@@ -306,18 +304,12 @@ def test_in_place_is_seen_by_autograds_checks() -> None:
 def test_derivative_from_the_output(name: str) -> None:
     from memkern import functional
 
-    fn, args = (
-        (functional.silu, ())
-        if name == "silu"
-        else (functional.gelu, ("tanh" if "tanh" in name else "none",))
-    )
+    fn, args = (functional.silu, ()) if name == "silu" else (functional.gelu, ("tanh" if "tanh" in name else "none",))
     own = F.silu if name == "silu" else lambda x: F.gelu(x, approximate=args[0])
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        y, dx = gradients(
-            lambda t: fn(t, *args, keep="output"), x.to(dtype), torch.ones(200_000, dtype=dtype)
-        )
+        y, dx = gradients(lambda t: fn(t, *args, keep="output"), x.to(dtype), torch.ones(200_000, dtype=dtype))
         assert_same(y, own(x.to(dtype)))
         truth = gradients(own, x.to(dtype).double(), torch.ones(200_000).double())[1]
         errors[dtype] = float((dx.double() - truth).pow(2).mean().sqrt())

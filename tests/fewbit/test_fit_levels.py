@@ -63,9 +63,7 @@ def test_derivatives_are_those_of_the_functions(name: str) -> None:
         "elu": lambda x: torch.nn.functional.elu(x, ELU_ALPHA),
     }.get(name) or getattr(torch.nn.functional, name)
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64) + 1e-3
-    torch.testing.assert_close(
-        DERIVATIVES[name](x), gradients(fn, x, torch.ones_like(x))[1], rtol=1e-9, atol=1e-9
-    )
+    torch.testing.assert_close(DERIVATIVES[name](x), gradients(fn, x, torch.ones_like(x))[1], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -106,9 +104,9 @@ def test_symmetry_is_seen(name: str, bits: int) -> None:
     assert table.symmetry == expected
     if expected == ODD:
         half = 2 ** (bits - 1)
-        assert [
-            a + b for a, b in zip(table.levels[:half], table.levels[half:], strict=True)
-        ] == pytest.approx([1.0] * half, abs=2e-6)
+        assert [a + b for a, b in zip(table.levels[:half], table.levels[half:], strict=True)] == pytest.approx(
+            [1.0] * half, abs=2e-6
+        )
         assert len(table.thresholds) < 2**bits
 
 
@@ -134,9 +132,7 @@ def test_tables_made_of_others_are_near_the_best(name: str, bits: int) -> None:
 
 
 def test_errors_in_the_docs() -> None:
-    rows = re.findall(
-        r"^\| (\w+), (\d) bits? \|(.*)\|$", (ROOT / "docs/numerics.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| (\w+), (\d) bits? \|(.*)\|$", (ROOT / "docs/numerics.md").read_text(), re.MULTILINE)
     assert len(rows) >= 10
     for name, bits, numbers in rows:
         parameters = {"elu": (1.0, 0.0)}.get(name.lower())
@@ -168,9 +164,7 @@ def test_the_search_is_not_caught_in_a_local_minimum() -> None:
         for _ in range(300):
             nearest = (d[:, None] - levels).abs().argmin(1)
             w = torch.zeros(4).double().scatter_add_(0, nearest, weight)
-            levels = torch.where(
-                w > 0, torch.zeros(4).double().scatter_add_(0, nearest, weight * d) / w, levels
-            )
+            levels = torch.where(w > 0, torch.zeros(4).double().scatter_add_(0, nearest, weight * d) / w, levels)
         error = float(((d[:, None] - levels).abs().min(1).values ** 2 * weight).sum() / weight.sum())
         best = min(best, error)
     assert fit_levels(DERIVATIVES["mish"], 2, sigmas=(1.0,)).errors[1.0] < best * 1.001

@@ -72,9 +72,7 @@ def test_derivatives_at_kinks_are_near_torchs(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("elu", (0.3,)), ("elu", (-1.0,)), ("celu", (2.0,)), ("selu", ())]
-)
+@pytest.mark.parametrize(("name", "arguments"), [("elu", (0.3,)), ("elu", (-1.0,)), ("celu", (2.0,)), ("selu", ())])
 def test_derivatives_of_elu_right_of_0_are_torchs(name: str, arguments: Any, dtype: torch.dtype) -> None:
     x = torch.linspace(1e-3, 8, 1001).to(dtype).requires_grad_()
     grad = hard(x.shape, 1).to(dtype)

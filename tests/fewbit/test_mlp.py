@@ -17,9 +17,7 @@ over_keeps = pytest.mark.parametrize("keep", KEEPS)
 over_approximate = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
-def arguments(
-    bias: bool = True, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (3, 5, 16)
-) -> list:
+def arguments(bias: bool = True, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (3, 5, 16)) -> list:
     generator = torch.Generator().manual_seed(0)
     shapes = [shape, (40, 16), (40,), (12, 40), (12,)]
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
@@ -27,9 +25,7 @@ def arguments(
     return [t.requires_grad_() if bias or i not in (2, 4) else None for i, t in enumerate(tensors)]
 
 
-def plain(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, approximate: str
-) -> Tensor:
+def plain(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, approximate: str) -> Tensor:
     return F.linear(F.gelu(F.linear(x, w1, b1), approximate=approximate), w2, b2)
 
 
@@ -65,9 +61,7 @@ def test_keep_codes_is_the_layers_one_by_one(backend: str, approximate: str, bit
     with on(backend):
         actual = with_gradients(functional.mlp, args, approximate, bits=bits)
         expected = with_gradients(
-            lambda x, w1, b1, w2, b2: F.linear(
-                functional.gelu(F.linear(x, w1, b1), approximate, bits=bits), w2, b2
-            ),
+            lambda x, w1, b1, w2, b2: F.linear(functional.gelu(F.linear(x, w1, b1), approximate, bits=bits), w2, b2),
             args,
         )
     for a, b in zip(actual, expected, strict=True):

@@ -66,9 +66,7 @@ SHAPES = {
 
 @pytest.mark.feature("torch", "`torch.func.grad`, `vjp`, `vmap`, `jacrev` through memkern's functions")
 @over_functions
-@pytest.mark.parametrize(
-    "shape", [s if s == "contiguous" else pytest.param(s, marks=pytest.mark.full) for s in SHAPES]
-)
+@pytest.mark.parametrize("shape", [s if s == "contiguous" else pytest.param(s, marks=pytest.mark.full) for s in SHAPES])
 def test_gradients_of_examples(name: str, shape: str) -> None:
     x, loss = SHAPES[shape](), loss_of(name)
     expected = torch.stack([gradient(loss, example) for example in x])

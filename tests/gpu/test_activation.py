@@ -38,9 +38,7 @@ def test_forward_is_near_torchs(backend: str, name: str, dtype: torch.dtype) -> 
     if name not in ROUNDED_TWICE and dtype != torch.float32:
         bits, others = (t.detach().view(torch.int16).int() for t in (y, own))
         apart = (bits - others).abs()
-        if (
-            name == "gelu"
-        ):  # left of -3 it is x (1 + erf) / 2 with few bits left of the sum, and there are two erfs
+        if name == "gelu":  # left of -3 it is x (1 + erf) / 2 with few bits left of the sum, and there are two erfs
             apart = apart[x > -3]
         assert int(apart.max()) <= 1
         assert float((apart > 0).float().mean()) <= RARE

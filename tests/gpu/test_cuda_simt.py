@@ -112,18 +112,14 @@ def test_forward_of_every_bf16() -> None:
 
 @over_dtypes
 @pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize(
-    "blocks", [1, 5, 261]
-)  # less than a warp, a half more, more than all threads at once
+@pytest.mark.parametrize("blocks", [1, 5, 261])  # less than a warp, a half more, more than all threads at once
 def test_saved_tensors(blocks: int, signed: bool, dtype: torch.dtype) -> None:
     """Whole blocks rounded to the nearest, which have a kernel of their own."""
     x = hard((blocks, 128), blocks, signed=signed).to(dtype)
     x.view(-1)[5::1009] = torch.nan
     x.view(-1)[70::1013] = torch.inf
     expected = reference.quantize_blockwise(x, CODECS["power"], signed, 128)
-    assert_same(
-        [*torch.ops.memkern_simt.quantize_blockwise(x, CODECS["power"], signed, 128, None)], [*expected]
-    )
+    assert_same([*torch.ops.memkern_simt.quantize_blockwise(x, CODECS["power"], signed, 128, None)], [*expected])
 
 
 @over_orders
@@ -162,9 +158,7 @@ def test_weights(name: str, weights: tuple[int, int], block_size: int) -> None:
 def test_every_weight_beside_hostile_states(name: str, kept: str, block_size: int) -> None:
     p, state = hostile(kept)
     weights = (WEIGHTS[kept], WEIGHTS[kept])
-    args = step_args(
-        name, torch.bfloat16, torch.bfloat16, codec=(0, 0), block_size=block_size, layouts=(p.shape,)
-    )
+    args = step_args(name, torch.bfloat16, torch.bfloat16, codec=(0, 0), block_size=block_size, layouts=(p.shape,))
     args = args._replace(params=[p], weight_storage=[*weights], weight_states=[state])
     compare_steps(name, args, {}, steps=1)
 
@@ -180,9 +174,7 @@ def test_second_moments_in_4_bits(dtype: torch.dtype, grad: torch.dtype) -> None
 def test_blocks_of_4_bits(codec: tuple[int, int], block_size: int) -> None:
     weights = (2, 1) if block_size in (24, 256) else (0, 0)
     dtype = torch.bfloat16 if weights[0] else torch.float32
-    compare_steps(
-        "adam_step_", step_args("adam_step_", dtype, codec=codec, block_size=block_size, weights=weights), {}
-    )
+    compare_steps("adam_step_", step_args("adam_step_", dtype, codec=codec, block_size=block_size, weights=weights), {})
 
 
 @over_orders
@@ -230,9 +222,7 @@ def test_layers_of_a_tensor(name: str, layers: int, order: str, monkeypatch: pyt
 def test_sizes_that_are_not_usual(scale: float, codec: tuple[int, int]) -> None:
     """Roots and divisions near the ends of the range of fp32 are left to the compiler's."""
     layouts = ("whole blocks", "one long row")
-    args = step_args(
-        "adam_step_", codec=codec, layouts=layouts, eps=[0.0, 1e-30]
-    )  # nothing hides what the root is
+    args = step_args("adam_step_", codec=codec, layouts=layouts, eps=[0.0, 1e-30])  # nothing hides what the root is
     for step in range(2):
         grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in args.params]
         grads = [g * scale * (1 + 99 * (g > 1)) for g in grads]
@@ -511,9 +501,7 @@ def many(n: int) -> StepArgs:
 
 
 @pytest.mark.parametrize("n", [1, 148, 1000])
-def test_launches_are_few_whatever_the_number_of_tensors(
-    n: int, graph: CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_are_few_whatever_the_number_of_tensors(n: int, graph: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     args = many(n)
     expected = cloned(args)
     torch.ops.memkern_simt.lion_step_(*args)  # the table is new: as many launches as it has chunks
@@ -582,9 +570,7 @@ def test_other_sizes_give_the_same_bits(threads: int) -> None:
     flags = (f"-DMEMKERN_THREADS={threads}", "-DMEMKERN_TILE_ELEMENTS=4096", "-DMEMKERN_TABLE_THREADS=512")
     folder = cache.built(f"simt-{threads}", lambda folder: build.compile_library(folder, *flags), flags)
     command = [sys.executable, "-m", drive.__name__, str(folder / build.LIBRARY)]
-    run = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(build.ROOT)}, capture_output=True, text=True
-    )
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(build.ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
     assert run.stdout.strip() == "nothing found"
 
@@ -595,9 +581,7 @@ def test_other_sizes_give_the_same_bits(threads: int) -> None:
 @pytest.mark.long
 def test_sanitizers_find_nothing() -> None:
     def path(name: str) -> str:
-        return subprocess.run(
-            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
-        ).stdout.strip()
+        return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
 
     runtime = [path(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     if not all(os.path.isabs(name) for name in runtime):

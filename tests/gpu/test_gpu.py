@@ -28,9 +28,7 @@ over_builds = pytest.mark.parametrize(
 
 
 def make(build: type, device: str, seed: int = 0, **options: Any) -> tuple[list[Any], torch.optim.Optimizer]:
-    params = [
-        torch.nn.Parameter(hard(shape, seed + i, scale=0.1).to(device)) for i, shape in enumerate(SHAPES)
-    ]
+    params = [torch.nn.Parameter(hard(shape, seed + i, scale=0.1).to(device)) for i, shape in enumerate(SHAPES)]
     return params, build(params, min_8bit_size=0, weight_decay=0.1, **options)
 
 
@@ -122,9 +120,7 @@ def test_streams_do_not_disturb_each_other(backend: str, build: type) -> None:
 @over_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
 def test_two_devices_in_one_optimizer(backend: str) -> None:
-    params = [
-        torch.nn.Parameter(hard(shape, i, scale=0.1).to(f"cuda:{i % 2}")) for i, shape in enumerate(SHAPES)
-    ]
+    params = [torch.nn.Parameter(hard(shape, i, scale=0.1).to(f"cuda:{i % 2}")) for i, shape in enumerate(SHAPES)]
     optimizer = optim.AdamW8bit(
         params, lr=torch.tensor(rate(0), dtype=torch.float64), min_8bit_size=0, weight_decay=0.1
     )
@@ -197,9 +193,7 @@ def steady(build: type, backend: str, **options: Any) -> tuple[list[Any], Callab
 @over_gpu
 @over_builds
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_step_does_not_wait_and_allocates_nothing(
-    backend: str, build: type, max_grad_norm: float | None
-) -> None:
+def test_a_step_does_not_wait_and_allocates_nothing(backend: str, build: type, max_grad_norm: float | None) -> None:
     params, step = steady(build, backend, max_grad_norm=max_grad_norm)
     give(params, 9)
     torch.cuda.synchronize()
@@ -271,10 +265,7 @@ def test_more_elements_than_32_bits_count(backend: str, build: type) -> None:
     p = torch.nn.Parameter(torch.empty(LARGE, dtype=torch.bfloat16, device="cuda").normal_(0, 0.1))
     optimizer = build([p], lr=1e-2, weight_decay=0.1)
     places = windows(128)
-    parts = {
-        name: torch.nn.Parameter(p.detach()[place].cpu(), requires_grad=True)
-        for name, place in places.items()
-    }
+    parts = {name: torch.nn.Parameter(p.detach()[place].cpu(), requires_grad=True) for name, place in places.items()}
     small = build([*parts.values()], lr=1e-2, weight_decay=0.1, min_8bit_size=0)
     for _ in range(2):
         p.grad = torch.empty_like(p).normal_(0, 1e-3)

@@ -40,9 +40,7 @@ def test_older_tritons_can_parse_the_kernels() -> None:
     for file in (ROOT / "memkern" / "triton").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             for target in node.targets if isinstance(node, ast.Assign) else ():
-                nested = isinstance(target, ast.Tuple) and any(
-                    isinstance(x, ast.Tuple | ast.List) for x in target.elts
-                )
+                nested = isinstance(target, ast.Tuple) and any(isinstance(x, ast.Tuple | ast.List) for x in target.elts)
                 assert not nested, f"{file.name}:{node.lineno}"
 
 

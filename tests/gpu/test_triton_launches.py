@@ -84,9 +84,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDriver]:
 
     def forget() -> None:  # what was compiled with one driver is of no use with another
         tensor_table._plans.clear()
-        for kernel in (
-            k for module in (adam, blockwise, grad_norm, lars, lion) for k in vars(module).values()
-        ):
+        for kernel in (k for module in (adam, blockwise, grad_norm, lars, lion) for k in vars(module).values()):
             if isinstance(kernel, jit.JITFunction):
                 kernel.device_caches.clear()
 
@@ -201,9 +199,7 @@ def test_a_cached_plan_is_of_gradients_on_its_device(two_devices: NotingDriver) 
     args = placed(arguments("lion_step_", MIXED[4:9]), OnDevice0)
     lion_places(two_devices, args)
     elsewhere = args._replace(grads=[args.grads[0], *(g.as_subclass(OnDevice1) for g in args.grads[1:])])
-    with pytest.raises(
-        ValueError, match=r"grads\[1\] must be on cuda:0 like the first parameter, got cuda:1"
-    ):
+    with pytest.raises(ValueError, match=r"grads\[1\] must be on cuda:0 like the first parameter, got cuda:1"):
         memkern.triton.lion_step_(elsewhere)
     assert lion_places(two_devices, args) == {Place(0, 100, 0)}
 

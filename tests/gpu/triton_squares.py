@@ -69,9 +69,7 @@ SIZES = [1, 3, 4, 1000, 1023, 1027, 17 * TILE + 5, 40 * TILE]  # a program takes
 VALUES: dict[str, Callable[[], list[Tensor]]] = {
     **{f"of {n}": lambda n=n: [torch.randn(n)] for n in SIZES},
     **{f"1e{k}": lambda k=k: [torch.randn(3000) * float(f"1e{k}")] for k in range(-45, 38, 5)},
-    **{
-        f"all {x}": lambda x=x: [torch.full((3001,), x)] for x in (1.0, 1.1, -3e-18, 7e18, 1 + 2.0**-12, 3e38)
-    },
+    **{f"all {x}": lambda x=x: [torch.full((3001,), x)] for x in (1.0, 1.1, -3e-18, 7e18, 1 + 2.0**-12, 3e38)},
     "at the range's ends": lambda: [torch.full((1025,), 2.0**k) for k in (-51, -50, 60, 61)],
     "below the range's ends": lambda: [torch.full((1025,), 2.0**k * (1 - 2.0**-24)) for k in (-50, 61)],
     "zeros": lambda: [torch.zeros(3000), -torch.zeros(7)],

@@ -28,12 +28,8 @@ MIXED = [
     for i, layout in enumerate(LAYOUTS)
 ]
 CODES = [(layout, p, g, "codes", group) for layout, p, g, _, group in MIXED]
-DTYPES = [
-    ("whole blocks", p, g, kind, 0) for p, g, kind in itertools.product(FLOATS, FLOATS, ("codes", "fp32"))
-]
-MANY = [
-    ("one element", torch.float32, torch.float32, ("codes", "fp32")[i % 2], i % 3 == 0) for i in range(131)
-]
+DTYPES = [("whole blocks", p, g, kind, 0) for p, g, kind in itertools.product(FLOATS, FLOATS, ("codes", "fp32"))]
+MANY = [("one element", torch.float32, torch.float32, ("codes", "fp32")[i % 2], i % 3 == 0) for i in range(131)]
 CASES: dict[str, dict[str, Any]] = {
     "every layout": {"tensors": MIXED},
     "backwards, scaled, clipped, coupled, maximized": {
@@ -58,9 +54,7 @@ pytestmark = interpreted()
 
 def spoilt(x: Tensor) -> Tensor:
     if x.numel() > 20:
-        x.as_strided((3,), (1,), x.storage_offset() + 3).copy_(
-            torch.tensor([torch.nan, torch.inf, -torch.inf])
-        )
+        x.as_strided((3,), (1,), x.storage_offset() + 3).copy_(torch.tensor([torch.nan, torch.inf, -torch.inf]))
     return x
 
 
@@ -279,9 +273,7 @@ class Graph:
                 lambda *args, **constants: self.nodes.append((partial(launch, **constants), args)),
             )
 
-            def copied(
-                memory: tensor_table.DeviceTable, begin: int, values: Any, source: Tensor | None = None
-            ) -> None:
+            def copied(memory: tensor_table.DeviceTable, begin: int, values: Any, source: Tensor | None = None) -> None:
                 assert source is not None, "pinned memory cannot be allocated in a capture"
                 upload(memory, begin, values, source)
                 target = memory.table[begin : begin + len(source)]

@@ -51,9 +51,7 @@ def test_they_are_short_and_listed() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["plain_loop", "trainer", "accelerate_loop", "lightning_module", "peft_lora"]
-)
+@pytest.mark.parametrize("name", ["plain_loop", "trainer", "accelerate_loop", "lightning_module", "peft_lora"])
 @pytest.mark.filterwarnings("ignore")  # the frameworks' advice about workers and loggers
 def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("transformers", *NEEDS.get(name, ())):

@@ -70,9 +70,7 @@ def test_dynamic_quantization_is_refused_or_right() -> None:
     memkern.restore(net)
     quantized = quantization.quantize_dynamic(net, {torch.nn.Linear})
     assert "quantized" in type(quantized[0]).__module__
-    torch.testing.assert_close(
-        quantized(x), net(x), rtol=0, atol=0.1
-    )  # int8 weights, 1 / 127 of the largest each
+    torch.testing.assert_close(quantized(x), net(x), rtol=0, atol=0.1)  # int8 weights, 1 / 127 of the largest each
     activations = model()
     memkern.compress(activations)
     quantized = quantization.quantize_dynamic(activations, {torch.nn.Linear})

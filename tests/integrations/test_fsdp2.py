@@ -75,9 +75,7 @@ def _prepared(name: str, seed: int = 0) -> tuple[Any, Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, optimizer, scheduler)
 
 
-def _train(
-    model: Any, optimizer: Any, scheduler: Any, first: int, last: int, backward: Any = Tensor.backward
-) -> None:
+def _train(model: Any, optimizer: Any, scheduler: Any, first: int, last: int, backward: Any = Tensor.backward) -> None:
     for seed in range(first, last):
         rows = tokens(4, seed)
         backward(model(input_ids=rows, labels=rows).loss)

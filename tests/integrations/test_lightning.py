@@ -73,9 +73,7 @@ def fit(
     return trainer
 
 
-@pytest.mark.feature(
-    "lightning", "`configure_optimizers`: bits of the plain loop, with a schedule and clipping"
-)
+@pytest.mark.feature("lightning", "`configure_optimizers`: bits of the plain loop, with a schedule and clipping")
 def test_the_fit_is_the_plain_loop(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path, 4, gradient_clip_val=1.0)
@@ -122,9 +120,7 @@ def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.feature("lightning", "checkpoint: resumes bit for bit")
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = Module()
-    fit(
-        straight, tmp_path, -1, rows=12, max_epochs=2
-    )  # of three steps: Lightning resumes data at an epoch's end
+    fit(straight, tmp_path, -1, rows=12, max_epochs=2)  # of three steps: Lightning resumes data at an epoch's end
     first = Module()
     trainer = fit(first, tmp_path, -1, CompressCallback(activations=None), rows=12, max_epochs=1)
     path = str(tmp_path / "step-3.ckpt")
@@ -184,9 +180,7 @@ class Inner(lightning.LightningModule):  # type: ignore[misc,name-defined]
 
 TENSOR = 4 * 256 * 64
 CODED = TENSOR / 4 + TENSOR / 128  # a byte per element, and a scale for 128 of them
-IN_ROWS = (
-    TENSOR / 4 + TENSOR / 64
-)  # a square may be a norm's: its argument has blocks that divide the rows of 64
+IN_ROWS = TENSOR / 4 + TENSOR / 64  # a square may be a norm's: its argument has blocks that divide the rows of 64
 # Of the step: torch saves what goes into each SiLU (4), what goes into each layer but the first (3), the square's
 # argument and a copy of the expanded input. Of the example: 4, 3 and the result.
 BYTES: dict[str, tuple[float, float]] = {

@@ -43,8 +43,7 @@ def test_compressed_linear_layers_take_adapters() -> None:
     plain, compressed = adapted(plain), adapted(compressed)
     # Frozen weights need no gradient: their layers are torch's, and so is every gradient.
     runs = [
-        losses(m, optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2), 4)
-        for m in (plain, compressed)
+        losses(m, optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2), 4) for m in (plain, compressed)
     ]
     assert runs[0] == runs[1]
     assert runs[0][2] < runs[0][0]

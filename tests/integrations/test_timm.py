@@ -103,9 +103,7 @@ def test_registering_again_says_nothing(caplog: pytest.LogCaptureFixture, regist
 
 
 def test_a_name_that_timm_has_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        names, "optimizers", lambda: {"lion8bit": optim.Lion8bit, "rprop8bit": optim.AdamW8bit}
-    )
+    monkeypatch.setattr(names, "optimizers", lambda: {"lion8bit": optim.Lion8bit, "rprop8bit": optim.AdamW8bit})
     from timm.optim._optim_factory import default_registry
 
     default_registry.register(timm.OptimInfo(name="rprop8bit", opt_class=torch.optim.SGD))

@@ -49,9 +49,7 @@ NAMES = ["adamw8bit", "adam8bit", "lion8bit", "lamb8bit", "lars8bit", "adamw"]
 
 
 @pytest.mark.feature("transformers", "Trainer, `optimizer_cls_and_kwargs`: every optimizer")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "adamw8bit" else pytest.mark.full) for n in NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "adamw8bit" else pytest.mark.full) for n in NAMES])
 def test_the_pair_is_the_optimizer_made_by_hand(tmp_path: Path, name: str) -> None:
     args = arguments(tmp_path)
     by_pair = trainer(args, gpt2(), optimizer_cls_and_kwargs(args, name))
@@ -176,9 +174,7 @@ def test_the_callback_compresses_and_prints(tmp_path: Path, capsys: pytest.Captu
 def test_the_callback_follows_model_init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path, max_steps=1)
     callback = CompressCallback()
-    run = transformers.Trainer(
-        None, args, train_dataset=Texts(), model_init=lambda: gpt2(), callbacks=[callback]
-    )
+    run = transformers.Trainer(None, args, train_dataset=Texts(), model_init=lambda: gpt2(), callbacks=[callback])
     run.train()
     assert isinstance(run.model.transformer.h[0].mlp.act, memkern.nn.GELU)
     assert "memkern: bytes" not in capsys.readouterr().out  # torch's optimizer, and no example
@@ -199,9 +195,7 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("callback", [True, False])
 @pytest.mark.parametrize("mode", ["StepInBackward", "offload_gradients", "step_in_backward"])
-def test_gradients_that_are_gone_are_not_silently_unclipped(
-    mode: str, callback: bool, tmp_path: Path
-) -> None:
+def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, callback: bool, tmp_path: Path) -> None:
     """The Trainer clips what is left of the gradients, by default to 1.0: nothing."""
 
     def made(inner_norm: float | None = None, **options: Any) -> Any:
@@ -210,9 +204,7 @@ def test_gradients_that_are_gone_are_not_silently_unclipped(
         if mode == "StepInBackward":
             optimizer: Any = optim.StepInBackward(optim.AdamW8bit, model.parameters(), lr=1e-3)
         else:
-            optimizer = optim.HostOffload(
-                optim.AdamW8bit, model.parameters(), lr=1e-3, **{mode: True}, **clip
-            )
+            optimizer = optim.HostOffload(optim.AdamW8bit, model.parameters(), lr=1e-3, **{mode: True}, **clip)
         args = arguments(tmp_path, max_steps=1, **options)
         callbacks = [CompressCallback()] if callback else []
         return trainer(args, model, optimizers=(optimizer, None), callbacks=callbacks)

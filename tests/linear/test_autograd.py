@@ -97,9 +97,7 @@ def test_compile_with_a_generator_and_under_autocast() -> None:
     compiled = torch.compile(layer, backend="aot_eager")  # the draw breaks the graph: no fullgraph
     assert_gram(gram(layer, lambda _, x: compiled(x)), 30)
     layer.generator = None
-    autocast = torch.compile(
-        torch.autocast("cpu", torch.bfloat16)(layer), fullgraph=True, backend="aot_eager"
-    )
+    autocast = torch.compile(torch.autocast("cpu", torch.bfloat16)(layer), fullgraph=True, backend="aot_eager")
     s = gram(layer, lambda _, x: autocast(x).float())
     torch.testing.assert_close(s, s.T, rtol=0.02, atol=0.02)
 

@@ -45,9 +45,7 @@ def with_gradients(loss: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
     return [loss, *torch.autograd.grad(loss, given, upstream)]
 
 
-def both(
-    *leaves_and_target: Any, chunk_size: int | None = 10, **options: Any
-) -> tuple[list[Tensor], list[Tensor]]:
+def both(*leaves_and_target: Any, chunk_size: int | None = 10, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     x, weight, bias, target = leaves_and_target
     ours = linear_cross_entropy(x, weight, target, linear_bias=bias, chunk_size=chunk_size, **options)
     theirs = plain(x, weight, bias, target, **options)
@@ -293,9 +291,7 @@ def test_module() -> None:
     loss_fn = LinearCrossEntropy(FEATURES, CLASSES, True, weight=torch.rand(CLASSES), label_smoothing=0.1)
     assert [*loss_fn.state_dict()] == ["weight", "linear.weight", "linear.bias"]
     x, _, _, target = problem(torch.float32)
-    expected = plain(
-        x, loss_fn.linear.weight, loss_fn.linear.bias, target, weight=loss_fn.weight, label_smoothing=0.1
-    )
+    expected = plain(x, loss_fn.linear.weight, loss_fn.linear.bias, target, weight=loss_fn.weight, label_smoothing=0.1)
     torch.testing.assert_close(loss_fn(x, target), expected)
     assert "label_smoothing=0.1" in repr(loss_fn)
 

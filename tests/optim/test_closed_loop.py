@@ -35,9 +35,7 @@ SHORT = [
     ("stream", "beta2", "nearest"),
     [SHORT[0], *(pytest.param(*case, marks=pytest.mark.full) for case in SHORT[1:])],
 )
-def test_short_runs_are_within_17_percent_of_nearest_rounding(
-    stream: str, beta2: float, nearest: float
-) -> None:
+def test_short_runs_are_within_17_percent_of_nearest_rounding(stream: str, beta2: float, nearest: float) -> None:
     # The dither's price: where nothing freezes yet, rounding to the nearest is the best that a code can do. v's is up
     # to 15 %, m's 2 % on top of it (measured).
     errors = [run(stream, beta2, 1000, seed).mean_error for seed in SEEDS]

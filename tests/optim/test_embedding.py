@@ -167,9 +167,7 @@ def test_shared_parameters_stay_together_and_come_once() -> None:
 def test_decay_of_matrices_only() -> None:
     model = language_model()
     groups = optim.param_groups(model, weight_decay=0.1, lr=0.5)
-    shown = [
-        (g["weight_decay"], g.get("state_bits"), g["lr"], {p.dim() for p in g["params"]}) for g in groups
-    ]
+    shown = [(g["weight_decay"], g.get("state_bits"), g["lr"], {p.dim() for p in g["params"]}) for g in groups]
     assert shown == [(0.1, 32, 0.5, {2}), (0.0, 32, 0.5, {1}), (0.1, None, 0.5, {2}), (0.0, None, 0.5, {1})]
     assert all("weight_decay" not in group for group in optim.param_groups(model))
     assert len(optim.param_groups(nn.Linear(3, 3, bias=False), weight_decay=0.1)) == 1

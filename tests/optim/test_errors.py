@@ -117,9 +117,7 @@ def test_a_bad_group_is_not_added(options: dict[str, Any], message: str) -> None
 
 @over_optimizers
 def test_unknown_options_are_no_options(build: type) -> None:
-    with pytest.raises(
-        TypeError, match=rf"^{build.__name__}\.__init__\(\) got an unexpected keyword argument 'paged'"
-    ):
+    with pytest.raises(TypeError, match=rf"^{build.__name__}\.__init__\(\) got an unexpected keyword argument 'paged'"):
         build(make_params(), paged=True)
 
 
@@ -159,9 +157,7 @@ def test_options_reach_the_groups(build: type) -> None:
     group = build(make_params([(64, 128)]), **given).param_groups[0]
     assert {name: group[name] for name in given} == given
     placed = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    group = build(
-        make_params([(64, 128)]), *(given.get(n, parameters[n].default) for n in placed)
-    ).param_groups[0]
+    group = build(make_params([(64, 128)]), *(given.get(n, parameters[n].default) for n in placed)).param_groups[0]
     assert {n: group[n] for n in placed if n in given} == {n: given[n] for n in placed if n in given}
 
 
@@ -170,9 +166,7 @@ def test_a_type_checker_finds_a_misspelt_option(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     lines = [f"optim.{build.__name__}([torch.ones(3)], lr=1.0, weight_deacy=0.1)" for build in OPTIMIZERS]
     right = [f"optim.{build.__name__}([torch.ones(3)], lr=1.0, weight_decay=0.1)" for build in OPTIMIZERS]
-    (tmp_path / "script.py").write_text(
-        "\n".join(["import torch", "from memkern import optim", *lines, *right])
-    )
+    (tmp_path / "script.py").write_text("\n".join(["import torch", "from memkern import optim", *lines, *right]))
     config = ["--config-file", os.devnull, "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
     found = subprocess.run(
         [sys.executable, "-m", "mypy", *config, str(tmp_path / "script.py")],
@@ -285,9 +279,7 @@ def test_bad_gradients_raise_before_anything_changes(build: type, name: str, ste
         assert_same(after["states"], before["states"])
     else:
         rest = {"trust_ratio": 1.0}
-        assert all(
-            (value == rest.get(key, 0)).all() for state in after["states"] for key, value in state.items()
-        )
+        assert all((value == rest.get(key, 0)).all() for state in after["states"] for key, value in state.items())
     if name != "another shape":  # and goes on as if nothing had been
         params[1].grad = None
         optimizer.step()

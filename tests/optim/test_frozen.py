@@ -129,9 +129,7 @@ def test_a_thawed_parameter_trains(build: type, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("build", [optim.AdamW8bit, torch.optim.AdamW])
 def test_a_thawed_parameter_trains_on_the_host(build: type, mode: str, dtype: torch.dtype) -> None:
     def run(requires_grad: bool) -> list[Tensor]:
-        params = [
-            nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=x) for x in (True, requires_grad)
-        ]
+        params = [nn.Parameter(torch.ones(64, 128, dtype=dtype), requires_grad=x) for x in (True, requires_grad)]
         optimizer = HostOffload(build, params, lr=1e-2, **MODES[mode])
         generator = torch.Generator().manual_seed(1)
         for step in range(4):

@@ -33,9 +33,7 @@ def calls_of(function: Callable[[], Any]) -> tuple[list[list[str]], set[str]]:
             return  # a comprehension, which is a function until Python 3.11 alone
         if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             ran.add(frame.f_code.co_name)
-        elif frame.f_code.co_name == "__call__" and "memkern" in str(
-            getattr(frame.f_locals.get("self"), "_name", "")
-        ):
+        elif frame.f_code.co_name == "__call__" and "memkern" in str(getattr(frame.f_locals.get("self"), "_name", "")):
             stack: list[str] = []
             at: FrameType | None = frame
             while at is not None:

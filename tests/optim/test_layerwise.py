@@ -32,9 +32,7 @@ def over_forms(**more: Any) -> Any:
         "LARS": (optim.LARS, {}),
         "classic LARS": (optim.LARS, {"trust_coeff": 1e-2}),
     }
-    return pytest.mark.parametrize(
-        ("build", "options"), [(b, o | more) for b, o in forms.values()], ids=forms
-    )
+    return pytest.mark.parametrize(("build", "options"), [(b, o | more) for b, o in forms.values()], ids=forms)
 
 
 @over_cpu

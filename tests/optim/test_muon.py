@@ -102,9 +102,7 @@ def test_resumes_with_the_same_bits(cls: Any) -> None:
     for p, q in zip([*new_matrices, *new_others], [*matrices, *others], strict=True):
         p.data.copy_(q.data)
     again.load_state_dict(torch.load(io.BytesIO(blob.getvalue()), weights_only=True))
-    assert_same(
-        train(again, [*new_matrices, *new_others], 3, 3), train(optimizer, [*matrices, *others], 3, 3)
-    )
+    assert_same(train(again, [*new_matrices, *new_others], 3, 3), train(optimizer, [*matrices, *others], 3, 3))
     copied = copy.deepcopy(optimizer)
     own = [p for group in copied.param_groups for p in group["params"]]
     assert_same(train(copied, own, 1, 6), train(optimizer, [*matrices, *others], 1, 6))
@@ -517,10 +515,7 @@ def test_bytes_of_states(shapes: dict[str, Any], gib: float) -> None:
     w, ff, kv, q = (shapes[key] for key in ("width", "ff", "kv", "q"))
     layer = [(q, w), (kv, w), (kv, w), (w, q), (ff, w), (ff, w), (w, ff)]
     meta = [nn.Parameter(torch.empty(s, device="meta")) for s in layer * shapes["layers"]]
-    tables = [
-        nn.Parameter(torch.empty(shapes["vocab"], w, device="meta"))
-        for _ in range(1 if shapes["tied"] else 2)
-    ]
+    tables = [nn.Parameter(torch.empty(shapes["vocab"], w, device="meta")) for _ in range(1 if shapes["tied"] else 2)]
     norms = [nn.Parameter(torch.empty(w, device="meta")) for _ in range(2 * shapes["layers"] + 1)]
     optimizer = Muon8bit([{"params": meta}, {"params": [*tables, *norms], "algorithm": "adamw", "lr": 1e-3}])
     for p in (*meta, *tables, *norms):

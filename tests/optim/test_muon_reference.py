@@ -146,9 +146,7 @@ def test_8_bit_momentum_follows_32_bits() -> None:
             h.copy_(g)
         step(coded)
         step(full)
-    for p, q, start in zip(
-        coded.params, full.params, [normal(s, i) for i, s in enumerate(SHAPES)], strict=True
-    ):
+    for p, q, start in zip(coded.params, full.params, [normal(s, i) for i, s in enumerate(SHAPES)], strict=True):
         assert 0 < (p - q).norm() < 0.05 * (q - start).norm()
 
 

@@ -43,9 +43,7 @@ def trained_on_every_layout(
 ) -> dict[str, Any]:
     spec, options = VARIANTS[variant]
     params = [tensor(layout, p_dtype, seed=i, scale=0.1) for i, layout in enumerate(LAYOUTS)]
-    return trained(
-        backend, spec.cls, options | STATES[states], params, lambda p, seed: like(p, seed, g_dtype)
-    )
+    return trained(backend, spec.cls, options | STATES[states], params, lambda p, seed: like(p, seed, g_dtype))
 
 
 @over_fast
@@ -69,9 +67,7 @@ def trained_by_name(backend: str, spec: OptimizerSpec, states: str, name: str) -
     options = {"weight_decay": 0.1} | SETTINGS.get(name, {}) | STATES[states]
     if not spec.has_betas:
         options["momentum"] = options.pop("betas", (0.9,))[0]
-    params = [
-        tensor(layout, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))
-    ]
+    params = [tensor(layout, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))]
     params += [hard((2, 9000), 7, scale=0.1)]
     gradient = GRADIENTS.get(name, GRADIENTS["ordinary"])
     return trained(backend, spec.cls, options, params, gradient, steps=4)
@@ -81,9 +77,7 @@ def trained_by_name(backend: str, spec: OptimizerSpec, states: str, name: str) -
 @over_specs
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("name", [*SETTINGS, *GRADIENTS])
-def test_settings_and_gradients_give_the_same_bits(
-    backend: str, spec: OptimizerSpec, states: str, name: str
-) -> None:
+def test_settings_and_gradients_give_the_same_bits(backend: str, spec: OptimizerSpec, states: str, name: str) -> None:
     if name.startswith("blocks") and states == "fp32":
         pytest.skip("fp32 states have no blocks")
     assert_same(*(trained_by_name(b, spec, states, name) for b in (backend, "reference")))
@@ -159,19 +153,13 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 PARITY = cases("parity")
 
 
-def run(
-    build: Callable[..., Any], dtype: torch.dtype, options: dict[str, Any], steps: int = 20
-) -> tuple[Any, Tensor]:
+def run(build: Callable[..., Any], dtype: torch.dtype, options: dict[str, Any], steps: int = 20) -> tuple[Any, Tensor]:
     """An optimizer and its parameter after steps with gradients that bf16 and fp16 can hold."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     p = torch.nn.Parameter(x.to(dtype))
     optimizer = build([p], **options)
     for step in range(steps):
-        g = (
-            torch.randn(64, 128, generator=torch.Generator().manual_seed(1 + step))
-            .bfloat16()
-            .to(torch.float16)
-        )
+        g = torch.randn(64, 128, generator=torch.Generator().manual_seed(1 + step)).bfloat16().to(torch.float16)
         p.grad = g.to(dtype)
         optimizer.step()
     return optimizer, p.detach().double()
@@ -181,9 +169,7 @@ def run(
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 @pytest.mark.parametrize("loop", ["foreach", "fused"])
-def test_32_bit_is_no_further_from_the_truth_than_torch(
-    backend: str, name: str, dtype: torch.dtype, loop: str
-) -> None:
+def test_32_bit_is_no_further_from_the_truth_than_torch(backend: str, name: str, dtype: torch.dtype, loop: str) -> None:
     spec, options = PARITY[name]
     truth = run(spec.peer_of, torch.float64, options)[1]
     with on(backend):
@@ -211,9 +197,7 @@ def test_32_bit_is_no_further_from_the_truth_than_torch(
 @over_cpu
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.parametrize("codec", ["power", "dynamic"])
-def test_8_bit_moves_parameters_as_torch_does_within_the_codecs_error(
-    backend: str, name: str, codec: str
-) -> None:
+def test_8_bit_moves_parameters_as_torch_does_within_the_codecs_error(backend: str, name: str, codec: str) -> None:
     spec, options = PARITY[name]
     start = run(spec.peer_of, torch.float64, options, 0)[1]
     truth = run(spec.peer_of, torch.float64, options)[1]

@@ -85,9 +85,7 @@ def test_state_bytes(shape: tuple[int, ...]) -> None:
     assert 2 < memory.optimizer_bytes(optimizer) / p.numel() < 2.0715
     lion = optim.Lion8bit(params)
     train(lion, 1)
-    assert (
-        1 < memory.optimizer_bytes(lion) / p.numel() < 1.0365
-    )  # 1 + 9 * 4 / 1025, and the step's 4 bytes of 4,100
+    assert 1 < memory.optimizer_bytes(lion) / p.numel() < 1.0365  # 1 + 9 * 4 / 1025, and the step's 4 bytes of 4,100
 
 
 # ---- groups
@@ -103,13 +101,8 @@ def test_groups_have_their_own_options() -> None:
         {"min_8bit_size": 10**6},
         {"decoupled_weight_decay": False},
     ]
-    one = optim.AdamW8bit(
-        [{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2
-    )
-    alone = [
-        optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2)
-        for i, o in enumerate(options)
-    ]
+    one = optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o} for i, o in enumerate(options)], lr=1e-2)
+    alone = [optim.AdamW8bit([{"params": make_params([(48, 128)], i), **o}], lr=1e-2) for i, o in enumerate(options)]
     for step in range(3):
         give_gradients([g["params"][0] for g in one.param_groups], step)
         for group, optimizer in zip(one.param_groups, alone, strict=True):

@@ -41,9 +41,7 @@ def test_fifty_steps_of_a_gpt_are_the_published_ones(backend: str, name: str) ->
     optimizer = spec.cls(groups, **options)
     decay_of = {p: group["weight_decay"] for group in groups for p in group["params"]}
     truth = {p: torch.nn.Parameter(p.detach().double()) for p in params}
-    published = FormulaOptimizer(
-        spec, [{"params": [truth[p]], "weight_decay": decay_of[p]} for p in params], **options
-    )
+    published = FormulaOptimizer(spec, [{"params": [truth[p]], "weight_decay": decay_of[p]} for p in params], **options)
     start = [p.detach().clone() for p in params]
     with on(backend):
         for step in range(50):
@@ -58,9 +56,7 @@ def test_fifty_steps_of_a_gpt_are_the_published_ones(backend: str, name: str) ->
         assert (p - fp64).norm() <= 1e-5 * fp64.norm()
 
 
-OF_TIMM = [
-    n for n, (spec, o) in PUBLISHED.items() if spec.timm and (spec.name != "LARS" or "trust_coeff" in o)
-]
+OF_TIMM = [n for n, (spec, o) in PUBLISHED.items() if spec.timm and (spec.name != "LARS" or "trust_coeff" in o)]
 
 
 @pytest.mark.parametrize("name", OF_TIMM)

@@ -144,9 +144,7 @@ def test_kinds_of_modules() -> None:
     }
     assert groups.doubts == []
     undecayed = {p for g in groups if not g["weight_decay"] for p in g["params"]}
-    assert {
-        model.get_parameter(f"{name}.weight") for name in ("norm", "rms", "own_norm", "column")
-    } < undecayed
+    assert {model.get_parameter(f"{name}.weight") for name in ("norm", "rms", "own_norm", "column")} < undecayed
     assert model.get_parameter("classifier.2.weight") not in undecayed
 
 
@@ -163,9 +161,7 @@ def test_kinds_of_modules() -> None:
     ],
     ids=["Sequential", "wrapped", "last", "named", "a layer", "layers", "AdaptiveLogSoftmaxWithLoss"],
 )
-def test_the_last_layer_is_the_output_where_no_other_is_known(
-    model: nn.Module, expected: set[str] | None
-) -> None:
+def test_the_last_layer_is_the_output_where_no_other_is_known(model: nn.Module, expected: set[str] | None) -> None:
     found = {n for n, (_, reason) in muon_groups(model).reasons.items() if reason == "an output head"}
     if expected is None:
         expected = {name for name, p in model.named_parameters() if name.startswith("1.")}
@@ -181,18 +177,14 @@ def test_doubts_are_decided_by_name_and_strict_raises() -> None:
     assert groups.doubts == ["mixer.A_log", "mine.weight", "code.codebook", behind]
     assert [groups.reasons[name][0] for name in groups.doubts] == ["adamw", "muon", "adamw", "adamw"]
     assert "Halved" in groups.reasons[behind][1]
-    with pytest.raises(
-        ValueError, match=r"mixer\.A_log \(adamw: .*mine\.weight \(muon: .*name them with adamw="
-    ):
+    with pytest.raises(ValueError, match=r"mixer\.A_log \(adamw: .*mine\.weight \(muon: .*name them with adamw="):
         muon_groups(model, strict=True)
     asked: dict[str, Any] = {
         "adamw": lambda name, p: name in groups.doubts[:3],
         "muon": lambda name, p: name == behind,
     }
     strict = muon_groups(model, strict=True, **asked)
-    assert [strict.reasons[name] for name in groups.doubts] == [("adamw", "asked for")] * 3 + [
-        ("muon", "asked for")
-    ]
+    assert [strict.reasons[name] for name in groups.doubts] == [("adamw", "asked for")] * 3 + [("muon", "asked for")]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -211,9 +203,7 @@ def test_names_in_lists_and_dicts_and_of_older_norms() -> None:
 
 
 def test_one_of_several_uses_decides_for_adamw() -> None:
-    model = nn.ModuleDict(
-        {"a": nn.Linear(8, 9, bias=False), "table": nn.Embedding(9, 8), "head": nn.Linear(8, 8)}
-    )
+    model = nn.ModuleDict({"a": nn.Linear(8, 9, bias=False), "table": nn.Embedding(9, 8), "head": nn.Linear(8, 8)})
     model["a"].weight = model["table"].weight
     assert muon_groups(model).reasons["a.weight"] == ("adamw", "an embedding")
 

@@ -33,22 +33,16 @@ def twin(build: type) -> tuple[type, dict[str, Any], bool]:
     return torch.optim.AdamW, {"betas": (0.9, 0.99)}, False
 
 
-def trained(
-    optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: Any = None
-) -> list[dict[str, Any]]:
+def trained(optimizer: Any, scheduler: Any, first: int = 0, steps: int = 5, step: Any = None) -> list[dict[str, Any]]:
     """The options that schedulers write, as the steps see them."""
     seen = []
     for seed in range(first, first + steps):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         (step or optimizer.step)()
-        optimizer._opt_called = (
-            True  # else the scheduler warns that nobody has stepped, where the step is compiled
-        )
+        optimizer._opt_called = True  # else the scheduler warns that nobody has stepped, where the step is compiled
         group = optimizer.param_groups[0]
-        seen.append(
-            {key: copy.deepcopy(group[key]) for key in WRITTEN if key in group} | {"lr": float(group["lr"])}
-        )
+        seen.append({key: copy.deepcopy(group[key]) for key in WRITTEN if key in group} | {"lr": float(group["lr"])})
         plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         scheduler.step(*([1.0] if plateau else []))
     return seen
@@ -64,9 +58,7 @@ def test_the_table_has_every_scheduler() -> None:
 
 
 @over_schedulers
-@pytest.mark.parametrize(
-    "build", [*ALL, pytest.param((optim.AdamW, "lr"), id="AdamW, lr a tensor")], ids=name_of
-)
+@pytest.mark.parametrize("build", [*ALL, pytest.param((optim.AdamW, "lr"), id="AdamW, lr a tensor")], ids=name_of)
 def test_a_scheduler_does_what_it_does_to_torchs(build: Any, name: str) -> None:
     build, *tensor_lr = build if isinstance(build, tuple) else (build,)
     torchs, options, same = twin(build)

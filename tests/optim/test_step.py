@@ -225,7 +225,5 @@ def test_a_step_makes_no_temporary_as_large_as_a_parameter(build: type) -> None:
 def test_step_counts_and_finite_results() -> None:
     optimizer = optim.Adam8bit(make_params(), lr=1e-2)
     result = train(optimizer, 12)
-    assert all(
-        float(state["step"]) == 12 and state["step"].dtype == torch.float32 for state in result["states"]
-    )
+    assert all(float(state["step"]) == 12 and state["step"].dtype == torch.float32 for state in result["states"])
     assert all(math.isfinite(float(p.sum())) for p in result["params"])

@@ -19,12 +19,8 @@ from tests.support.helpers import assert_same, over_optimizers
 
 KINDS: dict[str, Callable[..., Any]] = {
     "StepInBackward": lambda params, **options: StepInBackward(optim.SGD, params, **options),
-    "offload_gradients": lambda params, **options: HostOffload(
-        optim.SGD, params, offload_gradients=True, **options
-    ),
-    "step_in_backward": lambda params, **options: HostOffload(
-        optim.SGD, params, step_in_backward=True, **options
-    ),
+    "offload_gradients": lambda params, **options: HostOffload(optim.SGD, params, offload_gradients=True, **options),
+    "step_in_backward": lambda params, **options: HostOffload(optim.SGD, params, step_in_backward=True, **options),
 }
 
 
@@ -34,9 +30,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("overlap", ["whole", "rows"])
 @over_optimizers
-def test_parameters_over_one_memory_are_stepped_one_after_the_other(
-    build: type, overlap: str, when: str
-) -> None:
+def test_parameters_over_one_memory_are_stepped_one_after_the_other(build: type, overlap: str, when: str) -> None:
     """As torch.optim does: the second begins from what the first has written."""
 
     def run(together: bool) -> torch.Tensor:

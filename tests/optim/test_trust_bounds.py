@@ -65,9 +65,7 @@ def test_the_ratio_is_of_the_bounded_norm(
 def test_wide_bounds_change_no_bit(backend: str, build: type, options: dict[str, Any]) -> None:
     runs = []
     for bounds in (None, (0.0, math.inf), (0, 1e300)):
-        optimizer = build(
-            params(), lr=1e-2, weight_decay=0.1, min_8bit_size=0, trust_bounds=bounds, **options
-        )
+        optimizer = build(params(), lr=1e-2, weight_decay=0.1, min_8bit_size=0, trust_bounds=bounds, **options)
         with on(backend):
             runs.append(train(optimizer, 3))
     assert_same(runs[1], runs[0])
@@ -77,9 +75,7 @@ def test_wide_bounds_change_no_bit(backend: str, build: type, options: dict[str,
 @over_forms
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backends_give_the_same_bits(
-    build: type, options: dict[str, Any], bits: int, dtype: torch.dtype
-) -> None:
+def test_backends_give_the_same_bits(build: type, options: dict[str, Any], bits: int, dtype: torch.dtype) -> None:
     runs = []
     for backend in ("reference", "cpu"):
         with on(backend):
@@ -98,9 +94,7 @@ def test_groups_have_bounds_of_their_own() -> None:
     together = optim.LAMB8bit(
         [{"params": [p], "trust_bounds": b} for p, b in zip(params(), bounds, strict=True)], weight_decay=0.1
     )
-    alone = [
-        optim.LAMB8bit([p], weight_decay=0.1, trust_bounds=b) for p, b in zip(params(), bounds, strict=True)
-    ]
+    alone = [optim.LAMB8bit([p], weight_decay=0.1, trust_bounds=b) for p, b in zip(params(), bounds, strict=True)]
     for step in range(3):
         grads = [torch.randn(s, generator=torch.Generator().manual_seed(step)) for s in SHAPES]
         for i, g in enumerate(grads):

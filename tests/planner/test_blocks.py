@@ -20,9 +20,7 @@ def source(request: pytest.FixtureRequest) -> Any:
 
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 9}
     head = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[request.param]
-    return resolve(
-        getattr(transformers, f"{request.param}Config")(**sizes, architectures=[head]), 64, None, None, None
-    )
+    return resolve(getattr(transformers, f"{request.param}Config")(**sizes, architectures=[head]), 64, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +33,7 @@ def source(request: pytest.FixtureRequest) -> Any:
     ],
     ids=str,
 )
-def test_a_trace_with_a_block_less_is_that_of_the_model_with_a_block_less(
-    source: Any, changes: dict[str, Any]
-) -> None:
+def test_a_trace_with_a_block_less_is_that_of_the_model_with_a_block_less(source: Any, changes: dict[str, Any]) -> None:
     techniques = Techniques(micro_batch=2, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
     few, many = (fake_step.trace(source.with_depth(n), techniques, "cpu") for n in (3, 4))
@@ -85,11 +81,7 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
         x = torch.empty(6, 4)
         for _ in range(2):
             first, second = x.split(3)
-            assert (
-                first.untyped_storage()._cdata
-                == second.untyped_storage()._cdata
-                == x.untyped_storage()._cdata
-            )
+            assert first.untyped_storage()._cdata == second.untyped_storage()._cdata == x.untyped_storage()._cdata
             first.add_(1)
             assert x.sin() is not x
 

@@ -62,9 +62,7 @@ CASES = {
         text_config=TEXT,
         architectures=["Siglip2ForImageClassification"],
     ),
-    "CLIP": lambda: transformers.CLIPConfig(
-        text_config=TEXT, vision_config=IMAGE, architectures=["CLIPModel"]
-    ),
+    "CLIP": lambda: transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, architectures=["CLIPModel"]),
 }
 
 
@@ -106,9 +104,7 @@ def test_the_class_that_a_configuration_is_for() -> None:
     assert architecture(transformers.T5Config()) == "T5ForConditionalGeneration"
     assert architecture(transformers.WhisperConfig()) == "WhisperForConditionalGeneration"
     assert Inputs(transformers.Llama4Config().get_text_config(), 8).name == "Llama4ForCausalLM"
-    with pytest.raises(
-        OptionError, match=r"model: 'dac' given; allowed: a type that transformers has for text"
-    ):
+    with pytest.raises(OptionError, match=r"model: 'dac' given; allowed: a type that transformers has for text"):
         memkern.plan(transformers.DacConfig(), memory="8GiB", seq_len=32, device="cpu")
 
 
@@ -132,9 +128,7 @@ class Stubborn(nn.Module):
 
 def test_a_technique_that_a_model_does_not_run_with_is_ruled_out() -> None:
     plan = memkern.plan(Stubborn("fp32"), inputs=torch.ones(2, 8), memory="1GiB", device="cpu")
-    reason = (
-        "techniques, precision=bf16-mixed: the model's step raises NotImplementedError: no kernel for bf16"
-    )
+    reason = "techniques, precision=bf16-mixed: the model's step raises NotImplementedError: no kernel for bf16"
     assert plan.ruled_out == {"bf16 autocast": reason.removeprefix("techniques, ")}
     assert "bf16 autocast: not with this model. precision=bf16-mixed" in str(plan)
     assert plan.recommended is not None
@@ -151,7 +145,5 @@ def test_a_technique_that_a_model_does_not_run_with_is_ruled_out() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.full)])
 def test_a_step_that_depends_on_values_is_one_error(device: str) -> None:
-    with pytest.raises(
-        OptionError, match=r"model: a plain training step raises on fake tensors(?s:.)*; allowed: "
-    ):
+    with pytest.raises(OptionError, match=r"model: a plain training step raises on fake tensors(?s:.)*; allowed: "):
         memkern.plan(Stubborn("values"), inputs=torch.ones(2, 8), memory="1GiB", device=device)

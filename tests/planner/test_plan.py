@@ -93,9 +93,7 @@ def test_a_trace_has_the_bytes_of_the_real_step(changes: dict[str, Any]) -> None
     model.to(applying.weight_dtype(techniques))
     memkern.apply(model, techniques)
     x = torch.randn(1000, WIDTH, dtype=next(model.parameters()).dtype)
-    real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes(
-        [*model.parameters(), x]
-    )
+    real = memory.peak_bytes(lambda: model(x).backward(), model, x) - memory.tensor_bytes([*model.parameters(), x])
     assert max(sum(phase.values()) for phase in found.values()) == real
 
 
@@ -103,9 +101,7 @@ class CopiesOfADevice(FakeCopies):
     """Real copies, whose ends are known as late as those of fake tensors."""
 
     def slab(self, size: int) -> torch.Tensor:
-        return torch.from_numpy(
-            numpy.empty(size, numpy.uint8)
-        )  # which no operator returns, so that it is not counted
+        return torch.from_numpy(numpy.empty(size, numpy.uint8))  # which no operator returns, so that it is not counted
 
     def down(self, pairs: Any, after: Any) -> Any:
         self._copy(pairs)
@@ -117,9 +113,7 @@ class CopiesOfADevice(FakeCopies):
 
 
 @pytest.mark.parametrize("changes", [{}, {"checkpointing": "blocks"}, {"saved_bits": "exact"}], ids=str)
-def test_what_leaves_has_the_bytes_of_the_real_step(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_what_leaves_has_the_bytes_of_the_real_step(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     """With the CPU's memory as if it were a device's, and not counting the host's."""
     monkeypatch.setattr("memkern.saved.link.LEAST_BYTES", 4096)
     link = Link(torch.device("cpu"), CopiesOfADevice())
@@ -143,9 +137,7 @@ def test_what_leaves_has_the_bytes_of_the_real_step(
     model = stack()
     memkern.apply(model, techniques)
     x = torch.randn(1000, WIDTH)
-    for _ in range(
-        2
-    ):  # in the second step it is known how much a forward pass stores, as the fake run's end knows
+    for _ in range(2):  # in the second step it is known how much a forward pass stores, as the fake run's end knows
         model.zero_grad()
         real = memory.peak_bytes(lambda: model(x).backward(), model, x)
         real -= memory.tensor_bytes([*model.parameters(), x])
@@ -178,9 +170,7 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
     tokens = torch.arange(8)
     source = resolve(Tied(), None, (tokens,), loss, None)
     techniques = Techniques(precision=precision, micro_batch=8)
-    found = peaks(
-        *Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1
-    )
+    found = peaks(*Predictor(source, "cpu", "cpu", DEFAULTS["cpu"]).traces(techniques), free_gradients=False, unit=1)
     model = Tied()
 
     def step() -> None:
@@ -196,9 +186,7 @@ def test_the_sum_of_a_tied_weights_gradients_is_made_as_autograd_makes_it(
 
 def allocated(call: Callable[[], None]) -> int:
     """The peak of torch's CPU allocator above what was there."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
@@ -263,9 +251,7 @@ def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]
 def test_traces_of_blocks_that_differ_are_not_aligned() -> None:
     x = torch.zeros(2, WIDTH)
     other = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block())
-    few, many = (
-        fake_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other)
-    )
+    few, many = (fake_step.trace(resolve(m, None, x, None, None), Techniques(), "cpu") for m in (Stack(), other))
     assert aligned(few, many) is None
 
 
@@ -335,8 +321,7 @@ def test_a_step_in_backward_frees_gradients_and_accumulation_holds_them() -> Non
     predictor = predictor_of(Stack(), torch.zeros(2, WIDTH))
     fixed = predictor.fixed(Techniques())
     plain, leaving, accumulating = (
-        predictor.predict(Techniques(**changes))
-        for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
+        predictor.predict(Techniques(**changes)) for changes in ({}, {"step_in_backward": True}, {"accumulation": 4})
     )
     scratch = 1 + MARGIN["cpu"]
     assert plain.phases["step"] - plain.phases["begin"] == int(scratch * fixed.gradients)
@@ -565,9 +550,7 @@ def test_a_model_is_left_as_it_is() -> None:
 def test_the_lines_of_code_run(folder: Path, changes: dict[str, Any]) -> None:
     import transformers
 
-    plan = memkern.plan(
-        folder, memory="4GiB", seq_len=32, device="cpu", techniques=Techniques(**changes), dropout=0
-    )
+    plan = memkern.plan(folder, memory="4GiB", seq_len=32, device="cpu", techniques=Techniques(**changes), dropout=0)
     ids = torch.arange(32)[None]
     config = transformers.AutoConfig.from_pretrained(folder)
     names = {
@@ -705,9 +688,7 @@ def test_bad_techniques(changes: dict[str, Any], message: str) -> None:
 
 
 def test_chunks_of_the_loss_need_a_language_model() -> None:
-    with pytest.raises(
-        OptionError, match="loss_chunk: 128 given; allowed: None for a model that is no language"
-    ):
+    with pytest.raises(OptionError, match="loss_chunk: 128 given; allowed: None for a model that is no language"):
         memkern.plan(
             Stack(),
             memory="1GiB",
@@ -749,9 +730,7 @@ def test_built_in_models(name: str) -> None:
     assert name in MODELS
     predictor = Predictor(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
     assert predictor.fixed(Techniques()).count / 1e6 == pytest.approx(counts[name], abs=0.2)
-    plain, checkpointed = (
-        predictor.predict(Techniques(checkpointing=how)).phases for how in (None, "blocks")
-    )
+    plain, checkpointed = (predictor.predict(Techniques(checkpointing=how)).phases for how in (None, "blocks"))
     assert checkpointed["forward"] < plain["forward"]
 
 
@@ -827,9 +806,7 @@ def test_what_would_fit_is_named_with_its_bytes_and_fits() -> None:
     least = {c.name: c for c in plain.changes}
     assert {"batch_size", "precision", "all of these"} <= {*least}
     assert least["all of these"].memory < least["batch_size"].memory < plain.least
-    made = memkern.plan(
-        deep(), memory=least["batch_size"].memory, techniques=given, batch_size=4096, **common
-    )
+    made = memkern.plan(deep(), memory=least["batch_size"].memory, techniques=given, batch_size=4096, **common)
     assert not made.fits
     assert ("batch_size", 1) in [(c.name, c.value) for c in made.changes]
     assert all(c.memory <= made.memory for c in made.changes)

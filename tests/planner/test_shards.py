@@ -48,9 +48,7 @@ def test_a_device_holds_its_rows_and_what_is_gathered() -> None:
     block, head = 8 * WIDTH + 8, 2 * WIDTH  # of 30 and 5 rows, rounded up
     assert found.count == DEPTH * WIDTH * (WIDTH + 1) + 5 * WIDTH
     assert found.parameters == found.gradients == 4 * (DEPTH * block + head)
-    assert found.optimizer == 8 * (DEPTH * block + head) + 4 * (
-        2 * DEPTH + 1
-    )  # and a step counter per tensor
+    assert found.optimizer == 8 * (DEPTH * block + head) + 4 * (2 * DEPTH + 1)  # and a step counter per tensor
     assert (found.block, found.root) == (4 * 4 * block, 4 * 4 * head)
 
 

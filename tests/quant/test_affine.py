@@ -46,9 +46,7 @@ def test_errors_are_within_a_step(bits: int, granularity: str, shape: Any, dtype
     x = (torch.randn(shape) * 3 + 1).to(dtype)
     codes, scale, zero_point = memkern.quantize_affine(x, bits=bits, granularity=granularity)
     assert scale.shape == zero_point.shape
-    back = memkern.dequantize_affine(
-        codes, scale, zero_point, bits=bits, granularity=granularity, shape=x.shape
-    )
+    back = memkern.dequantize_affine(codes, scale, zero_point, bits=bits, granularity=granularity, shape=x.shape)
     assert back.shape == x.shape
     if x.numel():
         # rounding the zero point moves the range by up to half a step, which clips one end
@@ -106,9 +104,7 @@ def test_layout_in_memory_stays() -> None:
     assert torch.equal(there_and_back(x), there_and_back(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize(
-    "x", [torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last), torch.randn(40, 131).t()]
-)
+@pytest.mark.parametrize("x", [torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last), torch.randn(40, 131).t()])
 def test_four_bits_of_any_strides(x: Tensor) -> None:
     assert torch.equal(there_and_back(x, bits=4), there_and_back(x.contiguous(), bits=4))
     assert (there_and_back(x, bits=4) - x).abs().max() < 0.5

@@ -90,9 +90,7 @@ def test_a_mark_for_what_codes_cannot_hold(
 @over_signs
 @over_dtypes
 @over_layouts
-def test_backends_give_the_same_bits(
-    backend: str, codec: str, signed: bool, dtype: torch.dtype, layout: str
-) -> None:
+def test_backends_give_the_same_bits(backend: str, codec: str, signed: bool, dtype: torch.dtype, layout: str) -> None:
     x = tensor(layout, dtype)
     options = {"codec": codec, "signed": signed, "block_size": 128}
     codes, scale = both(x, backend, **options)
@@ -165,13 +163,9 @@ def from_bits(bits: list[int]) -> torch.Tensor:
 any_fp32 = st.integers(0, 2**32 - 1)
 # Magnitudes that one block may well hold together: an exponent in common, and some bits of noise.
 block_like = st.builds(
-    lambda exponent, rest: [
-        min(max(exponent + e, 0), 254) << 23 | mantissa | sign << 31 for e, mantissa, sign in rest
-    ],
+    lambda exponent, rest: [min(max(exponent + e, 0), 254) << 23 | mantissa | sign << 31 for e, mantissa, sign in rest],
     st.integers(0, 254),
-    st.lists(
-        st.tuples(st.integers(-20, 0), st.integers(0, 2**23 - 1), st.integers(0, 1)), min_size=1, max_size=80
-    ),
+    st.lists(st.tuples(st.integers(-20, 0), st.integers(0, 2**23 - 1), st.integers(0, 1)), min_size=1, max_size=80),
 )
 
 
@@ -224,9 +218,7 @@ EXTREMES = {
 def test_extreme_blocks(backend: str, dtype: torch.dtype, name: str) -> None:
     values, scale, signed_codes, unsigned_codes = EXTREMES[name]
     x = torch.tensor([values + [0.0] * 30]).to(dtype)
-    fits = torch.equal(x.float(), torch.tensor([values + [0.0] * 30])) or name.startswith(
-        ("NaN", "inf", "zero")
-    )
+    fits = torch.equal(x.float(), torch.tensor([values + [0.0] * 30])) or name.startswith(("NaN", "inf", "zero"))
     for codec in CODECS:
         for signed, codes in ((True, signed_codes), (False, unsigned_codes)):
             q, s = both(x, backend, codec=codec, signed=signed)

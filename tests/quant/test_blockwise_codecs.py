@@ -76,9 +76,7 @@ def test_dynamic_is_the_nearest_entry(backend: str, signed: bool, dtype: torch.d
 @over_codecs
 @over_signs
 def test_every_code_comes_back(backend: str, codec: str, signed: bool) -> None:
-    codes = torch.arange(-128 if signed else 0, 128 if signed else 256).to(
-        torch.int8 if signed else torch.uint8
-    )
+    codes = torch.arange(-128 if signed else 0, 128 if signed else 256).to(torch.int8 if signed else torch.uint8)
     if codec == "power" and signed:
         codes = codes[1:]  # -128 is no power code
     codes = codes[None]
@@ -101,9 +99,7 @@ def test_dequantize_is_the_formula(backend: str, dtype: torch.dtype) -> None:
     q = codes.double()
     truth = s.double() / 127**2 * q * q.abs()
     # Two roundings to fp32 and one to dtype.
-    bound = (2 * 2**-24 + torch.finfo(dtype).eps / 2) * truth.abs() + torch.finfo(
-        dtype
-    ).smallest_normal * 2**-7
+    bound = (2 * 2**-24 + torch.finfo(dtype).eps / 2) * truth.abs() + torch.finfo(dtype).smallest_normal * 2**-7
     assert ((x.double() - truth).abs() <= bound).all()
 
 

@@ -9,9 +9,7 @@ from torch import Tensor
 import memkern
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(4, 256)], [(4, 256), (5, 300), (7, 320)]], ids=["one shape", "changing shapes"]
-)
+@pytest.mark.parametrize("shapes", [[(4, 256)], [(4, 256), (5, 300), (7, 320)]], ids=["one shape", "changing shapes"])
 def test_one_graph(shapes: list[tuple[int, ...]]) -> None:
     def there_and_back(x: Tensor) -> Tensor:
         return memkern.dequantize_blockwise(*memkern.quantize_blockwise(x))

@@ -73,9 +73,7 @@ def test_midpoints_decide_the_nearest_entry_exactly(signed: bool) -> None:
         for t in around(midpoint, 2):
             chosen = sum(m < t for m in midpoints)
             # A tie takes the lower entry.
-            nearest = min(
-                range(max(0, i - 2), min(256, i + 4)), key=lambda k: (abs(exact[k] - Fraction(t)), k)
-            )
+            nearest = min(range(max(0, i - 2), min(256, i + 4)), key=lambda k: (abs(exact[k] - Fraction(t)), k))
             assert chosen == nearest, f"{t!r} beside the boundary {i}"
 
 
@@ -105,9 +103,7 @@ def test_headers_in_the_tree_are_current(tmp_path: Path) -> None:
     if not any(header.exists() for header in headers.values()):
         pytest.skip("they are written by a build in the tree, and there was none")
     for name, header in headers.items():
-        assert header.read_text() == (tmp_path / name).read_text(), (
-            f"{header} is old: python csrc/generate.py"
-        )
+        assert header.read_text() == (tmp_path / name).read_text(), f"{header} is old: python csrc/generate.py"
 
 
 @pytest.mark.parametrize("x", [0.1, 1 / 3, 1e-45, 1e-40, 3.4e38, -0.7, 0.0, 1.0])

@@ -124,9 +124,7 @@ def test_backends_agree_beside_squares_where_the_dither_is_at_its_ends(backend: 
 @over_cpu
 @over_dtypes
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_signed_codes_with_a_step_are_one_of_the_two_around(
-    backend: str, dtype: torch.dtype, step: int
-) -> None:
+def test_signed_codes_with_a_step_are_one_of_the_two_around(backend: str, dtype: torch.dtype, step: int) -> None:
     x = hard((16, 1024), 0).to(dtype)
     with on(backend):
         codes, scale = memkern.quantize_blockwise(x, step=step)

@@ -179,9 +179,7 @@ def test_quantized_shards_are_shards_of_the_quantized(
     step = 7 if codec == "power" else None
     with on(backend):
         codes, scale = memkern.quantize_blockwise(x, codec=codec, signed=False, step=step)
-        parts = [
-            memkern.quantize_blockwise(part, codec=codec, signed=False, step=step) for part in x.split(sizes)
-        ]
+        parts = [memkern.quantize_blockwise(part, codec=codec, signed=False, step=step) for part in x.split(sizes)]
     assert torch.equal(torch.cat([part[0] for part in parts]), codes)
     assert torch.equal(torch.cat([part[1] for part in parts]), scale)
 

@@ -95,6 +95,4 @@ class PostNorm(nn.Module):
 
 def network() -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), PostNorm(), PostNorm(), nn.Linear(WIDTH, 8)), torch.randn(
-        96, WIDTH
-    )
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), PostNorm(), PostNorm(), nn.Linear(WIDTH, 8)), torch.randn(96, WIDTH)

@@ -117,9 +117,7 @@ def _sliced(y: Tensor, p: Program, b: Tensor) -> None:
 
 def _attention(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
     q, k, v = (x.view(1, ROWS, 4, 16).transpose(1, 2) for x in (a / (1 + a.detach().abs().amax()), b, a))
-    return (
-        F.scaled_dot_product_attention(q, k, v, is_causal=number < 0.5).transpose(1, 2).reshape(ROWS, WIDTH)
-    )
+    return F.scaled_dot_product_attention(q, k, v, is_causal=number < 0.5).transpose(1, 2).reshape(ROWS, WIDTH)
 
 
 def _attention_by_hand(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
@@ -145,11 +143,7 @@ def _scattered(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
 
 
 def _normalized(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
-    return (
-        F.normalize(a, dim=-1)
-        if number < 0.5
-        else a / (torch.linalg.vector_norm(a, dim=-1, keepdim=True) + 1)
-    )
+    return F.normalize(a, dim=-1) if number < 0.5 else a / (torch.linalg.vector_norm(a, dim=-1, keepdim=True) + 1)
 
 
 def _between(p: Program, a: Tensor, b: Tensor, number: float) -> Tensor:
@@ -270,9 +264,7 @@ OPERATIONS: dict[str, Operation] = {
     "batch_norm": lambda p, a, b, n: F.batch_norm(a, None, None, p.scale, p.shift, training=True),
     "linear": lambda p, a, b, n: F.linear(a, p.weights[int(3 * n)], p.shift),
     "matmul": lambda p, a, b, n: a @ p.weights[int(3 * n)],
-    "bmm": lambda p, a, b, n: torch.bmm(a.view(4, 8, WIDTH), p.weights[0].expand(4, -1, -1)).view(
-        ROWS, WIDTH
-    ),
+    "bmm": lambda p, a, b, n: torch.bmm(a.view(4, 8, WIDTH), p.weights[0].expand(4, -1, -1)).view(ROWS, WIDTH),
     "product": lambda p, a, b, n: (a @ b.t()) @ b / WIDTH,
     "conv1d": lambda p, a, b, n: F.conv1d(a[None], p.weights[0][:ROWS, :ROWS, None])[0] * b,
     "dropout": lambda p, a, b, n: a * (p.mask * 1.4),

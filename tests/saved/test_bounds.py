@@ -29,9 +29,7 @@ Function = Callable[[Tensor, Tensor], Tensor]
 
 def weights(count: int = 2, width: int = W) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return [
-        (torch.randn(width, width, generator=generator) / width**0.5).requires_grad_() for _ in range(count)
-    ]
+    return [(torch.randn(width, width, generator=generator) / width**0.5).requires_grad_() for _ in range(count)]
 
 
 def off(forward: Callable[[], Tensor], leaves: list[Tensor]) -> list[float]:
@@ -235,9 +233,7 @@ def test_attention(kind: str, deviation: float, width: int) -> None:
     ours, torchs = (torch.autograd.grad(y, [query, value]) for y in (loss, forward()))
     x, query, value = x.double(), *(w.detach().double().requires_grad_() for w in (query, value))
     key = key.detach().double()
-    for actual, plain, exact in zip(
-        ours, torchs, torch.autograd.grad(forward(), [query, value]), strict=True
-    ):
+    for actual, plain, exact in zip(ours, torchs, torch.autograd.grad(forward(), [query, value]), strict=True):
         own = float((plain - exact).norm() / exact.norm())  # rounding, where scores of 50 leave 1e-20 of it
         assert float((actual - plain).norm() / plain.norm()) < max(MOST_OF_ATTENTION, 4 * own)
 
@@ -344,9 +340,7 @@ def test_log_probabilities(dtype: torch.dtype) -> None:
     assert y.isfinite().all()
     p, q = x.double().exp(), y.double().exp()
     assert (p - q).norm() < 0.01 * p.norm()
-    assert (x.double().expm1() - y.double().expm1())[x > -0.69].norm() < 0.01 * x.double().expm1()[
-        x > -0.69
-    ].norm()
+    assert (x.double().expm1() - y.double().expm1())[x > -0.69].norm() < 0.01 * x.double().expm1()[x > -0.69].norm()
 
 
 @pytest.mark.parametrize("codec", [bounded.PROBABILITY, bounded.TANH, bounded.LOGARITHM])
@@ -370,9 +364,7 @@ def test_bytes(name: str) -> None:
         with memkern.quantize_saved(8):
             return (function(X @ first) @ second).sin()
 
-    assert (
-        memory.saved_bytes(forward, X, first, second) <= (share + 4) * N * W + 256
-    )  # 4: the argument of sin
+    assert memory.saved_bytes(forward, X, first, second) <= (share + 4) * N * W + 256  # 4: the argument of sin
 
 
 # ---- a model that is trained until it is right

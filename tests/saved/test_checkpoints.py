@@ -180,9 +180,7 @@ def test_codes_leave_the_device_with_what_is_saved() -> None:
 def test_bits_are_none_or_8() -> None:
     with pytest.raises(memkern.OptionError, match="bits: 4 given; allowed: None, 8"):
         memkern.checkpoint_blocks(Routed(), "blocks", bits=4)
-    with pytest.raises(
-        memkern.OptionError, match="checkpoint_bits: 8 given; allowed: None without checkpointing"
-    ):
+    with pytest.raises(memkern.OptionError, match="checkpoint_bits: 8 given; allowed: None without checkpointing"):
         memkern.Techniques(checkpoint_bits=8)
 
 
@@ -229,9 +227,7 @@ def test_blocks_that_return_tuples(beside: Any, bits: Any) -> None:
 def test_blocks_that_return_two_tensors_are_refused_by_groups() -> None:
     model = Returns(lambda x: (x + 1,))
     memkern.checkpoint_blocks(model, "sqrt")
-    with pytest.raises(
-        RuntimeError, match=r"return more than one tensor; checkpointing='blocks' does not mind"
-    ):
+    with pytest.raises(RuntimeError, match=r"return more than one tensor; checkpointing='blocks' does not mind"):
         model(X)
     other, plain = Returns(lambda x: (x + 1,)), Returns(lambda x: (x + 1,))
     memkern.checkpoint_blocks(other, "blocks")

@@ -140,9 +140,7 @@ def test_an_exception_in_the_backward_pass_frees_what_was_decoded(bits: Any) -> 
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])
-def test_an_exception_while_decoding_frees_what_was_decoded(
-    bits: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_while_decoding_frees_what_was_decoded(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its traceback, which holds the frames of the unpack hook, is still alive."""
     model = Model()
     call, passes = evaluation._Pass.__call__, []

@@ -41,9 +41,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedLink]:
     assert link.streams.errors == []
 
 
-def saved(
-    model: nn.Module, bits: Any, run: Callable[[], Tensor] | None = None, **options: Any
-) -> Callable[[], Tensor]:
+def saved(model: nn.Module, bits: Any, run: Callable[[], Tensor] | None = None, **options: Any) -> Callable[[], Tensor]:
     def forward() -> Tensor:
         with memkern.quantize_saved(bits, **options):
             return run() if run else model(ids())
@@ -278,9 +276,7 @@ def test_no_more_host_memory_than_what_leaves(watched: WatchedLink) -> None:
     of_48_blocks(watched)
     one_step = memory.offload_bytes()
     assert one_step.used == 0
-    left = sum(
-        {i: r.nbytes for r, i in watched.numbers.items()}[i] for way, i in watched.log if way == "down"
-    )
+    left = sum({i: r.nbytes for r, i in watched.numbers.items()}[i] for way, i in watched.log if way == "down")
     assert left <= one_step.total <= 1.05 * left + 2**20
     model = Model(48)
     memkern.compress(model, saved_bits=8, offload=True)
@@ -482,9 +478,7 @@ def test_options() -> None:
         with pytest.raises(ValueError, match="offload must be True or False, got 'cpu'"):
             call(offload="cpu")
         for wrong in (-1, 0.5, True):
-            with pytest.raises(
-                ValueError, match="offload_ahead must be None or a number of bytes, 0 or more"
-            ):
+            with pytest.raises(ValueError, match="offload_ahead must be None or a number of bytes, 0 or more"):
                 call(offload=True, offload_ahead=wrong)
         with pytest.raises(ValueError, match="offload_ahead is for offload=True"):
             call(offload_ahead=100)

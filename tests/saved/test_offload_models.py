@@ -49,9 +49,7 @@ def check(name: str, precision: str, bits: Any, checkpoints: bool, monkeypatch: 
     found = gradients(name, precision, checkpoints, saved_bits=bits, offload=True)
     assert expected.keys() == found.keys()
     assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
-    assert checkpoints or {"down", "up"} <= {
-        way for way, _ in link.log
-    }  # two inputs may be held by the model
+    assert checkpoints or {"down", "up"} <= {way for way, _ in link.log}  # two inputs may be held by the model
     assert link.streams.errors == []
 
 

@@ -60,9 +60,7 @@ def gradients(op: Any, sample: Any, use: Callable[[Tensor], Tensor], bits: Any) 
     def loss() -> Any:
         x, args, kwargs = tree_map(given, (sample.input, sample.args, sample.kwargs))
         outs = [x for x in tree_leaves(op.op(x, *args, **kwargs)) if isinstance(x, Tensor)]
-        real = [
-            x.abs() if x.is_complex() else x for x in outs if x.requires_grad and x.layout is torch.strided
-        ]
+        real = [x.abs() if x.is_complex() else x for x in outs if x.requires_grad and x.layout is torch.strided]
         return sum(map(use, real))
 
     if bits is None:

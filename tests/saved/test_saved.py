@@ -123,9 +123,7 @@ def test_the_peak_of_a_step_is_below_torch_s(bits: Any, autocast: bool) -> None:
         with memkern.quantize_saved(bits):
             step()
 
-    held = memory.tensor_bytes([x, *model.parameters()]) + memory.tensor_bytes(
-        p.grad for p in model.parameters()
-    )
+    held = memory.tensor_bytes([x, *model.parameters()]) + memory.tensor_bytes(p.grad for p in model.parameters())
     plain, ours = (memory.peak_bytes(f, model, x) - held for f in (step, packed))
     assert ours < (0.8 if bits == "exact" else 0.6) * plain
 
@@ -498,9 +496,7 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         x = x + self.dropout(torch.softmax(q @ k.transpose(-2, -1) / 8, -1) @ v)
-        return F.cross_entropy(
-            self.down(F.gelu(self.up(x))).flatten(0, 1), x.new_zeros(x.shape[:2].numel()).long()
-        )
+        return F.cross_entropy(self.down(F.gelu(self.up(x))).flatten(0, 1), x.new_zeros(x.shape[:2].numel()).long())
 
 
 @pytest.mark.parametrize("bits", [8, "exact"])

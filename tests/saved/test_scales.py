@@ -28,9 +28,7 @@ ROW_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "by hand, x * x": _rms_of_squares,
     "heads": lambda x: _rms_by_hand(x.view(N, 2, -1)).flatten(1),
     "heads, transposed": lambda x: _rms_by_hand(x.view(N, 2, -1).transpose(0, 1)).transpose(0, 1).flatten(1),
-    "after a product": lambda x: (
-        F.rms_norm(x, x.shape[-1:], eps=1e-20) + (x @ torch.ones(x.shape[1], 1)) * 1e-3
-    ),
+    "after a product": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-20) + (x @ torch.ones(x.shape[1], 1)) * 1e-3,
     "layer_norm of rows that are columns in memory": lambda x: F.layer_norm(x.t(), (N,), eps=1e-20).t(),
 }
 

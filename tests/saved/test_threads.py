@@ -77,12 +77,7 @@ def sum_with_a_leaf(count: int, w: list[Tensor]) -> Any:
     def loss(results: Any) -> Tensor:
         h, total, cast, product = results
         first = (p * h).sum() * 0.0 + h.sin().sum()
-        return (
-            first
-            + (total @ w[2]).square().mean()
-            + F.silu(cast.float() + h).mean()
-            + (product * product).mean()
-        )
+        return first + (total @ w[2]).square().mean() + F.silu(cast.float() + h).mean() + (product * product).mean()
 
     return actor, loss
 

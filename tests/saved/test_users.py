@@ -61,19 +61,13 @@ COMPARED: dict[str, Function] = {
     "norm of infinity": _max_by(lambda h, w: torch.linalg.vector_norm(h, ord=math.inf, dim=1)),
     "median": _max_by(lambda h, w: h + h.nanmedian()),
     "scatter_reduce": _max_by(lambda h, w: torch.zeros(B, 4, W).scatter_reduce(1, GROUPS, h, "amax")),
-    "index_reduce": _max_by(
-        lambda h, w: torch.full((B, 4, W), -9.0).index_reduce(1, torch.arange(T) % 4, h, "amax")
-    ),
-    "segment_reduce": _max_by(
-        lambda h, w: torch.segment_reduce(h.reshape(-1, W), "max", lengths=torch.full((B,), T))
-    ),
+    "index_reduce": _max_by(lambda h, w: torch.full((B, 4, W), -9.0).index_reduce(1, torch.arange(T) % 4, h, "amax")),
+    "segment_reduce": _max_by(lambda h, w: torch.segment_reduce(h.reshape(-1, W), "max", lengths=torch.full((B,), T))),
     "amax beside a product": lambda h, w: (h @ w).sin().mean() + (h.amax(1) @ w).square().mean(),
 }
 DIVIDED: dict[str, Function] = {
     "logarithm of softmax": lambda h, w: -(F.softmax(8 * (h @ w), -1) + 1e-9).log().mean(),
-    "softmax, gather, logarithm": lambda h, w: (
-        -F.softmax(8 * (h @ w), -1).view(-1, W).gather(1, TARGET).log().mean()
-    ),
+    "softmax, gather, logarithm": lambda h, w: -F.softmax(8 * (h @ w), -1).view(-1, W).gather(1, TARGET).log().mean(),
     "SAC": lambda h, w: (1 - torch.tanh(4 * (h @ w)) ** 2 + 1e-6).log().mean(),
     "between smallest and largest": lambda h, w: (
         (((h - (low := h.amin(-1, keepdim=True))) / (h.amax(-1, keepdim=True) - low)) @ w).square().mean()
@@ -223,11 +217,7 @@ def test_attention_with_large_scores() -> None:
     def forward() -> Tensor:
         q = (x @ first).view(B, T, 4, 16).transpose(1, 2)
         k = (x @ second).view(B, T, 4, 16).transpose(1, 2)
-        return (
-            (F.scaled_dot_product_attention(q, k, q).transpose(1, 2).reshape(B, T, W) @ second)
-            .square()
-            .mean()
-        )
+        return (F.scaled_dot_product_attention(q, k, q).transpose(1, 2).reshape(B, T, W) @ second).square().mean()
 
     check(forward, [first, second], 8)
 
@@ -404,9 +394,7 @@ def test_casts_down_and_up_again(bits: Any) -> None:
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])
-@pytest.mark.parametrize(
-    ("has_weight", "has_bias"), [(False, True), (True, False), (True, True), (False, False)]
-)
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(False, True), (True, False), (True, True), (False, False)])
 def test_layer_norm_with_or_without_weight_and_bias(bits: Any, has_weight: bool, has_bias: bool) -> None:
     first, second = _weights()
     weight = nn.Parameter(torch.randn(W)) if has_weight else None

@@ -393,8 +393,7 @@ def test_copies_of_frozen_weights_are_not_saved(layer: str, bits: Any) -> None:
     leaves = [p for p in model.parameters() if p.requires_grad]
     expected, actual = (torch.autograd.grad(forward(b), leaves) for b in (None, bits))
     assert all(
-        (a - b).norm() <= (0 if bits == "exact" else 0.03) * b.norm()
-        for a, b in zip(actual, expected, strict=True)
+        (a - b).norm() <= (0 if bits == "exact" else 0.03) * b.norm() for a, b in zip(actual, expected, strict=True)
     )
     loss = forward(bits)
     with torch.no_grad():

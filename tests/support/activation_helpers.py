@@ -90,16 +90,10 @@ ACTIVATIONS = {
         f.logsigmoid, F.logsigmoid, nn.LogSigmoid, lambda bits: LEVELS["softplus", bits].one_minus()
     ),
     "softsign": Activation(f.softsign, F.softsign, nn.Softsign, _shipped("softsign")),
-    "tanhshrink": Activation(
-        f.tanhshrink, F.tanhshrink, nn.Tanhshrink, lambda bits: LEVELS["tanh", bits].one_minus()
-    ),
+    "tanhshrink": Activation(f.tanhshrink, F.tanhshrink, nn.Tanhshrink, lambda bits: LEVELS["tanh", bits].one_minus()),
     "relu": Activation(f.relu, F.relu, nn.ReLU, lambda bits: relu_levels(), False, True),
-    "leaky_relu": Activation(
-        f.leaky_relu, F.leaky_relu, nn.LeakyReLU, lambda bits: relu_levels(0.01), False, True
-    ),
-    "hardtanh": Activation(
-        f.hardtanh, F.hardtanh, nn.Hardtanh, lambda bits: hardtanh_levels(-1, 1), False, True
-    ),
+    "leaky_relu": Activation(f.leaky_relu, F.leaky_relu, nn.LeakyReLU, lambda bits: relu_levels(0.01), False, True),
+    "hardtanh": Activation(f.hardtanh, F.hardtanh, nn.Hardtanh, lambda bits: hardtanh_levels(-1, 1), False, True),
     "hardtanh 0, 6": Activation(
         _with(f.hardtanh, 0.0, 6.0),
         lambda x, **o: F.hardtanh(x, 0.0, 6.0, **o),
@@ -111,12 +105,8 @@ ACTIVATIONS = {
     "hardsigmoid": Activation(
         f.hardsigmoid, F.hardsigmoid, nn.Hardsigmoid, lambda bits: hardtanh_levels(-3, 3, 1 / 6), False, True
     ),
-    "hardshrink": Activation(
-        f.hardshrink, F.hardshrink, nn.Hardshrink, lambda bits: shrink_levels(0.5), False
-    ),
-    "softshrink": Activation(
-        f.softshrink, F.softshrink, nn.Softshrink, lambda bits: shrink_levels(0.5), False
-    ),
+    "hardshrink": Activation(f.hardshrink, F.hardshrink, nn.Hardshrink, lambda bits: shrink_levels(0.5), False),
+    "softshrink": Activation(f.softshrink, F.softshrink, nn.Softshrink, lambda bits: shrink_levels(0.5), False),
     "softshrink 1.1": Activation(
         _with(f.softshrink, 1.1),
         lambda x: F.softshrink(x, 1.1),
@@ -147,9 +137,7 @@ TABLES = {
     "nothing": Levels(1, (0.5, 0.5), (), ()),
     "sign": Levels(4, (0.5,) * 16, (), (), 2),
     "sign and threshold in one plane": Levels(2, (0.0, 0.2, 0.4, 0.6), (0.1, 0.5), (1, 2), 2),
-    "many": Levels(
-        4, tuple(i / 16 for i in range(16)), tuple(i / 8 - 4 for i in range(64)), (15, 6, 9, 3) * 16
-    ),
+    "many": Levels(4, tuple(i / 16 for i in range(16)), tuple(i / 8 - 4 for i in range(64)), (15, 6, 9, 3) * 16),
 }
 
 LAYOUTS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {

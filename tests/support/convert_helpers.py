@@ -64,9 +64,7 @@ def value(state: dict[str, Tensor], name: str, group: State) -> Tensor:
     """A moment of memkern's as floats, decoded by hand."""
     if state[name].dtype == torch.float32:
         return state[name]
-    x = dequantize_blockwise(
-        state[name], state[f"{name}_scale"], codec=group["codec"], block_size=group["block_size"]
-    )
+    x = dequantize_blockwise(state[name], state[f"{name}_scale"], codec=group["codec"], block_size=group["block_size"])
     return x * x if name == "exp_avg_sq" and group["codec"] == "power" else x
 
 

@@ -242,9 +242,7 @@ def test_a_step_that_is_a_number_loads(plain: Any, kind: Any) -> None:
     for state in older["state"].values():
         if "step" in state:
             step = state["step"].item()
-            state["step"] = (
-                torch.tensor(step, dtype=torch.float64) if kind is torch.DoubleTensor else kind(int(step))
-            )
+            state["step"] = torch.tensor(step, dtype=torch.float64) if kind is torch.DoubleTensor else kind(int(step))
     optimizer.load_state_dict(older)
     optimizer.step(closure)
     for state in optimizer.state.values():
@@ -274,10 +272,7 @@ def test_a_state_dict_of_another_dtype(plain: Any) -> None:
         other.load_state_dict(saved(optimizer.state_dict()))
         # HostOffload has fp32 copies of bf16 parameters beside their moments.
         states = [
-            [
-                {key: x for key, x in state.items() if key != "master_weight"}
-                for state in snapshot(o)["states"]
-            ]
+            [{key: x for key, x in state.items() if key != "master_weight"} for state in snapshot(o)["states"]]
             for o in (other, optimizer)
         ]
         assert_same(*states)
@@ -358,9 +353,7 @@ def test_step_hooks_fire_in_order(plain: Any) -> None:
     assert seen == 3 * expected
 
 
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
 def test_copies_have_everything(plain: Any, way: Callable[[Any], Any]) -> None:
     optimizer, _ = primed(plain)
 

@@ -35,9 +35,7 @@ class Attention(nn.Module):
         self.c_attn, self.c_proj = Conv1D(3 * width, width), Conv1D(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in self.c_attn(x).split(x.shape[-1], dim=2)
-        )
+        q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in self.c_attn(x).split(x.shape[-1], dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(x.shape))
 

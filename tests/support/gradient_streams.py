@@ -25,9 +25,7 @@ class Stream:
 
     element_log_sd: float = 0.7
     scale: float = 1e-3
-    falls_after: Callable[[int], float] | None = (
-        None  # of the steps: the step after which gradients are a tenth
-    )
+    falls_after: Callable[[int], float] | None = None  # of the steps: the step after which gradients are a tenth
     one_stays: bool = False  # the first element of each block does not fall
     active: float = 1.0  # probability that a run has a gradient at a step
     gain: float = 1.0
@@ -133,6 +131,4 @@ def closed_loop(
     touched = v > 0
     ratio = sqrt_v(optimizer, param).double()[touched] / v.sqrt()[touched]
     total_error = (total - exact_total).norm() / exact_total.norm()
-    return ClosedLoop(
-        torch.stack(errors).mean().item(), errors[-1].item(), total_error.item(), ratio.mean().item()
-    )
+    return ClosedLoop(torch.stack(errors).mean().item(), errors[-1].item(), total_error.item(), ratio.mean().item())

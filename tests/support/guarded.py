@@ -81,9 +81,7 @@ def step_of(name: str, tensors: list[dict[str, Any]], codec: int, block_size: in
     }
     for moment in MOMENTS[: len(STEP_OPS[name].moments)]:
         lists[f"{moment}s"] = [t[moment] for t in tensors]
-        lists[f"{moment}_scales"] = [
-            t[f"{moment}_scale"] for t in tensors if t[f"{moment}_scale"] is not None
-        ]
+        lists[f"{moment}_scales"] = [t[f"{moment}_scale"] for t in tensors if t[f"{moment}_scale"] is not None]
     getattr(torch.ops.memkern, name)(*pack(name, lists))
 
 

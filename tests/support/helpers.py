@@ -194,9 +194,7 @@ def assert_same(actual: Any, expected: Any, what: str = "result") -> None:
             assert_same(a, b, f"{what}[{i}]")
     elif isinstance(expected, Tensor):
         a, b = actual.detach().cpu(), expected.detach().cpu()
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), (
-            f"{what}: {a.dtype} {a.shape}, not {b.dtype} {b.shape}"
-        )
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{what}: {a.dtype} {a.shape}, not {b.dtype} {b.shape}"
         assert a.stride() == b.stride() or a.numel() <= 1 or 1 in a.shape, (
             f"{what}: strides {a.stride()}, not {b.stride()}"
         )

@@ -32,9 +32,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
 def losses(model: nn.Module, count: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     dtype = next(model.parameters()).dtype
-    return [
-        model(torch.randn(8, 16, generator=generator).to(dtype)).float().square().mean() for _ in range(count)
-    ]
+    return [model(torch.randn(8, 16, generator=generator).to(dtype)).float().square().mean() for _ in range(count)]
 
 
 def run(

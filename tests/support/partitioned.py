@@ -19,9 +19,7 @@ from memkern.compiled.torch_internals import select_decomp_table
 Look = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 
 
-def backend(
-    bits: Any, look: Look | None = None, memory_budget: float | int | None = None
-) -> Callable[..., Any]:
+def backend(bits: Any, look: Look | None = None, memory_budget: float | int | None = None) -> Callable[..., Any]:
     """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation.
 
     look: gets the graphs of the forward and the backward pass, and how many outputs are the function's own.
@@ -42,16 +40,12 @@ def backend(
             look(fw, bw, kwargs["num_fwd_outputs"])
         return fw, bw
 
-    return aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition, decompositions=table
-    )
+    return aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition, decompositions=table)
 
 
 def peak(call: Callable[[], object]) -> int:
     """Of torch's CPU allocator, above what was there."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))

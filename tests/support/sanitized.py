@@ -84,9 +84,7 @@ def codec_results() -> Iterator[Tensor]:
                 yield ops.dequantize_blockwise(codes, scale, codec, block_size, out)
 
 
-def states(
-    params: list[Tensor], code: torch.dtype | None, block_size: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def states(params: list[Tensor], code: torch.dtype | None, block_size: int) -> tuple[list[Tensor], list[Tensor]]:
     """Zero states of the parameters: codes of a dtype with their scales, or fp32 and none."""
     moments = [torch.zeros_like(p, dtype=code or torch.float32) for p in params]
     shapes = [layout_of(p, block_size).scale_shape for p in params] if code else []

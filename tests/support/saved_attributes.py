@@ -82,9 +82,7 @@ def _sorted(versions: set[str]) -> str:
 def main(*others: str) -> None:
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
     versions: dict[tuple[str, ...], set[str]] = {}
-    named = {HERE: None} | {
-        version: Path(folder) for version, _, folder in (o.partition("=") for o in others)
-    }
+    named = {HERE: None} | {version: Path(folder) for version, _, folder in (o.partition("=") for o in others)}
     for row in read() if PATH.exists() else []:
         found[row[:2]], versions[row[:2]] = row[:3], set(row[5].split()) - named.keys()
     for version, folder in named.items():

@@ -76,17 +76,13 @@ def new_muon(params: Iterable[Tensor], **options: Any) -> optim.Muon:
     return optim.Muon8bit(muon_groups(params), **{"lr": 0.02, **options})
 
 
-def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, scale: float = 1.0
-) -> None:
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, scale: float = 1.0) -> None:
     """Steps with given gradients, of which each rank takes its shards."""
     for step in range(first, last):
         for number, p in enumerate(model.parameters()):
             g = gradient(p, number, step) * scale
             p.grad = (
-                distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
-                if isinstance(p, DTensor)
-                else g
+                distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else g
             )
         optimizer.step()
 

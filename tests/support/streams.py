@@ -140,9 +140,7 @@ class WatchedCopies(StreamCopies):
         return torch.full((size,), 0xA5, dtype=torch.uint8)
 
     def is_host(self, x: Tensor) -> bool:
-        return any(
-            x.untyped_storage()._cdata == s.untyped_storage()._cdata for s in self.link.pool.slabs.values()
-        )
+        return any(x.untyped_storage()._cdata == s.untyped_storage()._cdata for s in self.link.pool.slabs.values())
 
     def places(self, x: Tensor) -> list[Any]:
         if not self.is_host(x):

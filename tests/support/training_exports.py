@@ -36,9 +36,7 @@ class ExportedLoop(SavedLoop):
             {**own, "params": [nn.Parameter(p.detach().clone()) for p in group["params"]]}
             for own, group in zip(self._options(), self.inner.param_groups, strict=True)
         ]
-        return getattr(optim, self.name)(
-            copy.deepcopy(groups), lr=1e-2, max_grad_norm=groups[0]["max_grad_norm"]
-        )
+        return getattr(optim, self.name)(copy.deepcopy(groups), lr=1e-2, max_grad_norm=groups[0]["max_grad_norm"])
 
     def _raises(self, export: Any, reason: Any) -> bool:
         """Whether an export is refused, as the groups' options ask."""

@@ -101,15 +101,11 @@ class Loop(RuleBasedStateMachine):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10**6)
         self.errors = [self.error_of(i, bits) for i in range(len(SHAPES))]
         self.quiet: set[int] = set()  # the tensors that have had sparse gradients
-        self.budgets = [(0.0, 0.0)] * len(
-            SHAPES
-        )  # of the mean and the largest error since a weight was written
+        self.budgets = [(0.0, 0.0)] * len(SHAPES)  # of the mean and the largest error since a weight was written
         self.gradients = self._directions()
         self.saved: Any = None
         self.snapshot = copy.deepcopy(self.model.state_dict())
-        self.compiler = (
-            self.compilers[compiler % len(self.compilers)] if self.compilers and self.whole else ""
-        )
+        self.compiler = self.compilers[compiler % len(self.compilers)] if self.compilers and self.whole else ""
         self._compile()
 
     def _compile(self) -> None:
@@ -248,13 +244,7 @@ class Loop(RuleBasedStateMachine):
         if micro > 1 and any(p.dtype != torch.float32 for p in self.model.parameters()):
             for i, ref in enumerate(self.refs):  # how micro-batches are added up is not what is compared here
                 g = self.model.weight(i).grad
-                g = (
-                    on_host[i]
-                    if self.wrapper in ("host gradients", "late")
-                    else None
-                    if g is None
-                    else g / scale
-                )
+                g = on_host[i] if self.wrapper in ("host gradients", "late") else None if g is None else g / scale
                 if g is not None and scaled != "infinite":
                     assert (g.float() - ref.grad).abs().mean() <= 0.02 * ref.grad.abs().mean() + 1e-6
                     ref.grad = g.float()
@@ -274,9 +264,7 @@ class Loop(RuleBasedStateMachine):
             p.grad = ref.grad = None
             if not self.is_kept(i):
                 self.written(i)
-        return [
-            (self.model.weight(i).detach().clone(), ref.detach().clone()) for i, ref in enumerate(self.refs)
-        ]
+        return [(self.model.weight(i).detach().clone(), ref.detach().clone()) for i, ref in enumerate(self.refs)]
 
     def _gradient(self, i: int, kind: str) -> Tensor | None:
         if kind == "none":
@@ -347,13 +335,9 @@ class Loop(RuleBasedStateMachine):
             mean, most = mean + error * float(update.mean()), most + 30 * error * float(update.max())
             self.budgets[i] = mean, most
             allowed = mean + float(size.mean()) * unit + 1e-7
-            assert float(off.mean()) <= allowed, (
-                f"w{i}: off by {float(off.mean()):.3g}, allowed {allowed:.3g}"
-            )
+            assert float(off.mean()) <= allowed, f"w{i}: off by {float(off.mean()):.3g}, allowed {allowed:.3g}"
             allowed = most + float(size.max()) * unit + 1e-7
-            assert float(off.max()) <= allowed, (
-                f"w{i}: one off by {float(off.max()):.3g}, allowed {allowed:.3g}"
-            )
+            assert float(off.max()) <= allowed, f"w{i}: one off by {float(off.max()):.3g}, allowed {allowed:.3g}"
 
     # ---- edits of weights
 

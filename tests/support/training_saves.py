@@ -60,9 +60,7 @@ class SavedLoop(Loop):
         for group, plain in zip(self.optimizer.param_groups, self.plain.param_groups, strict=True):
             for key in WRITTEN:
                 if key in group and key in plain:
-                    assert group[key] == plain[key], (
-                        f"{key} is {group[key]}, and {plain[key]} of the plain one"
-                    )
+                    assert group[key] == plain[key], f"{key} is {group[key]}, and {plain[key]} of the plain one"
 
     # ---- copies, saves, loads
 

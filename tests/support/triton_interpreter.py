@@ -41,9 +41,7 @@ def repair_bf16() -> None:
             return TensorHandle(fp32_of(source.data).reshape(source.data.shape), b)
         if (a, b) == (tl.float32, tl.bfloat16):
             return TensorHandle(bf16_of(source.data).reshape(source.data.shape), b)
-        assert a == b or tl.bfloat16 not in (a, b), (
-            f"cast {a} to {b} over fp32: that is all this interpreter can do"
-        )
+        assert a == b or tl.bfloat16 not in (a, b), f"cast {a} to {b} over fp32: that is all this interpreter can do"
         return cast(self, source, to)
 
     def exact_fp_to_fp(self: Any, source: Any, to: Any, rounding: Any) -> Any:
@@ -56,9 +54,7 @@ def repair_bf16() -> None:
 
         def checked(self: Any, *args: Any) -> Any:
             # The interpreter would compute with the bits, as if they were whole numbers.
-            assert all(a.dtype.scalar != tl.bfloat16 for a in args if isinstance(a, TensorHandle)), (
-                "bf16 arithmetic"
-            )
+            assert all(a.dtype.scalar != tl.bfloat16 for a in args if isinstance(a, TensorHandle)), "bf16 arithmetic"
             return compute(self, *args)
 
         setattr(InterpreterBuilder, name, checked)

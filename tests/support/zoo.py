@@ -153,9 +153,7 @@ def batch(name: str, tokens: int, dtype: torch.dtype = torch.float32) -> dict[st
     elif name == "CLIP":
         pixels = torch.randn(2, 3, side, side, generator=generator)
         made = {"pixel_values": pixels, "input_ids": torch.cat((ids, ids.flip(1)))}
-        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()} | {
-            "return_loss": True
-        }
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()} | {"return_loss": True}
     else:
         made = {"input_ids": ids, "labels": ids}
     made = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}

@@ -53,9 +53,7 @@ def test_bits_of_torch(activation: str, precision: str) -> None:
     expected, y = gradients(model, forward), forward()
     plain = memory.live_bytes_after(forward, model, x)
     report = memkern.compress(model, saved_bits="exact")
-    assert [(swap.was, type(model[1])) for swap in report.swapped] == [
-        (ACTIVATIONS[activation].__name__, Recomputed)
-    ]
+    assert [(swap.was, type(model[1])) for swap in report.swapped] == [(ACTIVATIONS[activation].__name__, Recomputed)]
     assert torch.equal(forward(), y)
     assert same(gradients(model, forward), expected)
     # The activation's input, and the result.

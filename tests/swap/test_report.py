@@ -142,10 +142,7 @@ NO_COUNTERPART = [
 @pytest.mark.parametrize("module", NO_COUNTERPART, ids=lambda module: type(module).__name__)
 def test_what_has_no_counterpart_is_named(module: nn.Module) -> None:
     report = memkern.compress(nn.Sequential(nn.Linear(4, 4), module))
-    assert (
-        f"  1: {type(module).__name__}, there is none that saves less; compress(model, saved_bits=8)"
-        in str(report)
-    )
+    assert f"  1: {type(module).__name__}, there is none that saves less; compress(model, saved_bits=8)" in str(report)
     assert not memkern.compress(nn.Sequential(nn.Linear(4, 4), module), saved_bits=8).left
 
 
@@ -228,19 +225,12 @@ def test_the_width_that_the_structure_tells(build: Any, width: Any) -> None:
 
 
 def test_report_groups_layers_and_says_everything() -> None:
-    model = nn.Sequential(
-        *(MLP(gpt2.NewGELUActivation()) for _ in range(12)), nn.Embedding(3, 3), nn.GELU(), Calls()
-    )
+    model = nn.Sequential(*(MLP(gpt2.NewGELUActivation()) for _ in range(12)), nn.Embedding(3, 3), nn.GELU(), Calls())
     shown = str(memkern.compress(model.bfloat16(), embeddings=True))
     now = "GELU(approximate='tanh', bits=3, keep='codes')"
     saved = 64 * (8 - 0.375)
-    assert (
-        f"*.act (12 of them): NewGELUActivation -> {now}, 8 -> 0.375 bytes per element, up to {saved:,.0f}"
-        in shown
-    )
-    assert (
-        "13: GELU -> GELU(approximate='none', bits=3, keep='codes'), 2 -> 0.375 bytes per element\n" in shown
-    )
+    assert f"*.act (12 of them): NewGELUActivation -> {now}, 8 -> 0.375 bytes per element, up to {saved:,.0f}" in shown
+    assert "13: GELU -> GELU(approximate='none', bits=3, keep='codes'), 2 -> 0.375 bytes per element\n" in shown
     assert f"per token: {12 * saved:,.0f} bytes" in shown
     assert "1 embeddings marked" in shown
     assert "14: Calls, calls gelu itself" in shown

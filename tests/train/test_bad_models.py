@@ -44,12 +44,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write("vit/config.json", json.dumps(transformers.ViTConfig().to_dict()))
     write("classes/config.json", config(architectures=["GPT2ForSequenceClassification"]))
     write("torn/config.json", config())
-    write(
-        "4bit/config.json", config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    )
-    write(
-        "8bit/config.json", config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    )
+    write("4bit/config.json", config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}))
+    write("8bit/config.json", config(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}))
     write("fp8/config.json", config(quantization_config={"quant_method": "fp8"}))
     write("adapters/adapter_config.json", "{}")
     write("torn/model.safetensors", b"\x10\x00")
@@ -111,9 +107,7 @@ BAD = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("arguments", "name", "pieces"), [(a, n, p) for a, n, *p in BAD], ids=lambda x: " ".join(x)
-)
+@pytest.mark.parametrize(("arguments", "name", "pieces"), [(a, n, p) for a, n, *p in BAD], ids=lambda x: " ".join(x))
 def test_a_line_says_what_and_what_to_do(
     files: Path,
     capsys: pytest.CaptureFixture[str],

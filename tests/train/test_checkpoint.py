@@ -57,9 +57,7 @@ def test_a_resumed_run_repeats_every_bit(
 
 
 @pytest.mark.parametrize("checkpointing", [None, "blocks", "sqrt"])
-def test_a_compressed_run_resumes_bit_for_bit(
-    corpus: Corpus, tmp_path: Path, checkpointing: str | None
-) -> None:
+def test_a_compressed_run_resumes_bit_for_bit(corpus: Corpus, tmp_path: Path, checkpointing: str | None) -> None:
     config = SMALL.replace(activation_bits=3, linear_share=0.25, checkpointing=checkpointing)
     straight, resumed = straight_and_resumed(config, corpus, tmp_path)
     assert_same_run(straight, resumed)

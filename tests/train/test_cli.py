@@ -89,9 +89,7 @@ def test_train_shows_bars_on_a_terminal(
     assert "step 4/4" not in shown
 
 
-def test_compare_writes_json_and_a_picture(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_writes_json_and_a_picture(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "out"
     main(["train", "--data", text, "--compare", "--out", str(out), *SMALL])
     shown = capsys.readouterr().out
@@ -129,9 +127,7 @@ def test_resume_takes_the_options_it_is_not_given(
         main(["train", "--resume", path, "--lr", "2e-3"])
     assert ended.value.code == 2
     shown = capsys.readouterr().err
-    assert (
-        "argument --lr: 0.002 given; allowed: 0.0005, with which the resumed run began, or a new run" in shown
-    )
+    assert "argument --lr: 0.002 given; allowed: 0.0005, with which the resumed run began, or a new run" in shown
 
 
 def test_a_default_may_be_given_on_resume_and_another_value_may_not(
@@ -155,9 +151,7 @@ def sigint_is_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_at(
-    monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, number: int = signal.SIGINT
-) -> None:
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, times: int = 1, number: int = signal.SIGINT) -> None:
     """Ctrl-C or another signal, so many times, in the middle of a step."""
     forward = Trainer.loss
 
@@ -250,10 +244,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     no_room_at(monkeypatch, 1, 3)
     main(["train", "--data", text, *SMALL, "--save", str(path), "--save-every", "1"])
     shown = capsys.readouterr().err
-    assert (
-        f"No checkpoint after step 1: [Errno 27] File too large. {path} is not there; training goes on"
-        in shown
-    )
+    assert f"No checkpoint after step 1: [Errno 27] File too large. {path} is not there; training goes on" in shown
     assert f"No checkpoint after step 3: [Errno 27] File too large. {path} has that of step 2;" in shown
     assert checkpoint.load(path)["step"] == 4
     assert not [*tmp_path.glob(".*.tmp")]
@@ -287,9 +278,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_said_at_the_end(
 def test_results_that_cannot_be_written_end_with_a_line(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        report, "write_json", lambda path, content: path.with_name("absent").joinpath("x").touch()
-    )
+    monkeypatch.setattr(report, "write_json", lambda path, content: path.with_name("absent").joinpath("x").touch())
     with pytest.raises(SystemExit, match=r"memkern train: results could not be written: .*No such file"):
         main(["train", "--data", text, *SMALL, "--out", str(tmp_path / "out")])
     assert "validation loss" in capsys.readouterr().out
@@ -307,10 +296,7 @@ def test_that_files_can_be_written_is_tried_before_training(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ended.value.code == 2
-    assert (
-        f"argument {option}: nothing can be written in '{tmp_path}': File too large"
-        in capsys.readouterr().err
-    )
+    assert f"argument {option}: nothing can be written in '{tmp_path}': File too large" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_the_last_step_ends_the_run_as_always(
@@ -420,9 +406,7 @@ def test_bad_input_is_named_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("content", "pieces"), [(b"", ["--data", "no text"]), (b"ten bytes.", ["--seq-len", "32 given"])]
 )
-def test_too_little_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, pieces: list[str]
-) -> None:
+def test_too_little_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, pieces: list[str]) -> None:
     (tmp_path / "short").write_bytes(content)
     with pytest.raises(SystemExit) as ended:
         main(["train", "--data", str(tmp_path), *SMALL])
@@ -431,9 +415,7 @@ def test_too_little_text(
     assert all(piece in error for piece in pieces), error
 
 
-def test_what_may_not_be_read_or_written(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_may_not_be_read_or_written(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     locked = tmp_path / "locked"
     locked.mkdir()
     (locked / "text.txt").write_text("text " * 1000)

@@ -67,9 +67,7 @@ def test_targets_are_the_next_bytes_and_reach_the_last(corpus: Corpus) -> None:
     text = torch.arange(10, dtype=torch.uint8)
     seen = set()
     for step in range(40):
-        for inputs, targets in step_batches(
-            text, seed=0, step=step, accumulation=1, micro_batch=4, seq_len=8
-        ):
+        for inputs, targets in step_batches(text, seed=0, step=step, accumulation=1, micro_batch=4, seq_len=8):
             assert torch.equal(inputs + 1, targets)
             seen |= {*inputs[:, 0].tolist()}
     assert seen == {0, 1}
@@ -95,9 +93,7 @@ def write_rows(path: Path) -> Path:
         importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path)
     else:
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(
-                file, ["id", "text", "body"], delimiter="\t" if path.suffix == ".tsv" else ","
-            )
+            writer = csv.DictWriter(file, ["id", "text", "body"], delimiter="\t" if path.suffix == ".tsv" else ",")
             writer.writeheader()
             writer.writerows(ROWS)
     return path
@@ -121,9 +117,7 @@ def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pyt
     write_rows(tmp_path / "rows.csv")
     assert load_corpus([str(tmp_path)], seq_len=8).files == 1
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(
-        OptionError, match=r"rows.parquet' needs pyarrow: pip install memkern\[data\], or convert"
-    ):
+    with pytest.raises(OptionError, match=r"rows.parquet' needs pyarrow: pip install memkern\[data\], or convert"):
         load_corpus([str(tmp_path)], seq_len=8)
 
 

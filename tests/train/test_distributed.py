@@ -82,9 +82,7 @@ def assert_runs_agree(a: Path, b: Path) -> dict[str, Any]:
     return two
 
 
-@pytest.mark.feature(
-    "torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`"
-)
+@pytest.mark.feature("torch", "`memkern train` on 1 and 2 processes at equal global batch, DDP and `fully_shard`")
 @pytest.mark.full
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_one_and_two_processes_agree_at_equal_global_batch(
@@ -102,8 +100,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     assert (tmp_path / "out" / "memory.png").is_file()
     if parallel == "fsdp":  # whole tensors, which load into shards and into one process
         assert (
-            checkpoints.load(tmp_path / "2.pt")["model"].keys()
-            == checkpoints.load(tmp_path / "1.pt")["model"].keys()
+            checkpoints.load(tmp_path / "2.pt")["model"].keys() == checkpoints.load(tmp_path / "1.pt")["model"].keys()
         )
         again, _ = train("--resume", str(tmp_path / "2.pt"))
         main(["train", "--resume", str(tmp_path / "2.pt"), "--parallel", "ddp"])
@@ -116,9 +113,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
 def test_a_partial_group_agrees(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder, text = tmp_path / "model", tmp_path / "text.txt"
-    transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300).save_pretrained(
-        folder
-    )
+    transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300).save_pretrained(folder)
     text.write_text("The quick brown fox. " * 45)  # 850 bytes to train on
     arguments = [
         *("--data", str(text), "--model", str(folder), "--from-config", "--bytes"),
@@ -165,9 +160,7 @@ def test_processes_share_the_micro_batches(corpus: Corpus) -> None:
 
 
 def test_micro_batches_must_be_divisible(corpus: Corpus) -> None:
-    with pytest.raises(
-        OptionError, match=r"batch_factor: 3 given .* in 2 processes; .* multiple of 2, such as 2"
-    ):
+    with pytest.raises(OptionError, match=r"batch_factor: 3 given .* in 2 processes; .* multiple of 2, such as 2"):
         Trainer(SMALL.replace(batch_factor=3), corpus, Processes(0, 2))
 
 

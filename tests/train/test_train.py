@@ -168,9 +168,7 @@ def test_matrices_decay_and_vectors_do_not(corpus: Corpus) -> None:
     assert len(matrices["params"]) + len(vectors["params"]) == len(weights(trainer))
 
 
-def test_modules_that_ask_for_32_bit_states_have_them(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_ask_for_32_bit_states_have_them(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def marked(model: torch.nn.Module, *_: Any) -> None:
         memkern.compress(model, None, embeddings=True)
 

@@ -66,9 +66,7 @@ def test_a_model_of_transformers_learns(small: TrainConfig, source: Source) -> N
     assert trainer.result().unit == "token"
 
 
-def test_an_epoch_has_every_token_once_and_a_last_group_that_is_smaller(
-    small: TrainConfig, source: Source
-) -> None:
+def test_an_epoch_has_every_token_once_and_a_last_group_that_is_smaller(small: TrainConfig, source: Source) -> None:
     config = small.replace(micro_batch=3, accumulation=5, epochs=2)
     corpus = source.corpus
     per_epoch = corpus.steps_per_epoch(config)
@@ -123,9 +121,7 @@ def test_checkpointing_changes_bytes_and_no_bit(small: TrainConfig, source: Sour
 
 def test_segments_save_sqrt_of_the_inputs(small: TrainConfig, source: Source) -> None:
     hidden = 4 * 32 * 32 * 4  # bytes of a block's input
-    every, sqrt = (
-        trained(small, source, checkpointing=mode).result().saved_bytes for mode in ("blocks", "sqrt")
-    )
+    every, sqrt = (trained(small, source, checkpointing=mode).result().saved_bytes for mode in ("blocks", "sqrt"))
     assert every - sqrt == 3 * hidden  # 5 blocks in segments of 3 and 2
 
 
@@ -195,9 +191,7 @@ def test_weights_wait_on_the_host(
     assert evaluate(small, source, on_host) == evaluate(small, source)
     [model] = models
     devices = {parameter.device.type for parameter in model.parameters()}
-    assert devices == {
-        "meta" if on_host == "layers" else "cpu"
-    }  # accelerate has the weights in a dict of its own
+    assert devices == {"meta" if on_host == "layers" else "cpu"}  # accelerate has the weights in a dict of its own
 
 
 # Tokens
@@ -250,6 +244,4 @@ def test_ignored_targets_have_no_loss_and_no_gradient(small: TrainConfig, source
     loss = trainer.loss(batch.inputs, torch.full_like(batch.targets, IGNORED))
     loss.backward()
     assert loss.item() == 0
-    assert all(
-        not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None
-    )
+    assert all(not parameter.grad.any() for parameter in trainer.model.parameters() if parameter.grad is not None)

@@ -44,9 +44,7 @@ def _run(*command: str | Path, cwd: Path) -> None:
 
 
 def compile_all(folder: Path) -> Built:
-    built = Built(
-        *(folder / name for name in ("libfakecudart.so", "libfakedevice.so", "libops.so", "ops.ptx"))
-    )
+    built = Built(*(folder / name for name in ("libfakecudart.so", "libfakedevice.so", "libops.so", "ops.ptx")))
     lib = Path(torch.__file__).parent / "lib"
     torch_libraries = [f"-L{lib}", "-ltorch_cpu", "-lc10"]
     headers = includes(folder)

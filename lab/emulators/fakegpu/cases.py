@@ -150,9 +150,7 @@ def few_bits(machine: Machine) -> None:
         there = machine.ops.few_bit_encode(x_there, bits, *table[2:])
         assert_same(machine.to_host(there), codes, layout)
         expected = reference.few_bit_backward(grad, codes, table.levels)
-        assert_same(
-            machine.to_host(machine.ops.few_bit_backward(grad_there, there, table.levels)), expected, layout
-        )
+        assert_same(machine.to_host(machine.ops.few_bit_backward(grad_there, there, table.levels)), expected, layout)
         if bits == 1:
             two_branch = TWO_BRANCHES["gelu"][1:]
             expected = reference.few_bit_backward_from_output(grad, x, codes, *two_branch)
@@ -368,9 +366,7 @@ def a_step_beside_another_streams_capture(machine: Machine) -> None:
     there = stepped(machine, "adam_step_", small("adam_step_"))
     assert machine.is_capturing(other)
     machine.use_stream(None)
-    fails(
-        lambda: machine.ops.adam_step_(*there), "write_table: operation would make the legacy stream depend"
-    )
+    fails(lambda: machine.ops.adam_step_(*there), "write_table: operation would make the legacy stream depend")
     machine.capture(other, False)
     stepped(machine, "adam_step_", small("adam_step_"))
 

@@ -67,9 +67,7 @@ def edited(kernel: str, pattern: str, new: str, which: int | None = 0) -> Callab
     def edit(text: str) -> str:
         starts = [m.start() for m in re.finditer(r"\.entry\s", text)]
         parts = [text[: starts[0]], *(text[i:j] for i, j in itertools.pairwise([*starts, len(text)]))]
-        return "".join(
-            change(part) if re.match(rf"\.entry\s+\S*\d{kernel}", part) else part for part in parts
-        )
+        return "".join(change(part) if re.match(rf"\.entry\s+\S*\d{kernel}", part) else part for part in parts)
 
     def change(part: str) -> str:
         if which is None:
@@ -153,9 +151,7 @@ def find_planted(machine: Machine, folder: Path, name: str) -> str:
 
     change, case, kind, words = PLANTED[name]
     assert machine.checks
-    machine.checks.spoil = (
-        kind != "RaceError"
-    )  # else lanes without work (test_cuda_checks.py) are found first
+    machine.checks.spoil = kind != "RaceError"  # else lanes without work (test_cuda_checks.py) are found first
     real_module, real_run = machine.module, machine.run
     if isinstance(change, str):
         machine.run = lambda launch: None if change in launch.kernel else real_run(launch)  # type: ignore[method-assign]

@@ -48,9 +48,7 @@ def unsigned_codes_of_the_dynamic_map(machine: Machine) -> None:
         actual = machine.ops.quantize_blockwise(machine.to_device(x), 1, False, 128, 3)
         assert_same(machine.to_host(actual), [*expected], f"{dtype}")
         back = machine.ops.dequantize_blockwise(*actual, 1, 128, dtype)
-        assert_same(
-            machine.to_host(back), reference.dequantize_blockwise(*expected, 1, 128, dtype), f"{dtype}"
-        )
+        assert_same(machine.to_host(back), reference.dequantize_blockwise(*expected, 1, 128, dtype), f"{dtype}")
 
 
 @case
@@ -85,9 +83,5 @@ def gelu_of_all_bits(machine: Machine) -> None:
         for bits in (1, 2, 3, 4):
             for x in (values("odd", torch.float32), values("odd", torch.float16), every_bf16(8)):
                 table = LEVELS[name, bits][2:]
-                _, codes = machine.ops.few_bit_forward(
-                    machine.to_device(x), ACTIVATIONS[name], 0.0, 0.0, bits, *table
-                )
-                assert_same(
-                    machine.to_host(codes), reference.few_bit_encode(x, bits, *table), f"{name}, {bits}"
-                )
+                _, codes = machine.ops.few_bit_forward(machine.to_device(x), ACTIVATIONS[name], 0.0, 0.0, bits, *table)
+                assert_same(machine.to_host(codes), reference.few_bit_encode(x, bits, *table), f"{name}, {bits}")

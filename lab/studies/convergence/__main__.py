@@ -30,9 +30,7 @@ def row(
     provenance: dict[str, str], of: Key, contender: Contender, outcome: Outcome | None, note: str
 ) -> dict[str, str]:
     figures = (
-        [""] * len(Outcome._fields)
-        if outcome is None
-        else [repr(outcome.loss), *(f"{x:.5g}" for x in outcome[1:])]
+        [""] * len(Outcome._fields) if outcome is None else [repr(outcome.loss), *(f"{x:.5g}" for x in outcome[1:])]
     )
     values = [*of, *figures, contender.package, version(contender.package), note]
     return study.row(provenance, results.COLUMNS, values)
@@ -58,9 +56,7 @@ def complete(task: Task, contender: Contender, path: Path) -> None:
         return  # it cannot run, and has its reason
     provenance = machine.provenance("cpu")
     # What could not run at the small batch has no rate for a large one.
-    small = [
-        r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]
-    ]
+    small = [r for r in found if (r["task"], r["contender"]) == ("batch-x1", contender.name) and not r["loss"]]
     reason = contender.reason_against(task, task.model(0))
     if isinstance(task, LargeBatch) and small:
         reason = small[0]["note"]
@@ -100,9 +96,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("--task", choices=[*TASKS], help="one task (default: all)")
-    parser.add_argument(
-        "--contender", choices=[*CONTENDERS], help="one contender (default: all)", metavar="NAME"
-    )
+    parser.add_argument("--contender", choices=[*CONTENDERS], help="one contender (default: all)", metavar="NAME")
     parser.add_argument("--lr", type=float, help="with --seed: one run of the task and contender")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--steps", type=int, help="fewer steps, for a trial; needs --out")
@@ -117,9 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     if single and not (args.lr and args.seed is not None and args.task and args.contender):
         options.error("one run needs --task, --contender, --lr (above 0) and --seed")
     if args.steps is not None and (args.out is None or args.steps < 1):
-        options.error(
-            "--steps must be 1 or more, and needs --out: results of fewer steps are not compared with others"
-        )
+        options.error("--steps must be 1 or more, and needs --out: results of fewer steps are not compared with others")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch|torchao|bitsandbytes")
     path = (args.out or (AGAIN if single else RESULTS)) / "convergence.csv"
@@ -139,9 +131,7 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             outcome, note = attempt(task, contender, args.lr, args.seed)
             of = key(task, contender, args.lr, args.seed)
-            report.append(
-                path, [row(machine.provenance("cpu"), of, contender, outcome, note)], results.COLUMNS
-            )
+            report.append(path, [row(machine.provenance("cpu"), of, contender, outcome, note)], results.COLUMNS)
             print(*of, *(outcome if outcome else [note]), sep=" | ")
     print(path)
 

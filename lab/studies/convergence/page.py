@@ -165,11 +165,7 @@ def worse_table() -> str:
         if one.verdict == "diverged":
             lines.append(f"| {task} | {name} | diverged | | |")
         elif any(d is not None and d.beyond and d.mean > 0 for d in (one.difference, one.tuned)):
-            share = (
-                ""
-                if one.difference is None
-                else f"{one.difference.mean / (one.loss - one.difference.mean):+.2%}"
-            )
+            share = "" if one.difference is None else f"{one.difference.mean / (one.loss - one.difference.mean):+.2%}"
             cells = ["" if d is None else with_error(d) for d in (one.difference, one.tuned)]
             lines.append(f"| {task} | {name} | {cells[0]} | {share} | {cells[1]} |")
     return "\n".join(lines)
@@ -244,13 +240,9 @@ def draw(path: Path = PICTURE) -> Path:
     for axis, task in zip(axes.flat, TASKS, strict=True):
         _draw_task(axis, [compared()[task, name] for name in CONTENDERS], task)
     labels = {
-        label: handle
-        for axis in axes.flat
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(
-        [*labels.values()], [*labels], loc="outside lower center", ncols=len(labels) or 1, frameon=False
-    )
+    figure.legend([*labels.values()], [*labels], loc="outside lower center", ncols=len(labels) or 1, frameon=False)
     figure.supylabel("validation loss, mean of the seeds at the best rate", fontsize=10, color=FAINT)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -108,8 +108,7 @@ def _rates(task: Task, contender: Contender, rows: Sequence[report.Row]) -> dict
     tuned = {
         r["lr"]: float(r["loss"])
         for r in rows
-        if (r["task"], r["contender"], r["seed"]) == (task.name, contender.name, str(TUNING_SEED))
-        and r["loss"]
+        if (r["task"], r["contender"], r["seed"]) == (task.name, contender.name, str(TUNING_SEED)) and r["loss"]
     }
     if isinstance(task, LargeBatch) and task.factor > 1:
         small = _rates(TASKS["batch-x1"], contender, rows)
@@ -140,9 +139,7 @@ def _best(task: Task, contender: Contender, rows: Sequence[report.Row]) -> Compa
         return empty
     seeds = {*task.compared}
     complete = {
-        lr: at
-        for lr in dict.fromkeys(r["lr"] for r in mine)
-        if seeds <= {*(at := _at(task, contender, lr, rows))}
+        lr: at for lr in dict.fromkeys(r["lr"] for r in mine) if seeds <= {*(at := _at(task, contender, lr, rows))}
     }
     lr = min(tuned, key=lambda rate: tuned[rate])
     if lr not in complete:
@@ -163,9 +160,7 @@ def compare(rows: Sequence[report.Row]) -> dict[tuple[str, str], Compared]:
     for (task, name), one in found.items():
         original = found[task, one.contender.original]
         if name != one.contender.original and one.losses:
-            same = {
-                seed: float(r["loss"]) for seed, r in _at(one.task, original.contender, one.lr, rows).items()
-            }
+            same = {seed: float(r["loss"]) for seed, r in _at(one.task, original.contender, one.lr, rows).items()}
             found[task, name] = one._replace(
                 difference=paired(one.losses, same), tuned=paired(one.losses, original.losses)
             )

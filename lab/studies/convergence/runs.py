@@ -49,12 +49,7 @@ def coded_share(optimizer: Any, stored: nn.Module) -> float:
     coded = 0
     for one in parts(optimizer):
         for p, state in one.state.items():
-            wide = [
-                x
-                for v in state.values()
-                for x in _leaves(v)
-                if x.element_size() > 1 and x.numel() >= p.numel()
-            ]
+            wide = [x for v in state.values() for x in _leaves(v) if x.element_size() > 1 and x.numel() >= p.numel()]
             coded += 0 if wide else p.numel()
     return coded / sum(p.numel() for p in stored.parameters())
 

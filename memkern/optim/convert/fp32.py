@@ -71,9 +71,7 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
 
 
 @torch.no_grad()
-def load_fp32_state_dict(
-    model: nn.Module, optimizer: BlockwiseOptimizer, state_dict: dict[str, Tensor]
-) -> None:
+def load_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer, state_dict: dict[str, Tensor]) -> None:
     """Loads fp32 weights into a bf16 model and its optimizer: the inverse of :func:`to_fp32_state_dict`.
 
     Args:

@@ -28,9 +28,7 @@ Entry = tuple[Any, Tensor, dict[str, Any], Any]  # key, parameter, memkern's gro
 # ---- groups and entries
 
 
-def groups_from(
-    optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fixed: Any
-) -> list[dict[str, Any]]:
+def groups_from(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fixed: Any) -> list[dict[str, Any]]:
     """The given state's groups, with memkern's options from the optimizer's."""
     groups = []
     wanted = {"lr", "betas", "eps", "weight_decay"} & {*optimizer.defaults}
@@ -84,13 +82,9 @@ def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> lis
     groups = optimizer.param_groups, state_dict["param_groups"]
     sizes, saved_sizes = ([len(group["params"]) for group in each] for each in groups)
     if sizes != saved_sizes:
-        raise ValueError(
-            f"state_dict must have groups of {sizes} parameters, as optimizer, got {saved_sizes}"
-        )
+        raise ValueError(f"state_dict must have groups of {sizes} parameters, as optimizer, got {saved_sizes}")
     pairs = zip(*groups, strict=True)
-    places = [
-        (i, p, own) for own, saved in pairs for i, p in zip(saved["params"], own["params"], strict=True)
-    ]
+    places = [(i, p, own) for own, saved in pairs for i, p in zip(saved["params"], own["params"], strict=True)]
     if extra := {*state_dict["state"]} - {i for i, _, _ in places}:
         raise ValueError(f'state_dict["state"] has entries of no parameter: {sorted(extra, key=str)}')
     return [(i, p, group, state_dict["state"][i]) for i, p, group in places if state_dict["state"].get(i)]

@@ -22,9 +22,7 @@ from .states import (
 )
 from .torch import adam_state
 
-TORCHS = (
-    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-)
+TORCHS = (*("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),)
 """The options of torch.optim.Muon's groups."""
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "maximize")
 
@@ -101,9 +99,7 @@ def _group_of(name: str, source: Any, k: int, count: int) -> dict[str, Any]:
         raise TypeError(f"{name} must be an optimizer's, with state and param_groups, got {got}")
     sizes = [len(group["params"]) for group in source["param_groups"]]
     if k >= len(sizes) or sizes[k] != count:
-        raise ValueError(
-            f"{name} must have {count} parameters in group {k}, as optimizer, got groups of {sizes}"
-        )
+        raise ValueError(f"{name} must have {count} parameters in group {k}, as optimizer, got groups of {sizes}")
     return source["param_groups"][k]
 
 

@@ -37,8 +37,7 @@ def _index(p: Any) -> Tensor:
     index = torch.zeros((), dtype=torch.int64, device="cpu")
     for d, size in enumerate(p.shape):
         at = [
-            x if x.is_replicate() or x.dim == d == 0 else Shard(0) if x.dim == d else Replicate()
-            for x in p.placements
+            x if x.is_replicate() or x.dim == d == 0 else Shard(0) if x.dim == d else Replicate() for x in p.placements
         ]
         places = torch.arange(size, device="cpu")
         along = distribute_tensor(places, p.device_mesh, at, src_data_rank=None).to_local().cpu()

@@ -90,9 +90,7 @@ def step_with_reduction(calls: Sequence[Call], groups: Sequence[Mapping[str, Any
     reduce_magnitudes([layout.shard for layout in layouts.values()], [calls[i].ranks[0] for i in layouts])
     for args, run in steps:
         run(args)
-    torch.autograd.graph.increment_version(
-        [p for call in calls for x in call.args.params for p in (x, local(x))]
-    )
+    torch.autograd.graph.increment_version([p for call in calls for x in call.args.params for p in (x, local(x))])
 
 
 def _run_on_reference(op: StepOp, layout: ShardLayout, args: StepArgs) -> None:

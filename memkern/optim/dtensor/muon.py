@@ -126,9 +126,7 @@ def _phases(bucket: Call, groups: Sequence[Group], loads: Loads) -> Iterator[Non
 # ---- momentum
 
 
-def _momentum(
-    own: StepArgs, updates: list[Tensor], by_reference: bool, params: Sequence[Tensor]
-) -> list[Tensor]:
+def _momentum(own: StepArgs, updates: list[Tensor], by_reference: bool, params: Sequence[Tensor]) -> list[Tensor]:
     if not isinstance(own, ShardArgs):
         return _ops.muon_momentum_(own, updates, by_reference)
     shards = [layout.shard for layout in own.layouts]
@@ -148,9 +146,7 @@ def _gathered(u: Tensor, p: Any) -> Tensor:
     """The whole of what is sharded along several dimensions of a mesh, on every rank."""
     from torch.distributed.tensor import DTensor
 
-    sharded = DTensor.from_local(
-        u, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    sharded = DTensor.from_local(u, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
     return sharded.full_tensor().contiguous()
 
 
@@ -238,9 +234,7 @@ class _Exchange:
         self.work.wait()
         parts: dict[int, list[Tensor]] = {item.number: [] for item in self.owned}
         for r, of_rank in enumerate(self.out.split(self.taken)):
-            for item, x in zip(
-                self.owned, of_rank.split([item.numel_of(r) for item in self.owned]), strict=True
-            ):
+            for item, x in zip(self.owned, of_rank.split([item.numel_of(r) for item in self.owned]), strict=True):
                 parts[item.number].append(x.view(item.shape_of(r)))
         self.whole = {item.number: torch.cat(parts[item.number], item.dim) for item in self.owned}
         return self.whole

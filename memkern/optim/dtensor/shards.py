@@ -32,12 +32,9 @@ def report() -> dict[str, Any]:
     """The part of memkern.report() about several processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return {
-        "process_group": None
-        if alone
-        else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
+        "process_group": None if alone else f"{dist.get_backend()}, rank {dist.get_rank()} of {dist.get_world_size()}",
         "shards_end_inside_blocks": [
-            f"{str(tuple(p.shape)).replace(' ', '')}: replicated scales, stepped on the reference"
-            for p in _cut
+            f"{str(tuple(p.shape)).replace(' ', '')}: replicated scales, stepped on the reference" for p in _cut
         ],
     }
 

@@ -164,9 +164,7 @@ def host_weight_of(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Tra
     """A parameter whose weight for the inner optimizer is in ``dtype``, on its own device or on the host."""
     if dtype == p.dtype and (resident or transfers.shares_memory):
         return Weight(p, nn.Parameter(p.detach(), requires_grad=p.requires_grad), resident, own=False)
-    values = (
-        torch.empty_like(p.detach(), dtype=dtype) if resident else transfers.empty_like(p.detach(), dtype)
-    )
+    values = torch.empty_like(p.detach(), dtype=dtype) if resident else transfers.empty_like(p.detach(), dtype)
     local(values).copy_(local(p).detach())
     return Weight(p, nn.Parameter(values, requires_grad=p.requires_grad), resident, own=True)
 
@@ -275,6 +273,4 @@ def check_options(host_dtype: Any, device_state_bytes: Any) -> None:
         raise ValueError(f"host_dtype must be None, torch.float32 or torch.float64, got {host_dtype!r}")
     whole = isinstance(device_state_bytes, int) and not isinstance(device_state_bytes, bool)
     if device_state_bytes is not None and not (whole and device_state_bytes >= 0):
-        raise ValueError(
-            f"device_state_bytes must be None or a number of bytes, 0 or more, got {device_state_bytes!r}"
-        )
+        raise ValueError(f"device_state_bytes must be None or a number of bytes, 0 or more, got {device_state_bytes!r}")

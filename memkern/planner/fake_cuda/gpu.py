@@ -25,9 +25,7 @@ def attention(
     if enable_gqa and not flash:  # flash attention reads the heads of keys and values that there are
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if flash:
-        found = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
+        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return found[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:

@@ -97,9 +97,7 @@ TOLERANCES = {torch.float64: (1e-13, 1e-11), torch.float32: (1e-6, 1e-5)}
     ("build", "options"),
     [pytest.param(b, o, id=f"{b.__name__}-{n}") for b, n, o in CASES if not b.__name__.endswith("8bit")],
 )
-def test_equals_a_loop_over_the_parameters(
-    build: type, options: Options, dtype: torch.dtype, strided: bool
-) -> None:
+def test_equals_a_loop_over_the_parameters(build: type, options: Options, dtype: torch.dtype, strided: bool) -> None:
     """What torch's foreach and fused implementations are asked."""
     options = copy.deepcopy({**options, "state_bits": 32})
     weight, bias, _ = linear(dtype, strided)
@@ -114,9 +112,7 @@ def test_equals_a_loop_over_the_parameters(
             factor = min(1.0, limit / (float(torch.stack([g.norm() for g in grads]).norm()) + 1e-6))
             grads = [g * factor for g in grads]
         optimizer.step()
-        expected = [
-            spec_of(build).step(*values, group) for values in zip(expected, grads, states, strict=True)
-        ]
+        expected = [spec_of(build).step(*values, group) for values in zip(expected, grads, states, strict=True)]
     atol, rtol = TOLERANCES[dtype]
     for p, e in zip((weight, bias), expected, strict=True):
         assert p.dtype == dtype

@@ -105,9 +105,7 @@ def test_every_layout(layout: str) -> None:
 
 @over_layouts
 @pytest.mark.parametrize("storage", ERROR_DTYPE)
-def test_pieces_have_the_bits_of_the_whole(
-    layout: str, storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_have_the_bits_of_the_whole(layout: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def added(piece: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         monkeypatch.setattr(accumulation, "PIECE", piece)
         total, x = tensor(layout, BF16), like(tensor(layout), 1)
@@ -158,9 +156,7 @@ def test_a_sum_that_something_else_changed_goes_on_from_there() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(
-        ValueError, match="storage must be one of 'stochastic', 'bf16\\+8', 'bf16\\+16', got 'fp32'"
-    ):
+    with pytest.raises(ValueError, match="storage must be one of 'stochastic', 'bf16\\+8', 'bf16\\+16', got 'fp32'"):
         optim.accumulate(torch.nn.Linear(2, 2).to(BF16), "fp32")
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
         optim.accumulate([])  # type: ignore[arg-type]
@@ -186,9 +182,7 @@ def test_a_block_per_step_goes_on_counting() -> None:
         assert p.grad is not None
         total += p.grad.double()
     off = (total / (300 * g.double()) - 1).abs()
-    assert (
-        off.max() < 2e-3
-    )  # of one rounding, 2^-9, that is the same at each step: 1.6e-3 in the mean, 4e-3 at most
+    assert off.max() < 2e-3  # of one rounding, 2^-9, that is the same at each step: 1.6e-3 in the mean, 4e-3 at most
 
 
 def test_host_offload_with_offloaded_gradients_raises() -> None:

@@ -32,9 +32,7 @@ over_full = pytest.mark.parametrize("build", FULL, ids=name_of)
 def moments_of(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None) -> list[torch.Tensor]:
     group = group or optimizer.param_groups[0]
     return [
-        load_moment(name, optimizer.state[p])
-        for p in optimizer.param_groups[0]["params"]
-        for name in optimizer.moments
+        load_moment(name, optimizer.state[p]) for p in optimizer.param_groups[0]["params"] for name in optimizer.moments
     ]
 
 
@@ -224,9 +222,7 @@ def test_capturable_is_a_groups_own() -> None:
 @over_optimizers
 @over_cpu
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_step_under_inference_mode_and_one_outside(
-    backend: str, build: type, max_grad_norm: float | None
-) -> None:
+def test_a_step_under_inference_mode_and_one_outside(backend: str, build: type, max_grad_norm: float | None) -> None:
     optimizer, straight = (build(make_params(), max_grad_norm=max_grad_norm) for _ in range(2))
     with on(backend):
         for modes in ((True, False, True), (False, False, False)):
@@ -309,9 +305,7 @@ def strided(p: torch.Tensor) -> torch.nn.Parameter:
 @over_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 def test_parameters_with_gaps_step_as_dense_ones(backend: str, build: type, dtype: torch.dtype) -> None:
-    dense = [
-        torch.nn.Parameter(p.detach().to(dtype)) for p in make_params([*[(64, 128)] * 2, (10, 10), (300,)])
-    ]
+    dense = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_params([*[(64, 128)] * 2, (10, 10), (300,)])]
     gaps = [strided(p) for p in dense[1:]]  # beside one that is dense
     first = torch.nn.Parameter(dense[0].detach().clone())
     optimizer, straight = (build(ps, min_8bit_size=0, weight_decay=0.1) for ps in ([first, *gaps], dense))

@@ -146,9 +146,7 @@ def test_a_parameters_layout_changes(build: type, edit: str) -> None:
 @pytest.mark.parametrize(
     ("build", "options"), [(optim.LARS, {}), (optim.AdamW8bit, {}), (optim.AdamW, {"amsgrad": True})]
 )
-def test_several_groups_begin_in_a_compiled_step(
-    build: type, options: dict[str, Any], edit: str | None
-) -> None:
+def test_several_groups_begin_in_a_compiled_step(build: type, options: dict[str, Any], edit: str | None) -> None:
     """What needs several calls of ops asks each parameter for its state, also for one that the step itself makes."""
 
     def train(compiles: bool) -> Any:
@@ -274,9 +272,7 @@ def test_the_backend_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPa
     step, ran = compiled(optimizer), []
     from memkern.reference import adam
 
-    monkeypatch.setattr(
-        adam, "adam_moments", lambda *a, f=adam.adam_moments: ran.append("reference") or f(*a)
-    )
+    monkeypatch.setattr(adam, "adam_moments", lambda *a, f=adam.adam_moments: ran.append("reference") or f(*a))
     for seed in range(4):
         give_gradients(params, seed)
         if seed in (1, 3):

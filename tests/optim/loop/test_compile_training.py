@@ -44,20 +44,14 @@ def batch(seed: int, rows: int = 32) -> torch.Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.feature(
-    "torch", "`torch.compile`: forward, backward and step, 20 steps of a schedule without a recompile"
-)
+@pytest.mark.feature("torch", "`torch.compile`: forward, backward and step, 20 steps of a schedule without a recompile")
 @pytest.mark.parametrize("lr", ["tensor", pytest.param("float", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "build", [optim.AdamW8bit, pytest.param(optim.LAMB8bit, marks=pytest.mark.full)], ids=name_of
-)
+@pytest.mark.parametrize("build", [optim.AdamW8bit, pytest.param(optim.LAMB8bit, marks=pytest.mark.full)], ids=name_of)
 def test_20_steps_of_a_schedule_compile_once(build: type, lr: str) -> None:
     def train(compiles: bool) -> Any:
         net = model()
         optimizer = build(net.parameters(), lr=torch.tensor(1e-2) if lr == "tensor" else 1e-2)
-        compiled = (
-            (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if compiles else (lambda f: f)
-        )
+        compiled = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if compiles else (lambda f: f)
         forward, step = compiled(net), compiled(optimizer.step)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         found = []
@@ -83,9 +77,7 @@ def test_20_steps_of_a_schedule_compile_once(build: type, lr: str) -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        way
-        if way == "3 bits"
-        else pytest.param(way, marks=pytest.mark.long if way in DENSE else pytest.mark.full)
+        way if way == "3 bits" else pytest.param(way, marks=pytest.mark.long if way in DENSE else pytest.mark.full)
         for way in WAYS
     ],
 )
@@ -117,7 +109,5 @@ def test_projections_of_changing_shapes_are_unbiased(way: str) -> None:
         for _ in range(300):
             (compiled(x) * r).sum().backward()
         error = (layer.weight.grad / 300 - exact.weight.grad).norm() / exact.weight.grad.norm()
-        assert (
-            error < 0.2
-        )  # an estimate from half of the tokens is off by about its size: 1 / sqrt(300), three times
+        assert error < 0.2  # an estimate from half of the tokens is off by about its size: 1 / sqrt(300), three times
         layer.zero_grad(), exact.zero_grad()

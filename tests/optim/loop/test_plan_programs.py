@@ -68,12 +68,7 @@ class Program:
 
     def exchange_states(self) -> None:
         state, params = self.optimizer.state, [p for p in self.params if p in self.optimizer.state]
-        pairs = [
-            (a, b)
-            for i, a in enumerate(params)
-            for b in params[:i]
-            if (a.shape, a.dtype) == (b.shape, b.dtype)
-        ]
+        pairs = [(a, b) for i, a in enumerate(params) for b in params[:i] if (a.shape, a.dtype) == (b.shape, b.dtype)]
         if pairs:
             a, b = self.choice.choice(pairs)
             state[a], state[b] = state[b], state[a]
@@ -102,9 +97,7 @@ class Program:
     def change_memory(self) -> None:
         p = self.choice.choice(self.params)
         if p.dim() == 4:
-            p.data = p.data.to(
-                memory_format=self.choice.choice([torch.channels_last, torch.contiguous_format])
-            )
+            p.data = p.data.to(memory_format=self.choice.choice([torch.channels_last, torch.contiguous_format]))
         elif p.dim() == 2 and not self.is_muon:
             p.data = p.data.t().contiguous().t()
 

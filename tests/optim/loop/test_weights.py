@@ -106,9 +106,7 @@ def test_rounding_is_without_bias() -> None:
         for step in range(1, steps + 1):
             r = weight_random(4096, step, dropped, x.device)
             p, error = split_weight(x, r, dropped)
-            total += join_weight(
-                p.to(BF16), error if dropped == 16 else error.to(torch.int8), dropped
-            ).double()
+            total += join_weight(p.to(BF16), error if dropped == 16 else error.to(torch.int8), dropped).double()
         unit = (2.0 ** (torch.frexp(x).exponent.clamp(min=-125) - 24.0 + dropped)).double()
         bias = (total / steps - x) / unit
         # Random numbers would give a standard deviation of up to 0.5 / sqrt(512) = 0.022.
@@ -163,9 +161,7 @@ def test_16_bits_are_fp32_weights(variant: str, states: str) -> None:
 
 
 CASES = [
-    pytest.param(
-        variant, dtype, marks=[] if variant in ("AdamW", "Lion") and dtype == BF16 else [pytest.mark.full]
-    )
+    pytest.param(variant, dtype, marks=[] if variant in ("AdamW", "Lion") and dtype == BF16 else [pytest.mark.full])
     for variant in VARIANTS
     for dtype in (FLOATS if variant in ("AdamW", "Lion") else [BF16])
 ]
@@ -204,10 +200,7 @@ def test_blocks_and_spoilt_gradients_give_the_same_bits(
     backend: str, states: str, option: str, block_size: int
 ) -> None:
     options = {"lr": 1e-2, "block_size": block_size} | STATES[states] | OPTIONS[option]
-    params = [
-        tensor(layout, BF16, seed=i, scale=0.1)
-        for i, layout in enumerate(("odd", "long rows", "channels_last"))
-    ]
+    params = [tensor(layout, BF16, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))]
     for build in (optim.AdamW, optim.Lion):
         runs = [
             trained(b, build, options, params, lambda p, seed: spoilt(like(p, seed), seed), 4)
@@ -295,9 +288,7 @@ def test_only_bf16_parameters(build: type, option: str, dtype: torch.dtype) -> N
     with pytest.raises(TypeError, match="put other parameters into a group without it"):
         optimizer.add_param_group({"params": [p], "state_bits": 32})
     assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group(
-        {"params": [p], "state_bits": 32, "master_weights": None, "stochastic_rounding": False}
-    )
+    optimizer.add_param_group({"params": [p], "state_bits": 32, "master_weights": None, "stochastic_rounding": False})
     train(optimizer, 2)
 
 
@@ -349,9 +340,7 @@ def test_no_state_makes_another_number_of_a_weight(kept: str) -> None:
     x, bits = optim.weights.fp32_weight(p, {key: state}), lambda x: x.float().view(torch.int32).long()
     assert_same(x.isnan(), p.isnan())
     number = ~p.isnan()
-    assert ((bits(x) - bits(p)).abs() <= 2**15)[
-        number
-    ].all()  # half a unit of p: no sign changes, nothing overflows
+    assert ((bits(x) - bits(p)).abs() <= 2**15)[number].all()  # half a unit of p: no sign changes, nothing overflows
     if kept == "fp32":
         kept_copy = (x.view(torch.int32) == state.view(torch.int32)) & number
         assert_same(kept_copy, (state.to(BF16).view(torch.int16) == p.view(torch.int16)) & number)
@@ -467,10 +456,7 @@ def moved(model: torch.nn.Linear, before: list[Tensor]) -> float:
 @pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB8bit, optim.SGD], ids=name_of)
 @pytest.mark.parametrize(
     "edit",
-    [
-        pytest.param(e, marks=[] if e in ("prune", "zeros_", "load_state_dict") else [pytest.mark.full])
-        for e in EDITS
-    ],
+    [pytest.param(e, marks=[] if e in ("prune", "zeros_", "load_state_dict") else [pytest.mark.full]) for e in EDITS],
 )
 def test_a_step_goes_on_from_edited_weights(backend: str, kept: str, build: type, edit: str) -> None:
     torch.manual_seed(0)
@@ -535,9 +521,7 @@ def test_edits_that_keep_the_values_lose_nothing(kept: str, edit: str) -> None:
     assert abs(1.5 - fp32_weights(optimizer)[0].double().mean().item() - 0.02) < 0.002
 
 
-@pytest.mark.parametrize(
-    "kept", ["bf16+8", *(pytest.param(k, marks=pytest.mark.full) for k in ("fp32", "bf16+16"))]
-)
+@pytest.mark.parametrize("kept", ["bf16+8", *(pytest.param(k, marks=pytest.mark.full) for k in ("fp32", "bf16+16"))])
 def test_a_compiled_step_goes_on_from_edited_weights(kept: str) -> None:
     runs = []
     for compiled in (False, True):

@@ -225,9 +225,7 @@ def test_loading_goes_on_with_the_same_bits() -> None:
     assert_same(snapshot(other), snapshot(optimizer))
 
 
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_copies_step_in_their_own_backward(way: Callable[[Any], Any]) -> None:
     torch.manual_seed(0)
     model, tokens = Tied(), torch.randint(VOCABULARY, (4, 9))

@@ -68,9 +68,7 @@ class MixedByHand:
 
 @over_modes
 @over_transfers
-@pytest.mark.parametrize(
-    "build", [optim.AdamW, optim.AdamW8bit, optim.LAMB8bit, torch.optim.AdamW], ids=name_of
-)
+@pytest.mark.parametrize("build", [optim.AdamW, optim.AdamW8bit, optim.LAMB8bit, torch.optim.AdamW], ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 def test_a_half_precision_model_with_fp32_weights_on_the_host(
     mode: str, wrapper: type[HostOffload], build: type, dtype: torch.dtype
@@ -141,8 +139,7 @@ def test_max_grad_norm(build: type, mode: str, wrapper: type[HostOffload]) -> No
     found, _, _ = run(make)
     assert_same(found, expected)
     assert any(
-        not torch.equal(a, b)
-        for a, b in zip(found["params"], run(lambda p: build(p))[0]["params"], strict=True)
+        not torch.equal(a, b) for a, b in zip(found["params"], run(lambda p: build(p))[0]["params"], strict=True)
     )
 
 
@@ -289,9 +286,7 @@ class Full(optim.AdamW):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @over_transfers
-def test_states_go_to_the_host_when_the_device_is_full(
-    wrapper: type[HostOffload], dtype: torch.dtype
-) -> None:
+def test_states_go_to_the_host_when_the_device_is_full(wrapper: type[HostOffload], dtype: torch.dtype) -> None:
     def make(params: Any) -> HostOffload:
         optimizer = wrapper(Full, params, device_state_bytes=None)
         Full.homes = {id(w.host_param): w for w in optimizer._weights.values()}
@@ -369,9 +364,7 @@ def test_a_state_dict_that_does_not_fit() -> None:
 
 
 @over_modes
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_copies(mode: str, way: Callable[[Any], Any]) -> None:
     make = lambda params: HostOffload(optim.AdamW, params, **MODES[mode])  # noqa: E731
     _, optimizer, model = run(make, dtype=torch.bfloat16)

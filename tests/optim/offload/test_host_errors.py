@@ -49,9 +49,7 @@ def test_step_in_backward_takes_one_gradient_a_step() -> None:
     p.sum().backward()
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) between backward\(\) and step\(\)"):
         optimizer.zero_grad()
-    with pytest.raises(
-        RuntimeError, match=r"a second gradient of a parameter of shape \(400,\) before step\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"a second gradient of a parameter of shape \(400,\) before step\(\)"):
         p.sum().backward()
     optimizer.step()
     assert float(optimizer.state[p]["step"]) == 1
@@ -66,9 +64,7 @@ def test_a_scaler_needs_gradients_on_the_device(mode: str) -> None:
     p = nn.Parameter(torch.ones(5))
     optimizer, scaler = HostOffload(optim.AdamW, [p], **MODES[mode]), torch.amp.GradScaler("cpu")
     scaler.scale(p.sum()).backward()
-    with pytest.raises(
-        RuntimeError, match=r"a GradScaler cannot be used with this HostOffload.*offload_gradients"
-    ):
+    with pytest.raises(RuntimeError, match=r"a GradScaler cannot be used with this HostOffload.*offload_gradients"):
         scaler.step(optimizer)
 
 
@@ -150,9 +146,7 @@ def test_fp32_weights_of_a_model_whose_optimizer_is_on_the_host() -> None:
         for name, x in expected.state_dict().items():
             torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-7)
         if new is optim.AdamW8bit:
-            with pytest.raises(
-                ValueError, match="is model a copy, or optimizer the inner one of a HostOffload"
-            ):
+            with pytest.raises(ValueError, match="is model a copy, or optimizer the inner one of a HostOffload"):
                 optim.to_fp32_state_dict(copy.deepcopy(model), host)
             with pytest.raises(TypeError, match="HostOffload"):
                 optim.load_fp32_state_dict(model, host, found)

@@ -31,9 +31,7 @@ def logged(mode: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     optimizer = Logged(optim.AdamW, [layer.weight for layer in layers], **MODES[mode])
     step = HostOffload._step_inner
-    monkeypatch.setattr(
-        HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket))
-    )
+    monkeypatch.setattr(HostOffload, "_step_inner", lambda self, bucket: (log.append("CPU steps"), step(self, bucket)))
     x = torch.randn(2, 20)
     for _ in range(2):
         log.clear()
@@ -163,9 +161,7 @@ class FakeModule:
 def test_streams_and_events_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     module = FakeModule()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda x, stream: module.log.append(f"recorded on {stream.name}")
-    )
+    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: module.log.append(f"recorded on {stream.name}"))
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: module.log.append("pinned") or x)
     made = transfers_of(torch.device("cuda", 0))
     assert isinstance(made, StreamTransfers)

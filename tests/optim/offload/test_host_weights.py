@@ -61,9 +61,7 @@ HOST_EDITS: dict[str, Callable[[nn.Module], Any]] = {
 @over_transfers
 @pytest.mark.parametrize("edit", HOST_EDITS)
 @pytest.mark.parametrize("case", ["fp32 weights", "bf16+8", "torch's, fp32", "torch's, bf16"])
-def test_a_step_goes_on_from_edited_weights(
-    mode: str, wrapper: type[HostOffload], edit: str, case: str
-) -> None:
+def test_a_step_goes_on_from_edited_weights(mode: str, wrapper: type[HostOffload], edit: str, case: str) -> None:
     """As it does in memory: never back to weights of before."""
     dtype = torch.float32 if case == "torch's, fp32" else torch.bfloat16
     build = torch.optim.AdamW if "torch" in case else functools.partial(optim.AdamW8bit, min_8bit_size=0)
@@ -95,9 +93,7 @@ def test_a_step_goes_on_from_edited_weights(
             assert ((p - x).abs() <= 0.011 + x.abs() / 128).all()
             assert not torch.equal(p, y)
     else:
-        assert_same(
-            [p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()]
-        )
+        assert_same([p.detach() for p in models[1].parameters()], [p.detach() for p in models[0].parameters()])
 
 
 def test_a_model_that_changes_its_memory_format() -> None:

@@ -128,9 +128,7 @@ class Program:
 @pytest.mark.parametrize("wrapper", [HostOffload, LateHostOffload], ids=["cpu", "late"])
 @pytest.mark.parametrize("mode", ["default", "offload_gradients", "step_in_backward"])
 @pytest.mark.parametrize("build", BUILDS)
-def test_random_programs(
-    build: type, mode: str, wrapper: type[HostOffload], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_programs(build: type, mode: str, wrapper: type[HostOffload], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memkern.optim.offload.host_weights.BUCKET_ELEMENTS", 3000)
     options = {} if mode == "default" else {mode: True}
 
@@ -138,9 +136,7 @@ def test_random_programs(
         return wrapper(build, params, **options, **given)
 
     def plain(build: Any, params: Any, **given: Any) -> Any:
-        return (
-            StepInBackward(build, params, **given) if mode == "step_in_backward" else build(params, **given)
-        )
+        return StepInBackward(build, params, **given) if mode == "step_in_backward" else build(params, **given)
 
     for seed in range(45):
         expected = Program(seed, plain, mode, build).run()

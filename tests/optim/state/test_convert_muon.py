@@ -136,13 +136,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for state_dict, beside, error, message in cases:
         with pytest.raises(error, match=message):
             from_torch_muon_state_dict(optimizer, state_dict, beside)
-    with pytest.raises(
-        TypeError, match=r"optimizer must be a memkern.optim.Muon, got memkern.optim.adam.AdamW"
-    ):
+    with pytest.raises(TypeError, match=r"optimizer must be a memkern.optim.Muon, got memkern.optim.adam.AdamW"):
         from_torch_muon_state_dict(optim.AdamW(matrices), good)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"the state_dict is not one of memkern's Muon: .*from_torch_muon_state_dict"
-    ):
+    with pytest.raises(ValueError, match=r"the state_dict is not one of memkern's Muon: .*from_torch_muon_state_dict"):
         Muon(matrices).load_state_dict(torch.optim.Muon(matrices).state_dict())
     with pytest.raises(ValueError, match=r"split of group 0 must be None, got \(20, 20\)"):
         to_torch_muon_state_dict(Muon([matrices[0]], split=(20, 20)))

@@ -75,9 +75,7 @@ def test_global_optim_manager_of_ours() -> None:
     from memkern.optim import GlobalOptimManager
 
     for use in (GlobalOptimManager, GlobalOptimManager.get_instance):
-        with pytest.raises(
-            TypeError, match=r"no GlobalOptimManager: .*'state_bits': 32.*memkern\.optim\.param_groups"
-        ):
+        with pytest.raises(TypeError, match=r"no GlobalOptimManager: .*'state_bits': 32.*memkern\.optim\.param_groups"):
             use()
 
 
@@ -88,9 +86,7 @@ def test_global_optim_manager_of_bitsandbytes() -> None:
     embedding, layer = torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64)
     manager.register_module_override(embedding, "weight", {"optim_bits": 32})
     try:
-        with pytest.raises(
-            ValueError, match=r"options \{'optim_bits': 32\} for the weight of Embedding\(100, 64\)"
-        ):
+        with pytest.raises(ValueError, match=r"options \{'optim_bits': 32\} for the weight of Embedding\(100, 64\)"):
             optim.AdamW8bit([*layer.parameters(), *embedding.parameters()])
         train(optim.AdamW8bit(layer.parameters()), 1)
     finally:

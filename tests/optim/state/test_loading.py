@@ -31,9 +31,7 @@ OTHER_OPTIONS = "of an optimizer with other options than this"
 def moments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
     """Every moment as floats, whatever its storage."""
     group = optimizer.param_groups[0]
-    return [
-        {name: load_moment(name, optimizer.state[p]) for name in optimizer.moments} for p in group["params"]
-    ]
+    return [{name: load_moment(name, optimizer.state[p]) for name in optimizer.moments} for p in group["params"]]
 
 
 # ---- the optimizer's own class and bits win
@@ -42,9 +40,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]
 def test_a_state_of_adam_leaves_adamw_decoupled() -> None:
     source, target = optim.Adam(make_params(), lr=1e-2, weight_decay=0.5), optim.AdamW(make_params())
     train(source)
-    with pytest.warns(
-        UserWarning, match=f"{OTHER_OPTIONS} AdamW.*group 0: decoupled_weight_decay False -> True$"
-    ):
+    with pytest.warns(UserWarning, match=f"{OTHER_OPTIONS} AdamW.*group 0: decoupled_weight_decay False -> True$"):
         target.load_state_dict(source.state_dict())
     group = target.param_groups[0]
     assert (group["decoupled_weight_decay"], group["weight_decay"], group["lr"]) == (True, 0.5, 1e-2)
@@ -94,9 +90,7 @@ def test_an_8_bit_state_is_dequantized_for_a_32_bit_optimizer(build: type) -> No
 def test_the_warning_is_one_and_names_groups() -> None:
     def build(bits: int) -> optim.AdamW:
         a, b, c = make_params()
-        return optim.AdamW(
-            [{"params": [a], "state_bits": bits}, {"params": [b]}, {"params": [c], "state_bits": bits}]
-        )
+        return optim.AdamW([{"params": [a], "state_bits": bits}, {"params": [b]}, {"params": [c], "state_bits": bits}])
 
     source, target = build(32), build(8)
     train(source)
@@ -135,9 +129,7 @@ def test_capturable_stays_the_optimizers_own() -> None:
     a, b, _ = make_params()
     source = optim.AdamW8bit([{"params": [a]}, {"params": [b]}])
     train(source)
-    target = optim.AdamW8bit(
-        [{"params": [make_params()[0]], "capturable": True}, {"params": [make_params()[1]]}]
-    )
+    target = optim.AdamW8bit([{"params": [make_params()[0]], "capturable": True}, {"params": [make_params()[1]]}])
     assert [isinstance(g["lr"], torch.Tensor) for g in target.param_groups] == [True, False]
     target.load_state_dict(source.state_dict())
     assert [g["capturable"] for g in target.param_groups] == [True, False]
@@ -158,11 +150,7 @@ def test_a_state_moves_to_fp64_and_back(build: type) -> None:
     back = build(make_params(), **options)
     back.load_state_dict(double.state_dict())
     for state in double.state.values():
-        assert all(
-            value.dtype == torch.float64
-            for key, value in state.items()
-            if key != "step" and "ratio" not in key
-        )
+        assert all(value.dtype == torch.float64 for key, value in state.items() if key != "step" and "ratio" not in key)
     assert_same([*map(dict, snapshot(back)["states"])], snapshot(source)["states"])
     train(double, 1)
 

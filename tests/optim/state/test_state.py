@@ -126,13 +126,9 @@ def test_loading_aliases_nothing(build: type) -> None:
 
 
 @over_optimizers
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_copies_of_model_and_optimizer_go_on_alike(
-    build: type, way: Callable[[Any], Any], steps: int
-) -> None:
+def test_copies_of_model_and_optimizer_go_on_alike(build: type, way: Callable[[Any], Any], steps: int) -> None:
     params = make_params()
     optimizer = build(params, lr=1e-2)
     train(optimizer, steps)
@@ -147,9 +143,7 @@ def test_copies_of_model_and_optimizer_go_on_alike(
 def test_tensor_lr_and_groups_come_back() -> None:
     def build() -> optim.AdamW8bit:
         a, b, c = make_params()
-        return optim.AdamW8bit(
-            [{"params": [("a", a)]}, {"params": [("b", b), ("c", c)], "lr": torch.tensor(2e-3)}]
-        )
+        return optim.AdamW8bit([{"params": [("a", a)]}, {"params": [("b", b), ("c", c)], "lr": torch.tensor(2e-3)}])
 
     first, second = build(), build()
     first.param_groups[1]["lr"].fill_(5e-3)
@@ -181,9 +175,7 @@ def test_users_hooks_still_run() -> None:
         return {"state": state_dict["theirs"], "param_groups": state_dict["param_groups"]}
 
     target.register_load_state_dict_pre_hook(rename)
-    target.register_load_state_dict_post_hook(
-        lambda o: seen.append(snapshot(o)["states"][0]["exp_avg"].dtype)
-    )
+    target.register_load_state_dict_post_hook(lambda o: seen.append(snapshot(o)["states"][0]["exp_avg"].dtype))
     foreign = source.state_dict()
     foreign["theirs"] = foreign.pop("state")
     for _ in range(2):
@@ -277,9 +269,7 @@ CORRUPT: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def assert_refused(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], match: str | None = None
-) -> None:
+def assert_refused(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], match: str | None = None) -> None:
     """ValueError, and the optimizer as it was."""
     before, groups = snapshot(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
     with pytest.raises(ValueError, match=match):

@@ -58,9 +58,7 @@ def test_two_codes_in_a_byte(layout: str, block_size: int) -> None:
     padded = [row + [0] * (2 * width - len(row)) for row in rows]
     expected = [[a + 16 * b for a, b in zip(row[::2], row[1::2], strict=True)] for row in padded]
     flat = torch.tensor(codes, dtype=torch.uint8)
-    blocks = blockwise.code_blocks(
-        torch.empty_like(x, dtype=torch.uint8).as_strided((len(codes),), (1,)), cut
-    )
+    blocks = blockwise.code_blocks(torch.empty_like(x, dtype=torch.uint8).as_strided((len(codes),), (1,)), cut)
     if codes:
         holder = torch.empty_like(x, dtype=torch.uint8)
         holder.as_strided((len(codes),), (1,)).copy_(flat)
@@ -129,9 +127,7 @@ def trained_on_every_layout(backend: str, build: type, p_dtype: torch.dtype, g_d
 @over_fast
 @pytest.mark.parametrize("build", ADAMS, ids=name_of)
 @pytest.mark.parametrize(("p_dtype", "g_dtype"), PAIRS, ids=name_of)
-def test_backends_give_the_same_bits(
-    backend: str, build: type, p_dtype: torch.dtype, g_dtype: torch.dtype
-) -> None:
+def test_backends_give_the_same_bits(backend: str, build: type, p_dtype: torch.dtype, g_dtype: torch.dtype) -> None:
     expected = trained_on_every_layout("reference", build, p_dtype, g_dtype)
     actual = trained_on_every_layout(backend, build, p_dtype, g_dtype)
     for layout, p, q in zip(LAYOUTS, actual["params"], expected["params"], strict=True):
@@ -146,9 +142,7 @@ def test_backends_give_the_same_bits(
 @pytest.mark.parametrize("name", [*(n for n in SETTINGS if "lr" not in n), *GRADIENTS])
 def test_settings_and_gradients_give_the_same_bits(backend: str, name: str) -> None:
     options = {"weight_decay": 0.1} | SETTINGS.get(name, {}) | BITS
-    params = [
-        tensor(layout, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))
-    ]
+    params = [tensor(layout, seed=i, scale=0.1) for i, layout in enumerate(("odd", "long rows", "channels_last"))]
     params += [hard((2, 9001), 7, scale=0.1)]
     gradient = GRADIENTS.get(name, GRADIENTS["ordinary"])
     runs = [trained(b, optim.AdamW, options, params, gradient, steps=4) for b in (backend, "reference")]
@@ -163,9 +157,7 @@ def test_settings_and_gradients_give_the_same_bits(backend: str, name: str) -> N
     ids=lambda w: str(*w.values()),
 )
 def test_beside_master_weights(backend: str, weights: dict[str, Any]) -> None:
-    params = [
-        tensor(layout, torch.bfloat16, seed=i, scale=0.1) for i, layout in enumerate(("odd", "short rows"))
-    ]
+    params = [tensor(layout, torch.bfloat16, seed=i, scale=0.1) for i, layout in enumerate(("odd", "short rows"))]
     runs = [
         trained(b, optim.AdamW, {"lr": 1e-2} | BITS | weights, params, lambda p, seed: like(p, seed))
         for b in (backend, "reference")
@@ -255,9 +247,7 @@ def test_states_of_other_bits_are_converted(given: Any, own: Any, way: str) -> N
     for p, w in zip(group["params"], moments, strict=True):
         state = target.state[p]
         fresh = optim.AdamW8bit([p], state_bits=own)._init_state(p, group)
-        assert {k: (x.shape, x.dtype) for k, x in state.items()} == {
-            k: (x.shape, x.dtype) for k, x in fresh.items()
-        }
+        assert {k: (x.shape, x.dtype) for k, x in state.items()} == {k: (x.shape, x.dtype) for k, x in fresh.items()}
         found = load_moment("exp_avg_sq", state).sqrt()
         # A dithered code of w at the largest is 2 / N of it.
         limit = {8: 2.01 / 255, 32: 1e-6, (8, 4): 2.1 / 15}[own] * w.amax(1, keepdim=True)
@@ -313,9 +303,7 @@ def test_a_compiled_step() -> None:
     for compiled in (False, True):
         params = make_params()
         optimizer = optim.AdamW(params, lr=1e-2, **BITS)
-        step = (
-            torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiled else optimizer.step
-        )
+        step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager") if compiled else optimizer.step
         for seed in range(3):
             for i, p in enumerate(params):
                 p.grad = like(p, 1000 * seed + i)
@@ -398,9 +386,7 @@ def test_bad_values(build: type, given: Any) -> None:
 
 @pytest.mark.parametrize("build", OTHERS, ids=name_of)
 def test_only_adam_has_it(build: type) -> None:
-    with pytest.raises(
-        ValueError, match=r"state_bits must be 8 or 32, got \(8, 4\), which is for Adam and AdamW"
-    ):
+    with pytest.raises(ValueError, match=r"state_bits must be 8 or 32, got \(8, 4\), which is for Adam and AdamW"):
         build(make_params(), **BITS)
 
 
@@ -461,9 +447,7 @@ def sqrt_v(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
 @pytest.mark.parametrize(("stream", "error"), [("base", 0.345), ("heterogeneous", 0.658), ("sparse", 0.214)])
 def test_closed_loop(stream: str, error: float) -> None:
     # Beside 0.057, 0.44 and 0.019 with 8 bits for both: lab/results/second-moment.csv.
-    run = streams.closed_loop(
-        functools.partial(optim.Adam, **BITS), streams.make(stream, 600, 0), sqrt_v=sqrt_v
-    )
+    run = streams.closed_loop(functools.partial(optim.Adam, **BITS), streams.make(stream, 600, 0), sqrt_v=sqrt_v)
     assert run.mean_error == pytest.approx(error, rel=0.02)
     if stream != "heterogeneous":  # there v's least code is above most of a block
         assert run.sqrt_v_ratio == pytest.approx(1.0, abs=0.06)

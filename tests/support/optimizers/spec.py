@@ -54,9 +54,7 @@ class OptimizerSpec:
     hashed: dict[str, Options] = field(default_factory=dict)  # fixtures/hashes.json, beside the common cases
     hashed_with_4_bits: bool = False
     layers: Options = field(default_factory=dict)  # checkpoints of tensors in layers
-    checkpoints: dict[str, Options] = field(
-        default_factory=dict
-    )  # fixtures/checkpoints, beside the common cases
+    checkpoints: dict[str, Options] = field(default_factory=dict)  # fixtures/checkpoints, beside the common cases
 
     triton: tuple[str, ...] = ()  # variants of its Triton kernel that are compiled, beside COMMON
     everywhere: tuple[str, ...] = ()  # those of its kernels that are compiled for every target

@@ -76,9 +76,7 @@ def step_args(
     ``weights``: the groups' weight_storage. ``override``: other hyperparameters.
     """
     params = [
-        tensor(layout, param, seed=i, scale=0.1)
-        if isinstance(layout, str)
-        else hard(layout, i, scale=0.1).to(param)
+        tensor(layout, param, seed=i, scale=0.1) if isinstance(layout, str) else hard(layout, i, scale=0.1).to(param)
         for i, layout in enumerate(layouts)
     ]
     coded = [i % 3 != 2 for i in range(len(params))]
