@@ -21,7 +21,7 @@ import memkern
 from benchmarks import harness
 from benchmarks.bench_activation import contender as activation
 from benchmarks.bench_activation import gelus
-from benchmarks.bench_lamb import RECIPE, classic_norms, norms, nothing
+from benchmarks.bench_lamb import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
 from benchmarks.bench_optim import GPT2, Shapes, gpt2_shapes, of, stepper
 from memkern import _ops
 
@@ -34,25 +34,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 0.6  # of a contender's calls
 ROUNDS = 20
 
-FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), nothing)
-FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), nothing)
+FUSED = ("torch AdamW fused", of("torch.optim", "AdamW", fused=True), NOTHING)
+FOREACH = ("torch AdamW foreach", of("torch.optim", "AdamW", foreach=True), NOTHING)
 OTHERS: dict[str, list[tuple[str, Any, Any]]] = {
     "AdamW8bit": [
-        ("memkern AdamW, 8 and 4 bits", of("memkern.optim", "AdamW", state_bits=(8, 4)), nothing),
+        ("memkern AdamW, 8 and 4 bits", of("memkern.optim", "AdamW", state_bits=(8, 4)), NOTHING),
         FUSED,
         FOREACH,
-        ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), nothing),
-        ("flashoptim AdamW", of("flashoptim", "FlashAdamW"), nothing),
+        ("bitsandbytes AdamW8bit", of("bitsandbytes.optim", "AdamW8bit"), NOTHING),
+        ("flashoptim AdamW", of("flashoptim", "FlashAdamW"), NOTHING),
     ],
-    "Lion8bit": [FUSED, ("bitsandbytes Lion8bit", of("bitsandbytes.optim", "Lion8bit"), nothing)],
+    "Lion8bit": [FUSED, ("bitsandbytes Lion8bit", of("bitsandbytes.optim", "Lion8bit"), NOTHING)],
     "LAMB8bit": [FUSED],
-    "LARS8bit": [("torch SGD fused", of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), nothing)],
+    "LARS8bit": [("torch SGD fused", of("torch.optim", "SGD", lr=0.1, momentum=0.9, fused=True), NOTHING)],
 }
 OURS: dict[str, tuple[dict[str, Any], Callable[[int, int], int]]] = {
-    "AdamW8bit": ({}, nothing),
-    "Lion8bit": ({}, nothing),
-    "LAMB8bit": ({}, norms),
-    "LARS8bit": (RECIPE, classic_norms),
+    "AdamW8bit": ({}, NOTHING),
+    "Lion8bit": ({}, NOTHING),
+    "LAMB8bit": ({}, NORMS),
+    "LARS8bit": (RECIPE, CLASSIC_NORMS),
 }
 
 
