@@ -149,7 +149,7 @@ def set_triton(values: dict[str, int]) -> None:
 
 def cases(kind: str, device: str, sizes: tuple[int, ...] = SIZES) -> Iterator[Any]:
     """What a setting is timed on, as cases of benchmarks.harness."""
-    from benchmarks.bench_lamb import CLASSIC_NORMS, NOTHING, RECIPE
+    from benchmarks.bench_lamb import CLASSIC_NORMS, NORMS, NOTHING, RECIPE
     from benchmarks.bench_optim import of, stepper
     from benchmarks.harness import Case
 
@@ -160,7 +160,7 @@ def cases(kind: str, device: str, sizes: tuple[int, ...] = SIZES) -> Iterator[An
         for dtype in DTYPES:
             if kind in ("steps", "triton"):
                 for name in OPTIMIZERS:
-                    reads = {"LAMB8bit": norms, "LARS8bit": CLASSIC_NORMS}.get(name, NOTHING)
+                    reads = {"LAMB8bit": NORMS, "LARS8bit": CLASSIC_NORMS}.get(name, NOTHING)
                     shapes = [(2**size // 4096, 4096)]
                     make = of("memkern.optim", name, **(RECIPE if name == "LARS8bit" else {}))
                     step = stepper(f"memkern {name}", make, shapes, device, types[dtype], reads)
