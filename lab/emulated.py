@@ -31,11 +31,12 @@ TESTS = [
     "triton_compiled",
     "triton_fast_path",
 ]
+FILES = tuple(f"lab/tests/test_{name}.py" for name in TESTS)
 SOURCES = (
     *("csrc/*.py", "csrc/*.cpp", "csrc/core/*", "csrc/common/*", "csrc/cuda/*"),
     *("memkern/triton/*.py", "memkern/quant/codec.py", "memkern/schemas.py"),
     *("lab/emulators/**/*", "tests/support/simt/**/*"),
-    *(f"lab/tests/test_{name}.py" for name in TESTS),
+    *FILES,
 )
 # csrc/generate.py writes them from files that are hashed.
 GENERATED = {"csrc/core/tables.h", "csrc/core/hyperparameters.h", "csrc/common/schemas.h"}
@@ -88,7 +89,7 @@ def main() -> int:
     # What is skipped because a compiler is missing has not passed.
     strict = {**os.environ, "MEMKERN_STRICT_SKIPS": "1"}
     output = []
-    with subprocess.Popen([*command, "lab/tests"], cwd=ROOT, env=strict, stdout=subprocess.PIPE, text=True) as tests:
+    with subprocess.Popen([*command, *FILES], cwd=ROOT, env=strict, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:
             print(line, end="", flush=True)
