@@ -98,7 +98,7 @@ class Store:
             return value
         base, data = bases.base(edge, x, _reach(x) == Kind.VIEW)
         if normalization is None:
-            codec = self.codec(base, data, need)
+            codec = self._fitted(base, data, need)
         else:
             codec = self._normalized(normalization, base, data, need, None if base is edge else node)
         stored = self._store(base, data, codec)
@@ -135,8 +135,11 @@ class Store:
         if need.exact or _is_small(data) or data.dtype not in FLOATS or base.dtype not in FLOATS:
             return None
         codec = bases.codec_of(base)
-        if codec is bounded.LOGARITHM and not need.clipped:
-            return None
+        return None if codec is bounded.LOGARITHM and not need.clipped else codec
+
+    def _fitted(self, base: Edge, data: Tensor, need: Need) -> codecs.Codec | None:
+        """The same, as the data and the user ask for it."""
+        codec = self.codec(base, data, need)
         if codec is not None and (normalization := data_needs.mean_of_attention(base.node, data)) is not None:
             return codecs.normalized(*normalization)
         if codec in (codecs.POWER, codecs.UNSIGNED) and need.block_size < codecs.BLOCK_SIZE:
