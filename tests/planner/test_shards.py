@@ -88,6 +88,9 @@ def test_what_is_not_counted_with_shards_is_refused(techniques: dict[str, Any], 
             devices=2,
             techniques=techniques,
         )
+
+
+def test_no_devices_are_refused() -> None:
     with pytest.raises(OptionError, match="devices: 0 given"):
         memkern.plan(Model(), memory="4GiB", inputs=torch.zeros(2, WIDTH), device="cpu", devices=0)
 
