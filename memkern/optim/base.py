@@ -43,7 +43,7 @@ class BlockwiseOptimizer(Optimizer):
     __signature__: ClassVar[inspect.Signature]  # with the shared options, for help() and editors
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _looks: list[replaced.Look]  # the groups at the last step
+    _snapshots: list[replaced.Snapshot]  # the groups at the last step
     _elsewhere: set[int]  # ids of DTensors on meshes that this rank is no part of
     _all_ranks: collectives.AllRanks  # of all parameters: what one rank decides, all do
     _rounds: dict[int, int]  # of parameters over one memory
@@ -81,14 +81,14 @@ class BlockwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
         place_lr(self.param_groups[-1])
         self.param_groups[-1]["state_bits"] = Format.of(self.param_groups[-1]).state_bits
-        self._looks = [*getattr(self, "_looks", []), self._look()[-1]]
-        self._look_at_groups()
+        self._snapshots = [*getattr(self, "_snapshots", []), self._snapshot()[-1]]
+        self._find_ranks()
 
-    def _look(self) -> list[replaced.Look]:
+    def _snapshot(self) -> list[replaced.Snapshot]:
         options = (*self.storage_options, "stochastic_rounding", "max_grad_norm", "capturable")
-        return replaced.looks(self.param_groups, options)
+        return replaced.snapshots(self.param_groups, options)
 
-    def _look_at_groups(self) -> None:
+    def _find_ranks(self) -> None:
         """Finds the ranks that have parts of the parameters, and says which shards end inside blocks."""
         pairs = [(p, group) for group in self.param_groups for p in self._trained(group)]
         self._buffers, self._rounds = {}, {}
@@ -153,19 +153,19 @@ class BlockwiseOptimizer(Optimizer):
             ValueError, TypeError, RuntimeError: an option or a parameter that is not supported, or a state that does
                 not fit the parameter in its place; before anything is changed.
         """
-        if self._look() == self._looks:
+        if self._snapshot() == self._snapshots:
             return
         norm = replaced.max_grad_norm(self.param_groups, self.defaults["max_grad_norm"])
-        replaced.check_not_flattened(self.param_groups, self._looks, self._needs_norms(norm))
+        replaced.check_not_flattened(self.param_groups, self._snapshots, self._needs_norms(norm))
         for group in self.param_groups:
             group["state_bits"] = Format.of(group).state_bits
             self._check_params(group)
-        for old, new, state in replaced.moved(self.param_groups, self.state, self._looks):
+        for old, new, state in replaced.moved(self.param_groups, self.state, self._snapshots):
             del self.state[old]
             if state:
                 self.state[new] = state
         self.defaults["max_grad_norm"] = norm
-        self._look_at_groups()
+        self._find_ranks()
         for group in self.param_groups:
             place_lr(group)
         pairs = [(p, group) for group in self.param_groups for p in group["params"]]
@@ -174,7 +174,7 @@ class BlockwiseOptimizer(Optimizer):
         for state in self.state.values():
             if isinstance(state, State):
                 state.plan = None
-        self._looks = self._look()
+        self._snapshots = self._snapshot()
 
     def _prepare(self, pairs: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Makes states that these parameters have not yet, and converts those that do not fit them any more.
@@ -381,8 +381,8 @@ class BlockwiseOptimizer(Optimizer):
         )
         norm = self.defaults.get("max_grad_norm")
         self.defaults["max_grad_norm"] = replaced.max_grad_norm(self.param_groups, norm)
-        self._looks = self._look()
-        self._look_at_groups()
+        self._snapshots = self._snapshot()
+        self._find_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_groups()

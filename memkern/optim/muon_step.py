@@ -152,9 +152,9 @@ def _orthogonalize_one(u: Tensor, sums: Tensor, options: tuple[Any, ...]) -> Non
         u.copy_(orthogonalize(u, sums, *options))
         return
     if u.ndim > 3 or on_cpu(u):
-        for part, own in zip(u, sums, strict=True):
-            _orthogonalize_one(part, own, options)
+        for part, total in zip(u, sums, strict=True):
+            _orthogonalize_one(part, total, options)
         return
     together = max(1, BUCKET_BYTES // (2 * u[0].numel()))
-    for part, own in zip(u.split(together), sums.split(together), strict=True):
-        part.copy_(orthogonalize(part, own, *options))
+    for part, total in zip(u.split(together), sums.split(together), strict=True):
+        part.copy_(orthogonalize(part, total, *options))

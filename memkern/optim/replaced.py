@@ -16,7 +16,7 @@ from .format import Format
 from .state import State
 
 Group = dict[str, Any]
-Look = tuple[list[int], list[Any]]
+Snapshot = tuple[list[int], list[Any]]
 """The ids of a group's parameters, and the options whose change needs work before a step.
 
 References would keep parameters that a wrapper has replaced, and weak references forbid torch.utils.swap_tensors. A new
@@ -24,7 +24,7 @@ parameter may have the id of one that is gone, but not of one that has a state.
 """
 
 
-def looks(groups: Sequence[Group], keys: Sequence[str]) -> list[Look]:
+def snapshots(groups: Sequence[Group], keys: Sequence[str]) -> list[Snapshot]:
     """The groups as the next step compares them. ``keys``: the options."""
     return [([*map(id, g["params"])], [g[key] for key in keys]) for g in groups]
 
@@ -39,7 +39,7 @@ def max_grad_norm(groups: Sequence[Group], default: float | None) -> float | Non
     return norms[0] if norms else default
 
 
-def check_not_flattened(groups: Sequence[Group], before: Sequence[Look], needed: str | None) -> None:
+def check_not_flattened(groups: Sequence[Group], before: Sequence[Snapshot], needed: str | None) -> None:
     """Raises RuntimeError where norms are needed and DeepSpeed's ZeRO has put a flat tensor in place of a group's.
 
     ``needed``: the option or the class that needs them, if any. A rank's flat tensor is its part of all parameters.
@@ -60,7 +60,7 @@ def check_not_flattened(groups: Sequence[Group], before: Sequence[Look], needed:
 
 
 def _moves(
-    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
+    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot]
 ) -> Iterator[tuple[Tensor, Tensor, Group]]:
     """Parameters that have a state and are in no group any more, those in their places, and their group."""
     now = {id(p) for group in groups for p in group["params"]}
@@ -70,7 +70,7 @@ def _moves(
     left = []
     for k, ((ids, _), group) in enumerate(zip(before, groups, strict=False)):
         params = group["params"]
-        own = [p for p in params if id(p) in fresh]
+        added = [p for p in params if id(p) in fresh]
         for i, number in enumerate(ids):
             if number not in stateful or number in now:
                 continue
@@ -78,7 +78,7 @@ def _moves(
             if new is not None and id(new) in fresh and new.shape == old.shape:
                 del fresh[id(new)]
                 yield old, new, group
-            elif own:
+            elif added:
                 raise _no_place(k, i, old)
             else:
                 left.append((k, i, old))
@@ -88,7 +88,7 @@ def _moves(
 
 
 def moved(
-    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Look]
+    groups: Sequence[Group], states: Mapping[Any, Any], before: Sequence[Snapshot]
 ) -> list[tuple[Tensor, Tensor, State]]:
     """Parameters that have a state and are in no group any more, those in their places, and the states for these.
 
@@ -108,10 +108,10 @@ def states_of(optimizer: Any) -> dict[Tensor, State]:
     as :func:`moved` does.
     """
     groups, found = optimizer.param_groups, optimizer.state
-    own = {
+    known = {
         p: State.of(values, Format.of(group)) for group in groups for p in group["params"] if (values := found.get(p))
     }
-    return own | {new: state for _, new, state in moved(groups, found, optimizer._looks)}
+    return known | {new: state for _, new, state in moved(groups, found, optimizer._snapshots)}
 
 
 def _no_place(k: int, i: int, old: Tensor) -> ValueError:

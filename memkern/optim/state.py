@@ -81,13 +81,13 @@ class State(dict[str, Any]):
 
     def note_checked(self, p: Tensor) -> None:
         """Notes that the parameter can be stepped, and that the entries are as it asks for."""
-        self._checked = self._look(p)
+        self._checked = self._layout_of(p)
 
     def is_checked(self, p: Tensor) -> bool:
         """Whether neither the parameter nor the entries have changed since then, but for their values."""
-        return self._checked is not None and self._checked == self._look(p)
+        return self._checked is not None and self._checked == self._layout_of(p)
 
-    def _look(self, p: Tensor) -> Any:
+    def _layout_of(self, p: Tensor) -> Any:
         return p.dtype, p.device, p.shape, p.stride(), [*map(id, self.values())]
 
     def moved(self, new: Tensor) -> State:
@@ -247,37 +247,37 @@ def _converted(op: StepOp, state: State, p: Tensor, group: dict[str, Any]) -> di
     """As :func:`converted`, with the trust ratios that there are."""
     before, wanted = state.format, Format.of(group)
     assert before is not None
-    own = own_entries(state)
-    was_coded = has_scales(own)
+    entries = own_entries(state)
+    was_coded = has_scales(entries)
     coded = wanted.has_codes and (was_coded or takes_8bit_state(p, group))
     like = dense_like(p)
-    stored = [name for name in op.moments if name in own]  # amsgrad may have come or gone
+    stored = [name for name in op.moments if name in entries]  # amsgrad may have come or gone
     if was_coded:  # packed codes have a shape of their own, and the blocks of the others
-        stored = [name for name in stored if not before.packs(own[name])]
-    if any(own[name].shape != p.shape for name in stored):
+        stored = [name for name in stored if not before.packs(entries[name])]
+    if any(entries[name].shape != p.shape for name in stored):
         return None  # the op has a message for this
-    same_place = all(same_layout(own[name], like) for name in stored)
+    same_place = all(same_layout(entries[name], like) for name in stored)
     if coded:
         same_form = was_coded and before._replace(master_weights=None) == wanted._replace(master_weights=None)
     else:
-        same_form = all(own[name].dtype == moment_dtype(p) for name in stored)
+        same_form = all(entries[name].dtype == moment_dtype(p) for name in stored)
     others = {"step", "trust_ratio", *(f"{name}_scale" for name in op.moments), *weights.KEYS}
-    weight = weights.convert_storage(p, own, group)
-    same_weight = [*weight] == [key for key in weights.KEYS if key in own] and all(
-        x is own[key] for key, x in weight.items()
+    weight = weights.convert_storage(p, entries, group)
+    same_weight = [*weight] == [key for key in weights.KEYS if key in entries] and all(
+        x is entries[key] for key, x in weight.items()
     )
-    same_moments = same_place and same_form and {*own} - others == {*op.moments}
+    same_moments = same_place and same_form and {*entries} - others == {*op.moments}
     if same_moments and same_weight:
         return None
-    foreign = {key: x for key, x in state.items() if key not in own}
+    foreign = {key: x for key, x in state.items() if key not in entries}
     if same_moments:
-        return {key: x for key, x in own.items() if key not in weights.KEYS} | weight | foreign
-    step = int(own["step"]) if "step" in own else 0
+        return {key: x for key, x in entries.items() if key not in weights.KEYS} | weight | foreign
+    step = int(entries["step"]) if "step" in entries else 0
     new: dict[str, Tensor] = {}
     for name in op.moments:
-        x = load_moment(name, state) if name in own else torch.zeros_like(p, dtype=moment_dtype(p))
+        x = load_moment(name, state) if name in entries else torch.zeros_like(p, dtype=moment_dtype(p))
         new |= store_moment(name, x, p, group, step, coded)
-    rest = {key: x for key, x in own.items() if key in ("step", "trust_ratio")}
+    rest = {key: x for key, x in entries.items() if key in ("step", "trust_ratio")}
     if "trust_ratio" in rest:
         rest["trust_ratio"] = rest["trust_ratio"].to(moment_dtype(p))
     moments = {key: new[key] for key in sorted(new, key=lambda k: k.endswith("_scale"))}

@@ -170,9 +170,9 @@ def _from_bnb(
         )
     block = counts[scale.numel()]
     data = data.to(p.device)
-    own = torch.tensor(dynamic_map(signed), device=p.device)
+    ours = torch.tensor(dynamic_map(signed), device=p.device)
     taken = takes_8bit_state(p, group) and same_blocks(p, Format.of(group))
-    if block == BNB_BLOCK and taken and torch.equal(table, own):
+    if block == BNB_BLOCK and taken and torch.equal(table, ours):
         codes = data - dynamic_zero(signed)  # modulo 256, as uint8 does
         scale = scale.reshape(layout_of(p, group["block_size"]).scale_shape).clone()
         return {name: codes.view(torch.int8) if signed else codes, f"{name}_scale": scale}

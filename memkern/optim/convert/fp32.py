@@ -65,8 +65,8 @@ def to_fp32_state_dict(model: nn.Module, optimizer: BlockwiseOptimizer | HostOff
         elif p.dtype == torch.bfloat16:
             kept = {key: x.to(p.device) for key, x in states.get(p, {}).items() if key in KEYS}
             state_dict[name] = x = fp32_weight(p, kept)
-            own = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
-            local(x).copy_(torch.where(own == 0, own.float(), local(x)))
+            weight = local(p.detach())  # what is kept beside a zero is at most 4.6e-41
+            local(x).copy_(torch.where(weight == 0, weight.float(), local(x)))
     return state_dict
 
 

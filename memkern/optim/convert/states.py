@@ -33,11 +33,11 @@ def groups_from(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any], **fix
     groups = []
     wanted = {"lr", "betas", "eps", "weight_decay"} & {*optimizer.defaults}
     left_out = {*OPTIONS, *TORCH_ONLY, *BNB_ONLY, *({"eps"} - wanted)}
-    for k, (own, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+    for k, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
         check_keys(f'state_dict["param_groups"][{k}]', saved, sorted(wanted))
         groups.append(
             {
-                **{key: own[key] for key in optimizer.defaults if key in own},
+                **{key: group[key] for key in optimizer.defaults if key in group},
                 **{key: value for key, value in saved.items() if key not in left_out},
                 "betas": numbers(saved["betas"]),
                 "params": list(saved["params"]),
@@ -84,7 +84,7 @@ def entries_of(optimizer: BlockwiseOptimizer, state_dict: dict[str, Any]) -> lis
     if sizes != saved_sizes:
         raise ValueError(f"state_dict must have groups of {sizes} parameters, as optimizer, got {saved_sizes}")
     pairs = zip(*groups, strict=True)
-    places = [(i, p, own) for own, saved in pairs for i, p in zip(saved["params"], own["params"], strict=True)]
+    places = [(i, p, group) for group, saved in pairs for i, p in zip(saved["params"], group["params"], strict=True)]
     if extra := {*state_dict["state"]} - {i for i, _, _ in places}:
         raise ValueError(f'state_dict["state"] has entries of no parameter: {sorted(extra, key=str)}')
     return [(i, p, group, state_dict["state"][i]) for i, p, group in places if state_dict["state"].get(i)]

@@ -118,7 +118,7 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
     states = states_of(optimizer)
     found: dict[str, dict[str, Any]] = {name: {"state": {}, "param_groups": []} for name in ("muon", "adamw")}
     for k, group in enumerate(optimizer.param_groups):
-        own = found[group["algorithm"]]
+        part = found[group["algorithm"]]
         is_muon = group["algorithm"] == "muon"
         for option in ("maximize", "split"):
             if is_muon and group[option]:
@@ -126,15 +126,15 @@ def to_torch_muon_state_dict(optimizer: Muon) -> tuple[dict[str, Any], dict[str,
                     f"{option} of group {k} must be {False if option == 'maximize' else None}, got {group[option]!r}: "
                     "torch.optim.Muon has no such option"
                 )
-        first = sum(len(each["params"]) for each in own["param_groups"])
+        first = sum(len(each["params"]) for each in part["param_groups"])
         options = {key: group[key] for key in (TORCHS if is_muon else _OF_ADAMW)}
         if not is_muon:
             options |= {"betas": numbers(group["betas"])}
             options |= {**TORCH_ONLY, "amsgrad": False, "decoupled_weight_decay": True}
-        own["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
+        part["param_groups"].append({**options, "params": list(range(first, first + len(group["params"])))})
         for i, p in enumerate(group["params"], first):
             if values := states.get(p):
                 moments = floats_of(optimizer._op_of(group), values, p)
                 step = {} if is_muon else {"step": values["step"].detach().to("cpu", copy=True)}
-                own["state"][i] = {**step, **moments}
+                part["state"][i] = {**step, **moments}
     return found["muon"], found["adamw"]

@@ -342,7 +342,7 @@ class HostOffload(Optimizer):
             for p in (w.p for w in ready):
                 if p.grad is not None:
                     check_gradient(p, p.grad)
-        if ready and not any(w.own or w.resident for w in ready):
+        if ready and not any(w.separate or w.resident for w in ready):
             buckets = [ready]  # nothing is transferred: one call, as in memory
         for i, bucket in enumerate(buckets):
             for ahead in buckets[i and i + 1 : i + 2]:
@@ -373,7 +373,7 @@ class HostOffload(Optimizer):
         for w in bucket:
             w.gradient = None
         for w in bucket:
-            if w.own and (event := w.copy_back(self._weights.transfers(w.p))) is not None:
+            if w.separate and (event := w.copy_back(self._weights.transfers(w.p))) is not None:
                 self._copies.append((w, event))
 
     def _step_inner(self, bucket: list[Weight]) -> None:
@@ -480,7 +480,7 @@ class HostOffload(Optimizer):
         self._inner.load_state_dict({"state": state, "param_groups": given["param_groups"]})
         with torch.no_grad():
             for w in weights:
-                if w.own:
+                if w.separate:
                     local(w.host_param).copy_(local(placed(HOST_WEIGHT, loaded.get(w, w.p), w.p, 1)))
         set_options(self._inner, self)
         self._make_buckets()

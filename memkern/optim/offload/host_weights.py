@@ -36,7 +36,7 @@ class HostWeights(dict[Tensor, Weight]):
     Args:
         optimizer_class, options: what steps the weights.
         host_dtype: of the weights, None for each parameter's own.
-        room: bytes of the device for states (and weights) that stay there; None: until it has no memory.
+        device_state_bytes: for states (and weights) that stay on the device; None: until it has no memory.
     """
 
     transfers_of: Callable[[torch.device], Transfers]  # set by the optimizer
@@ -48,15 +48,15 @@ class HostWeights(dict[Tensor, Weight]):
         optimizer_class: type[Optimizer],
         options: Options,
         host_dtype: torch.dtype | None,
-        room: int | None,
+        device_state_bytes: int | None,
     ) -> None:
         super().__init__()
         self.optimizer_class, self.options = optimizer_class, options
-        self.host_dtype, self.room = host_dtype, room
+        self.host_dtype, self.device_state_bytes = host_dtype, device_state_bytes
         self._transfers: dict[torch.device, Transfers] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("optimizer_class", "options", "host_dtype", "room")
+        kept = ("optimizer_class", "options", "host_dtype", "device_state_bytes")
         return {**{key: vars(self)[key] for key in kept}, "_transfers": {}}
 
     def transfers(self, p: Tensor) -> Transfers:
@@ -83,13 +83,14 @@ class HostWeights(dict[Tensor, Weight]):
         if not p.requires_grad and p.grad is None:
             return frozen_weight_of(p)
         given = {**self.options, **group}
-        own = given.get("master_weights") or given.get("stochastic_rounding") or p.element_size() >= 4
-        dtype = p.dtype if own or self.host_dtype is None else self.host_dtype
-        resident = self.room is None
-        if self.room:
+        exact = given.get("master_weights") or given.get("stochastic_rounding") or p.element_size() >= 4
+        dtype = p.dtype if exact or self.host_dtype is None else self.host_dtype
+        left = self.device_state_bytes
+        resident = left is None
+        if left:
             needed = bytes_on_device(self.optimizer_class, p, dtype, group, self.options)
-            resident = needed <= self.room
-            self.room = self.room - needed if resident else 0  # those that come after go to the host, too
+            resident = needed <= left
+            self.device_state_bytes = left - needed if resident else 0  # those that come after go to the host, too
         return host_weight_of(p, dtype, resident, self.transfers(p))
 
     def check_are_of(self, param_groups: Sequence[Options]) -> None:
@@ -122,7 +123,7 @@ class HostWeights(dict[Tensor, Weight]):
             for w in bucket:
                 if w.resident:
                     w.move_to_host(inner, self.transfers(w.p))
-        self.room = 0
+        self.device_state_bytes = 0
 
     # ---- buckets
 
@@ -132,13 +133,13 @@ class HostWeights(dict[Tensor, Weight]):
         elements = 0
         for w in (w for _, w in order.sorted(self.items()) if not w.frozen):
             last = self.buckets[-1]
-            own = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
-            full = elements >= BUCKET_ELEMENTS or own >= BUCKET_ELEMENTS
+            size = elements_of(w.p)  # the same on every rank, as each bucket's reductions must be
+            full = elements >= BUCKET_ELEMENTS or size >= BUCKET_ELEMENTS
             if last and not at_once and (full or last[-1].resident != w.resident):
                 self.buckets.append([])
                 elements = 0
             self.buckets[-1].append(w)
-            elements += own
+            elements += size
         self.bucket_of = {w.p: i for i, bucket in enumerate(self.buckets) for w in bucket}
 
     def wait_for_copies(self, copies: Sequence[tuple[Weight, Any]]) -> None:

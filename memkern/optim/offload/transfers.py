@@ -33,12 +33,12 @@ class Transfers:
         x.copy_(host)
         return None
 
-    def room_for(self, x: Tensor) -> Tensor:
+    def buffer_for(self, x: Tensor) -> Tensor:
         """Host memory with a tensor's shape and dtype; the next call may return the same."""
-        room: Tensor | None = vars(self).get("_room")
-        if room is None or room.nbytes < x.nbytes:
-            room = self._room = self.empty_like(torch.empty(x.nbytes, dtype=torch.uint8, device="meta"))
-        return room[: x.nbytes].view(x.dtype).view(x.shape)
+        buffer: Tensor | None = vars(self).get("_buffer")
+        if buffer is None or buffer.nbytes < x.nbytes:
+            buffer = self._buffer = self.empty_like(torch.empty(x.nbytes, dtype=torch.uint8, device="meta"))
+        return buffer[: x.nbytes].view(x.dtype).view(x.shape)
 
     def host_waits(self, event: Any) -> None:
         """Returns when an event is complete."""

@@ -38,7 +38,7 @@ class Weight:
     """The weight that the inner optimizer steps: on the host, or on the device while its state stays there."""
     resident: bool
     """Whether host_param and state stay on the parameter's device."""
-    own: bool
+    separate: bool
     """Whether host_param has memory of its own, which is copied to p after a step."""
     frozen: bool = False
     """Whether host_param only stands in the groups for p, which needs no gradient."""
@@ -57,7 +57,7 @@ class Weight:
     def follow(self, transfers: Transfers) -> None:
         """Gives host_param the memory, shape and memory format that p has now."""
         p, host_param = local(self.p).detach(), local(self.host_param)
-        if not self.own:
+        if not self.separate:
             if (
                 host_param.data_ptr() != p.data_ptr()
                 or host_param.stride() != p.stride()
@@ -74,7 +74,7 @@ class Weight:
 
     def fetch(self, transfers: Transfers) -> None:
         """Begins the copy of p's values to where host_param is: a step goes on from them, whoever has written them."""
-        if not self.own:
+        if not self.separate:
             return
         p, host_param = local(self.p).detach(), local(self.host_param)
         if self.resident or transfers.shares_memory:
@@ -88,7 +88,7 @@ class Weight:
 
     def renew(self) -> None:
         """Takes p's values, whose copy has arrived, where host_param does not round to them."""
-        if self.own and self.current is not None:
+        if self.separate and self.current is not None:
             host_param, p = local(self.host_param).data, self.current
             rounded = host_param.to(p.dtype)
             if p.device.type != "cpu" or not torch.equal(rounded, p):  # on a device a look at it would wait
@@ -98,7 +98,7 @@ class Weight:
         """Begins the copy of p's gradient, or takes the gradient where it is.
 
         If a gradient is there already, returns the function that adds this one to it. It is to be called in the thread
-        that steps, before anything else goes through the transfers' room.
+        that steps, before anything else goes through the transfers' buffer.
         """
         grad = self.p.grad
         assert grad is not None
@@ -110,16 +110,16 @@ class Weight:
             raise RuntimeError(f"gradients must be dense to be copied to the host, got {grad.layout}")
         if self.buffer is None or self.buffer.shape != grad.shape:
             self.buffer = transfers.empty_like(self.p.detach(), grad.dtype)
-        own = local(grad)
+        part = local(grad)
         if self.gradient is None:
-            self.arrived, self.gradient = transfers.to_host(local(self.buffer), own), self.buffer
+            self.arrived, self.gradient = transfers.to_host(local(self.buffer), part), self.buffer
             return None
-        room, total = transfers.room_for(own), local(self.gradient)
-        event = transfers.to_host(room, own)
+        buffer, total = transfers.buffer_for(part), local(self.gradient)
+        event = transfers.to_host(buffer, part)
 
         def add() -> None:
             transfers.host_waits(event)
-            total.add_(room)
+            total.add_(buffer)
 
         return add
 
@@ -141,7 +141,7 @@ class Weight:
     def move_to_host(self, inner: Optimizer, transfers: Transfers) -> None:
         """Moves a resident weight and its state to the host."""
         old, self.current = self.host_param, None
-        self.resident, self.own = False, not transfers.shares_memory or old.dtype != self.p.dtype
+        self.resident, self.separate = False, not transfers.shares_memory or old.dtype != self.p.dtype
         if transfers.shares_memory:
             return
         values = transfers.empty_like(old.detach())
@@ -157,16 +157,16 @@ class Weight:
 
 def frozen_weight_of(p: Tensor) -> Weight:
     """A parameter that needs no gradient: nothing is copied to the host."""
-    return Weight(p, nn.Parameter(p.detach(), requires_grad=False), resident=True, own=False, frozen=True)
+    return Weight(p, nn.Parameter(p.detach(), requires_grad=False), resident=True, separate=False, frozen=True)
 
 
 def host_weight_of(p: Tensor, dtype: torch.dtype, resident: bool, transfers: Transfers) -> Weight:
     """A parameter whose weight for the inner optimizer is in ``dtype``, on its own device or on the host."""
     if dtype == p.dtype and (resident or transfers.shares_memory):
-        return Weight(p, nn.Parameter(p.detach(), requires_grad=p.requires_grad), resident, own=False)
+        return Weight(p, nn.Parameter(p.detach(), requires_grad=p.requires_grad), resident, separate=False)
     values = torch.empty_like(p.detach(), dtype=dtype) if resident else transfers.empty_like(p.detach(), dtype)
     local(values).copy_(local(p).detach())
-    return Weight(p, nn.Parameter(values, requires_grad=p.requires_grad), resident, own=True)
+    return Weight(p, nn.Parameter(values, requires_grad=p.requires_grad), resident, separate=True)
 
 
 def put_in_place(inner: Optimizer, old: Tensor, new: Tensor) -> None:
@@ -180,12 +180,12 @@ def put_in_place(inner: Optimizer, old: Tensor, new: Tensor) -> None:
         inner.state[new] = {k: x.to(new.device) if isinstance(x, Tensor) else x for k, x in state.items()}
 
 
-def _set_data(p: Tensor, own: Tensor) -> None:
+def _set_data(p: Tensor, values: Tensor) -> None:
     """``p.data = own``; of a DTensor its local tensor."""
     if is_dtensor(p):
-        p._local_tensor = own  # as fully_shard does
+        p._local_tensor = values  # as fully_shard does
     else:
-        p.data = own
+        p.data = values
 
 
 def bytes_on_device(
