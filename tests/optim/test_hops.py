@@ -16,7 +16,7 @@ from tests.support.helpers import needs_cpp
 
 PACKAGE = Path(memkern.__file__).parent
 # memkern's functions on the way to the op. docs/design.md goes on with those of C++: step_op, adam_step_cpu,
-# step_in_one_pass, run_jobs, run_pieces, adam_run, for_batches, encode_block, SignedWriter::write and
+# step_in_one_pass, run_jobs, run_stealing, adam_run, for_batches, encode_block, SignedWriter::write and
 # SignedEstimator::encode.
 HOPS = ["step", "run", "_run", "step_"]
 
