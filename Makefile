@@ -23,11 +23,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# What `make test` leaves out: the CUDA and Triton kernels as CPU programs, long comparisons.
+# What `make test` leaves out: ops and optimizers in Triton's interpreter, long comparisons.
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
-# The CUDA and Triton kernels on emulated GPUs, for every architecture, 2 to 30 minutes (caches): after a change of what
+# The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture, 10 to 40 minutes (caches): after a change of what
 # lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.
 emulate: $(VENV)/.installed
 	$(BIN)/python -m lab.emulated --jobs $(JOBS)

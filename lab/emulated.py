@@ -1,6 +1,6 @@
 """python -m lab.emulated: runs the kernels on emulated GPUs, and records of which sources they passed.
 
-The tests marked ``emulated`` take up to half an hour and depend on few files, so they run when one of these changed.
+The tests marked ``emulated`` take up to 40 minutes and depend on few files, so they run when one of these changed.
 lab/tests/test_emulated.py fails while the record is of other sources. Compilers are not part of the hash: another one
 does not make the test fail, and the record says which were used.
 """
@@ -31,11 +31,11 @@ TESTS = [
     "triton_compiled",
     "triton_fast_path",
 ]
-FILES = tuple(f"lab/tests/test_{name}.py" for name in TESTS)
+FILES = (*(f"lab/tests/test_{name}.py" for name in TESTS), "tests/gpu/test_cuda_simt.py", "tests/gpu/test_triton.py")
 SOURCES = (
     *("csrc/*.py", "csrc/*.cpp", "csrc/core/*", "csrc/common/*", "csrc/cuda/*"),
-    *("memkern/triton/*.py", "memkern/quant/codec.py", "memkern/schemas.py"),
-    *("lab/emulators/**/*", "tests/support/simt/**/*"),
+    *("memkern/triton/*.py", "memkern/reference/*.py", "memkern/quant/codec.py", "memkern/schemas.py"),
+    *("lab/emulators/**/*", "tests/support/simt/**/*", "tests/gpu/triton_*.py"),
     *FILES,
 )
 # csrc/generate.py writes them from files that are hashed.

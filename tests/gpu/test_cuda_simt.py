@@ -49,7 +49,7 @@ from tests.support.simt import build, drive
 from tests.support.simt.drive import cloned, compare_codecs, compare_steps, scaler, step_args
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.emulated,
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
 ]
 

@@ -44,11 +44,12 @@ def test_older_tritons_can_parse_the_kernels() -> None:
                 assert not nested, f"{file.name}:{node.lineno}"
 
 
-# The weights take 3 minutes; test_gpu_ptx.py runs the PTX of some of those kernels.
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(w, marks=pytest.mark.long if w == "weights" else pytest.mark.full) for w in INTERPRETED],
-)
+# The weights take 3 minutes; test_gpu_ptx.py runs the PTX of some of those kernels. The ops and optimizers call every
+# kernel, the others call it with every layout and dtype.
+TIERS = {"weights": pytest.mark.long, "ops": pytest.mark.full, "optimizers": pytest.mark.full}
+
+
+@pytest.mark.parametrize("what", [pytest.param(w, marks=TIERS.get(w, pytest.mark.emulated)) for w in INTERPRETED])
 def test_interpreted(what: str) -> None:
     what_to_run, options = INTERPRETED[what], ["-q", "-x", "-m", "", "-p", "no:cacheprovider"]
     result = subprocess.run(
