@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "common/layout.h"
+#include "core/tables.h"
 
 namespace memkern {
 
@@ -25,6 +26,13 @@ struct StepTensor {
   void* weight_state = nullptr;  // int8 or int16 errors of the parameter, or the parameter in fp32
   WeightStorage weight_storage = WeightStorage::kNearest;
 };
+
+// How many low bits of an fp32 weight are rounded away at random; 0: none.
+MEMKERN_FN constexpr int dropped_bits(WeightStorage storage) {
+  return storage == WeightStorage::kStochastic ? kWeightDroppedStochastic
+         : storage == WeightStorage::kError8   ? kWeightDroppedError8
+                                               : 0;
+}
 
 // Whether the second moment is stored as w = sqrt(v).
 MEMKERN_FN constexpr bool is_power(StateKind kind) {

@@ -136,9 +136,7 @@ class Dithers {
 class WeightRandoms {
  public:
   const uint32_t* at(int64_t block, uint64_t step, WeightStorage storage) {
-    const int dropped = storage == WeightStorage::kStochastic ? kWeightDroppedStochastic
-                        : storage == WeightStorage::kError8   ? kWeightDroppedError8
-                                                              : 0;
+    const int dropped = dropped_bits(storage);
     if (dropped == 0) return nullptr;
     auto& r = found_[{block, step, dropped}];
     if (!r) {

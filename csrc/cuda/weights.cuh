@@ -59,12 +59,6 @@ template <class Type> MEMKERN_DEVICE void join_weights(const TensorRecord& t, Ty
   }
 }
 
-MEMKERN_FN int dropped_bits(WeightStorage storage) {
-  return storage == WeightStorage::kStochastic ? kWeightDroppedStochastic
-         : storage == WeightStorage::kError8   ? kWeightDroppedError8
-                                               : 0;
-}
-
 // Stores the bf16 values of a vector, and its errors in 16 bits or, Bytes, in 8.
 template <bool Bytes, class Position> MEMKERN_DEVICE void store_split(const TensorRecord& t, const Span& at,
                                                                       uint32_t step, Position position,
