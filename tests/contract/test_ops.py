@@ -63,7 +63,9 @@ def test_cpu_tensors_meet_cpp(name: str) -> None:
 
 
 @interpreted(name=("adam_step_", "lion_step_", "grad_norm_"), sample=("mixed, scaler", "all dtypes, scaler"))
-@over_namespaces
+@pytest.mark.parametrize(
+    "namespace", [pytest.param(n, marks=pytest.mark.full if n == "memkern_reference" else ()) for n in NAMESPACES]
+)
 @pytest.mark.parametrize(("name", "sample"), CASES)
 def test_opcheck(namespace: str, name: str, sample: str) -> None:
     """With a graph of aot_dispatch, which takes most of the time, for one sample of each layout or kind of states."""

@@ -75,7 +75,7 @@ def trained_by_name(backend: str, spec: OptimizerSpec, states: str, name: str) -
 
 @over_fast
 @over_specs
-@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("states", [pytest.param(s, marks=pytest.mark.full if s != "power" else ()) for s in STATES])
 @pytest.mark.parametrize("name", [*SETTINGS, *GRADIENTS])
 def test_settings_and_gradients_give_the_same_bits(backend: str, spec: OptimizerSpec, states: str, name: str) -> None:
     if name.startswith("blocks") and states == "fp32":

@@ -53,11 +53,12 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _param(backend: str) -> Any:
+def _param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:
+    """A backend or an instruction set. Of the sets, `make test` takes the best that runs here and ``quick``."""
     reason = _why_not(backend)
     marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
-    if backend in ISAS[1:-1] and _why_not(ISAS[-1]) is None:
-        marks.append(pytest.mark.full)  # between what every processor has and the best that this one has
+    if backend in ISAS[:-1] and backend not in quick and _why_not(ISAS[-1]) is None:
+        marks.append(pytest.mark.full)
     return pytest.param(backend, marks=[*marks, pytest.mark.gpu] if device_of(backend) == "cuda" else marks)
 
 
@@ -85,7 +86,7 @@ over_fast = pytest.mark.parametrize("backend", [_param(name) for name in (*ISAS,
 """The backends that are compared with the reference."""
 over_all = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS, *GPU)])
 over_gpu = pytest.mark.parametrize("backend", [_param(name) for name in GPU])
-over_cpu = pytest.mark.parametrize("backend", [_param(name) for name in ("reference", *ISAS)])
+over_cpu = pytest.mark.parametrize("backend", [_param(name, quick=()) for name in ("reference", *ISAS)])
 over_codecs = pytest.mark.parametrize("codec", CODECS)
 over_signs = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 

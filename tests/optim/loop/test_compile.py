@@ -19,7 +19,6 @@ from tests.support.helpers import (
     make_params,
     name_of,
     needs_cpp,
-    over_optimizers,
     snapshot,
 )
 from tests.support.training_edits import STORAGE
@@ -49,6 +48,13 @@ RATES = {
 }
 
 
+over_builds = pytest.mark.parametrize(
+    "build",
+    [pytest.param(build, marks=() if build is optim.AdamW8bit else pytest.mark.full) for build in OPTIMIZERS],
+    ids=name_of,
+)
+
+
 def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], **options: Any) -> Any:
     make_lr, values, _ = RATES[rates]
     params = make_params()
@@ -65,14 +71,7 @@ def run(build: type, rates: str, through: Callable[[Any], Callable[..., Any]], *
     return snapshot(optimizer)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(build, marks=() if build in (optim.AdamW8bit, optim.LAMB8bit) else pytest.mark.full)
-        for build in OPTIMIZERS
-    ],
-    ids=name_of,
-)
+@over_builds
 @pytest.mark.parametrize("rates", RATES)
 def test_graphs_and_bits(build: type, rates: str) -> None:
     expected = run(build, rates, lambda o: o.step)
@@ -124,7 +123,7 @@ def test_a_scheduler() -> None:
 
 
 @pytest.mark.parametrize("edit", ["transposed", "gaps", "offset"])
-@pytest.mark.parametrize("build", [optim.AdamW8bit, optim.LAMB], ids=name_of)
+@pytest.mark.parametrize("build", [optim.AdamW8bit, pytest.param(optim.LAMB, marks=pytest.mark.full)], ids=name_of)
 def test_a_parameters_layout_changes(build: type, edit: str) -> None:
     def train(compiles: bool) -> Any:
         params = make_params()
@@ -182,7 +181,7 @@ def test_a_layout_that_changes_after_compilation_raises() -> None:
     compiled(optimizer)()
 
 
-@over_optimizers
+@over_builds
 def test_under_a_grad_scaler(build: type) -> None:
     def train(through: Callable[[Any], Callable[..., Any]]) -> Any:
         params = make_params()
