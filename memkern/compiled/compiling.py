@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 
 def compile(
@@ -25,18 +26,59 @@ def compile(
         does; elementwise operations computed again; with ``saved_bits=8`` as many values in codes as it takes; with
         ``"exact"`` products and attention computed again, while that lowers the peak. A warning names what is saved
         where nothing is enough.
-    options: of :func:`torch.compile`, but for ``backend``, which is Inductor.
+    options: of :func:`torch.compile`, but for ``backend``, which is Inductor. What takes only a backend's name:
+        ``torch.compile(model, backend="memkern")``, or ``"memkern_8bit"``.
 
     Raises ValueError for other bits, budgets or a backend, RuntimeError where torch's Inductor takes no partitioner.
     """
+    if options.pop("backend", "inductor") != "inductor":
+        raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
+    given = {"saved_bits": saved_bits, "memory_budget": memory_budget, **(options.pop("options", None) or {})}
+    return torch.compile(model, options=_options_of_inductor(given, options.pop("mode", None)), **options)
+
+
+def _options_of_inductor(given: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    """Inductor's options of a mode, those ``given`` and the partitioner that ``saved_bits``, ``memory_budget`` make."""
     from . import torch_internals
     from .partitioner import Partitioner
 
     torch_internals.check()
-    partitioner = Partitioner(saved_bits, memory_budget)
-    if options.pop("backend", "inductor") != "inductor":
-        raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
-    given = dict(options.pop("options", None) or {})
-    if (mode := options.pop("mode", None)) is not None:
-        given = {**torch_internals.list_mode_options(mode), **given}  # torch takes a mode or options
-    return torch.compile(model, options={**given, "custom_partitioner_fn": partitioner}, **options)
+    given = dict(given)
+    partitioner = Partitioner(given.pop("saved_bits", "exact"), given.pop("memory_budget", None))
+    of_mode = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
+    return {**of_mode, **given, "custom_partitioner_fn": partitioner}
+
+
+class Backend:
+    """A backend of torch.compile by its name, for what takes no other: Inductor with memkern's partitioner.
+
+    ``torch.compile(model, backend="memkern")`` is ``memkern.compile(model)``, ``backend="memkern_8bit"`` has
+    ``saved_bits=8``. ``options`` may have ``saved_bits`` and ``memory_budget`` beside Inductor's.
+    """
+
+    def __init__(self, name: str, saved_bits: int | str) -> None:
+        self.__name__, self.saved_bits = name, saved_bits
+
+    def __call__(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: list[Tensor],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        given = {"saved_bits": self.saved_bits, **(options or {})}
+        return self._inductor(_options_of_inductor(given, mode))(graph, example_inputs)
+
+    def reset(self) -> None:
+        """What torch._dynamo.reset() calls: Inductor's own."""
+        self._inductor({}).reset()
+
+    def _inductor(self, options: dict[str, Any]) -> Any:
+        from .torch_internals import TorchCompileInductorWrapper
+
+        return TorchCompileInductorWrapper(None, options, None)
+
+
+memkern = Backend("memkern", "exact")
+memkern_8bit = Backend("memkern_8bit", 8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
+from torch import _TorchCompileInductorWrapper as TorchCompileInductorWrapper
 from torch._functorch.partitioners import MinCutOptions, must_recompute
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -34,6 +35,7 @@ def check() -> None:
 __all__ = [
     "CustomPartitionerFn",
     "MinCutOptions",
+    "TorchCompileInductorWrapper",
     "check",
     "detect_fake_mode",
     "extract_tensor_metadata",

@@ -289,6 +289,35 @@ def test_sizes_that_change() -> None:
         assert _off(_gradients(model, compiled, x), _gradients(model, model, x)) < 0.02
 
 
+# ---- by the name of a backend, as Trainer and others take one
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "bits"),
+    [
+        ("memkern_8bit", None, 8),
+        pytest.param("memkern", {"saved_bits": 8}, 8, marks=pytest.mark.full),
+        pytest.param("memkern", None, "exact", marks=pytest.mark.full),
+    ],
+)
+def test_a_backend_by_its_name(name: str, options: dict[str, Any] | None, bits: Any) -> None:
+    """The name is an entry point of the package: nothing of memkern need be imported."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    x = torch.randn(ROWS, WIDTH)
+    expected = _gradients(model, memkern.compile(model, saved_bits=bits), x)
+    torch._dynamo.reset()
+    found = _gradients(model, torch.compile(model, backend=name, options=options), x)
+    assert _off(found, expected) == 0
+    torch._dynamo.reset()  # calls the backend's reset()
+
+
+def test_a_backends_options_are_checked() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="memkern", options={"saved_bits": 4})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="saved_bits must be 8 or 'exact', got 4"):
+        compiled(torch.ones(2, 2))
+
+
 # ---- arguments
 
 
