@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from . import codecs
-from .operations import arguments, value, views
+from .nodes import arguments, value, views
 from .peaks import Backward
 from .torch_internals import MinCutOptions, functorch_config, partitioners
 

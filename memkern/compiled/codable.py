@@ -13,23 +13,13 @@ from torch import Tensor, fx
 from ..quant.layout import FLOATS
 from ..saved.codecs import BLOCK_SIZE
 from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIGNED, Kind
+from ..saved.store import MIN_NUMEL
 from ..saved.users import MOST_EXPONENT
-from .operations import (
-    CASTS,
-    VIEWS,
-    Gradients,
-    Operation,
-    Operations,
-    arguments,
-    aten,
-    is_backward,
-    numel,
-    packet,
-    value,
-)
+from .gradients import Gradients
+from .nodes import CASTS, VIEWS, arguments, aten, is_backward, numel, packet, value
+from .operations import Operation, Operations
 from .torch_internals import must_recompute
 
-MIN_NUMEL = 1024
 _NORMS = {"NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 _RESULT_CODECS = {
     "SoftmaxBackward0": PROBABILITY,

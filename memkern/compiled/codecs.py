@@ -14,7 +14,7 @@ from ..quant.layout import is_dense
 from ..saved.bounded import LIMITS
 from ..saved.codecs import BLOCK_SIZE
 from ..saved.rules import POWER, PROBABILITY, TANH, UNSIGNED
-from .operations import value
+from .nodes import value
 from .torch_internals import (
     detect_fake_mode,
     extract_tensor_metadata,

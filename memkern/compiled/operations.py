@@ -12,86 +12,32 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ..saved.rules import CODEC_BY_MAKER, RULES
-from ..saved.users import (
-    AMPLIFIED,
-    BOUNDED,
-    MANY,
-    MEANS,
-    MOST_EXPONENT,
-    REDUCED,
-    SCALED,
-    SPARSE,
-    UNKNOWN,
-    UNKNOWN_USER,
-    USERS,
-    User,
-    of_power,
-    passed_on,
-    spread,
+from ..saved.users import MOST_EXPONENT, SCALED, UNKNOWN_USER, USERS, User, of_power
+from .nodes import (
+    CASTS,
+    VIEWS,
+    aten,
+    is_backward,
+    is_sum_of_gradients,
+    packet,
+    prims,
+    tangents,
+    value,
+    without_overload,
 )
 
-aten, prims = torch.ops.aten, torch.ops.prims
-
-CASTS = {prims.convert_element_type, aten._to_copy, aten.clone, aten.detach, aten.alias}
-VIEWS = {
-    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.unsqueeze,
-    aten.squeeze, aten.alias, aten.detach, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
-    aten.narrow, prims.broadcast_in_dim, operator.getitem,
-}  # fmt: skip
 _SAME = {"transformers.grouped_mm_fallback": "aten._grouped_mm"}
 """Operations of libraries: transformers' experts in fp32, whose loop is one operation for torch.compile."""
+_AFFINE = {
+    aten.mul, aten.add, aten.div, prims.convert_element_type, aten._to_copy, aten.clone, aten.view, aten.neg,
+}  # fmt: skip
 _IDENTITIES = {"AddBackward0", "SubBackward0"}
 """Their backward pass may have no node: the gradient goes on as it is."""
-
-
-def packet(node: Any) -> Any:
-    """What a node calls, without its overload."""
-    return _packet(getattr(node, "target", None))
-
-
-def _packet(target: Any) -> Any:
-    return getattr(target, "overloadpacket", target)
-
-
-def value(node: Any) -> Any:
-    """The fake tensor (or number) that stands for a node's result."""
-    return node.meta.get("val") if isinstance(node, fx.Node) else None
-
-
-def views(node: fx.Node) -> list[fx.Node]:
-    """From what a node is a view of to the node."""
-    found = [node]
-    while packet(first := found[-1]) in VIEWS and len(first.all_input_nodes) == 1:
-        source = first.all_input_nodes[0]
-        if not isinstance(value(source), Tensor):
-            break
-        found.append(source)
-    return found[::-1]
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """What a node of an operation is called with, defaults too, by name; nothing of another function."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {}
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return given | dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-
-
-def numel(node: Any) -> int:
-    """Of a tensor; 1 of anything else. Of a symbolic size its hint."""
-    x = value(node)
-    if not isinstance(x, Tensor):
-        return 1
-    count = x.numel()
-    return count if isinstance(count, int) else int(count.node.hint or MANY**2)
 
 
 @functools.cache
@@ -137,13 +83,9 @@ def _row(name: str, node: fx.Node) -> User:
     return USERS.get(name, UNKNOWN_USER)
 
 
-def is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
 def _original(node: fx.Node) -> Any:
     """The operation, without its overload, that was decomposed into a node among others."""
-    return _packet(node.meta.get("original_aten") or node.target)
+    return without_overload(node.meta.get("original_aten") or node.target)
 
 
 def _connected(nodes: list[fx.Node], op: Any) -> tuple[fx.Node, ...]:
@@ -229,18 +171,6 @@ def _goes_on(node: fx.Node) -> bool:
     return not is_backward(node) and not (is_copy and all(map(is_backward, node.users)))
 
 
-_AFFINE = {
-    aten.mul,
-    aten.add,
-    aten.div,
-    prims.convert_element_type,
-    aten._to_copy,
-    aten.clone,
-    aten.view,
-    aten.neg,
-}
-
-
 def _roots(node: Any) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes between a value and what it is a polynomial of, and the latter."""
     between: set[fx.Node] = set()
@@ -257,102 +187,3 @@ def _roots(node: Any) -> tuple[set[fx.Node], set[fx.Node]]:
         else:
             roots.add(x)
     return between, roots
-
-
-# ---- gradients
-
-
-def tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a gradient of the outputs. The graph is linear in them."""
-    found = {n for n in graph.nodes if n.op == "placeholder" and "tangents" in str(n.target)}
-    for node in graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_square(operation: Operation, name: str) -> bool:
-    args = operation.nodes[0].args
-    if name == "PowBackward0":
-        return bool(args[1] == 2)
-    return name == "MulBackward0" and args[0] is args[1]
-
-
-def _is_mean_of_many(operation: Operation, name: str) -> bool:
-    return name in MEANS and numel(operation.first_source) >= MANY * numel(operation.nodes[0])
-
-
-_WORSE = {BOUNDED: 0, REDUCED: 1, UNKNOWN: 2, AMPLIFIED: 3}
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """How large a gradient may be (BOUNDED to AMPLIFIED), and of which elements it is (0, SPARSE or DENSE)."""
-
-    state: int
-    elements: int
-
-
-def _worst(of: Iterable[Gradient]) -> Gradient:
-    of = list(of)
-    return Gradient(max((g.state for g in of), key=_WORSE.__getitem__), max(g.elements for g in of))
-
-
-def is_sum_of_gradients(node: fx.Node) -> bool:
-    """Of a value with several users; its sequence number is that of some other operation."""
-    return (
-        packet(node) is aten.add
-        and is_backward(node)
-        and all(isinstance(a, fx.Node) for a in node.args[:2])
-        and all(is_backward(a) for a in node.all_input_nodes)
-    )
-
-
-class Gradients:
-    """The gradients that come to the operations of a graph, as far as it shows those that come to its outputs."""
-
-    def __init__(self, graph: fx.Graph, operations: Operations) -> None:
-        self.nodes = tangents(graph)
-        self.operations = operations
-        self.coming: dict[fx.Node, Gradient] = {}  # to the output of a node's operation
-        self._leaving: dict[fx.Node, Gradient] = {}
-        for node in graph.nodes:
-            if node in self.nodes:
-                self._add(node)
-
-    def sources(self, node: fx.Node) -> Iterator[fx.Node]:
-        return (a for a in node.all_input_nodes if a in self.nodes)
-
-    def _add(self, node: fx.Node) -> None:
-        if node.op == "placeholder":
-            self.coming[node] = self._leaving[node] = Gradient(BOUNDED if numel(node) == 1 else UNKNOWN, 0)
-            return
-        if is_sum_of_gradients(node) or packet(node) is operator.getitem:
-            self.coming[node] = self._leaving[node] = _worst(self._leaving[s] for s in self.sources(node))
-            return
-        of = self.operations.of(node)
-        inside = [s for s in self.sources(node) if self._is_inside(s, of)]
-        outside = [self._leaving[s] for s in self.sources(node) if s not in inside]
-        self.coming[node] = _worst([*outside, *(self.coming[s] for s in inside)])
-        passed = [self._leaving[s] for s in inside]
-        for g in outside:
-            state = passed_on(of.row, of, of.name, g.state, _is_square, _is_mean_of_many)
-            passed.append(Gradient(state, spread(of.row, of.name, g.elements)))
-        self._leaving[node] = _worst(passed)
-
-    def _is_inside(self, source: fx.Node, of: Operation) -> bool:
-        return (
-            source.op == "call_function"
-            and not is_sum_of_gradients(source)
-            and of.seq >= 0
-            and source.meta.get("seq_nr") == of.seq
-        )
-
-    def bears_codes(self, node: fx.Node) -> bool:
-        """Whether what an elementwise operation uses in this node may be in codes."""
-        state = self.coming[node].state
-        of = self.operations.of(node)
-        return state == BOUNDED or (state == REDUCED and bool(of.nodes) and _is_square(of, of.name))
-
-    def is_sparse(self, node: fx.Node) -> bool:
-        return self.coming[node].elements == SPARSE

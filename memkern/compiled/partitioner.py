@@ -17,11 +17,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._version import __version__
 from ..options import SAVED_BITS
 from ..saved.attention import FORWARD
+from ..saved.store import MIN_NUMEL
 from . import budget as budgets
 from . import codecs
 from .budget import KEY, Choice, size_of, storages
-from .codable import MIN_NUMEL, Rules, codec_of, is_candidate, mark
-from .operations import CASTS, VIEWS, Gradients, Operations, arguments, aten, numel, packet, value, views
+from .codable import Rules, codec_of, is_candidate, mark
+from .gradients import Gradients
+from .nodes import CASTS, VIEWS, arguments, aten, numel, packet, value, views
+from .operations import Operations
 from .torch_internals import CustomPartitionerFn, get_hash_for_files, partitioners
 
 _WORTH_A_WARNING = 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .operations import views
+from .nodes import views
 from .torch_internals import partitioners
 
 
