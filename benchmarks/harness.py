@@ -1,4 +1,4 @@
-"""Measures a case: contenders are set up once, then take turns (A B C, C A B, ...); medians are reported.
+"""Measures a case: contenders are set up once, then take turns in random orders; medians are reported.
 
 Before every timed call a large tensor is copied, which evicts the caches as a forward and a backward pass would. The
 copies' own time gives the copy bandwidth of the same minutes: on a shared machine it doubles and halves within hours,

@@ -1,4 +1,4 @@
-"""The README's tables and its picture, from the results: what is saved, and times beside those of peers.
+"""The README's picture and the tables of README, choosing.md and saved-tensors.md, from the results.
 
 ``python -m benchmarks table`` writes them, with the tables of docs/benchmarks.md.
 """
@@ -30,12 +30,15 @@ TIMES = (
     ("activation", "tanh-GELU, bf16", "memkern GELU, 3 bits", "torch GELU"),
     ("activation", "GELU, fp32, small", "memkern GELU, 3 bits", "torch GELU"),
 )
-PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # the beginning of a results file's hardware
+PROCESSORS = {"amd-epyc": "AMD EPYC", "intel": "Intel Xeon"}  # by a part of the names of their results' files
 MODES = {
     "compress": "`compress(model)`",
     "exact": '`compress(model, saved_bits="exact")`',
     "8": "`compress(model, saved_bits=8)`",
 }
+
+
+Rows = dict[tuple[str, ...], report.Row]
 
 
 def _last(name: str | Path, *columns: str) -> dict[tuple[str, ...], report.Row]:
@@ -182,14 +185,14 @@ def wheels_table() -> str:
     """Each wheel's size, and what it ran with: wheels.csv, of lab/wheels.py."""
     rows = _last("wheels.csv", "wheel", "python", "torch")
     lines = [
-        "| wheel | MB | Python | torch | backend | equal to the reference | |",
-        "|---|---:|---|---|---|---:|---|",
+        "| wheel | MB | of | Python | torch | backend | equal to the reference | |",
+        "|---|---:|---|---|---|---|---:|---|",
     ]
     for (wheel, python, torch), row in sorted(rows.items()):
         tag = "-".join(wheel.removesuffix(".whl").split("-")[2:])
         size = f"{int(row['bytes']) / 1e6:.2f}"
         equal = f"{row['equal']} of {row['cases']}" if row["cases"] else ""
-        cells = [f"`{tag}`", size, python, torch, row["backend"], equal, row["outcome"]]
+        cells = [f"`{tag}`", size, row["date"][:10], python, torch, row["backend"], equal, row["outcome"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -211,13 +214,15 @@ SETTINGS = {"flashoptim AdamW": "flashoptim FlashAdamW, `master_weight_bits=24`"
 
 def gpu_table() -> str:
     """Times on a GPU over those of a peer, and the share of the copy bandwidth: `make gpu`'s headline."""
-    rows = _last(HEADLINE, "case", "contender")
-    hardware = next(iter(rows.values()))["hardware"]
+    by_run = _last(HEADLINE, "case", "date", "contender")  # the rows of a run have one date
+    hardware = next(iter(by_run.values()))["hardware"]
     lines = [
         f"| {hardware}: time of | over that of | case | ratio | ms | share of copy bandwidth |",
         "|---|---|---|---:|---:|---:|",
     ]
     for case, ours, peer in GPU_TIMES:
+        date = max(when for what, when, who in by_run if what == case and who == peer)
+        rows: Rows = {(case, who): by_run[case, date, who] for who in (ours, peer)}
         mine = rows[case, ours]
         figures = f"{float(mine['ms_median']):.2f}", f"{float(mine['copy_share']):.2f}"
         cells = [

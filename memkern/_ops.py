@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import backend, reference
-from .compiling import assume_constant_result
+from .dynamo import assume_constant_result
 from .fewbit.activations import Activation
 from .fewbit.levels import Levels, TwoBranch
 from .library import NAMESPACE

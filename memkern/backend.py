@@ -161,7 +161,7 @@ def _missing(backend: str, index: int | None = None) -> str | None:
         return _cuda_fails(torch.cuda.current_device() if index is None else index)
     # Only looked for: importing it takes a second.
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; pip install 'memkern[triton]' (Linux)"
+        return "Triton is not installed; the extra memkern[triton] brings it (Linux)"
     return None
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_structure, tree_unfl
 from torch.utils.checkpoint import checkpoint
 
 from . import _ops
-from .options import CHECKPOINT_BITS, CHECKPOINTING, not_allowed
+from .options import CHECKPOINT_BITS, CHECKPOINTING, OptionError, not_allowed
 from .quant.layout import FLOATS
 from .saved.codecs import BLOCK_SIZE, dense
 from .swap.block_lists import block_lists
@@ -149,7 +149,7 @@ def _block_lists_of(model: nn.Module, how: str) -> list[list[nn.Module]]:
         raise not_allowed("how", how, "'blocks', 'sqrt'")
     lists = list(block_lists(model))
     if not lists:
-        raise not_allowed("checkpointing", how, "None for a model without a list of like blocks")
+        raise OptionError("checkpointing", f"{how!r} given, and the model has no list of like blocks")
     return lists
 
 
@@ -165,8 +165,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) ->
         bits: None saves the inputs of checkpoints exactly. 8 saves them in block-wise 8-bit codes, 1.03 bytes per
             element, and each checkpoint computes with the decoded values, in both passes: the loss is that of a model
             whose blocks' inputs are rounded to 8 bits, and the gradient is the exact one of that model
-            (docs/saved-tensors.md). A NaN or an infinity makes its block
-            of 128 NaN. float64 stays as it is.
+            (docs/what-does-not-fit.md). A NaN or an infinity makes its block of 128 NaN. float64 stays as it is.
 
     A block takes a tensor and returns one for the next block, or a tuple that begins with it ("sqrt": and has no other
     tensor); its other arguments may differ from block to block.

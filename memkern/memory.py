@@ -68,7 +68,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 def _held_tensors(held: Iterable[Held]) -> Iterator[Any]:
     for item in held:
         if isinstance(item, nn.Module):
-            yield from (tensor for tensor in (*item.parameters(), *item.buffers()))
+            yield from (*item.parameters(), *item.buffers())
             yield from (parameter.grad for parameter in item.parameters())
         elif isinstance(item, torch.optim.Optimizer):
             yield from tree_leaves(list(item.state.values()))

@@ -139,7 +139,8 @@ class Techniques:
     loss_chunk: classes whose logits are in memory at a time (:class:`memkern.nn.LinearCrossEntropy`); None, all.
     offload_saved: what ``saved_bits`` stores goes to host memory and comes back before the backward pass needs it.
     offload: the optimizer's states, errors and gradients are on the host, where the step is computed
-        (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``); bf16 weights are there in fp32, or with
+        (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``; with torch's optimizers the gradients stay on
+        the device); bf16 weights are there in fp32, or with
         ``master_weights`` in 16 or 8 bits as these.
     micro_batch: sequences in a forward pass. accumulation: forward passes in an optimizer step.
 

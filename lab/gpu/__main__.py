@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     end = time.monotonic() + 60 * args.minutes
     gpu = find_gpu()
     todo = chosen(parts(gpu and gpu.capability), args.part)
+    if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "results.jsonl").exists():
+        parser.error(f"--folder: {args.folder} has files and no results.jsonl of an earlier run")
     shutil.rmtree(args.folder, ignore_errors=True)
     results = Results(args.folder)
     archive = Path(os.environ.get("OUT") or ROOT / "out") / "gpu-results.tar.gz"

@@ -64,7 +64,7 @@ def peak_bytes(bits: int | None, linear: float | None, batch: int = BATCH, token
     mode = FakeTensorMode()
     with mode, torch.device("cuda"):
         model = _model().train()
-    # Outside of the fake mode: it runs activations on real values to match them.
+    # Outside of the fake mode: modules make tensors of levels, which are no part of the peak.
     memkern.compress(model, bits, linear=linear)
     with mode, torch.device("cuda"):
         # foreach=False: torch's foreach step allocates temporaries as large as all parameters together.

@@ -64,9 +64,9 @@ def results(size: int, rounds: int) -> Iterator[dict[str, str]]:
     cases = [(name, make, whole) for name, make in OPTIMIZERS.items()]
     cases.append(("AdamW8bit, columns that end inside blocks", optim.AdamW8bit, shards([(1024, 1000)], dim=1)))
     for name, make, sharded in cases:
-        local = [x.to_local().clone() for x in sharded]
-        count = sum(x.numel() for x in local)
-        calls = {"plain": stepper(make, [x.clone() for x in local]), "sharded": stepper(make, sharded)}
+        parts = [x.to_local().clone() for x in sharded]
+        count = sum(x.numel() for x in parts)
+        calls = {"plain": stepper(make, [x.clone() for x in parts]), "sharded": stepper(make, sharded)}
         for call in calls.values():
             call()
         times = take_turns(calls, timed, rounds, dict.fromkeys(calls, 1))

@@ -15,15 +15,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from . import codecs
-from .nodes import arguments, value, views
+from .nodes import CODEC, arguments, value, views
 from .peaks import Backward
 from .torch_internals import MinCutOptions, functorch_config, partitioners
 
-KEY = "memkern_codec"
 _LIFTED = {
     # torch saves an elementwise result that a product needs; here it is computed again.
     "ban_recompute_materialized_backward": False,
-    # It tells reductions by sizes, which are those of codes here: they are found before.
+    # torch finds reductions by comparing sizes, and ours are those of codes: _save_reductions marks them before.
     "ban_recompute_reductions": False,
 }
 _PRODUCTS_AGAIN = MinCutOptions(
@@ -51,7 +50,7 @@ def check(budget: Any) -> None:
 
 
 def size_in_codes(node: fx.Node, size: int) -> int:
-    codec = node.meta.get(KEY)
+    codec = node.meta.get(CODEC)
     return size if codec is None else max(1, int(size * codecs.CODECS[codec].bytes / value(node).element_size()))
 
 
@@ -79,8 +78,8 @@ def size_of(nodes: Iterable[fx.Node]) -> int:
 class Choice:
     """What one graph saves: in place of torch's ``choose_saved_values_set``.
 
-    budget: see :func:`memkern.compile`. coded: whether values with a codec in ``meta[KEY]`` are saved in codes; with a
-    budget, whether this was chosen. limit: the bytes of the budget, known after the choice.
+    budget: see :func:`memkern.compile`. coded: whether values with a codec in ``meta[CODEC]`` are saved in codes;
+    with a budget, whether this was chosen. limit: the bytes of the budget, known after the choice.
     """
 
     def __init__(self, budget: float | int | None, coded: bool) -> None:
@@ -90,6 +89,7 @@ class Choice:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
+        """Takes the place of torch's choice, for the whole process: TorchDynamo compiles in one thread at a time."""
         partitioners.choose_saved_values_set = self.__call__
         try:
             yield

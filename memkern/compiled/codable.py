@@ -16,7 +16,7 @@ from ..saved.rules import CODEC_BY_MAKER, POWER, PROBABILITY, RULES, TANH, UNSIG
 from ..saved.store import MIN_NUMEL
 from ..saved.users import MOST_EXPONENT
 from .gradients import Gradients
-from .nodes import CASTS, VIEWS, arguments, aten, is_backward, numel, packet, value
+from .nodes import CASTS, CODEC, VIEWS, arguments, aten, is_backward, numel, packet, value
 from .operations import Operation, Operations
 from .torch_internals import must_recompute
 
@@ -208,8 +208,8 @@ class Rules:
         return not scales or bool(x.shape[-1] % BLOCK_SIZE == 0)
 
 
-def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any, key: str) -> None:
-    """Notes in ``meta[key]`` the codec of each value that could be saved in codes, before it is known what is saved."""
+def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any) -> None:
+    """Notes in ``meta[CODEC]`` the codec of each value that could be saved in codes, before torch chooses."""
     counts: dict[fx.Node, bool] = {}  # of the forward pass: what the backward pass may compute again to get on
     for node in reversed(graph.nodes):
         is_gradient = node in rules.gradients.nodes
@@ -222,4 +222,4 @@ def mark(graph: fx.Graph, rules: Rules, is_recomputable: Any, key: str) -> None:
         x = value(node)
         codec = codec_of(rules.operations, node) if is_candidate(x) else None
         if codec is not None and rules.may_be_coded([node], codec, x, counts):
-            node.meta[key] = codec
+            node.meta[CODEC] = codec

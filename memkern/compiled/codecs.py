@@ -65,7 +65,7 @@ CODECS = {
 DISTANCES = {PROBABILITY, TANH}
 
 
-def _dense(x: Tensor) -> bool:
+def _can_be_in_blocks(x: Tensor) -> bool:
     """Whether blocks can be laid over x as it lies in memory."""
     if is_contiguous_or_false(x):
         return True
@@ -106,7 +106,7 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
 
 def encode(graph: fx.Graph, x: fx.Node, codec: str) -> tuple[fx.Node, ...]:
     function: Callable[[Tensor], tuple[Tensor, ...]] = CODECS[codec].encode
-    if not _dense(value(x)):
+    if not _can_be_in_blocks(value(x)):
         function = functools.partial(_of_copy, function)
     return tuple(inline(graph, lambda y: tuple(function(y)), x))
 

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.torch_version import TorchVersion
+
+FIRST_VERSION = "2.11"
+"""Where this has been tested: what nodes of joint graphs carry is not promised either."""
+_OURS = ("saved_bits", "memory_budget", "custom_partitioner_fn")
+"""Options that make the partitioner, or are it."""
 
 
 def compile(
@@ -29,24 +35,33 @@ def compile(
     options: of :func:`torch.compile`, but for ``backend``, which is Inductor. What takes only a backend's name:
         ``torch.compile(model, backend="memkern")``, or ``"memkern_8bit"``.
 
-    Raises ValueError for other bits, budgets or a backend, RuntimeError where torch's Inductor takes no partitioner.
+    Raises ValueError for other bits, budgets, a backend or another partitioner, RuntimeError where torch's Inductor
+    takes no partitioner.
     """
     if options.pop("backend", "inductor") != "inductor":
         raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
-    given = {"saved_bits": saved_bits, "memory_budget": memory_budget, **(options.pop("options", None) or {})}
-    return torch.compile(model, options=_options_of_inductor(given, options.pop("mode", None)), **options)
+    given = options.pop("options", None) or {}
+    if both := sorted({*given} & {*_OURS}):
+        raise ValueError(f"options must not have {both[0]!r}: memkern.compile has arguments for what is saved")
+    of_inductor = _options_of_inductor(given, options.pop("mode", None), saved_bits, memory_budget)
+    return torch.compile(model, options=of_inductor, **options)
 
 
-def _options_of_inductor(given: dict[str, Any], mode: str | None) -> dict[str, Any]:
-    """Inductor's options of a mode, those ``given`` and the partitioner that ``saved_bits``, ``memory_budget`` make."""
-    from . import torch_internals
-    from .partitioner import Partitioner
-
-    torch_internals.check()
-    given = dict(given)
-    partitioner = Partitioner(given.pop("saved_bits", "exact"), given.pop("memory_budget", None))
+def _options_of_inductor(
+    given: dict[str, Any], mode: str | None, saved_bits: int | str, memory_budget: float | int | None
+) -> dict[str, Any]:
+    """Inductor's options of a mode, those ``given``, and the partitioner."""
+    if TorchVersion(torch.__version__) < FIRST_VERSION:
+        raise RuntimeError(f"memkern.compile needs torch {FIRST_VERSION} or later, got {torch.__version__}")
+    try:
+        from . import torch_internals
+        from .partitioner import Partitioner
+    except ImportError as error:
+        raise RuntimeError(
+            f"memkern.compile has not been tried with torch {torch.__version__}, which lacks what it needs: {error}"
+        ) from error
     of_mode = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
-    return {**of_mode, **given, "custom_partitioner_fn": partitioner}
+    return {**of_mode, **given, "custom_partitioner_fn": Partitioner(saved_bits, memory_budget)}
 
 
 class Backend:
@@ -67,8 +82,11 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        given = {"saved_bits": self.saved_bits, **(options or {})}
-        return self._inductor(_options_of_inductor(given, mode))(graph, example_inputs)
+        given = dict(options or {})
+        if "custom_partitioner_fn" in given:
+            raise ValueError(f"options must not have 'custom_partitioner_fn': backend {self.__name__!r} has its own")
+        saved_bits, budget = given.pop("saved_bits", self.saved_bits), given.pop("memory_budget", None)
+        return self._inductor(_options_of_inductor(given, mode, saved_bits, budget))(graph, example_inputs)
 
     def reset(self) -> None:
         """What torch._dynamo.reset() calls: Inductor's own."""
@@ -80,5 +98,5 @@ class Backend:
         return TorchCompileInductorWrapper(None, options, None)
 
 
-memkern = Backend("memkern", "exact")
-memkern_8bit = Backend("memkern_8bit", 8)
+exact_backend = Backend("memkern", "exact")
+coded_backend = Backend("memkern_8bit", 8)

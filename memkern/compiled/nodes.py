@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..saved.users import MANY
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 CASTS = {prims.convert_element_type, aten._to_copy, aten.clone, aten.detach, aten.alias}
@@ -18,6 +16,12 @@ VIEWS = {
     aten.squeeze, aten.alias, aten.detach, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
     aten.narrow, prims.broadcast_in_dim, operator.getitem,
 }  # fmt: skip
+
+
+CODEC = "memkern_codec"
+"""The key in a node's ``meta`` of the codec in which its value could be saved."""
+_UNKNOWN_NUMEL = 2**20
+"""Of a symbolic size without a hint: many elements."""
 
 
 def packet(node: Any) -> Any:
@@ -60,7 +64,7 @@ def numel(node: Any) -> int:
     if not isinstance(x, Tensor):
         return 1
     count = x.numel()
-    return count if isinstance(count, int) else int(count.node.hint or MANY**2)
+    return count if isinstance(count, int) else int(count.node.hint or _UNKNOWN_NUMEL)
 
 
 def is_backward(node: fx.Node) -> bool:

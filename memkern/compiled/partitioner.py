@@ -20,10 +20,10 @@ from ..saved.attention import FORWARD
 from ..saved.store import MIN_NUMEL
 from . import budget as budgets
 from . import codecs
-from .budget import KEY, Choice, size_of, storages
+from .budget import Choice, size_of, storages
 from .codable import Rules, codec_of, is_candidate, mark
 from .gradients import Gradients
-from .nodes import CASTS, VIEWS, arguments, aten, numel, packet, value, views
+from .nodes import CASTS, CODEC, VIEWS, arguments, aten, numel, packet, value, views
 from .operations import Operations
 from .torch_internals import CustomPartitionerFn, get_hash_for_files, partitioners
 
@@ -54,9 +54,9 @@ class Partitioner(CustomPartitionerFn):
         self.bits, self.memory_budget = bits, memory_budget
 
     def uuid(self) -> Any:
-        """Of the sources and the options: what torch has compiled by others is not taken from its cache."""
-        here = Path(__file__).parent
-        sources = sorted((*here.glob("*.py"), *(here.parent / "saved").glob("*.py")))
+        """Of memkern's sources and the options: torch's cache has no graph for others."""
+        package = Path(__file__).parents[1]
+        sources = sorted(path for name in ("compiled", "saved", "quant") for path in (package / name).glob("*.py"))
         return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {self.bits} {self.memory_budget}")
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -65,7 +65,7 @@ class Partitioner(CustomPartitionerFn):
         is_coded = self.bits == 8 and bool(gradients.nodes)
         if is_coded:
             recomputable = partitioners.get_default_op_list().is_recomputable
-            mark(gm.graph, Rules(gradients), recomputable, KEY)
+            mark(gm.graph, Rules(gradients), recomputable)
         _save_reductions(gm.graph)
         choice = Choice(self.memory_budget, is_coded)
         with choice.instead():
@@ -81,7 +81,7 @@ class Partitioner(CustomPartitionerFn):
             )
         for graph in (fw.graph, bw.graph):
             for node in graph.nodes:
-                node.meta.pop(KEY, None)
+                node.meta.pop(CODEC, None)
                 if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
                     del node.meta["recompute"]
         return fw, bw
@@ -159,7 +159,7 @@ class _Saved:
         )
 
     def _encode(self, first: fx.Node, members: list[fx.Node], codec: str) -> int:
-        """Codes of a value in place of the views of it that are saved; the bytes that are more, below 0."""
+        """Saves codes of a value in place of the views of it that are saved. The change in bytes, which is negative."""
         with self.fw.graph.inserting_before(first.next):
             data = codecs.encode(self.fw.graph, first, codec)
         for node in data:

@@ -6,7 +6,6 @@ forward and the backward pass.
 
 from __future__ import annotations
 
-import torch
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
 from torch import _TorchCompileInductorWrapper as TorchCompileInductorWrapper
@@ -19,24 +18,14 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.torch_version import TorchVersion
 
-FIRST_VERSION = "2.11"
-"""Where this has been tested: what nodes of joint graphs carry is not promised either."""
-
-
-def check() -> None:
-    """Raises RuntimeError for another torch."""
-    is_old = TorchVersion(torch.__version__) < FIRST_VERSION
-    if is_old or not hasattr(inductor_config, "custom_partitioner_fn"):
-        raise RuntimeError(f"memkern.compile needs torch {FIRST_VERSION} or later, got {torch.__version__}")
-
+if not hasattr(inductor_config, "custom_partitioner_fn"):
+    raise ImportError("torch._inductor.config has no custom_partitioner_fn")
 
 __all__ = [
     "CustomPartitionerFn",
     "MinCutOptions",
     "TorchCompileInductorWrapper",
-    "check",
     "detect_fake_mode",
     "extract_tensor_metadata",
     "functorch_config",

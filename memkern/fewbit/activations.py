@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiling import assume_constant_result
+from ..dynamo import assume_constant_result
 from ..reference.activation import function_of
 from .levels import (
     Levels,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiling import assume_constant_result
+from ..dynamo import assume_constant_result
 
 _WAY_OUT = "use torch.nn.functional's own (memkern.restore(model)) where it is needed"
 

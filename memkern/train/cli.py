@@ -39,7 +39,7 @@ def check_installed(names: tuple[str, ...]) -> None:
     """Exits with the cure where a package of the extra [train] is absent."""
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     if absent:
-        raise SystemExit(f"memkern train needs {' and '.join(absent)}: pip install memkern[train]")
+        raise SystemExit(f"memkern train needs {' and '.join(absent)}, which the extra memkern[train] brings")
 
 
 def check_writes(name: str, folder: Path) -> None:

@@ -44,7 +44,7 @@ def check_installed(paths: Sequence[Path]) -> None:
     table = next((path for path in paths if path.suffix.lower() == ".parquet"), None)
     if table is not None and importlib.util.find_spec("pyarrow") is None:
         raise OptionError(
-            "data", f"{str(table)!r} needs pyarrow: pip install memkern[data], or convert the file to JSONL"
+            "data", f"{str(table)!r} needs pyarrow, which the extra memkern[data] brings; or convert the file to JSONL"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -336,6 +337,19 @@ def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     with pytest.raises(RuntimeError, match=r"memkern.compile needs torch 2.11 or later, got 2.10.1"):
         memkern.compile(nn.Linear(2, 2))
+
+
+def test_a_torch_that_lacks_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(memkern.compiled, "torch_internals", raising=False)
+    monkeypatch.setitem(sys.modules, "memkern.compiled.torch_internals", None)
+    with pytest.raises(RuntimeError, match=r"has not been tried with torch 2\..*, which lacks what it needs: "):
+        memkern.compile(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["saved_bits", "memory_budget", "custom_partitioner_fn"])
+def test_what_is_saved_is_said_once(name: str) -> None:
+    with pytest.raises(ValueError, match=f"options must not have '{name}'"):
+        memkern.compile(nn.Linear(2, 2), saved_bits=8, options={name: None})
 
 
 def test_the_caches_key_has_the_bits() -> None:

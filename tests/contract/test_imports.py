@@ -130,7 +130,7 @@ print(*[name for name in heavy if name in {*sys.modules} - before])
 def test_the_mark_for_torchdynamo_is_the_one_that_torch_sets() -> None:
     import torch
 
-    from memkern.compiling import assume_constant_result
+    from memkern.dynamo import assume_constant_result
 
     def ours() -> None: ...
     def theirs() -> None: ...

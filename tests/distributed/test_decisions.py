@@ -91,7 +91,7 @@ def give_gradients(places: list[Any], params: list[Parameter], step: int) -> Non
 
 
 def run_with_fault(layout: str, name: str, at: int, value: float) -> Any:
-    """Two steps, in the second of which one rank has a value that is not finite in the gradient of a number."""
+    """Three steps, in the second of which one rank has a value that is not finite in the gradient of a number."""
     places, params, optimizer = made(layout, name)
     scaler = GradScaler("cpu", init_scale=1.0) if "scaled" in name else None
     result: list[Any] = []
