@@ -57,7 +57,7 @@ PRESETS_ONLY = ("layers", "heads", "width")
 FREE_ON_RESUME = frozenset(
     {
         *("data", "device", "threads", "eval_every", "save_every", "checkpointing", "workers", "parallel"),
-        *("epochs", "warmup_epochs"),
+        *("epochs", "warmup_epochs", "weights_on_host"),
     }
 )
 
@@ -327,6 +327,7 @@ def check_techniques(config: TrainConfig) -> None:
             ("precision", techniques.precision != "bf16", "'bf16'"),
             ("step_in_backward", techniques.step_in_backward, "False: there is one micro-batch to a step"),
             ("offload", techniques.offload, "False: gradients are added up on the host"),
+            ("weights_on_host", techniques.weights_on_host, "None: fully_shard adds gradients up"),
         ):
             if excluded:
                 given = getattr(techniques, name)

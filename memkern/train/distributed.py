@@ -66,7 +66,7 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
         given = f"{config.batch_factor} given with --accumulation {config.techniques.accumulation}"
         allowed = f"values whose product is a multiple of {world}, such as {world}"
         raise OptionError("batch_factor", f"{given} in {world} processes; allowed: {allowed}")
-    if world > 1 and config.techniques.step_in_backward:
+    if world > 1 and config.techniques.step_in_backward and config.techniques.weights_on_host is None:
         raise OptionError("step_in_backward", f"given in {world} processes; allowed in one")
     if world > 1 and config.gradient_rounding != "nearest":
         text = f"{config.gradient_rounding!r} given in {world} processes, whose wrappers add up; allowed: nearest"
