@@ -6,14 +6,17 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .arrivals import arrivals_of
+from .dtensor.shards import is_dtensor, local
 from .foreign import refuse_clipping
+from .offload.weight import reduction_of_step
 
 
 class StepInBackward(Optimizer):
@@ -108,23 +111,29 @@ class StepInBackward(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    # ---- one parameter in place of all
+    # ---- some parameters in place of all
 
     @contextlib.contextmanager
-    def _alone(self, p: Tensor) -> Iterator[None]:
-        """In its scope the optimizer has one group, of one parameter.
+    def _alone(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """In its scope the optimizer's groups have these parameters alone.
 
-        So a step takes constant time, and other gradients, which were set by hand, wait for step().
+        So a step takes as long as theirs, and other gradients, which were set by hand, wait for step().
         """
-        place = self._place_of(p)
-        assert place is not None
-        groups, group = self.param_groups, place[0]
-        params = group["params"]
+        groups = self.param_groups
+        some: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+        for p in params:
+            place = self._place_of(p)
+            assert place is not None
+            some.setdefault(id(place[0]), (place[0], place[0]["params"], []))[2].append(p)
         try:
-            self.param_groups, group["params"], self._is_alone = [group], [p], True
+            self.param_groups, self._is_alone = [group for group, _, _ in some.values()], True
+            for group, _, own in some.values():
+                group["params"] = own
             yield
         finally:
-            self.param_groups, group["params"], self._is_alone = groups, params, False
+            self.param_groups, self._is_alone = groups, False
+            for group, all_params, _ in some.values():
+                group["params"] = all_params
 
     def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
         """A parameter's group and its index there, by a map that is made again where lists have changed."""
@@ -150,15 +159,35 @@ class StepInBackward(Optimizer):
             return
         check_first_gradient(p, self._stepped)
         check_not_reduced_later(p, StepInBackward, "use the optimizer without StepInBackward")
-        first = not self._stepped
+        first, deferred = not self._stepped, False
         self._stepped.add(p)
         try:
             if first and hasattr(super(), "_follow_groups"):
                 self._follow_groups()
-            with self._alone(p):
-                self._step_all()
+            deferred = self._defer(p)
+            if not deferred:
+                self._step_some([p])
         finally:
-            p.grad = None
+            if not deferred:
+                p.grad = None
+
+    def _defer(self, p: Tensor) -> bool:
+        """Whether a thread steps p later, when its gradient's copy to the host has ended; else waits for the copy."""
+        if (arrivals := arrivals_of(p)) is None:
+            wait_for_offloaded(p)
+            return False
+        place = self._place_of(p)
+        assert place is not None
+        if reduction_of_step(self.optimizer_class, p, place[0]) is not None:
+            arrivals.wait()  # the step's collectives come between the backward pass's, in one order on all ranks
+            return False
+        arrivals.defer(self, self._step_some, p)
+        return True
+
+    def _step_some(self, params: Sequence[Tensor]) -> None:
+        """The step of these parameters, by their gradients."""
+        with self._alone(params):
+            self._step_all()
 
     def _step_all(self) -> None:
         """The optimizer's own step of every parameter that has a gradient, without its hooks."""
@@ -244,7 +273,9 @@ class ParameterHooks:
         older = [hooks for ref in _HOOKS.get(id(p), ()) if (hooks := _hooks_of(ref, p)) is not None]
         for hooks in older:
             hooks.newer = own
-        self.handles[p] = p.register_post_accumulate_grad_hook(hook)
+        arrivals = arrivals_of(p)
+        register = p.register_post_accumulate_grad_hook if arrivals is None else functools.partial(arrivals.register, p)
+        self.handles[p] = register(hook)
         _HOOKS[id(p)] = [*map(weakref.ref, older), own]
 
     def _is_newest(self, p: Tensor) -> bool:
@@ -339,6 +370,15 @@ def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
             f"the {distributed.get_world_size()} processes of this job can reduce it; shard the model with "
             f"fully_shard, or {cure}"
         )
+
+
+def wait_for_offloaded(p: Tensor) -> None:
+    """In a parameter's hook: waits for the copy of its gradient, which ``fully_shard`` may have begun to the host."""
+    if not is_dtensor(p):
+        return
+    device = p.device_mesh.device_type
+    if local(p).device.type == "cpu" and device != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()  # fully_shard's, in which the hook is called
 
 
 @functools.cache

@@ -130,14 +130,23 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
 
 @contextmanager
 def process_group(group: Processes, device: str | None) -> Iterator[None]:
-    """torch.distributed's, where there are several processes: gloo on the CPU, nccl on CUDA devices."""
-    if group.world == 1:
-        yield
-        return
+    """torch.distributed's, where there are several processes: gloo on the CPU, nccl on CUDA devices.
+
+    Alone, ends the one that weights on the host have needed.
+    """
     import torch
 
+    if group.world == 1:
+        had_one = torch.distributed.is_available() and torch.distributed.is_initialized()
+        try:
+            yield
+        finally:
+            if not had_one and torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return
+
     on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    torch.distributed.init_process_group("nccl" if on_cuda else "gloo")
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     try:
         yield
     finally:

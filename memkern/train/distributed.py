@@ -111,8 +111,15 @@ def prepared(corpus: Corpus, config: TrainConfig, group: Processes, first: int) 
 def data_parallel(objective: Objective, config: TrainConfig, group: Processes, device: torch.device) -> nn.Module:
     """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
 
+    With weights_on_host ``fully_shard`` is for one process, too, and leaves the weights on the host.
+
     Raises OptionError for what cannot be sharded.
     """
+    if config.techniques.weights_on_host:
+        from ..streaming import stream
+
+        stream(objective, device)
+        return objective
     if group.world == 1:
         return objective
     if config.parallel == "ddp":
@@ -127,10 +134,13 @@ def data_parallel(objective: Objective, config: TrainConfig, group: Processes, d
     return objective
 
 
-def synchronized(parallel: Any, last: bool) -> AbstractContextManager[Any]:
-    """Around the forward and backward pass of a micro-batch: gradients are reduced after the last one."""
+def synchronized(parallel: Any, last: bool, on_host: bool = False) -> AbstractContextManager[Any]:
+    """Around the forward and backward pass of a micro-batch: gradients are reduced after the last one.
+
+    on_host: after each one, as gradients are added up on the host, and the device has no room for them.
+    """
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
         return nullcontext() if last else parallel.no_sync()
     if hasattr(parallel, "set_requires_gradient_sync"):  # fully_shard's
-        parallel.set_requires_gradient_sync(last)
+        parallel.set_requires_gradient_sync(last or on_host)
     return nullcontext()
