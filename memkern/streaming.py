@@ -166,7 +166,7 @@ class Group:
 
     def look(self) -> None:
         """Notes the parameters, which are on the host now."""
-        self.params = [p for owner in self._owners for p in owner.parameters(recurse=False)]
+        self.params = [*dict.fromkeys(p for owner in self._owners for p in owner.parameters(recurse=False))]
 
     @property
     def is_there(self) -> bool:

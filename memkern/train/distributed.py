@@ -118,7 +118,7 @@ def data_parallel(objective: Objective, config: TrainConfig, group: Processes, d
     if config.techniques.weights_on_host:
         from ..streaming import stream
 
-        stream(objective, device)
+        stream(objective, device, pin_memory=config.pin_memory)
         return objective
     if group.world == 1:
         return objective
