@@ -252,10 +252,10 @@ class Streamed:
         modules = {*groups}
         self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
         self.root = Group(model, modules)
-        self.prefetch = Prefetch(device, self.streams)
-        self.arrivals = Arrivals()
-        self.arrivals.params = lambda: [p for group in (*self.groups, self.root) for p in group.params]
         self.down = self.streams.Stream(device)
+        self.prefetch = Prefetch(device, self.streams)
+        everything = (*self.groups, self.root)
+        self.arrivals = Arrivals(lambda: [p for group in everything for p in group.params], self.down.record_event)
         for group in self.groups:
             self._hook(group)
         self._hook_root()
@@ -320,7 +320,7 @@ class Streamed:
         self.arrivals.hold(order[place].params)
 
     def _arrived(self, group: Group) -> None:
-        self.arrivals.arrived(group.params, self.down.record_event())
+        self.arrivals.arrived(group.params)
 
 
 def _with_gradient(tree: Any) -> Iterator[Tensor]:

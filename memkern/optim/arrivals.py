@@ -42,17 +42,21 @@ class Arrivals:
     hooks are called from here, when the copy of a block was begun: what needs its values runs in the thread, after the
     copy.
 
+    Args:
+        params: all parameters.
+        record: an event of the stream in which the copies are; None, they are complete.
+
     Backward pass of a block: :meth:`hold`, then :meth:`arrived`. :meth:`finish` is called when ``backward()`` ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, params: Callable[[], Iterable[Tensor]], record: Callable[[], Any]) -> None:
+        self._params, self._record = params, record
         self._worker = Worker()
         self._hooks: Any = WeakIdKeyDictionary()  # of parameters
         self._held: dict[Tensor, Tensor] = {}
         self._deferred: dict[Any, tuple[Callable[[Sequence[Tensor]], None], list[Tensor]]] = {}
         self._event: Any = None  # of the gradients whose hooks are called
         self._pending = False  # whether finish() is to be called
-        self.params: Callable[[], Iterable[Tensor]] = tuple
 
     def follow(self, params: Iterable[Tensor]) -> None:
         """Parameters whose gradients come through this object from now on."""
@@ -75,10 +79,10 @@ class Arrivals:
             if p.grad is not None and p not in self._held:
                 self._held[p], p.grad = p.grad, None
 
-    def arrived(self, params: Iterable[Tensor], event: Any) -> None:
-        """After the copies of the gradients of ``params`` were begun. event: of their end; None, they are complete."""
+    def arrived(self, params: Iterable[Tensor]) -> None:
+        """After the copies of the gradients of ``params`` were begun."""
         came = [p for p in params if p.grad is not None]
-        self._event = event
+        event = self._event = self._record()
         try:
             for p in came:
                 hooks = self._hooks.get(p)
@@ -112,7 +116,7 @@ class Arrivals:
         """
         self._pending = False
         self._join()
-        self.arrived(self.params(), None)
+        self.arrived(self._params())
         self._join()
         for p, total in self._held.items():
             p.grad = total

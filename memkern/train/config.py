@@ -342,6 +342,6 @@ def check_techniques(config: TrainConfig) -> None:
         if config.max_norm > 0:
             text = "given with --step-in-backward; allowed: 0: the norm of all gradients is not known before the last"
             raise OptionError("clip", f"{config.clip} {text}")
-        if config.batch_factor > 1:
+        if config.batch_factor > 1 and techniques.weights_on_host is None:  # else it is the number of processes
             text = "given with --step-in-backward; allowed: 1: gradients are freed as soon as they are there"
             raise OptionError("batch_factor", f"{config.batch_factor} {text}")

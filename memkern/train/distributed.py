@@ -66,8 +66,11 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
         given = f"{config.batch_factor} given with --accumulation {config.techniques.accumulation}"
         allowed = f"values whose product is a multiple of {world}, such as {world}"
         raise OptionError("batch_factor", f"{given} in {world} processes; allowed: {allowed}")
-    if world > 1 and config.techniques.step_in_backward and config.techniques.weights_on_host is None:
-        raise OptionError("step_in_backward", f"given in {world} processes; allowed in one")
+    if config.techniques.step_in_backward and config.techniques.weights_on_host is None and world > 1:
+        raise OptionError("step_in_backward", f"given in {world} processes; allowed in one, or with weights_on_host")
+    if config.techniques.step_in_backward and config.batch_factor != world:
+        text = f"{config.batch_factor} given with --step-in-backward in {world} processes; allowed: {world}, a"
+        raise OptionError("batch_factor", f"{text} micro-batch of each: gradients are freed as soon as they are there")
     if world > 1 and config.gradient_rounding != "nearest":
         text = f"{config.gradient_rounding!r} given in {world} processes, whose wrappers add up; allowed: nearest"
         raise OptionError("gradient_rounding", text)
