@@ -63,13 +63,13 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check(techniques)
-    if techniques.checkpointing:
-        check_blocks(model, techniques.checkpointing)  # raises before anything is changed
-    if techniques.weights_on_host:
+    if techniques.weights_on_host:  # raises before anything is changed, as the next does
         from . import streaming
 
         to = streaming_device(device)
         streaming.check(model)
+    if techniques.checkpointing:
+        check_blocks(model, techniques.checkpointing)
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         activations = bits or ("recompute" if saved else None)
@@ -115,6 +115,7 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
 
     Raises:
         TypeError: techniques are no Techniques, or the optimizer does not have an option.
+        ValueError: with ``weights_on_host``, params of a model before :func:`memkern.apply`.
     """
     _check(techniques)
     cls = getattr(torch.optim if techniques.is_torch else optim, techniques.optimizer_class)
@@ -141,7 +142,12 @@ def _on_host(
 ) -> torch.optim.Optimizer:
     """The optimizer of weights that are on the host."""
     made: Any = optim.StepInBackward(cls, params, **options) if techniques.step_in_backward else cls(params, **options)
-    devices = {p.device_mesh.device_type for g in made.param_groups for p in g["params"] if is_dtensor(p)} - {"cpu"}
+    all_params = [p for group in made.param_groups for p in group["params"]]
+    if not any(map(is_dtensor, all_params)):
+        raise ValueError(
+            "params must be those that the model has after memkern.apply, which puts its weights on the host"
+        )
+    devices = {p.device_mesh.device_type for p in all_params if is_dtensor(p)} - {"cpu"}
     if isinstance(made, optim.Muon) and devices:
         made.product_devices = OneDevice(torch.device(devices.pop()))
     return made

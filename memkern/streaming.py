@@ -29,8 +29,6 @@ WITHOUT_BLOCKS = "None for a model without a list of like blocks"
 
 def check(model: nn.Module) -> None:
     """Raises OptionError for a model whose weights cannot be streamed. Changes nothing."""
-    if not any(True for _ in block_lists(model)):
-        raise not_allowed("weights_on_host", "layers", WITHOUT_BLOCKS)
     for name, module in model.named_modules():
         why = None
         if hasattr(module, "set_requires_gradient_sync"):
@@ -41,17 +39,17 @@ def check(model: nn.Module) -> None:
             why = "has max_norm, which writes weights in the forward pass"
         if why is not None:
             raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name or 'the model'} {why}")
+    if not any(True for _ in block_lists(model)):
+        raise not_allowed("weights_on_host", "layers", WITHOUT_BLOCKS)
     for name, p in model.named_parameters():
         if p.is_meta:
             raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name} is on the meta device")
     for module, params in _params_of_groups(model):
         dtypes = {p.dtype for p in params if p.requires_grad}
         if len(dtypes) > 1:
-            name = type(module).__name__
-            text = (
-                f"'layers' given; allowed: None, as parameters of {name} are in {', '.join(sorted(map(str, dtypes)))}"
-            )
-            raise OptionError("weights_on_host", text + ": fully_shard needs one dtype")
+            which = f"parameters of {type(module).__name__} are in {', '.join(sorted(map(str, dtypes)))}"
+            text = f"'layers' given; allowed: None, as {which}: fully_shard needs one dtype"
+            raise OptionError("weights_on_host", text)
 
 
 def _modules_of_groups(model: nn.Module) -> list[nn.Module]:
@@ -168,10 +166,18 @@ class Group:
         """Notes the parameters, which are on the host now."""
         self.params = [*dict.fromkeys(p for owner in self._owners for p in owner.parameters(recurse=False))]
 
+    def _on_device(self) -> Iterator[Tensor]:
+        return (p for owner in self._owners for p in owner.parameters(recurse=False) if not is_dtensor(p))
+
     @property
     def is_there(self) -> bool:
         """Whether the weights are on the device, or on their way."""
-        return any(not is_dtensor(p) for owner in self._owners for p in owner.parameters(recurse=False))
+        return any(True for _ in self._on_device())
+
+    def forget_gradients(self) -> None:
+        """Frees gradients of weights that are on the device."""
+        for p in self._on_device():
+            p.grad = None
 
 
 def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
@@ -290,8 +296,8 @@ class Streamed:
 
     def _hook_root(self) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            if self.arrivals.reset() and hasattr(self.model, "reset_iter_state"):
-                self.model.reset_iter_state()
+            if self.arrivals.reset():
+                self._forget()
             self._to_host()
             self.prefetch.begin()
             for group in (*self.groups, self.root):
@@ -314,6 +320,13 @@ class Streamed:
         """Frees what weights are still on the device: a step on the host may have changed them."""
         for group in (*self.groups, self.root):
             group.module.reshard()
+
+    def _forget(self) -> None:
+        """Forgets a backward pass that was interrupted, with the gradients that it left on the device."""
+        for group in (*self.groups, self.root):
+            group.forget_gradients()
+        if hasattr(self.model, "reset_iter_state"):  # torch 2.13
+            self.model.reset_iter_state()
 
     def _begin_backward(self, order: list[Group], place: int) -> None:
         self.prefetch.backward(order, place)

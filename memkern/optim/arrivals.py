@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .dtensor.shards import local
+from .dtensor.shards import is_dtensor, local
 from .offload.worker import Worker
 
+AHEAD = 2  # blocks whose gradients are on the host and wait for the thread: it sets the pace where it is the slower one
 Hook = Callable[[Tensor], None]
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback  # as fully_shard does
 _arrivals: Any = WeakIdKeyDictionary()  # parameters, and through whom their gradients come
@@ -20,6 +21,15 @@ _arrivals: Any = WeakIdKeyDictionary()  # parameters, and through whom their gra
 def arrivals_of(p: Tensor) -> Arrivals | None:
     """Through whom a parameter's gradients arrive; None where autograd gives them."""
     return _arrivals.get(p)
+
+
+def wait_for_offloaded(p: Tensor) -> None:
+    """In a parameter's hook: waits for the copy of its gradient, which ``fully_shard`` may have begun to the host."""
+    if not is_dtensor(p):
+        return
+    device = p.device_mesh.device_type
+    if local(p).device.type == "cpu" and device != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()  # fully_shard's, in which the hook is called
 
 
 class Handle:
@@ -95,7 +105,7 @@ class Arrivals:
             self._deferred.clear()
         added = [(p, self._taken(p)) for p in came if p in self._held and p.grad is not None]
         if added:
-            self._worker.step(self._add, (added, event))
+            self._worker.step(self._add, (added, event), AHEAD)
 
     def defer(self, owner: object, step: Callable[[Sequence[Tensor]], None], p: Tensor) -> None:
         """In a hook: ``step`` is called with p, and all others that came with it, in the thread, after their copies.
@@ -156,7 +166,7 @@ class Arrivals:
                 for p, _ in pairs:
                     p.grad = None
 
-        self._worker.step(run, None)
+        self._worker.step(run, None, AHEAD)
 
     @torch.no_grad()
     def _add(self, job: tuple[Sequence[tuple[Tensor, Tensor]], Any]) -> None:

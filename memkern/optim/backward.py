@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .arrivals import arrivals_of
-from .dtensor.shards import is_dtensor, local
+from .arrivals import arrivals_of, wait_for_offloaded
 from .foreign import refuse_clipping
 from .offload.weight import reduction_of_step
 
@@ -69,7 +68,8 @@ class StepInBackward(Optimizer):
     wraps_a_class = True
     frees_gradients = True
     clips_by_norm = False
-    _is_alone = False  # whether there is one parameter in place of all (_alone)
+    _is_alone = False  # whether there are some parameters in place of all (_alone)
+    _is_deferring = False  # whether a thread may be in _alone: groups are those of the pass's first gradient
     _step_supports_amp_scaling = True  # so that GradScaler leaves its grad_scale here, where step() refuses it
 
     def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
@@ -137,6 +137,8 @@ class StepInBackward(Optimizer):
 
     def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
         """A parameter's group and its index there, by a map that is made again where lists have changed."""
+        if self._is_deferring:
+            return self._places.get(p)
         for _ in range(2):
             if (place := self._places.get(p)) is not None:
                 params = place[0]["params"]
@@ -159,30 +161,37 @@ class StepInBackward(Optimizer):
             return
         check_first_gradient(p, self._stepped)
         check_not_reduced_later(p, StepInBackward, "use the optimizer without StepInBackward")
-        first, deferred = not self._stepped, False
+        first = not self._stepped
         self._stepped.add(p)
         try:
             if first and hasattr(super(), "_follow_groups"):
                 self._follow_groups()
-            deferred = self._defer(p)
-            if not deferred:
-                self._step_some([p])
+            if first:
+                self._is_deferring = self._can_defer()
+            arrivals = arrivals_of(p)
+            if arrivals is None:
+                wait_for_offloaded(p)
+            elif self._is_deferring:
+                arrivals.defer(self, self._step_some, p)
+                return
+            else:
+                arrivals.wait()
+            self._step_some([p])
         finally:
-            if not deferred:
+            if not self._is_deferring:
                 p.grad = None
 
-    def _defer(self, p: Tensor) -> bool:
-        """Whether a thread steps p later, when its gradient's copy to the host has ended; else waits for the copy."""
-        if (arrivals := arrivals_of(p)) is None:
-            wait_for_offloaded(p)
-            return False
-        place = self._place_of(p)
-        assert place is not None
-        if reduction_of_step(self.optimizer_class, p, place[0]) is not None:
-            arrivals.wait()  # the step's collectives come between the backward pass's, in one order on all ranks
-            return False
-        arrivals.defer(self, self._step_some, p)
-        return True
+    def _can_defer(self) -> bool:
+        """Whether a thread steps all parameters, whose gradients arrive on the host, and needs no other ranks.
+
+        A step's collectives come between the backward pass's, in one order on all ranks.
+        """
+        return all(
+            arrivals_of(p) is not None and reduction_of_step(self.optimizer_class, p, group) is None
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        )
 
     def _step_some(self, params: Sequence[Tensor]) -> None:
         """The step of these parameters, by their gradients."""
@@ -205,6 +214,7 @@ class StepInBackward(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._is_deferring = False
         left = [p for p in self._parameters() if p.grad is not None]
         if left:
             self._step_all()
@@ -370,15 +380,6 @@ def check_not_reduced_later(p: Tensor, cls: type, cure: str) -> None:
             f"the {distributed.get_world_size()} processes of this job can reduce it; shard the model with "
             f"fully_shard, or {cure}"
         )
-
-
-def wait_for_offloaded(p: Tensor) -> None:
-    """In a parameter's hook: waits for the copy of its gradient, which ``fully_shard`` may have begun to the host."""
-    if not is_dtensor(p):
-        return
-    device = p.device_mesh.device_type
-    if local(p).device.type == "cpu" and device != "cpu":
-        torch.get_device_module(device).current_stream().synchronize()  # fully_shard's, in which the hook is called
 
 
 @functools.cache
