@@ -323,10 +323,14 @@ class Streamed:
 
     def _forget(self) -> None:
         """Forgets a backward pass that was interrupted, with the gradients that it left on the device."""
+        if not hasattr(self.model, "reset_iter_state"):
+            raise RuntimeError(
+                "a backward pass of this model was interrupted, and fully_shard of this torch cannot forget it: build "
+                "the model again, or use torch 2.13 or newer"
+            )
         for group in (*self.groups, self.root):
             group.forget_gradients()
-        if hasattr(self.model, "reset_iter_state"):  # torch 2.13
-            self.model.reset_iter_state()
+        self.model.reset_iter_state()
 
     def _begin_backward(self, order: list[Group], place: int) -> None:
         self.prefetch.backward(order, place)

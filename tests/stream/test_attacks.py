@@ -45,7 +45,7 @@ def both(
 
 
 def compiled(model: Model) -> None:
-    model.blocks[0].compile()
+    model.blocks[0]._compiled_call_impl = model.blocks[0]._call_impl  # as compile() does
 
 
 def on_meta(model: Model) -> None:
@@ -177,6 +177,10 @@ def test_a_pass_that_was_interrupted_is_forgotten(where: str, way: dict[str, Any
                 with pytest.raises(Interrupted):
                     model(tokens).backward()
             handle.remove()
+            if where == "backward" and not hasattr(model, "reset_iter_state"):
+                with pytest.raises(RuntimeError, match=r"was interrupted, .* torch 2\.13 or newer"):
+                    model(batches(0, t)[0])
+                pytest.skip("this torch's fully_shard cannot forget a backward pass")
             if "step_in_backward" not in way:
                 optimizer.zero_grad()
             else:
@@ -268,7 +272,9 @@ def test_an_error_of_the_step_comes_out_of_backward(monkeypatch: pytest.MonkeyPa
         model(batches(0, techniques)[0]).backward()
 
 
-@pytest.mark.parametrize("way", [{"step_in_backward": True}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{"step_in_backward": True}, pytest.param({"accumulation": 2}, marks=pytest.mark.full)], ids=str
+)
 def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
     """Of ten blocks, gradients of few wait for the thread, or beside the sum that they are added to."""
     techniques = STREAMED.replace(**way)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.optim.arrivals import Arrivals
@@ -22,6 +23,9 @@ from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support import streams
 from tests.support.streams import RaceError, Stream, Streams
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="the stand-in notes what fully_shard of torch 2.13 calls"
+)
 TECHNIQUES = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8", weights_on_host="layers")
 
 

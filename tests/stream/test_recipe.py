@@ -48,6 +48,7 @@ def test_a_run_has_every_bit(corpus: Corpus, changes: dict[str, Any]) -> None:
     assert_same(trained(PLAIN.replace(**changes), corpus), trained(STREAMED.replace(**changes), corpus))
 
 
+@pytest.mark.full
 def test_clipping_is_the_steps_own(corpus: Corpus) -> None:
     """In the step gradients are scaled in fp32, and beside it, by torch, in bf16: losses agree within bf16's rounding
     of what is clipped to a twentieth."""
