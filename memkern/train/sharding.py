@@ -27,7 +27,12 @@ def shard(objective: Objective, world: int, device: torch.device) -> None:
 
 def whole(state: Any) -> Any:
     """A state dict whose shards are put together, on the CPU; all processes must call it."""
-    return tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
+    return tree_map_only(DTensor, _whole, state)
+
+
+def _whole(x: DTensor) -> torch.Tensor:
+    # One process has all: a copy would take the memory of the model on the host once more.
+    return x.to_local().cpu() if x.device_mesh.size() == 1 else x.full_tensor().cpu()
 
 
 def load_whole(model: nn.Module, state: dict[str, Any]) -> None:

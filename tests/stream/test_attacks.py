@@ -1,0 +1,315 @@
+"""What people do to a model whose weights are on the host, between two calls and in the middle of one."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import memkern
+from memkern.optim.arrivals import Arrivals
+from memkern.optim.offload.worker import Worker
+from memkern.options import OptionError, Techniques
+from memkern.streaming import check, process_group
+from tests.stream.runs import Model, assert_equal, batches, model_for, optimizer_for, train, weights
+
+PLAIN = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8")
+STREAMED = PLAIN.replace(weights_on_host="layers")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def both(
+    use: Callable[[Model, torch.optim.Optimizer, Techniques], None], techniques: Techniques = PLAIN
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights after a use of the plain model, and of the streamed one."""
+    found = []
+    for t in (techniques, techniques.replace(weights_on_host="layers")):
+        model = model_for(t)
+        use(model, optimizer_for(model, t), t)
+        found.append(weights(model))
+    return found[0], found[1]
+
+
+# ---- what is refused, before anything is changed
+
+
+def compiled(model: Model) -> None:
+    model.blocks[0]._compiled_call_impl = model.blocks[0]._call_impl  # as compile() does
+
+
+def on_meta(model: Model) -> None:
+    model.head = nn.Linear(64, 97, device="meta")
+
+
+def sharded(model: Model) -> None:
+    process_group()
+    fully_shard(model.blocks[1])
+
+
+def of_two_dtypes(model: Model) -> None:
+    model.blocks[2].norm.float()
+
+
+def with_max_norm(model: Model) -> None:
+    model.embedding.max_norm = 1.0
+
+
+def without_blocks(model: Model) -> None:
+    model.blocks = nn.ModuleList(model.blocks[:1])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (compiled, "blocks.0 is compiled"),
+        (on_meta, "head.weight is on the meta device"),
+        (sharded, "blocks.1 is sharded by fully_shard already"),
+        (of_two_dtypes, "parameters of Block are in torch.bfloat16, torch.float32: fully_shard needs one dtype"),
+        (with_max_norm, "embedding has max_norm, which writes weights in the forward pass"),
+        (without_blocks, "allowed: None for a model without a list of like blocks"),
+    ],
+)
+def test_a_model_that_cannot_be_streamed_is_refused(edit: Callable[[Model], None], message: str) -> None:
+    model = Model().to(torch.bfloat16)
+    edit(model)
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(OptionError, match=re.escape(message)):
+        memkern.apply(model, STREAMED.replace(activation_bits=3, checkpointing="blocks"), device="cpu")
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert isinstance(model.blocks[0].act, nn.GELU)
+
+
+def test_devices_are_checked() -> None:
+    with pytest.raises(OptionError, match="device: 'tpu9' given; allowed: None, 'cpu', 'cuda', 'cuda:N'"):
+        memkern.apply(Model(), STREAMED, device="tpu9")
+
+
+def test_an_optimizer_that_is_made_before_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("params must be those that the model has after memkern.apply")):
+        optimizer_for(Model().to(torch.bfloat16), STREAMED)
+
+
+def test_one_of_several_processes_makes_its_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"one of 2 processes: call torch\.distributed\.init_process_group"):
+        process_group()
+
+
+def test_a_host_without_pinned_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memkern import streaming
+
+    def fails(*_: Any, **options: Any) -> None:
+        assert options["offload_policy"].pin_memory
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(streaming, "fully_shard", fails)
+    monkeypatch.setattr(streaming, "init_device_mesh", lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"could not be moved to pinned memory .*ulimit -l.*pin_memory=False"):
+        streaming.stream(Model(), torch.device("cuda"))
+
+
+# ---- between the calls
+
+
+def test_a_validation_between_backward_and_step_reads_and_leaves_nothing_stale() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        for step in range(3):
+            (tokens,) = batches(step, t)
+            model(tokens).backward()
+            with torch.no_grad():
+                seen.append(model.eval()(tokens).item())
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode(False), torch.no_grad():
+                seen.append(model(tokens).item())
+
+    seen: list[float] = []
+    plain, streamed = both(use)
+    assert_equal(plain, streamed)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing_stale() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        for step in range(3):
+            (tokens,) = batches(step, t)
+            model(tokens).backward()
+            model(tokens)  # with a graph, which is dropped
+            optimizer.step()
+            optimizer.zero_grad()
+        model.state_dict()  # else parameters() has some that the last forward pass has left on the device
+
+    assert_equal(*both(use))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
+def test_a_pass_that_was_interrupted_is_forgotten(where: str, way: dict[str, Any]) -> None:
+    """An exception in the last block, or in the first block's backward pass; then the run goes on."""
+    techniques = PLAIN.replace(**way)
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        train(model, optimizer, t, range(2))
+        place = model.blocks[3].down if where == "forward" else model.blocks[3].up
+        if t.weights_on_host:
+
+            def interrupt(*_: Any) -> None:
+                raise Interrupted
+
+            register = place.register_forward_hook if where == "forward" else place.register_full_backward_hook
+            handle = register(interrupt)
+            for tokens in batches(9, t)[-1:]:
+                with pytest.raises(Interrupted):
+                    model(tokens).backward()
+            handle.remove()
+            if where == "backward" and not hasattr(model, "reset_iter_state"):
+                with pytest.raises(RuntimeError, match=r"was interrupted, .* torch 2\.13 or newer"):
+                    model(batches(0, t)[0])
+                pytest.skip("this torch's fully_shard cannot forget a backward pass")
+            if "step_in_backward" not in way:
+                optimizer.zero_grad()
+            else:
+                left = [*optimizer._stepped]  # type: ignore[attr-defined]
+                assert len(left) <= 1  # of the head, which came before
+                return
+        elif "step_in_backward" in way:
+            return
+        train(model, optimizer, t, range(2, 4))
+
+    plain, streamed = both(use, techniques)
+    if "step_in_backward" in way:
+        different = [name for name, x in plain.items() if not torch.equal(x, streamed[name])]
+        assert different in ([], ["head.weight"])
+    else:
+        assert_equal(plain, streamed)
+
+
+def test_edits_of_weights_between_steps_count() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        train(model, optimizer, t, range(2))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        train(model, optimizer, t, range(2, 4))
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        train(model, optimizer, t, range(4, 5))
+        model.load_state_dict(state)
+        train(model, optimizer, t, range(5, 6))
+
+    assert_equal(*both(use))
+
+
+def test_two_graphs_at_a_time() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        for step in range(3):
+            losses = [model(tokens) for tokens in batches(step, t.replace(accumulation=2))]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_equal(*both(use))
+
+
+def test_frozen_weights_and_blocks() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        model.embedding.weight.requires_grad_(False)
+        for p in [*model.blocks[0].parameters(), model.blocks[2].up.weight]:
+            p.requires_grad_(False)
+        train(model, optimizer, t, range(3))
+
+    assert_equal(*both(use))
+
+
+@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}], ids=str)
+def test_a_schedule_and_options_that_change(way: dict[str, Any]) -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(4):
+            train(model, optimizer, t, range(step, step + 1))
+            schedule.step()
+
+    assert_equal(*both(use, PLAIN.replace(**way)))
+
+
+def test_a_second_backward_before_the_step_raises() -> None:
+    techniques = STREAMED.replace(step_in_backward=True)
+    model = model_for(techniques)
+    optimizer = optimizer_for(model, techniques)
+    (tokens,) = batches(0, techniques)
+    model(tokens).backward()
+    with pytest.raises(RuntimeError, match="zero_grad\\(\\) between backward\\(\\) and step\\(\\)"):
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="a second gradient of a parameter"):
+        model(tokens).backward()
+
+
+def test_an_error_of_the_step_comes_out_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    techniques = STREAMED.replace(step_in_backward=True)
+    model = model_for(techniques)
+    optimizer: Any = optimizer_for(model, techniques)
+
+    def fails(params: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(optimizer, "_step_some", fails)
+    with pytest.raises(Interrupted):
+        model(batches(0, techniques)[0]).backward()
+
+
+@pytest.mark.parametrize(
+    "way", [{"step_in_backward": True}, pytest.param({"accumulation": 2}, marks=pytest.mark.full)], ids=str
+)
+def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
+    """Of ten blocks, gradients of few wait for the thread, or beside the sum that they are added to."""
+    techniques = STREAMED.replace(**way)
+    model = model_for(techniques, blocks=10)
+    optimizer: Any = optimizer_for(model, techniques)
+    names = {p: name.rsplit(".", 2)[0] for name, p in model.named_parameters()}
+    taken: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    seen: list[int] = []
+    take, step = Arrivals._taken, Worker.step
+
+    def noted(p: torch.Tensor) -> torch.Tensor:
+        found = take(p)
+        if names[p].startswith("blocks"):
+            taken.add(found)
+        return found
+
+    def slow(worker: Worker, function: Any, bucket: Any, ahead: Any) -> None:
+        def run(bucket: Any) -> None:
+            time.sleep(0.02)
+            function(bucket)
+
+        step(worker, run, bucket, ahead)
+        seen.append(len(taken))
+
+    monkeypatch.setattr(Arrivals, "_taken", staticmethod(noted))
+    monkeypatch.setattr(Worker, "step", slow)
+    train(model, optimizer, techniques, range(2))
+    block = len([*model.blocks[0].parameters()])
+    assert len(seen) > 10
+    assert block <= max(seen) <= 4 * block
+    if "step_in_backward" in way:
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_copy_of_a_check_leaves_the_model_usable() -> None:
+    model = Model()
+    check(model)
+    copy.deepcopy(model)
