@@ -625,7 +625,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "2048"),
             "--seq-len: 2048 given; allowed: 1 to 1024",
         ),
-        (("--model", "gpt2", "--memory", "1GiB"), "--seq-len: None given"),
+        (("--model", "gpt2", "--memory", "1GiB", "--seq-len", "0"), "--seq-len: 0 given"),
         (
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--device", "tpu"),
             "--device: 'tpu' given",
