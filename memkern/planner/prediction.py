@@ -259,7 +259,7 @@ class Predictor:
             self._intensity(techniques),
             rate_of(self.hardware, techniques) / self.hardware.bandwidth,
             fixed.parameters - fixed.buffers if streams else 0,
-            self._streamed_from(techniques) if streams else None,
+            self.hides(techniques) if streams else None,
         )
 
     def check(self, techniques: Techniques) -> None:
@@ -289,7 +289,8 @@ class Predictor:
             gradients, weights = math.ceil(gradients * fixed.pinned / max(1, fixed.parameters)), fixed.pinned
         return weights + fixed.errors + fixed.optimizer + gradients
 
-    def _streamed_from(self, techniques: Techniques) -> tuple[int, int]:
+    def hides(self, techniques: Techniques) -> tuple[int, int]:
+        """Tokens from which arithmetic hides the transfers of weights, and the host's step (``streamed_from``)."""
         fixed = self.fixed(techniques)
         return streamed_from(
             self.hardware,
