@@ -1,12 +1,12 @@
-"""Weights on the host: what memkern.plan predicts for models of 7 to 70 billion parameters, beside FSDP2 on fake CUDA.
+"""Weights on the host: what memkern.plan predicts for 7 to 70 billion parameters, beside FSDP2 on fake CUDA.
 
-One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a step in backward. device_gib: predicted,
-process included; counted_gib: the peak of fully_shard's own code on fake CUDA tensors (tests/support/streamed_bytes.py),
-and the same process. host_gib: weights and gradients under way in pinned memory, errors, states of AdamW8bit;
-unrounded_gib: where torch does not round pinned tensors up to powers of two; muon_gib: so, of Muon8bit. link_LINK,
-step_LINK: tokens of a micro-batch from which arithmetic hides the weights' transfers, and from which the backward pass
-hides the host's step, by the planner's estimate: with pcie4 for the planner's card of 12 GB (25 TFLOP/s, 30 GB/s of the
-host's memory), else for 400 TFLOP/s and 200 GB/s.
+One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a step in backward. device_gib:
+predicted, process included; counted_gib: the peak of fully_shard's own code on fake CUDA tensors
+(tests/support/streamed_bytes.py), and the same process. host_gib: weights and gradients under way in pinned memory,
+errors, states of AdamW8bit; unrounded_gib: where torch does not round pinned tensors up to powers of two; muon_gib:
+so, of Muon8bit. link_LINK, step_LINK: tokens of a micro-batch from which arithmetic hides the weights' transfers, and
+from which the backward pass hides the host's step, by the planner's estimate: with pcie4 for the planner's card of
+12 GB (25 TFLOP/s, 30 GB/s of the host's memory), else for 400 TFLOP/s and 200 GB/s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SERVER: dict[str, Any] = {"half_flops": 400e12, "host_bandwidth": 200e9}
 LINKS: dict[str, dict[str, Any]] = {"pcie4": {}, "pcie5": SERVER, "c2c": SERVER}
 COLUMNS = (
     *report.PROVENANCE, "transformers", "model", "parameters", "tokens", "device_gib", "counted_gib", "host_gib",
-    "unrounded_gib", "unrounded_per_parameter", "muon_gib", *(f"{what}_{link}" for link in LINKS for what in ("link", "step")),
+    "unrounded_gib", "unrounded_per_parameter", "muon_gib",
+    *(f"{what}_{link}" for link in LINKS for what in ("link", "step")),
 )  # fmt: skip
 
 
