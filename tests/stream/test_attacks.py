@@ -19,10 +19,7 @@ from memkern.optim.arrivals import Arrivals
 from memkern.optim.offload.worker import Worker
 from memkern.options import OptionError, Techniques
 from memkern.streaming import check, process_group
-from tests.stream.runs import Model, assert_equal, batches, model_for, optimizer_for, train, weights
-
-PLAIN = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8")
-STREAMED = PLAIN.replace(weights_on_host="layers")
+from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
 
 
 class Interrupted(Exception):
