@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
+from . import pinned
 from .optim.arrivals import Arrivals
 from .optim.dtensor.shards import is_dtensor
 from .options import OptionError, not_allowed
@@ -42,8 +43,13 @@ def check(model: nn.Module) -> None:
     if not any(True for _ in block_lists(model)):
         raise not_allowed("weights_on_host", "layers", WITHOUT_BLOCKS)
     for name, p in model.named_parameters():
+        why = None
         if p.is_meta:
-            raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name} is on the meta device")
+            why = "is on the meta device"
+        elif not p.dim() or not p.is_contiguous():
+            why = f"{'is not contiguous' if p.dim() else 'has no dimension'}, which fully_shard does not take"
+        if why is not None:
+            raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name} {why}")
     for module, params in _params_of_groups(model):
         dtypes = {p.dtype for p in params if p.requires_grad}
         if len(dtypes) > 1:
@@ -111,15 +117,44 @@ def end_process_group(group: Any) -> None:
         dist.destroy_process_group()
 
 
+def pins(device: torch.device, pin_memory: bool) -> bool:
+    """Whether the host's memory is pinned: there is nothing to pin it for where the device is the CPU."""
+    return pin_memory and device.type != "cpu"
+
+
+def _shard_bytes(p: Tensor, world: int) -> int:
+    """The bytes of this rank's shard."""
+    rows = p.shape[0] if p.dim() else 1
+    each = -(-rows // world)
+    own = max(0, min(each, rows - dist.get_rank() * each))
+    return own * (p.nbytes // max(rows, 1))
+
+
+def _empty_host_cache() -> None:
+    """Frees what ``fully_shard`` has pinned tensor by tensor, and torch's allocator keeps."""
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
+
+
+@torch.no_grad()
+def _move(group: Group, slabs: pinned.Slabs) -> None:
+    """Moves the shards that ``fully_shard`` has made of a group into slabs."""
+    for p in group.params:
+        p._local_tensor = slabs.copy_of(p._local_tensor)  # type: ignore[attr-defined]
+    for owner in group.owners:
+        owner.load_state_dict({}, strict=False)  # fully_shard looks at the shards afterwards, and frees its own
+
+
 def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -> None:
     """Keeps a model's weights on the host: ``fully_shard`` with CPUOffloadPolicy of its blocks and of itself, in place.
 
     Args:
         device: where the weights of a block go while it runs. The model may be on the host or there.
         pin_memory: whether the weights on the host are pinned, where the device is not the CPU: all bytes of the
-            weights, and gradients while they are there. torch's allocator of pinned memory rounds each tensor up to a
-            power of two; torch 2.13 does not above PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1. Without it the
-            copies do not overlap, and are slower.
+            weights, in slabs of a GiB (:class:`memkern.pinned.Slabs`), and the gradients that are on the host, each
+            rounded up to a power of two by torch's allocator. Without it the copies are slower, and do not overlap.
 
     Raises:
         OptionError: the model cannot be streamed. Nothing is changed then.
@@ -130,22 +165,29 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    pins = pin_memory and device.type != "cpu"
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=pins)}
+    pinned_memory = pins(device, pin_memory)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=pinned_memory)}
     groups = _modules_of_groups(model)
+    modules = {*groups}
+    sizes = [_shard_bytes(p, mesh.size()) for p in model.parameters()] if pinned_memory else []
     try:
+        slabs = pinned.Slabs(sizes)
         for module in groups:
             # The last one's weights are needed at once in the backward pass.
             fully_shard(module, reshard_after_forward=module is not groups[-1], **options)
+            if pinned_memory:
+                _move(Group(module, modules), slabs)
         fully_shard(model, **options)
+        if pinned_memory:
+            _move(Group(model, modules), slabs)
+            _empty_host_cache()
     except RuntimeError as error:
-        if not pins:
+        if not pinned_memory:
             raise
-        total = sum(p.nbytes for p in model.parameters()) / 2**30
         raise RuntimeError(
-            f"the weights, {total:.1f} GiB, could not be moved to pinned memory of the host ({error}): raise the limit "
-            "of locked memory (ulimit -l, or the container's memlock), or give pin_memory=False, with which copies are "
-            "slower and do not overlap; the model is to be built anew"
+            f"the weights, {sum(sizes) / 2**30:.1f} GiB, could not be moved to pinned memory of the host ({error}): "
+            "raise the limit of locked memory (ulimit -l, or the container's memlock), or give pin_memory=False, with "
+            "which copies are slower and do not overlap; the model is to be built anew"
         ) from error
     for module in groups:
         if _needs_no_weights(module):
@@ -158,16 +200,16 @@ class Group:
 
     def __init__(self, module: Any, others: set[nn.Module], in_backward: bool = True) -> None:
         self.module, self.in_backward = module, in_backward
-        self._owners = [*_owners(module, others)]
+        self.owners = [*_owners(module, others)]
         self.params: list[Tensor] = []
         self.look()
 
     def look(self) -> None:
         """Notes the parameters, which are on the host now."""
-        self.params = [*dict.fromkeys(p for owner in self._owners for p in owner.parameters(recurse=False))]
+        self.params = [*dict.fromkeys(p for owner in self.owners for p in owner.parameters(recurse=False))]
 
     def _on_device(self) -> Iterator[Tensor]:
-        return (p for owner in self._owners for p in owner.parameters(recurse=False) if not is_dtensor(p))
+        return (p for owner in self.owners for p in owner.parameters(recurse=False) if not is_dtensor(p))
 
     @property
     def is_there(self) -> bool:

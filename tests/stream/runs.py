@@ -14,6 +14,8 @@ from memkern.applying import optimizer_groups
 from memkern.options import Techniques
 
 WIDTH, CLASSES = 64, 97
+PLAIN = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8")
+STREAMED = PLAIN.replace(weights_on_host="layers")
 
 
 class Block(nn.Module):

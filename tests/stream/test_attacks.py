@@ -19,10 +19,7 @@ from memkern.optim.arrivals import Arrivals
 from memkern.optim.offload.worker import Worker
 from memkern.options import OptionError, Techniques
 from memkern.streaming import check, process_group
-from tests.stream.runs import Model, assert_equal, batches, model_for, optimizer_for, train, weights
-
-PLAIN = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8")
-STREAMED = PLAIN.replace(weights_on_host="layers")
+from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
 
 
 class Interrupted(Exception):
@@ -65,6 +62,14 @@ def with_max_norm(model: Model) -> None:
     model.embedding.max_norm = 1.0
 
 
+def with_a_scalar(model: Model) -> None:
+    model.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def with_gaps(model: Model) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.t().contiguous().t())
+
+
 def without_blocks(model: Model) -> None:
     model.blocks = nn.ModuleList(model.blocks[:1])
 
@@ -77,6 +82,8 @@ def without_blocks(model: Model) -> None:
         (sharded, "blocks.1 is sharded by fully_shard already"),
         (of_two_dtypes, "parameters of Block are in torch.bfloat16, torch.float32: fully_shard needs one dtype"),
         (with_max_norm, "embedding has max_norm, which writes weights in the forward pass"),
+        (with_a_scalar, "scale has no dimension, which fully_shard does not take"),
+        (with_gaps, "head.weight is not contiguous, which fully_shard does not take"),
         (without_blocks, "allowed: None for a model without a list of like blocks"),
     ],
 )
@@ -117,7 +124,8 @@ def test_a_host_without_pinned_memory_says_what_to_do(monkeypatch: pytest.Monkey
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(streaming, "fully_shard", fails)
-    monkeypatch.setattr(streaming, "init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(streaming, "init_device_mesh", lambda *_: torch.empty(()))
+    monkeypatch.setattr(streaming, "_shard_bytes", lambda *_: 2**30)
     with pytest.raises(RuntimeError, match=r"could not be moved to pinned memory .*ulimit -l.*pin_memory=False"):
         streaming.stream(Model(), torch.device("cuda"))
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.__main__ import main
 from memkern.train import checkpoint as checkpoints
+from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
-from tests.stream.test_order import TECHNIQUES
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from memkern.optim.arrivals import Arrivals
 from memkern.options import Techniques
 from memkern.streaming import Prefetch
+from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support import streams
 from tests.support.streams import RaceError, Stream, Streams
@@ -26,7 +27,6 @@ from tests.support.streams import RaceError, Stream, Streams
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="the stand-in notes what fully_shard of torch 2.13 calls"
 )
-TECHNIQUES = Techniques(precision="bf16", state_bits=8, master_weights="bf16+8", weights_on_host="layers")
 
 
 class Event(streams.Event):
@@ -113,11 +113,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-STREAMED: dict[Any, Any] = {}
+NOW: dict[str, Any] = {}
 
 
 def streamed_of(group: FSDPParamGroup) -> Any:
-    return STREAMED["now"]
+    return NOW["streamed"]
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def _note_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(self: Any, *args: Any) -> None:
         init(self, *args)
-        STREAMED["now"] = self
+        NOW["streamed"] = self
 
     monkeypatch.setattr(Streamed, "__init__", noted)
 

@@ -14,8 +14,7 @@ from memkern.__main__ import main
 from memkern.train import Corpus, TrainConfig, Trainer, run
 from memkern.train import checkpoint as checkpoints
 from memkern.train.build import Source, load
-from tests.support.train_helpers import SMALL
-from tests.train.test_distributed import train as train_by_two
+from tests.support.train_helpers import SMALL, train_by_two
 
 PLAIN = SMALL.replace(device="cpu", precision="bf16", master_weights="bf16+8", clip=0.0)
 STREAMED = PLAIN.replace(weights_on_host="layers")
