@@ -3,10 +3,9 @@
 One sequence, bf16 weights with 8-bit errors, checkpoints, the loss in chunks, a step in backward. device_gib:
 predicted, process included; counted_gib: the peak of fully_shard's own code on fake CUDA tensors
 (tests/support/streamed_bytes.py), and the same process. host_gib: weights and gradients under way in pinned memory,
-errors, states of AdamW8bit; unrounded_gib: where torch does not round pinned tensors up to powers of two; muon_gib:
-so, of Muon8bit. link_LINK, step_LINK: tokens of a micro-batch from which arithmetic hides the weights' transfers, and
-from which the backward pass hides the host's step, by the planner's estimate: with pcie4 for the planner's card of
-12 GB (25 TFLOP/s, 30 GB/s of the host's memory), else for 400 TFLOP/s and 200 GB/s.
+errors, states of AdamW8bit; muon_gib: of Muon8bit. link_LINK, step_LINK: tokens of a micro-batch from which arithmetic
+hides the weights' transfers, and from which the backward pass hides the host's step, by the planner's estimate: with
+pcie4 for the planner's card of 12 GB (25 TFLOP/s, 30 GB/s of the host's memory), else for 400 TFLOP/s and 200 GB/s.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SERVER: dict[str, Any] = {"half_flops": 400e12, "host_bandwidth": 200e9}
 LINKS: dict[str, dict[str, Any]] = {"pcie4": {}, "pcie5": SERVER, "c2c": SERVER}
 COLUMNS = (
     *report.PROVENANCE, "transformers", "model", "parameters", "tokens", "device_gib", "counted_gib", "host_gib",
-    "unrounded_gib", "unrounded_per_parameter", "muon_gib",
+    "host_per_parameter", "muon_gib",
     *(f"{what}_{link}" for link in LINKS for what in ("link", "step")),
 )  # fmt: skip
 
@@ -58,20 +57,14 @@ def figures(model: str, tokens: int) -> list[str]:
     found = predictor.predict(techniques)
     count = predictor.fixed(techniques).count
     counted = max(streamed_bytes.peak_of_a_step(source, techniques).values()) + card.process
-
-    def unrounded(t: Techniques) -> float:
-        fixed = predictor.fixed(t)
-        kept = fixed.errors + fixed.optimizer
-        return kept + (predictor.held_on_host(t) - kept) * fixed.parameters / fixed.pinned
-
-    adamw, muon = unrounded(techniques), unrounded(techniques.replace(optimizer="muon"))
+    muon = predictor.held_on_host(techniques.replace(optimizer="muon"))
     hidden = []
     for link, speeds in LINKS.items():
         machine = dataclasses.replace(card, link=hardware.LINKS[link], **speeds)
         both = Predictor(source, "cuda", "cuda", machine).hides(techniques)
         hidden += [str(n) for n in both]
-    sizes = [f"{size / GIB:.2f}" for size in (found.peak, counted, found.host, adamw)]
-    return [model, str(count), str(tokens), *sizes, f"{adamw / count:.3f}", f"{muon / GIB:.2f}", *hidden]
+    sizes = [f"{size / GIB:.2f}" for size in (found.peak, counted, found.host)]
+    return [model, str(count), str(tokens), *sizes, f"{found.host / count:.3f}", f"{muon / GIB:.2f}", *hidden]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -86,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
             found = fake_cuda.call(pickle.dumps((figures, arguments)))
             yield study.row(provenance, COLUMNS, found)
 
-    study.write(args.out / "plan-streamed.csv", rows(), COLUMNS, 15)
+    study.write(args.out / "plan-streamed.csv", rows(), COLUMNS, 14)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class Fixed:
     """See :class:`memkern.planner.streamed.Streamed`."""
     buffers: int = 0
     pinned: int = 0
-    """Of the weights in pinned memory: torch's allocator rounds each tensor up to a power of two."""
+    """Of all parameters, were each in pinned memory of its own, which torch rounds up to a power of two."""
 
 
 def fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
