@@ -181,7 +181,8 @@ def tiny(tied: bool = False) -> Any:
     return transformers.LlamaConfig(**sizes, vocab_size=256, max_position_embeddings=64, tie_word_embeddings=tied)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.full), 100])
+@pytest.mark.full
+@pytest.mark.parametrize("chunk", [None, 100])
 def test_the_printed_loop_trains(chunk: int | None, group: None) -> None:
     config = tiny()
     given = FRUGAL | {"checkpointing": "blocks", "step_in_backward": True, "loss_chunk": chunk, "micro_batch": 2}
