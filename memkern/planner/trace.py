@@ -233,17 +233,14 @@ def record(
     def on_block(block: nn.Module, args: Any) -> None:
         begins.setdefault(block, live.clock)
 
-    def on_head(module: nn.Module, args: Any, out: Any) -> None:
-        if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(lambda _: head_begins.append(live.clock))
-
     existing = [*model.parameters(), *model.buffers(), *held]
     live = LiveBytes(existing, counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
     handles += [block.register_forward_pre_hook(on_block) for block in blocks]
-    handles += [head.register_forward_hook(on_head)] if head is not None else []
     head_begins: list[int] = []
+    if head is not None:
+        handles.append(_on_gradient_of(head, lambda: head_begins.append(live.clock)))
     owners = {p: block for block in blocks for p in block.parameters()}
     owned: dict[Storage, nn.Module] = {}
     begins: dict[nn.Module, int] = {}
@@ -262,6 +259,16 @@ def record(
     trace = Trace(found, accumulated, operators, middle, blocks=clocks, of_blocks=until, head=begin)
     model.zero_grad(set_to_none=True)
     return trace
+
+
+def _on_gradient_of(module: nn.Module, call: Callable[[], None]) -> Any:
+    """Has ``call()`` called when the gradient of what a module returns is there, until the handle removes it."""
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: call())
+
+    return module.register_forward_hook(after)
 
 
 def _in_place_sums(
