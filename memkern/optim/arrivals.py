@@ -50,7 +50,8 @@ class Arrivals:
     ``backward()``. It waits at once, and the device with it, where a gradient is there already, or the parameter has a
     hook for its accumulated gradient. So gradients of former passes are held here while a pass brings new ones, and
     hooks are called from here, when the copy of a block was begun: what needs its values runs in the thread, after the
-    copy.
+    copy. Adding a micro-batch's bf16 gradients takes 0.4 ns of a core per element; on the device they would take the
+    memory of all gradients until the last micro-batch.
 
     Args:
         params: all parameters.

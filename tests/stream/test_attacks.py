@@ -19,6 +19,7 @@ from memkern.optim.arrivals import Arrivals
 from memkern.optim.offload.worker import Worker
 from memkern.options import OptionError, Techniques
 from memkern.streaming import check, process_group
+from tests.stream import runs
 from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
 
 
@@ -232,6 +233,50 @@ def test_two_graphs_at_a_time() -> None:
             optimizer.zero_grad()
 
     assert_equal(*both(use))
+
+
+class Twice(Model):
+    """Runs its second block twice, and hands blocks their input by name."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x=x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_block_that_runs_twice(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    """Its two gradients are rounded to bf16 and added in another order, so these weights are in fp32: and a sum of
+    two is one sum. With more micro-batches sums of four are within fp32's rounding."""
+    monkeypatch.setattr(runs, "Model", Twice)
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        losses.append(train(model, optimizer, t, range(3)))
+
+    losses: list[list[float]] = []
+    techniques = Techniques(precision="fp32", state_bits=32, optimizer="sgd", accumulation=accumulation)
+    plain, streamed = both(use, techniques)
+    if accumulation == 1:
+        assert_equal(plain, streamed)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        train(model, optimizer, t, range(1))
+        del optimizer
+        inside = [*model.blocks.parameters()]
+        outside = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+        both_of = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
+        for step in range(3):
+            model(batches(step, t)[0]).backward()
+            for each in both_of:
+                each.step()
+                each.zero_grad()
+
+    assert_equal(*both(use, PLAIN.replace(step_in_backward=True)))
 
 
 def test_frozen_weights_and_blocks() -> None:
