@@ -609,7 +609,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 1
     found = json.loads(out)
     assert found["fits"] is False
-    assert set(found["alone"]) == set(ALONE) - {"offload", "8 bits, on the host"}
+    assert set(found["alone"]) == set(ALONE) - {"offload", "8 bits, on the host", "weights on the host"}
     assert found["together"]["peak"] > 100 * MIB
 
 
