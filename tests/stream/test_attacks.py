@@ -279,6 +279,17 @@ def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None
     assert_equal(*both(use, PLAIN.replace(step_in_backward=True)))
 
 
+@pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+def test_host_offload_over_streamed_weights(way: dict[str, Any]) -> None:
+    """It is not needed, and has the bits of the step beside it."""
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        own = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-2, host_dtype=None, **way)
+        train(model, own, t, range(3))
+
+    assert_equal(*both(use, Techniques(state_bits=8)))
+
+
 def test_frozen_weights_and_blocks() -> None:
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         model.embedding.weight.requires_grad_(False)
