@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import memkern
 from memkern.options import OptionError
-from memkern.streaming import process_group
+from memkern.streaming import check, process_group
 from tests.stream.runs import STREAMED, Model, optimizer_for
 
 # ---- what is refused, before anything is changed
