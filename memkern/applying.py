@@ -149,7 +149,8 @@ def _on_host(
         )
     devices = {p.device_mesh.device_type for p in all_params if is_dtensor(p)} - {"cpu"}
     if isinstance(made, optim.Muon) and devices:
-        made.product_devices = OneDevice(torch.device(devices.pop()))
+        kind = devices.pop()
+        made.product_devices = OneDevice(torch.device(kind, torch.get_device_module(kind).current_device()))
     return made
 
 

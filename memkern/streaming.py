@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from . import pinned
 from .optim.arrivals import Arrivals
-from .optim.dtensor.shards import is_dtensor
 from .options import OptionError, not_allowed
+from .prefetch import Group, Prefetch, owners
 from .swap.block_lists import block_lists
 
 WITHOUT_BLOCKS = "None for a model without a list of like blocks"
@@ -93,7 +93,7 @@ def _is_shared(module: nn.Module, model: nn.Module) -> bool:
 def _params_of_groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
     groups = _modules_of_groups(model)
     for module in (*groups, model):
-        yield module, [p for owner in _owners(module, {*groups}) for p in owner.parameters(recurse=False)]
+        yield module, [p for owner in owners(module, {*groups}) for p in owner.parameters(recurse=False)]
 
 
 def process_group() -> None:
@@ -195,107 +195,12 @@ def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -
     Streamed(model, groups, device)
 
 
-class Group:
-    """A module whose weights come and go together."""
-
-    def __init__(self, module: Any, others: set[nn.Module], in_backward: bool = True) -> None:
-        self.module, self.in_backward = module, in_backward
-        self.owners = [*_owners(module, others)]
-        self.params: list[Tensor] = []
-        self.look()
-
-    def look(self) -> None:
-        """Notes the parameters, which are on the host now."""
-        self.params = [*dict.fromkeys(p for owner in self.owners for p in owner.parameters(recurse=False))]
-
-    def _on_device(self) -> Iterator[Tensor]:
-        return (p for owner in self.owners for p in owner.parameters(recurse=False) if not is_dtensor(p))
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the weights are on the device, or on their way."""
-        return any(True for _ in self._on_device())
-
-    def forget_gradients(self) -> None:
-        """Frees gradients of weights that are on the device."""
-        for p in self._on_device():
-            p.grad = None
-
-
-def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules whose parameters belong to a group: those of ``module`` that are in no other one."""
-    if any(True for _ in module.parameters(recurse=False)):
-        yield module
-    for child in module.children():
-        if child not in others:
-            yield from _owners(child, others)
-
-
-class Prefetch:
-    """Copies of weights to the device: of the next group while one computes, in a stream of their own.
-
-    With one process ``fully_shard`` copies a group's weights in the computing stream, when the group begins. So each
-    group is unsharded from here, in ``up``, before it begins; ``fully_shard`` finds it unsharded. The order is that of
-    the last forward pass, and backwards. Memory that was freed goes to ``up`` after all uses: each copy waits for
-    what the computing stream was given before it, which is one group less than what overlaps it.
-
-    streams: torch.cuda, or what stands for it.
-    """
-
-    def __init__(self, device: torch.device, streams: Any) -> None:
-        self.device, self.streams = device, streams
-        self.up = streams.Stream(device)
-        self.last: list[Group] = []  # groups in the order of the last whole forward pass
-        self.now: list[Group] = []
-        self._copies: dict[Group, Any] = {}  # their events, until the computing stream waits for them
-
-    def bring(self, group: Group) -> None:
-        """Begins the copy of a group's weights, unless they are there."""
-        if group.is_there:
-            return
-        self.up.wait_stream(self.streams.current_stream(self.device))
-        with self.streams.stream(self.up):
-            group.module.unshard()
-        self._copies[group] = self.up.record_event()
-
-    def arrive(self, group: Group) -> None:
-        """The computing stream waits for the copy of a group's weights."""
-        if group in self._copies:
-            self.streams.current_stream(self.device).wait_event(self._copies.pop(group))
-
-    def begin(self) -> None:
-        """A forward pass of the whole model begins."""
-        self.now = []
-        self._copies.clear()
-
-    def end(self) -> None:
-        self.last = self.now
-
-    def forward(self, group: Group) -> tuple[list[Group], int]:
-        """A group begins its forward pass. Its place in the pass."""
-        place = len(self.now)
-        self.now.append(group)
-        self.bring(group)
-        self.arrive(group)
-        if self.last[place : place + 1] == [group] and place + 1 < len(self.last):
-            self.bring(self.last[place + 1])
-        return self.now, place
-
-    def backward(self, order: list[Group], place: int) -> None:
-        """A group begins its backward pass."""
-        group = order[place]
-        if group.in_backward:
-            self.bring(group)
-            self.arrive(group)
-        if place and order[place - 1].in_backward:
-            self.bring(order[place - 1])
-
-
 class Streamed:
     """A model whose weights are on the host: its groups, and the hooks that go on with their copies."""
 
     def __init__(self, model: Any, groups: list[Any], device: torch.device, streams: Any = None) -> None:
         self.model, self.device = model, device
+        self._name, self._runs = type(model).__name__.removeprefix("FSDP"), False
         self.streams = streams or torch.get_device_module(device)
         modules = {*groups}
         self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
@@ -321,6 +226,14 @@ class Streamed:
         places: list[tuple[list[Group], int]] = []
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if _is_backward():
+                return  # a checkpoint runs the module again, whose weights its own backward pass has brought
+            if not self._runs:
+                raise RuntimeError(
+                    f"a {type(module).__name__} was called outside of the forward pass of the {self._name} that "
+                    "memkern.apply was given, and whose weights are on the host: call that one, or apply the "
+                    "techniques to a module whose forward has all that reads weights, the loss in chunks too"
+                )
             places[:] = [self.prefetch.forward(group)]
             if torch.is_grad_enabled():
                 for x in _with_gradient((args, kwargs)):
@@ -329,6 +242,8 @@ class Streamed:
                     break
 
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if _is_backward():
+                return
             order, place = places[-1]
             for x in _with_gradient(out):
                 x.register_hook(lambda _: self._begin_backward(order, place))
@@ -338,6 +253,9 @@ class Streamed:
 
     def _hook_root(self) -> None:
         def before(module: nn.Module, args: Any) -> None:
+            if _is_backward():
+                return
+            self._runs = True
             if self.arrivals.reset():
                 self._forget()
             self._to_host()
@@ -347,6 +265,9 @@ class Streamed:
                 self.arrivals.follow(group.params)
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
+            if _is_backward():
+                return
+            self._runs = False
             self.prefetch.end()
             if not torch.is_grad_enabled():
                 self._to_host()
@@ -380,6 +301,10 @@ class Streamed:
 
     def _arrived(self, group: Group) -> None:
         self.arrivals.arrived(group.params)
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _with_gradient(tree: Any) -> Iterator[Tensor]:

@@ -74,9 +74,17 @@ class Arrivals:
         for p in params:
             _arrivals[p] = self
 
-    def register(self, p: Tensor, hook: Hook) -> Handle:
-        """``hook(p)`` is called when the copy of p's gradient was begun. It may :meth:`defer` or :meth:`wait`."""
-        return Handle(self._hooks.setdefault(p, {}), hook)
+    def register(self, p: Tensor, hook: Hook, waits: bool = True) -> Handle:
+        """``hook(p)`` is called when p's gradient has come.
+
+        waits: False, when its copy was begun; the hook may :meth:`defer` or :meth:`wait`.
+        """
+
+        def after(p: Tensor) -> None:
+            self.wait()
+            hook(p)
+
+        return Handle(self._hooks.setdefault(p, {}), after if waits else hook)
 
     # ---- a backward pass
 

@@ -82,7 +82,7 @@ class StepInBackward(Optimizer):
         super().__init__(params, **options)
 
     def _start(self) -> None:
-        self._hooks = ParameterHooks(self._step_one)
+        self._hooks = ParameterHooks(self._step_one, waits=False)
         self._stepped: set[Tensor] = set()
         self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
 
@@ -253,7 +253,8 @@ class ParameterHooks:
     scheduler may keep an older one.
     """
 
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
+    def __init__(self, method: Callable[[Tensor], None], waits: bool = True) -> None:
+        self.waits = waits  # for gradients that arrive on the host
         # Weak, so that the parameters do not keep the optimizer: one that is dropped must not step any more.
         self.method = weakref.WeakMethod(method)
         self.handles: dict[Tensor, Any] = {}
@@ -283,9 +284,10 @@ class ParameterHooks:
         older = [hooks for ref in _HOOKS.get(id(p), ()) if (hooks := _hooks_of(ref, p)) is not None]
         for hooks in older:
             hooks.newer = own
-        arrivals = arrivals_of(p)
-        register = p.register_post_accumulate_grad_hook if arrivals is None else functools.partial(arrivals.register, p)
-        self.handles[p] = register(hook)
+        if (arrivals := arrivals_of(p)) is None:
+            self.handles[p] = p.register_post_accumulate_grad_hook(hook)
+        else:
+            self.handles[p] = arrivals.register(p, hook, self.waits)
         _HOOKS[id(p)] = [*map(weakref.ref, older), own]
 
     def _is_newest(self, p: Tensor) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 import time
 import weakref
 from collections.abc import Callable
@@ -12,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import memkern
 from memkern.optim.arrivals import Arrivals
 from memkern.optim.offload.worker import Worker
-from memkern.options import OptionError, Techniques
-from memkern.streaming import check, process_group
+from memkern.options import Techniques
 from tests.stream import runs
 from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
 
@@ -37,98 +34,6 @@ def both(
         use(model, optimizer_for(model, t), t)
         found.append(weights(model))
     return found[0], found[1]
-
-
-# ---- what is refused, before anything is changed
-
-
-def compiled(model: Model) -> None:
-    model.blocks[0]._compiled_call_impl = model.blocks[0]._call_impl  # as compile() does
-
-
-def on_meta(model: Model) -> None:
-    model.head = nn.Linear(64, 97, device="meta")
-
-
-def sharded(model: Model) -> None:
-    process_group()
-    fully_shard(model.blocks[1])
-
-
-def of_two_dtypes(model: Model) -> None:
-    model.blocks[2].norm.float()
-
-
-def with_max_norm(model: Model) -> None:
-    model.embedding.max_norm = 1.0
-
-
-def with_a_scalar(model: Model) -> None:
-    model.scale = nn.Parameter(torch.tensor(1.0))
-
-
-def with_gaps(model: Model) -> None:
-    model.head.weight = nn.Parameter(model.head.weight.t().contiguous().t())
-
-
-def without_blocks(model: Model) -> None:
-    model.blocks = nn.ModuleList(model.blocks[:1])
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (compiled, "blocks.0 is compiled"),
-        (on_meta, "head.weight is on the meta device"),
-        (sharded, "blocks.1 is sharded by fully_shard already"),
-        (of_two_dtypes, "parameters of Block are in torch.bfloat16, torch.float32: fully_shard needs one dtype"),
-        (with_max_norm, "embedding has max_norm, which writes weights in the forward pass"),
-        (with_a_scalar, "scale has no dimension, which fully_shard does not take"),
-        (with_gaps, "head.weight is not contiguous, which fully_shard does not take"),
-        (without_blocks, "allowed: None for a model without a list of like blocks"),
-    ],
-)
-def test_a_model_that_cannot_be_streamed_is_refused(edit: Callable[[Model], None], message: str) -> None:
-    model = Model().to(torch.bfloat16)
-    edit(model)
-    before = [(name, id(p)) for name, p in model.named_parameters()]
-    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
-    with pytest.raises(OptionError, match=re.escape(message)):
-        memkern.apply(model, STREAMED.replace(activation_bits=3, checkpointing="blocks"), device="cpu")
-    assert [(name, id(p)) for name, p in model.named_parameters()] == before
-    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert isinstance(model.blocks[0].act, nn.GELU)
-
-
-def test_devices_are_checked() -> None:
-    with pytest.raises(OptionError, match="device: 'tpu9' given; allowed: None, 'cpu', 'cuda', 'cuda:N'"):
-        memkern.apply(Model(), STREAMED, device="tpu9")
-
-
-def test_an_optimizer_that_is_made_before_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("params must be those that the model has after memkern.apply")):
-        optimizer_for(Model().to(torch.bfloat16), STREAMED)
-
-
-def test_one_of_several_processes_makes_its_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"one of 2 processes: call torch\.distributed\.init_process_group"):
-        process_group()
-
-
-def test_a_host_without_pinned_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memkern import streaming
-
-    def fails(*_: Any, **options: Any) -> None:
-        assert options["offload_policy"].pin_memory
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(streaming, "fully_shard", fails)
-    monkeypatch.setattr(streaming, "init_device_mesh", lambda *_: torch.empty(()))
-    monkeypatch.setattr(streaming, "_shard_bytes", lambda *_: 2**30)
-    with pytest.raises(RuntimeError, match=r"could not be moved to pinned memory .*ulimit -l.*pin_memory=False"):
-        streaming.stream(Model(), torch.device("cuda"))
 
 
 # ---- between the calls
@@ -279,6 +184,55 @@ def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None
     assert_equal(*both(use, PLAIN.replace(step_in_backward=True)))
 
 
+class Checkpointed(Model):
+    """Calls its blocks in checkpoints, as transformers' gradient_checkpointing_enable() does."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_calls_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool, way: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(runs, "Model", Checkpointed)
+    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
+    losses: list[list[float]] = []
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        losses.append(train(model, optimizer, t, range(3)))
+
+    assert_equal(*both(use, PLAIN.replace(**way)))
+    assert losses[0] == losses[1]
+
+
+def test_what_is_called_outside_of_the_forward_pass_says_so() -> None:
+    model = model_for(STREAMED)
+    (tokens,) = batches(0, STREAMED)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a FSDPEmbedding was called outside of the forward pass of the Model"):
+            model.embedding(tokens)
+        model(tokens).backward()
+
+
+@pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+def test_host_offload_over_streamed_weights(way: dict[str, Any]) -> None:
+    """It is not needed, and has the bits of the step beside it."""
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        own = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-2, host_dtype=None, **way)
+        train(model, own, t, range(3))
+
+    assert_equal(*both(use, Techniques(state_bits=8)))
+
+
 def test_frozen_weights_and_blocks() -> None:
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         model.embedding.weight.requires_grad_(False)
@@ -360,9 +314,3 @@ def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPa
     assert block <= max(seen) <= 4 * block
     if "step_in_backward" in way:
         assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_copy_of_a_check_leaves_the_model_usable() -> None:
-    model = Model()
-    check(model)
-    copy.deepcopy(model)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from memkern.optim.arrivals import Arrivals
 from memkern.options import Techniques
-from memkern.streaming import Prefetch
+from memkern.prefetch import Prefetch
 from tests.stream.runs import STREAMED as TECHNIQUES
 from tests.stream.runs import Model, model_for, optimizer_for, train
 from tests.support import streams
@@ -228,3 +228,25 @@ def test_a_step_before_the_copy_of_its_gradient_is_found(device: Device, monkeyp
     monkeypatch.setattr(Event, "synchronize", lambda self: None)
     with pytest.raises(RaceError, match="a step of host, and before it a copy of a gradient of down"):
         trained(device, TECHNIQUES.replace(step_in_backward=True))
+
+
+def test_gradients_are_copied_in_a_stream_whose_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: fully_shard gives the copies to ``down``, and the memory that they read is marked for it."""
+    marked: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: marked.append(x), raising=False)
+
+    def trained_by(copies_down: bool) -> list[float]:
+        model = model_for(TECHNIQUES)
+        streamed = NOW["streamed"]
+        if copies_down:
+            for group in (*streamed.groups, streamed.root):
+                streamed._copy_down(group)
+        losses = train(model, optimizer_for(model, TECHNIQUES), TECHNIQUES, range(2))
+        groups = [
+            g._get_fsdp_state()._fsdp_param_groups[0] for g in (model.embedding, *model.blocks, model.head, model)
+        ]
+        assert all((g._all_reduce_hook_stream is streamed.down) is copies_down for g in groups)
+        return losses
+
+    assert trained_by(True) == trained_by(False)
+    assert len(marked) == 2 * 7  # steps, and groups: embedding, four blocks, head, the model's own
