@@ -5,6 +5,7 @@ The mesh is CUDA's, which is not here: whatever is moved to its device raises.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 from memkern import optim
 from memkern.optim.dtensor.shards import local, on_mesh
+from memkern.train.sharding import load_whole, load_whole_states, whole
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mesh of CUDA's moves tensors where it is there")
 CLASSES: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -69,3 +71,27 @@ def test_steps_and_states_stay_on_the_host(mesh: DeviceMesh, name: str) -> None:
     half = trained(lambda x: x, range(2))
     again = trained(shard, range(2, 4), half)  # the whole tensors of one process, in shards
     assert all(map(torch.equal, plain[0], again[0]))
+
+
+def test_whole_tensors_load_into_them(mesh: DeviceMesh) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
+        for module in made:
+            for name, p in [*module.named_parameters()]:
+                setattr(module, name, nn.Parameter(on_mesh(p.detach(), mesh, [Shard(0)], p.shape)))
+        made.register_buffer("count", torch.tensor(3.0))
+        return made
+
+    def stepped(made: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for p in made.parameters():
+            p.grad = on_mesh(torch.ones(p.shape), mesh, [Shard(0)], p.shape)
+        optimizer.step()
+        return {name: local(p).detach().clone() for name, p in made.named_parameters()}
+
+    one, two = model(), model()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (one, two)]
+    stepped(one, optimizers[0])
+    load_whole(two, whole(one.state_dict()))
+    load_whole_states(optimizers[1], copy.deepcopy(whole(optimizers[0].state_dict())))  # torch shares steps
+    ends = [stepped(m, optimizer) for m, optimizer in zip((one, two), optimizers, strict=True)]
+    assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())

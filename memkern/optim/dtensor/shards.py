@@ -238,8 +238,6 @@ def placed(key: str, x: Tensor, p: Tensor, block_size: int, packed: bool = False
     of_elements = key not in ("step", "trust_ratio")
     if not is_dtensor(p) or not of_elements:
         return x.full_tensor() if is_dtensor(x) else x
-    from torch.distributed.tensor import distribute_tensor
-
     scale, layout = key.endswith("_scale"), layout_of(p, block_size)
     shape = layout.scale_shape if scale else layout.packed_shape if packed else p.shape
     if tuple(x.shape) != tuple(shape):
@@ -247,7 +245,14 @@ def placed(key: str, x: Tensor, p: Tensor, block_size: int, packed: bool = False
     at = tuple(_placements_of_scales(p, block_size)) if scale or packed else p.placements
     if is_dtensor(x) and x.device_mesh == p.device_mesh:
         return x if x.placements == at else x.redistribute(placements=at)
-    whole = (x.full_tensor() if is_dtensor(x) else x).detach()
+    return sharded((x.full_tensor() if is_dtensor(x) else x).detach(), p, at)
+
+
+def sharded(whole: Tensor, p: DTensor, placements: Sequence[Any] | None = None) -> Tensor:
+    """A whole tensor as a DTensor beside p: on its mesh and its device, with its placements or others. A copy."""
+    from torch.distributed.tensor import distribute_tensor
+
+    at = tuple(placements or p.placements)
     if p.device_mesh.size() == 1:
         return on_mesh(whole.to(p.device, copy=True), p.device_mesh, at, whole.shape)
     return distribute_tensor(whole, p.device_mesh, at, src_data_rank=None).to(p.device)
