@@ -268,12 +268,13 @@ class Trainer:
         if shapes[0] != shapes[1]:
             raise OptionError("resume", f"given a checkpoint of another model; allowed: one of {self.config.model}")
         if self.is_sharded:
-            from .sharding import load_whole
+            from .sharding import load_whole, load_whole_states
 
             load_whole(self.model, state["model"])
+            load_whole_states(self.optimizer, state["optimizer"])
         else:
             self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == self.group.world:

@@ -58,13 +58,14 @@ def test_clipping_is_the_steps_own(corpus: Corpus) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "torch-adamw"])
 @pytest.mark.parametrize("before", ["layers", None])
 @pytest.mark.parametrize("after", ["layers", None])
 def test_it_resumes_with_and_without(
     corpus: Corpus, tmp_path: Path, optimizer: str, before: str | None, after: str | None
 ) -> None:
-    config = PLAIN.replace(optimizer=optimizer, checkpointing="blocks")
+    own = {"state_bits": 32, "master_weights": None} if optimizer.startswith("torch") else {}
+    config = PLAIN.replace(optimizer=optimizer, checkpointing="blocks", **own)
     straight = trained(config, corpus)
     first = Trainer(config.replace(weights_on_host=before), corpus)
     for _ in range(3):
