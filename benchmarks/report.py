@@ -25,7 +25,7 @@ SHOWN = (
     ("time / memkern's", "ratio_to_memkern", ".2f"),
 )
 ALIGN = "|---|" + "---:|" * len(SHOWN)
-OPTIMIZER_TOPICS = ("optim", "lamb", "muon")
+OPTIMIZER_TOPICS = ("optim", "host", "lamb", "muon")
 
 Row = dict[str, str]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import optim
 from .checkpointing import check_blocks, checkpoint_blocks
-from .options import Techniques
+from .optim.dtensor.shards import is_dtensor
+from .options import Techniques, not_allowed
 from .swap.compress import compress
 
 
@@ -27,8 +28,26 @@ def autocast(techniques: Techniques, device: str) -> contextlib.AbstractContextM
     return torch.autocast(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[techniques.autocast])
 
 
-def apply(model: nn.Module, techniques: Techniques) -> None:
-    """Applies the techniques that change a model, in place: activations, linear layers, saved tensors, checkpoints.
+def apply(
+    model: nn.Module,
+    techniques: Techniques,
+    *,
+    device: torch.device | str | None = None,
+    pin_memory: bool = True,
+) -> None:
+    """Applies the techniques that change a model, in place: activations, linear layers, saved tensors, checkpoints,
+    and weights that stay on the host.
+
+    Args:
+        device: for ``weights_on_host``, where a block's weights are while it runs; default, the CUDA device if there is
+            one, else the CPU. The model is on the host when it is given, and its inputs belong on the device.
+        pin_memory: for ``weights_on_host``, whether the host's weights and gradients are pinned, so that their copies
+            overlap the computation.
+
+    With ``weights_on_host`` the model is sharded by torch's ``fully_shard`` with CPUOffloadPolicy, block by block, over
+    the processes of the default process group; without one it is made, of this process alone. The optimizer is made
+    afterwards, of its parameters. What is called in a forward pass is the module that was given, so a loss that reads
+    weights (:class:`memkern.nn.LinearCrossEntropy`) belongs into its forward. docs/training.md says what else changes.
 
     The others are the training loop's: the weights' dtype and autocast (``precision``), the loss in chunks
     (:class:`memkern.nn.LinearCrossEntropy`), micro-batches; and the optimizer's: :func:`memkern.make_optimizer`.
@@ -36,19 +55,41 @@ def apply(model: nn.Module, techniques: Techniques) -> None:
 
     Raises:
         TypeError: model is no module, or techniques are no Techniques.
-        OptionError: checkpoints for a model that has no list of like blocks. Nothing is changed then.
+        OptionError: checkpoints or ``weights_on_host`` for a model that has no list of like blocks;
+            ``weights_on_host`` for one that is sharded, compiled, on the meta device or of several dtypes. Nothing is
+            changed then.
+        RuntimeError: the host gives no more pinned memory; the message says what to do.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check(techniques)
+    if techniques.weights_on_host:  # raises before anything is changed, as the next does
+        from . import streaming
+
+        to = streaming_device(device)
+        streaming.check(model)
     if techniques.checkpointing:
-        check_blocks(model, techniques.checkpointing)  # raises before anything is changed
+        check_blocks(model, techniques.checkpointing)
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
     if bits or saved or share:
         activations = bits or ("recompute" if saved else None)
         compress(model, activations, linear=share, saved_bits=saved, offload=techniques.offload_saved)
     if techniques.checkpointing:
         checkpoint_blocks(model, techniques.checkpointing, bits=techniques.checkpoint_bits)
+    if techniques.weights_on_host:
+        streaming.stream(model, to, pin_memory=pin_memory)
+
+
+def streaming_device(device: torch.device | str | None) -> torch.device:
+    """The device that weights of the host go to. Raises OptionError for one that is none of the CPU and CUDA."""
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise not_allowed("device", str(device), "None, 'cpu', 'cuda', 'cuda:N'")
+    return found
 
 
 def _check(techniques: Any) -> None:
@@ -74,6 +115,7 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
 
     Raises:
         TypeError: techniques are no Techniques, or the optimizer does not have an option.
+        ValueError: with ``weights_on_host``, params of a model before :func:`memkern.apply`.
     """
     _check(techniques)
     cls = getattr(torch.optim if techniques.is_torch else optim, techniques.optimizer_class)
@@ -82,6 +124,8 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
         options["state_bits"] = techniques.state_bits
         if techniques.master_weights and not techniques.host_copies:
             options["master_weights"] = techniques.master_weights
+    if techniques.weights_on_host:
+        return _on_host(cls, params, techniques, options)
     if techniques.step_in_backward:
         return optim.StepInBackward(cls, params, **options)
     if techniques.offload and techniques.is_torch:
@@ -91,3 +135,36 @@ def make_optimizer(params: Iterable[Any], techniques: Techniques, **options: Any
         host_dtype = torch.float32 if techniques.host_copies else None
         return optim.HostOffload(cls, params, host_dtype=host_dtype, offload_gradients=True, **options)
     return cls(params, **options)
+
+
+def _on_host(
+    cls: type[torch.optim.Optimizer], params: Iterable[Any], techniques: Techniques, options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer of weights that are on the host."""
+    made: Any = optim.StepInBackward(cls, params, **options) if techniques.step_in_backward else cls(params, **options)
+    all_params = [p for group in made.param_groups for p in group["params"]]
+    if not any(map(is_dtensor, all_params)):
+        raise ValueError(
+            "params must be those that the model has after memkern.apply, which puts its weights on the host"
+        )
+    devices = {p.device_mesh.device_type for p in all_params if is_dtensor(p)} - {"cpu"}
+    if isinstance(made, optim.Muon) and devices:
+        kind = devices.pop()
+        made.product_devices = OneDevice(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return made
+
+
+class OneDevice(Mapping[Tensor, torch.device]):
+    """The device of every tensor: where Muon computes products of weights that are on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __getitem__(self, p: Tensor) -> torch.device:
+        return self.device
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

@@ -33,7 +33,7 @@ ROUNDINGS = ("nearest", "stochastic")
 LR_RULES = ("none", "linear", "sqrt")
 WARMUP_FROM = ("zero", "base")
 PARALLEL = ("ddp", "fsdp")
-WEIGHTS_ON_HOST = (None, "layers", "model")
+WEIGHTS_ON_HOST = (None, "layers")
 
 
 def spelled(value: Any) -> str:
@@ -142,6 +142,8 @@ class Techniques:
         (:class:`memkern.optim.HostOffload`, ``offload_gradients=True``; with torch's optimizers the gradients stay on
         the device); bf16 weights are there in fp32, or with
         ``master_weights`` in 16 or 8 bits as these.
+    weights_on_host: "layers" keeps weights, gradients and states on the host. A block's weights are on the device while
+        the block runs, forward and backward, and the optimizer steps on the host. None, all weights on the device.
     micro_batch: sequences in a forward pass. accumulation: forward passes in an optimizer step.
 
     Raises:
@@ -183,6 +185,9 @@ class Techniques:
         False, "what --saved-bits stores goes to host memory, and comes back in time", (False, True)
     )
     offload: bool = option(False, "keep the optimizer's states in host memory, and step there", (False, True))
+    weights_on_host: str | None = option(
+        None, "keep weights in host memory, on the device only while their block runs, and step there", WEIGHTS_ON_HOST
+    )
     micro_batch: int = option(1, "sequences in a forward pass", at_least(1))
     accumulation: int = option(1, "forward passes in an optimizer step", at_least(1))
 
@@ -199,6 +204,8 @@ class Techniques:
         self._check_precision()
         self._check_optimizer()
         self._check_gradients()
+        if self.weights_on_host is not None:
+            self._check_streamed()
 
     def _check_precision(self) -> None:
         if self.master_weights is not None and self.precision != "bf16":
@@ -223,6 +230,16 @@ class Techniques:
             raise not_allowed("step_in_backward", True, allowed)
         if self.step_in_backward and self.offload:
             raise not_allowed("step_in_backward", True, "False with offload, which frees the gradients already")
+
+    def _check_streamed(self) -> None:
+        with_it = f"with weights_on_host={self.weights_on_host!r}"
+        if self.offload:
+            raise not_allowed("offload", True, f"False {with_it}: states and steps are on the host already")
+        if self.checkpointing == "sqrt":
+            raise not_allowed("checkpointing", "sqrt", f"None and 'blocks' {with_it}, which brings a block at a time")
+        if self.autocast is not None:
+            why = "autocast would keep copies of all weights on the device for the backward pass"
+            raise not_allowed("precision", self.precision, f"'fp32' and 'bf16' {with_it}: {why}")
 
     @property
     def autocast(self) -> str | None:
@@ -296,3 +313,5 @@ class Techniques:
             yield f"loss in chunks of {self.loss_chunk} classes"
         if self.offload:
             yield "optimizer on the host"
+        if self.weights_on_host:
+            yield "weights and optimizer on the host"

@@ -25,8 +25,9 @@ OF_MODELS = (
     ("models", "what whole models keep, and their time", 50),
     ("recipe", "GPT-2-XL on 12 GiB", 70),
     ("compiled", "what compiled models keep, and their time", 100),
+    ("stream", "Llama-3.1-8B on 12 GiB, its weights on the host", 150),
 )
-"""With seconds, as of all parts on an H200 and 16 slow cores; of compiled models, and after the profile, guesses."""
+"""With seconds, as of all parts on an H200 and 16 slow cores; from compiled on, and after the profile, guesses."""
 
 
 def has(module: str) -> bool:

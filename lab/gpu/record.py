@@ -1,8 +1,9 @@
 """Adds what `make gpu` found to the results: ``python -m lab.gpu.record RESULTS.jsonl ...``.
 
 Times of headline.py and models.py go to benchmarks/results, for the tables of docs/: headline_HARDWARE.csv and
-gpu-models.csv, and those of compiled.py to gpu-compiled.csv. Those of recipe.py, profile.py and tune.py go to
-lab/results (gpu-recipe.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to gpu-parts.csv there.
+gpu-models.csv, and those of compiled.py to gpu-compiled.csv. Those of recipe.py, stream.py, profile.py and tune.py go
+to lab/results (gpu-recipe.csv, gpu-stream.csv, gpu-profile.csv, gpu-tune.csv), and what passed and failed to
+gpu-parts.csv there.
 Results of a tree with uncommitted changes are refused.
 """
 
@@ -30,6 +31,10 @@ COMPILED = (*MODELS[:-1], "fp32_error", "first_s", "error")
 RECIPE = (
     *("run", "parameters", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "step_s"),
     *("tokens_per_s", "losses", "error"),
+)
+STREAM = (
+    *("run", "parameters", "layers", "sequences", "tokens", "limit_gib", "allocated_gib", "reserved_gib", "made_s"),
+    *("step_s", "tokens_per_s", "busy", "losses", "ratio", "error"),
 )
 PROFILE = (
     *("group", "kernel", "time", "read", "written", "dram_percent", "issue_slots_percent"),
@@ -118,6 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             ("models", "mode", MODELS),
             ("compiled", "mode", COMPILED),
             ("recipe", "run", RECIPE),
+            ("stream", "run", STREAM),
             ("profile", "kernel", PROFILE),
             ("tune", "copy_share", TUNE),
         ):

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..functions.cross_entropy import check_options, linear_cross_entropy
+
+
+def with_weights(module: nn.Module, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """``function(*args)``, which reads a module's weights.
+
+    Where ``fully_shard`` has them, they are there in a call of the module alone, so the function takes its forward's
+    place.
+    """
+    if not hasattr(module, "set_requires_gradient_sync"):
+        return function(*args)
+    before = vars(module).get("forward")
+    module.forward = function
+    try:
+        return module(*args)
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 class LinearCrossEntropy(nn.Module):
@@ -65,6 +85,9 @@ class LinearCrossEntropy(nn.Module):
         return made
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return with_weights(self.linear, self._loss, input, target)
+
+    def _loss(self, input: Tensor, target: Tensor) -> Tensor:
         return linear_cross_entropy(
             input,
             self.linear.weight,

@@ -6,14 +6,16 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .arrivals import arrivals_of, wait_for_offloaded
 from .foreign import refuse_clipping
+from .offload.weight import reduction_of_step
 
 
 class StepInBackward(Optimizer):
@@ -66,7 +68,8 @@ class StepInBackward(Optimizer):
     wraps_a_class = True
     frees_gradients = True
     clips_by_norm = False
-    _is_alone = False  # whether there is one parameter in place of all (_alone)
+    _is_alone = False  # whether there are some parameters in place of all (_alone)
+    _is_deferring = False  # whether a thread may be in _alone: groups are those of the pass's first gradient
     _step_supports_amp_scaling = True  # so that GradScaler leaves its grad_scale here, where step() refuses it
 
     def __new__(cls, optimizer_class: type[Optimizer], *args: Any, **options: Any) -> StepInBackward:
@@ -79,7 +82,7 @@ class StepInBackward(Optimizer):
         super().__init__(params, **options)
 
     def _start(self) -> None:
-        self._hooks = ParameterHooks(self._step_one)
+        self._hooks = ParameterHooks(self._step_one, waits=False)
         self._stepped: set[Tensor] = set()
         self._places: dict[Tensor, tuple[dict[str, Any], int]] = {}
 
@@ -108,26 +111,34 @@ class StepInBackward(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    # ---- one parameter in place of all
+    # ---- some parameters in place of all
 
     @contextlib.contextmanager
-    def _alone(self, p: Tensor) -> Iterator[None]:
-        """In its scope the optimizer has one group, of one parameter.
+    def _alone(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """In its scope the optimizer's groups have these parameters alone.
 
-        So a step takes constant time, and other gradients, which were set by hand, wait for step().
+        So a step takes as long as theirs, and other gradients, which were set by hand, wait for step().
         """
-        place = self._place_of(p)
-        assert place is not None
-        groups, group = self.param_groups, place[0]
-        params = group["params"]
+        groups = self.param_groups
+        some: dict[int, tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+        for p in params:
+            place = self._place_of(p)
+            assert place is not None
+            some.setdefault(id(place[0]), (place[0], place[0]["params"], []))[2].append(p)
         try:
-            self.param_groups, group["params"], self._is_alone = [group], [p], True
+            self.param_groups, self._is_alone = [group for group, _, _ in some.values()], True
+            for group, _, own in some.values():
+                group["params"] = own
             yield
         finally:
-            self.param_groups, group["params"], self._is_alone = groups, params, False
+            self.param_groups, self._is_alone = groups, False
+            for group, all_params, _ in some.values():
+                group["params"] = all_params
 
     def _place_of(self, p: Tensor) -> tuple[dict[str, Any], int] | None:
         """A parameter's group and its index there, by a map that is made again where lists have changed."""
+        if self._is_deferring:
+            return self._places.get(p)
         for _ in range(2):
             if (place := self._places.get(p)) is not None:
                 params = place[0]["params"]
@@ -155,10 +166,37 @@ class StepInBackward(Optimizer):
         try:
             if first and hasattr(super(), "_follow_groups"):
                 self._follow_groups()
-            with self._alone(p):
-                self._step_all()
+            if first:
+                self._is_deferring = self._can_defer()
+            arrivals = arrivals_of(p)
+            if arrivals is None:
+                wait_for_offloaded(p)
+            elif self._is_deferring:
+                arrivals.defer(self, self._step_some, p)
+                return
+            else:
+                arrivals.wait()
+            self._step_some([p])
         finally:
-            p.grad = None
+            if not self._is_deferring:
+                p.grad = None
+
+    def _can_defer(self) -> bool:
+        """Whether a thread steps all parameters, whose gradients arrive on the host, and needs no other ranks.
+
+        A step's collectives come between the backward pass's, in one order on all ranks.
+        """
+        return all(
+            arrivals_of(p) is not None and reduction_of_step(self.optimizer_class, p, group) is None
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        )
+
+    def _step_some(self, params: Sequence[Tensor]) -> None:
+        """The step of these parameters, by their gradients."""
+        with self._alone(params):
+            self._step_all()
 
     def _step_all(self) -> None:
         """The optimizer's own step of every parameter that has a gradient, without its hooks."""
@@ -176,6 +214,7 @@ class StepInBackward(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._is_deferring = False
         left = [p for p in self._parameters() if p.grad is not None]
         if left:
             self._step_all()
@@ -214,7 +253,8 @@ class ParameterHooks:
     scheduler may keep an older one.
     """
 
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
+    def __init__(self, method: Callable[[Tensor], None], waits: bool = True) -> None:
+        self.waits = waits  # for gradients that arrive on the host
         # Weak, so that the parameters do not keep the optimizer: one that is dropped must not step any more.
         self.method = weakref.WeakMethod(method)
         self.handles: dict[Tensor, Any] = {}
@@ -244,7 +284,10 @@ class ParameterHooks:
         older = [hooks for ref in _HOOKS.get(id(p), ()) if (hooks := _hooks_of(ref, p)) is not None]
         for hooks in older:
             hooks.newer = own
-        self.handles[p] = p.register_post_accumulate_grad_hook(hook)
+        if (arrivals := arrivals_of(p)) is None:
+            self.handles[p] = p.register_post_accumulate_grad_hook(hook)
+        else:
+            self.handles[p] = arrivals.register(p, hook, self.waits)
         _HOOKS[id(p)] = [*map(weakref.ref, older), own]
 
     def _is_newest(self, p: Tensor) -> bool:

@@ -79,6 +79,7 @@ def without_block(trace: Trace, out: int) -> Trace | None:
         operators=kept,
         middle=trace.middle - less,
         blocks=moved,
+        head=None if trace.head is None else trace.head - less,
     )
     return made if _move_storages(trace, made, old, _Passes(made), out) else None
 

@@ -34,6 +34,8 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"activation_bits": 3, "saved_bits": 8, **CODED_CHECKPOINTS, "offload_saved": True},
 )
 """Candidates for what is saved for the backward pass. The last needs the least memory on the device."""
+PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": True}, {"weights_on_host": "layers"})
+"""Candidates for where the optimizer's states, and with the last the weights, are."""
 NO_SAVING: dict[str, Any] = {
     "checkpointing": None, "checkpoint_bits": None, "saved_bits": None, "offload_saved": False,
 }  # fmt: skip
@@ -69,8 +71,8 @@ class Chooser:
         self.host_memory = host_memory
 
     @functools.cached_property
-    def saving(self) -> tuple[dict[str, Any], ...]:
-        """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
+    def has_blocks(self) -> bool:
+        """Whether the model has a list of like blocks."""
         import torch
 
         from ..swap.block_lists import block_lists
@@ -82,10 +84,22 @@ class Chooser:
         else:
             with torch.device("meta"):
                 model = source.build(torch.float32)
-        excluded = set() if any(True for _ in block_lists(model)) else {"checkpointing"}
+        return any(True for _ in block_lists(model))
+
+    @functools.cached_property
+    def saving(self) -> tuple[dict[str, Any], ...]:
+        """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
+        excluded = set() if self.has_blocks else {"checkpointing"}
         if self.predictor.device == "cpu":
             excluded.add("offload_saved")
         return tuple(each for each in SAVING if not excluded & each.keys())
+
+    @functools.cached_property
+    def places(self) -> tuple[dict[str, Any], ...]:
+        """``PLACES`` for this device and this model."""
+        if self.predictor.device == "cpu":
+            return PLACES[:1]
+        return PLACES if self.has_blocks else PLACES[:2]
 
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same optimizer and weights, with the least activations."""
@@ -93,6 +107,7 @@ class Chooser:
         for saving in reversed(self.saving):  # but for what excludes what is given
             with contextlib.suppress(OptionError):
                 found = techniques.replace(**({**NO_SAVING, **saving, "loss_chunk": chunk} | self.given))
+                self.predictor.check(found)
                 if self.predictor.runs(found) and (not found.offload_saved or self._host_fits(found)):
                     return found
         return techniques
@@ -105,40 +120,51 @@ class Chooser:
     def candidates(self) -> list[Techniques]:
         """All sets that may be recommended. Randomized linear layers are in them only if they are given."""
         chunks = (None, LOSS_CHUNK) if self.predictor.source.is_language_model else (None,)
-        offloads = (False,) if self.predictor.device == "cpu" else (False, True)
         whole = {"micro_batch": self.batch_size, "accumulation": 1}
         shapes = [whole, {"micro_batch": 1, "accumulation": self.batch_size}]
         if not self.clip:
             shapes.append({**whole, "step_in_backward": True})
         found: dict[Techniques, None] = {}  # in order, each once
-        for precision, bits, saving, chunk, offload, shape in itertools.product(
-            PRECISIONS, (32, 8), self.saving, chunks, offloads, shapes
+        for precision, bits, saving, chunk, place, shape in itertools.product(
+            PRECISIONS, (32, 8), self.saving, chunks, self.places, shapes
         ):
             choices = {
                 **precision,
                 **saving,
                 **shape,
+                **place,
                 "state_bits": bits,
                 "loss_chunk": chunk,
-                "offload": offload,
             }
-            with contextlib.suppress(OptionError):  # techniques that exclude each other
+            try:
                 techniques = Techniques(**(choices | self.given))
-                if not (self.clip and techniques.step_in_backward):
-                    found[techniques] = None
-        if not found:  # step_in_backward and clip are both given
-            raise not_allowed("step_in_backward", True, f"False with clip={self.clip:g}, which needs all gradients")
+                self.predictor.check(techniques)
+                if self.clip and techniques.step_in_backward:
+                    allowed = f"False with clip={self.clip:g}, which needs all gradients"
+                    raise not_allowed("step_in_backward", True, allowed)
+                found[techniques] = None
+            except OptionError as error:  # techniques that exclude each other
+                refused = error
+        if not found:
+            raise refused
         return list(found)
 
     def smallest(self) -> Prediction:
         """All techniques but randomized linear layers, with the way of holding gradients that needs least."""
         least: dict[Any, Techniques] = {}
-        for techniques in sorted(self.candidates, key=self.predictor.floor):
-            shape = (techniques.micro_batch, techniques.step_in_backward, techniques.offload)
+
+        def size(techniques: Techniques) -> tuple[int, int]:
+            on_host = techniques.offload or techniques.weights_on_host
+            return self.predictor.floor(techniques), self.predictor.held_on_host(techniques) if on_host else 0
+
+        for techniques in sorted(self.candidates, key=size):
+            on_host = (techniques.offload, techniques.weights_on_host)
+            shape = (techniques.micro_batch, techniques.step_in_backward, on_host)
             least.setdefault(shape, techniques)
         frugal = [self.frugal(techniques) for techniques in least.values()]
         running = [*filter(self.predictor.runs, frugal)] or frugal[:1]  # which raises the reason
-        return min(map(self.predictor.predict, running), key=lambda p: p.peak)
+        fitting = [*filter(self._host_fits, running)] or running
+        return min(map(self.predictor.predict, fitting), key=lambda p: p.peak)
 
     def fastest(self, memory: int) -> Prediction | None:
         """The fastest set that fits; of sets within 2 % of its time, the one with the fewest techniques."""

@@ -22,11 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument("--model", required=True, metavar="NAME|FOLDER", help="built-in name, or a transformers model")
     parser.add_argument("--memory", required=True, metavar="SIZE", help="such as 12GiB: all that a process may use")
-    text = "such as 64GiB: what offload may use on the host (default: any)"
+    text = "such as 64GiB: what --offload and --weights-on-host may use on the host (default: any)"
     parser.add_argument("--host-memory", metavar="SIZE", help=text)
     text = "between host and device: pcie4, pcie5 (x16) or c2c (default: pcie4)"
     parser.add_argument("--link", metavar="NAME", help=text)
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sequence; not for images")
+    text = "tokens of a sequence; not for images (default: 2048, or the model's positions)"
+    parser.add_argument("--seq-len", type=int, metavar="N", help=text)
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
     text = "sequences of an optimizer step (default: 1)"
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help=text)

@@ -29,6 +29,8 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: i
     body += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
     body.append("optimizer.zero_grad()")
     set_up = ["import torch, memkern", "", *_model_lines(t)]
+    if t.weights_on_host:
+        set_up += _streaming_lines(t)
     if devices > 1:
         set_up += [
             f"# torchrun --nproc-per-node {devices}; blocks: the model's, such as model.model.layers",
@@ -58,11 +60,32 @@ def _model_lines(t: Techniques) -> Iterator[str]:
     if t.checkpointing:
         coded = f", bits={t.checkpoint_bits}" if t.checkpoint_bits else ""
         yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}"{coded})'
-    if t.loss_chunk:
+    if t.loss_chunk and not t.weights_on_host:
         yield (
             "loss_fn = memkern.nn.LinearCrossEntropy.from_linear("
             f"model.get_output_embeddings(), chunk_size={t.loss_chunk})"
         )
+
+
+def _streaming_lines(t: Techniques) -> Iterator[str]:
+    """The model is on the host. What is streamed is called in a forward pass, so a loss that reads weights is in it."""
+    streamed = "model"
+    if t.loss_chunk:
+        streamed = "with_loss"
+        yield from (
+            "class WithLoss(torch.nn.Module):",
+            "    def __init__(self, model):",
+            "        super().__init__()",
+            "        self.model, head = model, model.get_output_embeddings()",
+            f"        self.loss = memkern.nn.LinearCrossEntropy.from_linear(head, chunk_size={t.loss_chunk})",
+            "    def forward(self, batch):",
+            '        hidden = self.model.base_model(batch["input_ids"], use_cache=False).last_hidden_state',
+            '        return self.loss(hidden[:, :-1], batch["labels"][:, 1:])',
+            "",
+            "with_loss = WithLoss(model)",
+        )
+    precision = f'precision="{t.precision}", ' if t.precision != "fp32" else ""
+    yield f'memkern.apply({streamed}, memkern.Techniques({precision}weights_on_host="{t.weights_on_host}"))'
 
 
 def _optimizer_line(t: Techniques) -> str:
@@ -86,6 +109,8 @@ def _optimizer_line(t: Techniques) -> str:
 def _loss_lines(t: Techniques, loss: str) -> list[str]:
     if not t.loss_chunk:
         return [f"loss = {loss}"]
+    if t.weights_on_host:
+        return ["loss = with_loss(batch)"]
     return [
         'hidden = model.base_model(batch["input_ids"], use_cache=False).last_hidden_state',
         'loss = loss_fn(hidden[:, :-1], batch["labels"][:, 1:])',

@@ -23,6 +23,7 @@ from .blocks import without_block
 from .fake_mode import FakeMode
 from .models import Configured, Source
 from .shards import groups_of, shard_bytes, shard_shape
+from .streamed import output_layer, outside_of_blocks
 from .trace import Trace, aligned, record
 from .values import Values
 
@@ -111,7 +112,7 @@ def trace(source: Source, techniques: Techniques, device: str) -> Trace:
         with _as_on_real_tensors():
             held = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
             lists = list(block_lists(model))
-            found = record(mode, model, held, forward, lists[0] if len(lists) == 1 else ())
+            found = record(mode, model, held, forward, lists[0] if len(lists) == 1 else (), output_layer(model))
     return dataclasses.replace(found, left=fake_bytes_on_host(mode))
 
 
@@ -165,7 +166,14 @@ class Fixed:
     """Bytes of the largest gradient."""
     root: int = 0
     block: int = 0
-    """Of several devices: see :class:`memkern.planner.shards.Groups`."""
+    """See :class:`memkern.planner.shards.Groups`."""
+    first: int = 0
+    last: int = 0
+    tensor: int = 0
+    """See :class:`memkern.planner.streamed.Streamed`."""
+    buffers: int = 0
+    pinned: int = 0
+    """Of all parameters, were each in pinned memory of its own, which torch rounds up to a power of two."""
 
 
 def fixed(source: Source, techniques: Techniques, device: str, devices: int = 1) -> Fixed:
@@ -189,6 +197,7 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
             held = shard_bytes(model.parameters(), devices) + _bytes(model.buffers())
             trained = [nn.Parameter(p.new_empty(shard_shape(p, devices))) for p in trained]
         groups_of_model = groups_of(model, devices)
+        first, last, tensor = outside_of_blocks(model)
         muon = techniques.optimizer_class == "Muon"
         groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.0) if muon else trained
         errors, state, temporaries = _optimizer_bytes(trained, groups, techniques)
@@ -204,6 +213,11 @@ def _fixed(source: Source, techniques: Techniques, device: str, devices: int = 1
             largest=max(gradients),
             root=groups_of_model.root,
             block=groups_of_model.block,
+            first=first,
+            last=last,
+            tensor=tensor,
+            buffers=_bytes(model.buffers()),
+            pinned=sum(1 << (p.numel() * p.element_size() - 1).bit_length() for p in model.parameters()),
         )
 
 

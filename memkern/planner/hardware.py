@@ -72,6 +72,7 @@ def seconds(
     state_bytes: int,
     attention: float = 0.0,
     left: int = 0,
+    brought: int = 0,
 ) -> float:
     """Seconds of an optimizer step.
 
@@ -80,11 +81,14 @@ def seconds(
     compute their share of the weights' gradients, a loss in chunks computes the logits once more. ``saved_bits`` reads
     and writes what is saved once more in each pass; with ``offload_saved`` a pass takes at least the time of its
     transfers. The step reads and writes weights, errors and states and reads gradients; with offload gradients and
-    weights go over the link, and weights back.
+    weights go over the link, and weights back. With ``weights_on_host`` both passes bring the weights, and the backward
+    pass sends the gradients the other way; the host's step takes the time that the backward pass does not hide, which
+    hides nothing without a step in backward. It is never counted as less than a step on the device.
 
     head: parameters of the output layer. saved: bytes that a micro-batch saves for the backward pass without any
     technique. state_bytes: of the optimizer and of the errors. attention: operations per token of the products of
     queries, keys, probabilities and values in a forward pass. left: bytes of a micro-batch that leave the device.
+    brought: bytes of weights that each pass brings from the host.
     """
     passes = passes_of(techniques)
     rate = rate_of(hardware, techniques)
@@ -92,18 +96,29 @@ def seconds(
     micro_batch = passes * of_a_pass
     if techniques.loss_chunk:
         micro_batch += techniques.micro_batch * tokens * 2 * head / rate
-    for hides in (of_a_pass, (passes - 1) * of_a_pass):
-        micro_batch += max(0.0, left / hardware.link - hides)
+    backward = (passes - 1) * of_a_pass
+    # Each direction of the link by itself: into the device and out of it.
+    for hides, into, out in ((of_a_pass, brought, left), (backward, left + brought, brought)):
+        micro_batch += max(0.0, max(into, out) / hardware.link - hides)
     total = techniques.accumulation * micro_batch
     if techniques.saved_bits:
         total += techniques.accumulation * 2 * saved / hardware.bandwidth
     gradients = weight_bytes
-    total += (techniques.accumulation - 1) * 3 * gradients / hardware.bandwidth
-    bandwidth = hardware.host_bandwidth if techniques.offload else hardware.bandwidth
-    total += (2 * weight_bytes + gradients + 2 * state_bytes) / bandwidth
+    on_host = techniques.offload or bool(techniques.weights_on_host)
+    bandwidth = hardware.host_bandwidth if on_host else hardware.bandwidth
+    accumulates = hardware.host_bandwidth if techniques.weights_on_host else hardware.bandwidth
+    total += (techniques.accumulation - 1) * 3 * gradients / accumulates
+    step = step_bytes(weight_bytes, state_bytes)
+    hidden = backward if techniques.weights_on_host and techniques.step_in_backward else 0.0
+    total += max(step / bandwidth - hidden, step / hardware.bandwidth)
     if techniques.offload:
         total += (techniques.accumulation * gradients + 2 * weight_bytes) / hardware.link
     return total
+
+
+def step_bytes(weight_bytes: int, state_bytes: int) -> int:
+    """Bytes that a step reads and writes: weights and states (errors among them) in and out, gradients in."""
+    return 3 * weight_bytes + 2 * state_bytes
 
 
 def intensity(
@@ -133,3 +148,17 @@ def hidden_from(
     if lacking <= 0:
         return 1
     return math.ceil(lacking / quadratic) if quadratic else None
+
+
+def streamed_from(
+    hardware: Hardware, techniques: Techniques, *, parameters: int, attention: float, brought: int, step: int
+) -> tuple[int, int]:
+    """Tokens of a micro-batch from which its arithmetic takes as long as bringing the weights, and as the host's step.
+
+    A forward pass brings ``brought`` bytes. The backward pass brings them again, sends as many the other way, and has
+    more arithmetic. The host's step reads and writes ``step`` bytes beside the backward pass. attention: operations per
+    token, as for :func:`seconds`.
+    """
+    a_token = (2 * parameters + attention) / rate_of(hardware, techniques)  # seconds of a forward pass
+    backward = (passes_of(techniques) - 1) * a_token
+    return math.ceil(brought / hardware.link / a_token), math.ceil(step / hardware.host_bandwidth / backward)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..options import not_allowed
 from .inputs import Inputs, is_language_model, text_config
 
+SEQ_LEN = 2048  # tokens, where nothing is said and the model has as many positions
 Batch = dict[str, Any] | tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -63,6 +64,11 @@ def _llama(
     return "LlamaConfig", "LlamaForCausalLM", sizes
 
 
+def _qwen3(layers: int, heads: int, width: int, inner: int) -> tuple[str, str, dict[str, Any]]:
+    sizes = _llama(layers, heads, 8, width, inner, 151936, 40960)[2]
+    return "Qwen3Config", "Qwen3ForCausalLM", sizes | {"head_dim": 128}
+
+
 MODELS = {
     "distilgpt2": _gpt2(6, 12, 768),
     "gpt2": _gpt2(12, 12, 768),
@@ -80,11 +86,9 @@ MODELS = {
     "llama-2-13b": _llama(40, 40, 40, 5120, 13824, 32000, 4096),
     "llama-3.1-8b": _llama(32, 32, 8, 4096, 14336, 128256, 131072),
     "llama-3.1-70b": _llama(80, 64, 8, 8192, 28672, 128256, 131072),
-    "qwen3-8b": (
-        "Qwen3Config",
-        "Qwen3ForCausalLM",
-        _llama(36, 32, 8, 4096, 12288, 151936, 40960)[2] | {"head_dim": 128},
-    ),
+    "qwen3-8b": _qwen3(36, 32, 4096, 12288),
+    "qwen3-14b": _qwen3(40, 40, 5120, 17408),
+    "qwen3-32b": _qwen3(64, 64, 5120, 25600),
     "vit-base": _encoder("ViT", 12, 12, 768),
     "vit-large": _encoder("ViT", 24, 16, 1024),
     "vit-huge": _encoder("ViT", 32, 16, 1280),
@@ -353,6 +357,8 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
     config = text_config(config)
     source = Configured(name, config, seq_len or 0, loss or model_output_loss)
     if not source.takes_images:
+        if seq_len is None:
+            return dataclasses.replace(source, seq_len=min(SEQ_LEN, positions(config) or SEQ_LEN))
         _check_length(config, seq_len)
     return source
 

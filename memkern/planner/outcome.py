@@ -165,6 +165,8 @@ def verdict(plan: Plan) -> Iterator[str]:
         yield _roofline(p)
     if p.host:
         yield f"On the host: {p.host / GIB:.2f} GiB."
+    if p.brought:
+        yield _streams(plan, p)
     if p.left:
         yield _transfers(plan, p)
     yield from _ways(plan, p)
@@ -186,6 +188,17 @@ def _transfers(plan: Plan, p: Prediction) -> str:
     return (
         f"Saved tensors: {p.left / GIB:.2f} GiB to the host and back for a micro-batch, at {plan.link / 1e9:g} GB/s "
         f"{p.left / plan.link:.2f} s each way; a forward pass's arithmetic hides that from {hidden}."
+    )
+
+
+def _streams(plan: Plan, p: Prediction) -> str:
+    assert p.streamed_from is not None
+    weights, step = p.streamed_from
+    hides = f", the backward pass's the host's step from {step:,}" if p.techniques.step_in_backward else ""
+    return (
+        f"Weights: {p.brought / GIB:.2f} GiB to the device in each pass, and gradients back, at "
+        f"{plan.link / 1e9:g} GB/s {p.brought / plan.link:.2f} s; a forward pass's arithmetic hides that from "
+        f"{weights:,} tokens of a micro-batch on{hides}."
     )
 
 

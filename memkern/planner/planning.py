@@ -34,11 +34,12 @@ ALONE: dict[str, dict[str, Any]] = {
     "loss in chunks": {"loss_chunk": 4096},
     "8 bits, on the host": {"saved_bits": 8, "offload_saved": True},
     "offload": {"offload": True},
+    "weights on the host": {"weights_on_host": "layers"},
 }
 """The rows of the table: each technique by itself."""
 UNSHARDED: dict[str, Any] = {
     "step_in_backward": False, "offload": False, "offload_saved": False, "loss_chunk": None, "saved_bits": None,
-    "checkpoint_bits": None,
+    "checkpoint_bits": None, "weights_on_host": None,
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
@@ -90,7 +91,7 @@ def plan(
         model: a built-in name (``memkern.planner.models.MODELS``: gpt2-xl, bert-base, llama-2-7b, vit-base, ...), a
             folder with a transformers model, a transformers configuration, or a torch.nn.Module, which is left as is.
         memory: bytes, or a text such as "12GiB": all that a process may use on the device, context included.
-        seq_len: tokens of a sequence; for configurations, but not for images.
+        seq_len: tokens of a sequence; for configurations, but not for images. None: 2,048, or the model's positions.
         inputs: for a module, a batch: a tensor, a tuple of arguments or a dict of keyword arguments, whose tensors
             have the batch as their first dimension.
         loss: ``loss(model, batch)`` returns the loss; by default the output's ``loss``, the output where it is
@@ -102,7 +103,8 @@ def plan(
         clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
         hardware: speeds; by default those of a card of 12 GB, or of two CPU cores.
-        host_memory: bytes on the host that offload may use, or a text such as "64GiB"; default any number.
+        host_memory: bytes on the host that offload and weights_on_host may use, or a text such as "64GiB"; default any
+            number.
         link: between host and device, in place of the hardware's: "pcie4" and "pcie5" (x16), "c2c".
         devices: how many share the parameters, gradients and states: FSDP2, ``fully_shard`` for each block and then for
             the model, or HSDP with so many in a group. Bytes are those of the one with the largest shards, with the
@@ -224,7 +226,7 @@ def _alone(predictor: Predictor) -> tuple[dict[str, Prediction], dict[str, str]]
     for name, changes in ALONE.items():
         if "loss_chunk" in changes and not predictor.source.is_language_model:
             continue
-        if {"offload", "offload_saved"} & changes.keys() and predictor.device == "cpu":
+        if {"offload", "offload_saved", "weights_on_host"} & changes.keys() and predictor.device == "cpu":
             continue
         is_counted = not UNSHARDED.keys() & changes.keys() and changes.get("checkpointing") != "sqrt"
         if predictor.devices > 1 and not is_counted:

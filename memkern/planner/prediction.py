@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
-from ..options import OptionError, Techniques, spelled
-from .hardware import Hardware, hidden_from, intensity, rate_of, seconds
+from ..options import OptionError, Techniques, not_allowed, spelled
+from .hardware import Hardware, hidden_from, intensity, rate_of, seconds, step_bytes, streamed_from
 
 CATEGORIES = (
     "parameters",
@@ -26,6 +27,8 @@ UNIT = {"cpu": 64, "cuda": 512}
 HELD = {"cpu": 2, "cuda": 1}
 """Buffers of collectives (``Groups.held``): of gloo's threads, and one beside NCCL's streams."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
+SLABS = 0.03
+"""Added to weights on the host, as a share: slabs of pinned memory leave 0 to 3 % free, of GPT-2 to Llama-3.1-70B."""
 MARGIN = {"cpu": 0.02, "cuda": 0.03, "cuda, on fake CPU tensors": 0.15}
 """Added, as a share of what a step allocates: for scratch memory inside operators, and for fragmentation."""
 BAND = {"cpu": (0.01, 0.05), "cuda": (0.01, 0.07), "cuda, on fake CPU tensors": (0.05, 0.25)}
@@ -37,9 +40,11 @@ class Prediction:
     """The memory and the time of a step with given techniques.
 
     categories: bytes at the peak, by ``CATEGORIES``. phases: the peak of each of ``PHASES``, process included.
-    host: bytes on the host with offload: weights, states, and buffers for the transfers; and ``left``, what leaves the
-    device in a forward pass with offload_saved. hidden_from: tokens from which a forward pass's arithmetic takes as
-    long as the transfer of that, None if no number does. seconds: of an optimizer step, by the model of
+    host: bytes on the host with offload or weights_on_host: weights, states, gradients, and buffers for the transfers;
+    and ``left``, what leaves the device in a forward pass with offload_saved. hidden_from: tokens from which a forward
+    pass's arithmetic takes as long as the transfer of that, None if no number does. brought: bytes of weights that each
+    pass brings with weights_on_host. streamed_from: tokens of a micro-batch from which arithmetic hides that, and
+    from which the backward pass's hides the host's step. seconds: of an optimizer step, by the model of
     memkern/planner/hardware.py. intensity: operations per byte of a micro-batch's passes; balance: the device's
     operations per byte of its memory.
     """
@@ -53,6 +58,8 @@ class Prediction:
     hidden_from: int | None = None
     intensity: float = 0.0
     balance: float = 0.0
+    brought: int = 0
+    streamed_from: tuple[int, int] | None = None
 
     @property
     def peak(self) -> int:
@@ -137,6 +144,7 @@ class Predictor:
                 master_weights=None,
                 step_in_backward=False,
                 offload=False,
+                weights_on_host=None,
                 offload_saved=techniques.offload_saved and self.device != "cpu",
                 accumulation=1,
             )
@@ -187,32 +195,40 @@ class Predictor:
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
         fixed = self.fixed(techniques)
+        if self._streams(techniques):
+            return self.hardware.process + fixed.buffers + fixed.largest
         whole = not (techniques.step_in_backward or techniques.offload)
         held = 0 if techniques.offload else fixed.errors + fixed.optimizer
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
+    def _streams(self, techniques: Techniques) -> bool:
+        """Whether the weights are not on the device."""
+        return bool(techniques.weights_on_host) and self.device != "cpu"
+
     def _predict(self, techniques: Techniques) -> Prediction:
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
+        self.check(techniques)
         left = traces[0].left + more * (traces[-1].left - traces[0].left)
-        leaves = techniques.step_in_backward or (techniques.offload and self.device != "cpu")
+        streams = self._streams(techniques)
+        on_host = (techniques.offload and self.device != "cpu") or streams
+        leaves = techniques.step_in_backward or on_host
         accumulates = techniques.accumulation > 1 and not leaves
-        on_host = techniques.offload and self.device != "cpu"
-        copies = 4 * fixed.count if techniques.host_copies else fixed.parameters if on_host else 0
+        copies = 4 * fixed.count if techniques.host_copies else 0
         static = {
-            "parameters": fixed.parameters,
+            "parameters": fixed.buffers if streams else fixed.parameters,
             "errors": 0 if on_host else fixed.errors + copies,
             "gradients": fixed.gradients if accumulates else 0,
             "optimizer": 0 if on_host else fixed.optimizer,
             "process and context": self.hardware.process,
         }
         found = self._peaks(techniques, free_gradients=leaves or accumulates)
+        in_backward = fixed.step_temporaries if techniques.step_in_backward and not on_host else 0
         rows = {
             phase: static
             | {
                 "gradients": static["gradients"] + peak["gradients"],
                 "saved activations": peak["saved"],
-                "temporaries": peak["temporaries"]
-                + (fixed.step_temporaries if techniques.step_in_backward and phase == "backward" else 0),
+                "temporaries": peak["temporaries"] + (in_backward if phase == "backward" else 0),
             }
             for phase, peak in found.items()
         }
@@ -230,7 +246,7 @@ class Predictor:
             techniques,
             {name: largest.get(name, 0) for name in CATEGORIES},
             sums,
-            (copies + fixed.errors + fixed.optimizer + fixed.gradients if on_host else 0) + left,
+            (self.held_on_host(techniques) if on_host else 0) + left,
             self.seconds(techniques, left),
             left,
             hidden_from(
@@ -244,21 +260,72 @@ class Predictor:
             else None,
             self._intensity(techniques),
             rate_of(self.hardware, techniques) / self.hardware.bandwidth,
+            fixed.parameters - fixed.buffers if streams else 0,
+            self.hides(techniques) if streams else None,
+        )
+
+    def check(self, techniques: Techniques) -> None:
+        """Raises OptionError for what is not counted with weights on the host, without a trace."""
+        given = techniques.weights_on_host
+        if given and not self.fixed(techniques).block:
+            raise not_allowed("weights_on_host", given, "None for a model without a list of like blocks")
+        if given and techniques.saved_bits and not techniques.checkpointing:
+            # fully_shard gives each block other tensors than the one before returned, of which more is stored.
+            allowed = f"None with weights_on_host={given!r}, or with checkpointing='blocks': not counted else"
+            raise not_allowed("saved_bits", techniques.saved_bits, allowed)
+
+    def held_on_host(self, techniques: Techniques) -> int:
+        """Bytes on the host with offload or weights_on_host, found without a trace: weights, errors, states, gradients.
+
+        With weights_on_host, weights are in slabs of pinned memory (memkern/pinned.py), and torch rounds the pinned
+        memory of each gradient up to a power of two. Three groups of gradients are under way, which is all with a step
+        in backward; else those of all parameters are there, and with accumulation these three beside them.
+        """
+        fixed = self.fixed(techniques)
+        gradients, weights = fixed.gradients, fixed.parameters
+        if techniques.host_copies:
+            weights = 4 * fixed.count
+        if techniques.weights_on_host:
+            rest = fixed.root - fixed.first - fixed.last
+            under_way = min(gradients, 2 * fixed.block + max(fixed.last, fixed.block, fixed.first, rest))
+            if techniques.step_in_backward:
+                gradients = under_way
+            elif techniques.accumulation > 1:
+                gradients += under_way
+            gradients = math.ceil(gradients * fixed.pinned / max(1, fixed.parameters))
+            weights = math.ceil((1 + SLABS) * weights)
+        return weights + fixed.errors + fixed.optimizer + gradients
+
+    def hides(self, techniques: Techniques) -> tuple[int, int]:
+        """Tokens from which arithmetic hides the transfers of weights, and the host's step (``streamed_from``)."""
+        fixed = self.fixed(techniques)
+        return streamed_from(
+            self.hardware,
+            techniques,
+            parameters=fixed.count,
+            attention=self.source.attention * self.source.tokens,
+            brought=fixed.parameters - fixed.buffers,
+            step=step_bytes(fixed.parameters, fixed.optimizer + fixed.errors),
         )
 
     def _peaks(self, techniques: Techniques, free_gradients: bool) -> dict[str, dict[str, int]]:
-        """The peak of each pass, with what is gathered where several devices share the model."""
+        """The peak of each pass, with what is gathered, or brought, where a device has not all weights."""
         from .shards import Groups
+        from .streamed import Streamed
         from .trace import peaks
 
         fixed = self.fixed(techniques)
-        groups = Groups(fixed.root, fixed.block, HELD[self.device])
+        beside = Groups(fixed.root, fixed.block, HELD[self.device]).gathered if self.devices > 1 else None
+        if techniques.weights_on_host:
+            root = fixed.root - fixed.first - fixed.last
+            beside = Streamed(fixed.first, fixed.block, fixed.last, root, fixed.tensor).brought
         return peaks(
             *self.traces(techniques),
             free_gradients=free_gradients,
             unit=UNIT[self.device],
             devices=self.devices,
-            beside=groups.gathered if self.devices > 1 else None,
+            streamed=bool(techniques.weights_on_host),
+            beside=beside,
         )
 
     def seconds(self, techniques: Techniques, left: int = 0) -> float:
@@ -276,6 +343,7 @@ class Predictor:
             state_bytes=fixed.optimizer + fixed.errors,
             attention=self.source.attention * self.source.tokens,
             left=left,
+            brought=fixed.parameters - fixed.buffers if self._streams(techniques) else 0,
         )
 
     def _intensity(self, techniques: Techniques) -> float:

@@ -61,8 +61,6 @@ def shard_bytes(params: Iterable[Tensor], devices: int) -> int:
 
 def groups_of(model: nn.Module, devices: int) -> Groups:
     """The groups of a model whose blocks are sharded, and then the model itself."""
-    if devices == 1:
-        return Groups()
     blocks = [block for each in block_lists(model) for block in each]
     sizes = [devices * shard_bytes(block.parameters(), devices) for block in blocks]
     inside = {p for block in blocks for p in block.parameters()}

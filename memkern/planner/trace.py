@@ -62,6 +62,7 @@ class Trace:
     accumulated: when a storage became a parameter's gradient. middle: the clock at the end of the forward pass.
     left: most bytes that were on the host. blocks: the clock at the beginning of each block's forward pass, and when
     its last gradient was accumulated. of_blocks: which gradients are a block's, and when its last was accumulated.
+    head: the clock when the output layer's backward pass begins; None where it is not known.
     """
 
     storages: list[Storage]
@@ -71,6 +72,7 @@ class Trace:
     left: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
     of_blocks: dict[Storage, int] = dataclasses.field(default_factory=dict)
+    head: int | None = None
 
     @property
     def end(self) -> int:
@@ -94,11 +96,14 @@ class Trace:
         found = range(self.end)[self.phases[phase]]
         return [k for k in found if not (shapes := self.operators[k][1:]) or any(map(all, shapes))]
 
-    def levels(self, *, free_gradients: bool, unit: int, devices: int = 1) -> dict[str, list[int]]:
+    def levels(
+        self, *, free_gradients: bool, unit: int, devices: int = 1, streamed: bool = False
+    ) -> dict[str, list[int]]:
         """Bytes at the beginning and after each operator by category, sizes rounded up to multiples of ``unit``.
 
         free_gradients: a gradient is freed when it has been accumulated. devices: of several, each keeps its shard of
-        a block's gradients (or, with free_gradients, nothing) when the block's last one has been accumulated.
+        a block's gradients (or, with free_gradients, nothing) when the block's last one has been accumulated. streamed:
+        as of several, on one device whose gradients leave it; what is in no block has a group of its own.
         """
         changes = {category: [0] * (self.end + 3) for category in CATEGORIES}
         for s in self.storages:
@@ -109,7 +114,8 @@ class Trace:
             before[s.born] += size
             before[until] -= size
             if until < died:
-                reduced = max(until, self.of_blocks.get(s, died)) if devices > 1 else until
+                end = self.of_blocks.get(s, until if streamed else died)
+                reduced = max(until, end) if devices > 1 or streamed else until
                 shard = 0 if free_gradients else -(-size // devices)
                 changes["gradients"][until] += size
                 changes["gradients"][min(reduced + 1, died)] -= size - shard
@@ -160,6 +166,7 @@ def peaks(
     free_gradients: bool,
     unit: int,
     devices: int = 1,
+    streamed: bool = False,
     beside: Callable[[Trace], list[int]] | None = None,
 ) -> dict[str, dict[str, int]]:
     """The largest sum of bytes in each phase, by category.
@@ -175,7 +182,7 @@ def peaks(
     assert points is not None
 
     def levels(t: Trace) -> dict[str, list[int]]:
-        made = t.levels(free_gradients=free_gradients, unit=unit, devices=devices)
+        made = t.levels(free_gradients=free_gradients, unit=unit, devices=devices, streamed=streamed)
         if beside is not None:
             made["temporaries"] = [a + b for a, b in zip(made["temporaries"], beside(t), strict=True)]
         return made
@@ -189,11 +196,16 @@ def peaks(
 
 
 def record(
-    mode: FakeMode, model: nn.Module, held: Iterable[Tensor], forward: Any, blocks: Sequence[nn.Module] = ()
+    mode: FakeMode,
+    model: nn.Module,
+    held: Iterable[Tensor],
+    forward: Any,
+    blocks: Sequence[nn.Module] = (),
+    head: nn.Module | None = None,
 ) -> Trace:
     """Runs ``forward()``, which returns the loss, and its backward pass, and records them.
 
-    blocks: of the model, in their order.
+    blocks: of the model, in their order. head: its output layer.
     """
     operators: list[Operator] = []
     sums: dict[Storage, Storage] = {}
@@ -226,6 +238,9 @@ def record(
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
     handles += [block.register_forward_pre_hook(on_block) for block in blocks]
+    head_begins: list[int] = []
+    if head is not None:
+        handles.append(_on_gradient_of(head, lambda: head_begins.append(live.clock)))
     owners = {p: block for block in blocks for p in block.parameters()}
     owned: dict[Storage, nn.Module] = {}
     begins: dict[nn.Module, int] = {}
@@ -240,9 +255,20 @@ def record(
     found = _in_place_sums(live.storages, sums, accumulated)
     clocks = tuple((begins[b], ends[b]) for b in blocks if b in begins and b in ends)
     until = {storage: ends[block] for storage, block in owned.items()}
-    trace = Trace(found, accumulated, operators, middle, blocks=clocks, of_blocks=until)
+    begin = max(head_begins, default=None)
+    trace = Trace(found, accumulated, operators, middle, blocks=clocks, of_blocks=until, head=begin)
     model.zero_grad(set_to_none=True)
     return trace
+
+
+def _on_gradient_of(module: nn.Module, call: Callable[[], None]) -> Any:
+    """Has ``call()`` called when the gradient of what a module returns is there, until the handle removes it."""
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: call())
+
+    return module.register_forward_hook(after)
 
 
 def _in_place_sums(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..flags import add_flags, flag
-from ..options import WEIGHTS_ON_HOST, OptionError, Techniques, at_least, not_allowed
+from ..options import OptionError, Techniques, at_least, not_allowed
 from .config import DATA, FILES, RATES_AND_BATCHES, TECHNIQUES, TRAINING, TrainConfig
 
 DESCRIPTION = """\
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if heading == TECHNIQUES:
             text = "let the planner choose among the following what fits in this memory, such as 12GiB"
             group.add_argument("--fit", metavar="SIZE", help=text)
-            add_flags(group, Techniques, dataclasses.fields(Techniques), defaults.techniques)
+            more = {"weights_on_host": ("model",)}  # with --evaluate
+            add_flags(group, Techniques, dataclasses.fields(Techniques), defaults.techniques, more)
         fields = [f for f in dataclasses.fields(TrainConfig) if f.metadata.get("group") == heading]
         add_flags(group, TrainConfig, fields, defaults)
         if heading == FILES:
@@ -40,14 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_files(group: Any) -> None:
     """Adds the files that are read and written, and the modes that replace a run."""
-    text = "no training: the validation loss of the model as it is"
-    group.add_argument("--evaluate", action="store_true", help=text)
     text = (
-        "with --evaluate, by accelerate: weights are in host memory but for those of the layer that runs, or while the "
-        "model does not run"
+        "no training: the validation loss of the model as it is; --weights-on-host is accelerate's then: layers, or "
+        "model, all weights on the device while the model runs"
     )
-    choices = [place for place in WEIGHTS_ON_HOST if place is not None]
-    group.add_argument("--weights-on-host", choices=choices, help=text)
+    group.add_argument("--evaluate", action="store_true", help=text)
     text = (
         "train the baseline beside it: torch's optimizer, or 32-bit states where torch has none, with fp32 weights and "
         "torch's layers"

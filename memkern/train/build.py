@@ -55,9 +55,14 @@ def resolved(config: TrainConfig, corpus: Corpus) -> TrainConfig:
 
 
 def build_objective(config: TrainConfig, source: Source, device: torch.device) -> Objective:
-    """The model with its loss on the device, compressed and checkpointed as the options say."""
+    """The model with its loss on the device, compressed and checkpointed as the options say.
+
+    With weights_on_host it is on the host: :func:`~.distributed.data_parallel` brings its blocks to the device.
+    """
     objective: Objective
     techniques = config.techniques
+    if techniques.weights_on_host:
+        device = torch.device("cpu")
     if config.is_preset:
         layers, heads, width = config.shape
         gpt = GPT(layers=layers, heads=heads, width=width, seq_len=config.seq_len)
@@ -67,8 +72,17 @@ def build_objective(config: TrainConfig, source: Source, device: torch.device) -
 
         model = huggingface.build(config, source.hf_config).to(device)
         objective = LanguageModel(model, techniques.loss_chunk)
-    apply(objective.model, techniques)
+    if techniques.weights_on_host:
+        check_streamable(objective)
+    apply(objective.model, techniques.replace(weights_on_host=None))
     return objective
+
+
+def check_streamable(objective: Objective) -> None:
+    """Raises OptionError for a model whose weights cannot stay on the host."""
+    from ..streaming import check
+
+    check(objective)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

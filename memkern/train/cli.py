@@ -78,9 +78,21 @@ def needed(args: argparse.Namespace) -> tuple[str, ...]:
     names = ["rich"]
     if args.out:
         names.append("matplotlib")
-    if args.weights_on_host:
+    if args.evaluate and hasattr(args, "weights_on_host"):
         names.append("accelerate")
     return tuple(names)
+
+
+def weights_of_evaluation(args: argparse.Namespace) -> str | None:
+    """Takes --weights-on-host of an evaluation out of the arguments, where it is no technique of training.
+
+    Raises OptionError for "model" without --evaluate.
+    """
+    if args.evaluate:
+        return vars(args).pop("weights_on_host", None)
+    if getattr(args, "weights_on_host", None) == "model":
+        raise OptionError("weights_on_host", "'model' given; allowed: none, layers, and with --evaluate model")
+    return None
 
 
 def read_config(args: argparse.Namespace, state: dict[str, Any] | None, world: int) -> TrainConfig:
@@ -99,8 +111,6 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
     if args.fit and (args.compare or args.resume):
         name = "compare" if args.compare else "resume"
         raise OptionError("fit", f"given with --{name}; allowed: without --compare and --resume")
-    if args.weights_on_host and not args.evaluate:
-        raise OptionError("weights_on_host", "given without --evaluate; a run has --offload for its optimizer")
     files = ("compare", "resume", "save", "out", "export", "fit")
     if args.evaluate and (given := next((name for name in files if getattr(args, name)), None)):
         raise OptionError("evaluate", f"given with --{given}; allowed: without --{', --'.join(files)}")
@@ -120,14 +130,23 @@ def check_arguments(args: argparse.Namespace, config: TrainConfig, world: int) -
 
 @contextmanager
 def process_group(group: Processes, device: str | None) -> Iterator[None]:
-    """torch.distributed's, where there are several processes: gloo on the CPU, nccl on CUDA devices."""
-    if group.world == 1:
-        yield
-        return
+    """torch.distributed's, where there are several processes: gloo on the CPU, nccl on CUDA devices.
+
+    Alone, ends the one that weights on the host have needed.
+    """
     import torch
 
+    if group.world == 1:
+        had_one = torch.distributed.is_available() and torch.distributed.is_initialized()
+        try:
+            yield
+        finally:
+            if not had_one and torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return
+
     on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    torch.distributed.init_process_group("nccl" if on_cuda else "gloo")
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     try:
         yield
     finally:
@@ -299,11 +318,12 @@ def main(args: argparse.Namespace) -> None:
 
     group = Processes.from_environment()
     state = checkpoint.load(args.resume) if args.resume else None
+    on_host = weights_of_evaluation(args)
     config = read_config(args, state, group.world)
     check_installed(() if config.is_preset else ("transformers",))  # also for a resumed run
     check_arguments(args, config, group.world)
     if args.evaluate:
-        return print_evaluation(config, args.weights_on_host)
+        return print_evaluation(config, on_host)
     configs = comparison(config) if args.compare else [config]
     if args.fit:
         heap.map_large_blocks()

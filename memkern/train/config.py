@@ -57,7 +57,7 @@ PRESETS_ONLY = ("layers", "heads", "width")
 FREE_ON_RESUME = frozenset(
     {
         *("data", "device", "threads", "eval_every", "save_every", "checkpointing", "workers", "parallel"),
-        *("epochs", "warmup_epochs"),
+        *("epochs", "warmup_epochs", "weights_on_host", "pin_memory"),
     }
 )
 
@@ -141,6 +141,10 @@ class TrainConfig:
         ROUNDINGS,
         group=TECHNIQUES,
     )
+    pin_memory: bool = option(
+        True, "pin the host's memory of --weights-on-host; without, copies are slower and do not overlap",
+        (False, True), group=TECHNIQUES,
+    )  # fmt: skip
     lr: float | None = option(
         None, "peak learning rate", POSITIVE, group=RATES_AND_BATCHES,
         shown="1e-3, Lion 1e-4, SGD and LARS 3e-2, LAMB 1e-2; a model of transformers 0.3 of it from random weights, "
@@ -225,8 +229,10 @@ class TrainConfig:
 
     @property
     def clips_in_step(self) -> bool:
-        """Whether the optimizer clips (max_grad_norm), as gradients that go to the host are freed during backward."""
-        return self.techniques.offload and self.max_norm > 0 and not self.techniques.is_torch
+        """Whether the optimizer clips (max_grad_norm): gradients that go to the host are freed during backward, or are
+        read there by the step alone."""
+        on_host = self.techniques.offload or self.techniques.weights_on_host is not None
+        return on_host and self.max_norm > 0 and not self.techniques.is_torch
 
     @property
     def warmup_steps(self) -> int:
@@ -327,6 +333,7 @@ def check_techniques(config: TrainConfig) -> None:
             ("precision", techniques.precision != "bf16", "'bf16'"),
             ("step_in_backward", techniques.step_in_backward, "False: there is one micro-batch to a step"),
             ("offload", techniques.offload, "False: gradients are added up on the host"),
+            ("weights_on_host", techniques.weights_on_host, "None: fully_shard adds gradients up"),
         ):
             if excluded:
                 given = getattr(techniques, name)
@@ -335,6 +342,6 @@ def check_techniques(config: TrainConfig) -> None:
         if config.max_norm > 0:
             text = "given with --step-in-backward; allowed: 0: the norm of all gradients is not known before the last"
             raise OptionError("clip", f"{config.clip} {text}")
-        if config.batch_factor > 1:
+        if config.batch_factor > 1 and techniques.weights_on_host is None:  # else it is the number of processes
             text = "given with --step-in-backward; allowed: 1: gradients are freed as soon as they are there"
             raise OptionError("batch_factor", f"{config.batch_factor} {text}")

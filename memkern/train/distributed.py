@@ -66,8 +66,11 @@ def check_micro_batches(config: TrainConfig, world: int) -> None:
         given = f"{config.batch_factor} given with --accumulation {config.techniques.accumulation}"
         allowed = f"values whose product is a multiple of {world}, such as {world}"
         raise OptionError("batch_factor", f"{given} in {world} processes; allowed: {allowed}")
-    if world > 1 and config.techniques.step_in_backward:
-        raise OptionError("step_in_backward", f"given in {world} processes; allowed in one")
+    if config.techniques.step_in_backward and config.techniques.weights_on_host is None and world > 1:
+        raise OptionError("step_in_backward", f"given in {world} processes; allowed in one, or with weights_on_host")
+    if config.techniques.step_in_backward and config.batch_factor != world:
+        text = f"{config.batch_factor} given with --step-in-backward in {world} processes; allowed: {world}, a"
+        raise OptionError("batch_factor", f"{text} micro-batch of each: gradients are freed as soon as they are there")
     if world > 1 and config.gradient_rounding != "nearest":
         text = f"{config.gradient_rounding!r} given in {world} processes, whose wrappers add up; allowed: nearest"
         raise OptionError("gradient_rounding", text)
@@ -111,8 +114,15 @@ def prepared(corpus: Corpus, config: TrainConfig, group: Processes, first: int) 
 def data_parallel(objective: Objective, config: TrainConfig, group: Processes, device: torch.device) -> nn.Module:
     """DDP around the objective, or ``fully_shard`` of its blocks and of itself, in place; alone, the objective.
 
+    With weights_on_host ``fully_shard`` is for one process, too, and leaves the weights on the host.
+
     Raises OptionError for what cannot be sharded.
     """
+    if config.techniques.weights_on_host:
+        from ..streaming import stream
+
+        stream(objective, device, pin_memory=config.pin_memory)
+        return objective
     if group.world == 1:
         return objective
     if config.parallel == "ddp":
@@ -127,10 +137,13 @@ def data_parallel(objective: Objective, config: TrainConfig, group: Processes, d
     return objective
 
 
-def synchronized(parallel: Any, last: bool) -> AbstractContextManager[Any]:
-    """Around the forward and backward pass of a micro-batch: gradients are reduced after the last one."""
+def synchronized(parallel: Any, last: bool, on_host: bool = False) -> AbstractContextManager[Any]:
+    """Around the forward and backward pass of a micro-batch: gradients are reduced after the last one.
+
+    on_host: after each one, as gradients are added up on the host, and the device has no room for them.
+    """
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
         return nullcontext() if last else parallel.no_sync()
     if hasattr(parallel, "set_requires_gradient_sync"):  # fully_shard's
-        parallel.set_requires_gradient_sync(last)
+        parallel.set_requires_gradient_sync(last or on_host)
     return nullcontext()

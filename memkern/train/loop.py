@@ -139,10 +139,10 @@ class Trainer:
 
         DDP averages gradients over the processes, so that each one's are weighted with their number.
         """
-        world = self.group.world
+        world, on_host = self.group.world, self.config.techniques.weights_on_host is not None
         total = torch.zeros((), device=self.device)
         for i, batch in enumerate(batches):
-            with synchronized(self.parallel, last=i + 1 == len(batches)):
+            with synchronized(self.parallel, i + 1 == len(batches), on_host):
                 loss = (self._counted_loss if counted and i == 0 else self.loss)(*batch) / count
                 self._mark("forward")
                 self.scaler.scale(loss * world if world > 1 else loss).backward()
@@ -209,7 +209,8 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        return self.group.world > 1 and self.config.parallel == "fsdp"
+        on_host = self.config.techniques.weights_on_host is not None
+        return on_host or (self.group.world > 1 and self.config.parallel == "fsdp")
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict without shards."""
@@ -267,12 +268,13 @@ class Trainer:
         if shapes[0] != shapes[1]:
             raise OptionError("resume", f"given a checkpoint of another model; allowed: one of {self.config.model}")
         if self.is_sharded:
-            from .sharding import load_whole
+            from .sharding import load_whole, load_whole_states
 
             load_whole(self.model, state["model"])
+            load_whole_states(self.optimizer, state["optimizer"])
         else:
             self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == self.group.world:

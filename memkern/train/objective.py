@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional
+from ..nn.loss import with_weights
 from ..options import OptionError
 from ..saved.hooks import SavingStep
 from .data import IGNORED
@@ -87,4 +88,6 @@ class LanguageModel(Objective):
         if self.loss_chunk is None:
             return cross_entropies(model(input_ids=inputs, use_cache=False).logits, targets)
         head = model.get_output_embeddings()
-        return self.chunked(self.features(inputs), head.weight, head.bias, targets)
+        return with_weights(
+            head, lambda x, targets: self.chunked(x, head.weight, head.bias, targets), self.features(inputs), targets
+        )

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from ..optim.dtensor.shards import local, sharded
 from ..swap.block_lists import block_lists
 from .objective import Objective
 
@@ -27,9 +27,31 @@ def shard(objective: Objective, world: int, device: torch.device) -> None:
 
 def whole(state: Any) -> Any:
     """A state dict whose shards are put together, on the CPU; all processes must call it."""
-    return tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
+    return tree_map_only(DTensor, _whole, state)
 
 
+def _whole(x: DTensor) -> torch.Tensor:
+    # One process has all: a copy would take the memory of the model on the host once more.
+    return x.to_local().cpu() if x.device_mesh.size() == 1 else x.full_tensor().cpu()
+
+
+@torch.no_grad()
 def load_whole(model: nn.Module, state: dict[str, Any]) -> None:
-    """Loads whole tensors into shards."""
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    """Copies whole tensors into a model's shards, one after the other; ``state`` has the names of its state dict."""
+    for name, x in model.state_dict().items():
+        whole = state[name]
+        if not isinstance(x, DTensor):
+            x.copy_(whole)
+        elif x.device_mesh.size() == 1:
+            local(x).copy_(whole)
+        else:
+            local(x).copy_(local(sharded(whole, x)))
+
+
+def load_whole_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads an optimizer's state of whole tensors, where its parameters are shards."""
+    optimizer.load_state_dict(state)
+    for p, own in optimizer.state.items():  # memkern's have cut them already, torch's have not
+        for key, x in own.items():
+            if isinstance(p, DTensor) and isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.dim():
+                own[key] = sharded(x, p)

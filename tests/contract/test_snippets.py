@@ -183,7 +183,7 @@ def test_commands_name_what_is_there() -> None:
 
 
 MEMKERN = sorted({" ".join(words[words.index("memkern") + 1 :]) for words in IN_BLOCKS.values() if "memkern" in words})
-LARGE = [command for command in MEMKERN if "gpt2-xl" in command]
+LARGE = [command for command in MEMKERN if "gpt2-xl" in command or "llama-3.1-8b" in command]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support import timm_factory
 from tests.support.ranks import TORCHRUN_TWO
@@ -90,4 +91,16 @@ def test_fsdp2_in_two_processes(tmp_path: Path) -> None:
 def test_gpt2_xl_s_techniques_on_a_small_gpt() -> None:
     pytest.importorskip("transformers")
     losses = run("gpt2_xl", steps=9, sizes={"n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 64})
+    assert_falls(losses)
+
+
+@pytest.mark.full
+def test_8b_s_techniques_on_a_small_llama() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    try:
+        losses = run("llama_8b_12gb", steps=12, length=64, sizes={**sizes, "vocab_size": 256})
+    finally:
+        if dist.is_initialized():  # of this process alone
+            dist.destroy_process_group()
     assert_falls(losses)

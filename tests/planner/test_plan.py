@@ -609,7 +609,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 1
     found = json.loads(out)
     assert found["fits"] is False
-    assert set(found["alone"]) == set(ALONE) - {"offload", "8 bits, on the host"}
+    assert set(found["alone"]) == set(ALONE) - {"offload", "8 bits, on the host", "weights on the host"}
     assert found["together"]["peak"] > 100 * MIB
 
 
@@ -625,7 +625,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "2048"),
             "--seq-len: 2048 given; allowed: 1 to 1024",
         ),
-        (("--model", "gpt2", "--memory", "1GiB"), "--seq-len: None given"),
+        (("--model", "gpt2", "--memory", "1GiB", "--seq-len", "0"), "--seq-len: 0 given"),
         (
             ("--model", "gpt2", "--memory", "1GiB", "--seq-len", "8", "--device", "tpu"),
             "--device: 'tpu' given",

@@ -1,5 +1,9 @@
 """What the tests of the training loop share: a text, a small configuration, runs and their comparison."""
 
+import os
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -29,3 +33,32 @@ def assert_same_run(a: Trainer, b: Trainer) -> None:
     assert a.history.train_loss == b.history.train_loss
     assert a.history.validation == b.history.validation
     assert all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+
+
+def train_by_two(*arguments: str) -> list[str]:
+    """``python -m memkern train`` in two processes, as torchrun starts them; what each prints."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "memkern", "train", *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return printed

@@ -100,7 +100,8 @@ BAD = [
     ([*MODEL, "--out", "text.txt"], "--out", "'text.txt' given", "a folder"),
     ([*MODEL, "--fit", "3MiB"], "--fit", "3MiB given", "the least that could do"),
     ([*MODEL, "--fit", "2GiB", "--compare"], "--fit", "given with --compare", "without"),
-    ([*MODEL, "--weights-on-host", "layers"], "--weights-on-host", "without --evaluate", "--offload"),
+    ([*MODEL, "--weights-on-host", "model"], "--weights-on-host", "'model' given", "with --evaluate"),
+    ([*MODEL, "--weights-on-host", "layers", "--offload"], "--offload", "True given", "on the host already"),
     ([*MODEL, "--evaluate"], "--evaluate", "given with --out", "without"),
     ([*MODEL, "--loss-chunk", "-1"], "--loss-chunk", "-1 given", "1 or more"),
 ]

@@ -1,9 +1,6 @@
 """The recipe on several processes: gloo on the CPU."""
 
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from memkern.train.build import resolved, warmup_cosine
 from memkern.train.data import IGNORED
 from memkern.train.distributed import Processes, own_batches
 from tests.support.ranks import TORCHRUN_TWO
-from tests.support.train_helpers import SMALL
+from tests.support.train_helpers import SMALL, train_by_two
 
 OPTIONS = [
     *(
@@ -37,35 +34,6 @@ OPTIONS = [
     ),
     *("--eval-every", "2", "--eval-tokens", "320", "--device", "cpu", "--threads", "1", "--save-every", "3"),
 ]
-
-
-def train(*arguments: str) -> list[str]:
-    """``python -m memkern train`` in two processes, as torchrun starts them; what each prints."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "memkern", "train", *arguments],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    printed = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    return printed
 
 
 def assert_runs_agree(a: Path, b: Path) -> dict[str, Any]:
@@ -92,7 +60,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
     arguments += ["--warmup-from", "base", "--warmup-epochs", "0.003"]
     main(["train", *arguments, "--batch-factor", "4", "--save", str(tmp_path / "1.pt")])
     more = ["--batch-factor", "4", "--save", str(tmp_path / "2.pt"), "--out", str(tmp_path / "out")]
-    first, second = train(*arguments, *more, "--parallel", parallel)
+    first, second = train_by_two(*arguments, *more, "--parallel", parallel)
     assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert "validation loss" in first
     assert "validation loss" in capsys.readouterr().out
@@ -102,7 +70,7 @@ def test_one_and_two_processes_agree_at_equal_global_batch(
         assert (
             checkpoints.load(tmp_path / "2.pt")["model"].keys() == checkpoints.load(tmp_path / "1.pt")["model"].keys()
         )
-        again, _ = train("--resume", str(tmp_path / "2.pt"))
+        again, _ = train_by_two("--resume", str(tmp_path / "2.pt"))
         main(["train", "--resume", str(tmp_path / "2.pt"), "--parallel", "ddp"])
         sentence = next(line for line in first.splitlines() if line.startswith("Validation loss"))
         assert sentence.split(";")[0] in again
@@ -134,7 +102,7 @@ def test_a_partial_group_agrees(tmp_path: Path) -> None:
     ]
     # 27 windows: 4 steps an epoch, the last of them with two micro-batches, the second of one window.
     main(["train", *arguments, "--save", str(tmp_path / "1.pt")])
-    train(*arguments, "--save", str(tmp_path / "2.pt"))
+    train_by_two(*arguments, "--save", str(tmp_path / "2.pt"))
     state = assert_runs_agree(tmp_path / "1.pt", tmp_path / "2.pt")
     assert len(state["rng"]) == 2
     main(["train", "--resume", str(tmp_path / "2.pt")])  # in another number of processes

@@ -113,7 +113,7 @@ def largest(values: Tensor, all_ranks: AllRanks) -> Tensor:
     What decides whether a rank steps, and how far, must be one decision of all: they exchange what they step.
     """
     for mesh in all_ranks.meshes:
-        if mesh.get_coordinate() is None:
+        if mesh.get_coordinate() is None or mesh.size() == 1:
             continue
         there = values.to(mesh.device_type, copy=True)
         for k in range(mesh.ndim):

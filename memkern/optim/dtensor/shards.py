@@ -184,12 +184,21 @@ def _placements_of_scales(p: DTensor, block_size: int) -> list[Any]:
 
 def _of_blocks(p: Tensor, own: Tensor, shape: tuple[int, ...], block_size: int) -> Tensor:
     """A rank's scales or 4-bit codes as those of a DTensor, of ``shape``."""
-    from torch.distributed.tensor import DTensor
+    assert is_dtensor(p)
+    return on_mesh(own, p.device_mesh, _placements_of_scales(p, block_size), shape)
 
-    assert isinstance(p, DTensor)
-    stride = torch.empty(shape, device="meta").stride()
-    at = _placements_of_scales(p, block_size)
-    return DTensor.from_local(own, p.device_mesh, at, run_check=False, shape=torch.Size(shape), stride=stride)
+
+def on_mesh(own: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
+    """A DTensor of a rank's own part, which stays where it is, as fully_shard makes those of shards on the host.
+
+    ``DTensor.from_local`` and ``distribute_tensor`` copy it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, own.dtype)
+    return DTensor(own, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def _shape_of_scales(p: Tensor, block_size: int) -> tuple[int, ...]:
@@ -229,8 +238,6 @@ def placed(key: str, x: Tensor, p: Tensor, block_size: int, packed: bool = False
     of_elements = key not in ("step", "trust_ratio")
     if not is_dtensor(p) or not of_elements:
         return x.full_tensor() if is_dtensor(x) else x
-    from torch.distributed.tensor import distribute_tensor
-
     scale, layout = key.endswith("_scale"), layout_of(p, block_size)
     shape = layout.scale_shape if scale else layout.packed_shape if packed else p.shape
     if tuple(x.shape) != tuple(shape):
@@ -238,5 +245,14 @@ def placed(key: str, x: Tensor, p: Tensor, block_size: int, packed: bool = False
     at = tuple(_placements_of_scales(p, block_size)) if scale or packed else p.placements
     if is_dtensor(x) and x.device_mesh == p.device_mesh:
         return x if x.placements == at else x.redistribute(placements=at)
-    whole = x.full_tensor() if is_dtensor(x) else x
-    return distribute_tensor(whole.detach(), p.device_mesh, at, src_data_rank=None)
+    return sharded((x.full_tensor() if is_dtensor(x) else x).detach(), p, at)
+
+
+def sharded(whole: Tensor, p: DTensor, placements: Sequence[Any] | None = None) -> Tensor:
+    """A whole tensor as a DTensor beside p: on its mesh and its device, with its placements or others. A copy."""
+    from torch.distributed.tensor import distribute_tensor
+
+    at = tuple(placements or p.placements)
+    if p.device_mesh.size() == 1:
+        return on_mesh(whole.to(p.device, copy=True), p.device_mesh, at, whole.shape)
+    return distribute_tensor(whole, p.device_mesh, at, src_data_rank=None).to(p.device)

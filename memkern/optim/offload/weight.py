@@ -239,6 +239,21 @@ def copy_options(source: Optimizer, to: Optimizer) -> None:
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
+def reduction_of_step(optimizer_class: type[Optimizer], p: Tensor, group: Options) -> str | None:
+    """Why a step of a parameter, by its group's options, needs other ranks; None, it does not."""
+    if not p.requires_grad or shards.ranks_of(p) is None:
+        return None
+    if not issubclass(optimizer_class, BlockwiseOptimizer):
+        return None if optimizer_class in _ELEMENTWISE else "is not known to need no other ranks"
+    if optimizer_class.op.has_trust_ratios:
+        return "needs norms of whole layers"
+    if issubclass(optimizer_class, Muon) and group.get("algorithm", "muon") == "muon":
+        return "needs whole matrices"
+    given = {**optimizer_class.option_defaults, **group}
+    cut = takes_8bit_state(p, given) and shards.cuts_blocks(p, given["block_size"])
+    return "needs the largest values of blocks that other ranks have elements of" if cut else None
+
+
 def check_no_reductions(optimizer_class: type[Optimizer], params: Sequence[Any], group: Options) -> None:
     """Raises ValueError for shards whose step needs other ranks, as it cannot be taken in the backward pass.
 
@@ -246,21 +261,7 @@ def check_no_reductions(optimizer_class: type[Optimizer], params: Sequence[Any],
     ``params``: tensors, or pairs of names and tensors. ``group``: their options.
     """
     for p in (item[1] if isinstance(item, tuple) else item for item in params):
-        if not p.requires_grad:
-            continue
-        if shards.ranks_of(p) is None:
-            continue
-        if not issubclass(optimizer_class, BlockwiseOptimizer):
-            reason = None if optimizer_class in _ELEMENTWISE else "is not known to need no other ranks"
-        elif optimizer_class.op.has_trust_ratios:
-            reason = "needs norms of whole layers"
-        elif issubclass(optimizer_class, Muon) and group.get("algorithm", "muon") == "muon":
-            reason = "needs whole matrices"
-        else:
-            given = {**optimizer_class.option_defaults, **group}
-            cut = takes_8bit_state(p, given) and shards.cuts_blocks(p, given["block_size"])
-            reason = "needs the largest values of blocks that other ranks have elements of" if cut else None
-        if reason is not None:
+        if (reason := reduction_of_step(optimizer_class, p, group)) is not None:
             raise ValueError(
                 f"step_in_backward must be False, got True for a DTensor of shape {tuple(p.shape)}: a step of "
                 f"{optimizer_class.__name__} {reason}, and would wait for other ranks beside the backward pass's "

@@ -23,7 +23,10 @@ class Worker:
             self._executor = ThreadPoolExecutor(1, "memkern-offload")
         return self._executor.submit(function, *args)
 
-    def step(self, function: Callable[[Any], None], bucket: Any) -> None:
+    def step(self, function: Callable[[Any], None], bucket: Any, ahead: int | None = None) -> None:
+        """Begins a step. ahead: waits until no more than so many are left to do, so that their gradients are few."""
+        if ahead is not None:
+            wait(self.steps[-ahead - 1 : -ahead])
         self.steps.append(self._submit(function, bucket))
 
     def add(self, addition: Callable[[], None]) -> None:

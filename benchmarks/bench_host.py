@@ -1,0 +1,66 @@
+"""The optimizer's step on the host, for weights that stay there: bf16 weights with 8-bit errors and 8-bit states.
+
+Beside DeepSpeed's CPUAdam, which ZeRO-Offload steps with, in its three forms: fp32 weights; bf16 weights with states in
+fp32; all in bf16 (no form has an error or an fp32 copy beside bf16 weights). ZeRO-Offload's conversions of gradients to
+fp32 and of weights to bf16, around the fp32 form, are not counted. Clipped: to a norm of 1, memkern's by
+``max_grad_norm``, the others' by torch's ``clip_grad_norm_``, which reads the gradients, then reads and writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .bench_optim import Make, of, stepper
+from .harness import Case, Contender
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NORM = 1.0
+
+
+def clipped(make: Make) -> Make:
+    """The optimizer with ``clip_grad_norm_`` before each step."""
+
+    def made(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(params)
+
+        def clip(*_: object) -> None:
+            torch.nn.utils.clip_grad_norm_(params, NORM)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    return made
+
+
+PEERS: dict[str, tuple[Make, torch.dtype]] = {
+    "DeepSpeed CPUAdam, fp32": (of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), FP32),
+    "DeepSpeed CPUAdam, bf16 with fp32 states": (of("deepspeed.ops.adam", "DeepSpeedCPUAdam"), BF16),
+    "DeepSpeed CPUAdam, all bf16": (
+        of("deepspeed.ops.adam", "DeepSpeedCPUAdam", fp32_optimizer_states=False),
+        BF16,
+    ),
+    "torch AdamW fused, fp32": (of("torch.optim", "AdamW", fused=True), FP32),
+    "torch AdamW fused, all bf16": (of("torch.optim", "AdamW", fused=True), BF16),
+}
+
+
+def cases(size: int, device: str) -> list[Case]:
+    shapes = [(max(1, size // 4096), 4096)]
+    numel = math.prod(shapes[0])
+
+    def case(name: str, norm: float | None) -> Case:
+        def group(times: int) -> dict[str, Any]:
+            """Of a contender that reads or writes the gradients so often before its update."""
+            return {"shapes": shapes, "device": device, "reads": lambda params, state: times * params if norm else 0}
+
+        ours = of("memkern.optim", "AdamW8bit", master_weights="bf16+8", max_grad_norm=norm)
+        found: list[Contender] = [stepper("memkern AdamW8bit, bf16+8", ours, dtype=BF16, **group(1))]
+        for peer, (make, dtype) in PEERS.items():
+            if device == "cpu" or not peer.startswith("DeepSpeed"):
+                found.append(stepper(peer, clipped(make) if norm else make, dtype=dtype, **group(3)))
+        return Case(name, numel, found)
+
+    return [case("AdamW on the host", None), case("AdamW on the host, clipped to a norm", NORM)]

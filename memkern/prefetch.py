@@ -1,0 +1,107 @@
+"""The copies of a model's weights to the device: of the next group while one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .optim.dtensor.shards import is_dtensor
+
+
+class Group:
+    """A module whose weights come and go together."""
+
+    def __init__(self, module: Any, others: set[nn.Module], in_backward: bool = True) -> None:
+        self.module, self.in_backward = module, in_backward
+        self.owners = [*owners(module, others)]
+        self.params: list[Tensor] = []
+        self.look()
+
+    def look(self) -> None:
+        """Notes the parameters, which are on the host now."""
+        self.params = [*dict.fromkeys(p for owner in self.owners for p in owner.parameters(recurse=False))]
+
+    def _on_device(self) -> Iterator[Tensor]:
+        return (p for owner in self.owners for p in owner.parameters(recurse=False) if not is_dtensor(p))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the weights are on the device, or on their way."""
+        return any(True for _ in self._on_device())
+
+    def forget_gradients(self) -> None:
+        """Frees gradients of weights that are on the device."""
+        for p in self._on_device():
+            p.grad = None
+
+
+def owners(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules whose parameters belong to a group: those of ``module`` that are in no other one."""
+    if any(True for _ in module.parameters(recurse=False)):
+        yield module
+    for child in module.children():
+        if child not in others:
+            yield from owners(child, others)
+
+
+class Prefetch:
+    """Copies of weights to the device: of the next group while one computes, in a stream of their own.
+
+    With one process ``fully_shard`` copies a group's weights in the computing stream, when the group begins. So each
+    group is unsharded from here, in ``up``, before it begins; ``fully_shard`` finds it unsharded. The order is that of
+    the last forward pass, and backwards. Memory that was freed goes to ``up`` after all uses: each copy waits for
+    what the computing stream was given before it, which is one group less than what overlaps it.
+
+    streams: torch.cuda, or what stands for it.
+    """
+
+    def __init__(self, device: torch.device, streams: Any) -> None:
+        self.device, self.streams = device, streams
+        self.up = streams.Stream(device)
+        self.last: list[Group] = []  # groups in the order of the last whole forward pass
+        self.now: list[Group] = []
+        self._copies: dict[Group, Any] = {}  # their events, until the computing stream waits for them
+
+    def bring(self, group: Group) -> None:
+        """Begins the copy of a group's weights, unless they are there."""
+        if group.is_there:
+            return
+        self.up.wait_stream(self.streams.current_stream(self.device))
+        with self.streams.stream(self.up):
+            group.module.unshard()
+        self._copies[group] = self.up.record_event()
+
+    def arrive(self, group: Group) -> None:
+        """The computing stream waits for the copy of a group's weights."""
+        if group in self._copies:
+            self.streams.current_stream(self.device).wait_event(self._copies.pop(group))
+
+    def begin(self) -> None:
+        """A forward pass of the whole model begins."""
+        self.now = []
+        self._copies.clear()
+
+    def end(self) -> None:
+        self.last = self.now
+
+    def forward(self, group: Group) -> tuple[list[Group], int]:
+        """A group begins its forward pass. Its place in the pass."""
+        place = len(self.now)
+        self.now.append(group)
+        self.bring(group)
+        self.arrive(group)
+        if self.last[place : place + 1] == [group] and place + 1 < len(self.last):
+            self.bring(self.last[place + 1])
+        return self.now, place
+
+    def backward(self, order: list[Group], place: int) -> None:
+        """A group begins its backward pass."""
+        group = order[place]
+        if group.in_backward:
+            self.bring(group)
+            self.arrive(group)
+        if place and order[place - 1].in_backward:
+            self.bring(order[place - 1])

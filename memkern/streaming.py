@@ -1,0 +1,312 @@
+"""Weights that stay on the host: fully_shard with CPUOffloadPolicy by block, for one process and for several.
+
+What torch's ``fully_shard`` leaves to do is here: the prefetch of a block's weights, which it has between processes and
+not for one alone, and the moment at which a block's gradients are on their way to the host.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
+
+from . import pinned
+from .optim.arrivals import Arrivals
+from .options import OptionError, not_allowed
+from .prefetch import Group, Prefetch, owners
+from .swap.block_lists import block_lists
+
+WITHOUT_BLOCKS = "None for a model without a list of like blocks"
+
+
+def check(model: nn.Module) -> None:
+    """Raises OptionError for a model whose weights cannot be streamed. Changes nothing."""
+    for name, module in model.named_modules():
+        why = None
+        if hasattr(module, "set_requires_gradient_sync"):
+            why = "is sharded by fully_shard already"
+        elif hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            why = "is compiled, which has not been tried"
+        elif getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding):
+            why = "has max_norm, which writes weights in the forward pass"
+        if why is not None:
+            raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name or 'the model'} {why}")
+    if not any(True for _ in block_lists(model)):
+        raise not_allowed("weights_on_host", "layers", WITHOUT_BLOCKS)
+    for name, p in model.named_parameters():
+        why = None
+        if p.is_meta:
+            why = "is on the meta device"
+        elif not p.dim() or not p.is_contiguous():
+            why = f"{'is not contiguous' if p.dim() else 'has no dimension'}, which fully_shard does not take"
+        if why is not None:
+            raise OptionError("weights_on_host", f"'layers' given; allowed: None, as {name} {why}")
+    for module, params in _params_of_groups(model):
+        dtypes = {p.dtype for p in params if p.requires_grad}
+        if len(dtypes) > 1:
+            which = f"parameters of {type(module).__name__} are in {', '.join(sorted(map(str, dtypes)))}"
+            text = f"'layers' given; allowed: None, as {which}: fully_shard needs one dtype"
+            raise OptionError("weights_on_host", text)
+
+
+def _modules_of_groups(model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights come and go together, in the order of the forward pass.
+
+    An embedding or a head that the model names (get_input_embeddings, get_output_embeddings) is one, unless another
+    module has its weight, too. Whatever else is outside the blocks belongs to the model itself.
+    """
+    blocks = [block for blocks in block_lists(model) for block in blocks]
+    first: list[nn.Module] = []
+    last: list[nn.Module] = []
+    inside = {module for block in blocks for module in block.modules()}
+    named = next((m for m in model.modules() if hasattr(m, "get_output_embeddings")), None)
+    for method, found in (("get_input_embeddings", first), ("get_output_embeddings", last)):
+        module: Any = None
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            module = getattr(named, method)()
+        if isinstance(module, nn.Module) and module not in inside and not _is_shared(module, model):
+            found.append(module)
+    return [*first, *blocks, *last]
+
+
+def _needs_no_weights(module: nn.Module) -> bool:
+    """Whether a module's backward pass reads no weights."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def _is_shared(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of a module is another module's, too."""
+    own = {*module.parameters()}
+    others = {*model.modules()} - {*module.modules()}
+    return any(p in own for other in others for p in other.parameters(recurse=False))
+
+
+def _params_of_groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
+    groups = _modules_of_groups(model)
+    for module in (*groups, model):
+        yield module, [p for owner in owners(module, {*groups}) for p in owner.parameters(recurse=False)]
+
+
+def process_group() -> None:
+    """Makes a process group of this process alone, unless there is one; it ends with the process.
+
+    Raises:
+        RuntimeError: torchrun has started several processes, whose group is to be made first.
+    """
+    if dist.is_initialized():
+        return
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise RuntimeError(f"this is one of {world} processes: call torch.distributed.init_process_group() first")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(end_process_group, dist.group.WORLD)
+
+
+def end_process_group(group: Any) -> None:
+    """Ends a process group that :func:`process_group` has made, if it is there still."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
+
+
+def pins(device: torch.device, pin_memory: bool) -> bool:
+    """Whether the host's memory is pinned: there is nothing to pin it for where the device is the CPU."""
+    return pin_memory and device.type != "cpu"
+
+
+def _shard_bytes(p: Tensor, world: int) -> int:
+    """The bytes of this rank's shard."""
+    rows = p.shape[0] if p.dim() else 1
+    each = -(-rows // world)
+    own = max(0, min(each, rows - dist.get_rank() * each))
+    return own * (p.nbytes // max(rows, 1))
+
+
+def _empty_host_cache() -> None:
+    """Frees what ``fully_shard`` has pinned tensor by tensor, and torch's allocator keeps."""
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if hasattr(module, name):
+            getattr(module, name)()
+            return
+
+
+@torch.no_grad()
+def _move(group: Group, slabs: pinned.Slabs) -> None:
+    """Moves the shards that ``fully_shard`` has made of a group into slabs."""
+    for p in group.params:
+        p._local_tensor = slabs.copy_of(p._local_tensor)  # type: ignore[attr-defined]
+    for owner in group.owners:
+        owner.load_state_dict({}, strict=False)  # fully_shard looks at the shards afterwards, and frees its own
+
+
+def stream(model: nn.Module, device: torch.device, *, pin_memory: bool = True) -> None:
+    """Keeps a model's weights on the host: ``fully_shard`` with CPUOffloadPolicy of its blocks and of itself, in place.
+
+    Args:
+        device: where the weights of a block go while it runs. The model may be on the host or there.
+        pin_memory: whether the weights on the host are pinned, where the device is not the CPU: all bytes of the
+            weights, in slabs of a GiB (:class:`memkern.pinned.Slabs`), and the gradients that are on the host, each
+            rounded up to a power of two by torch's allocator. Without it the copies are slower, and do not overlap.
+
+    Raises:
+        OptionError: the model cannot be streamed. Nothing is changed then.
+        RuntimeError: the host gives no more pinned memory. The model is to be built anew.
+    """
+    check(model)
+    process_group()
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    pinned_memory = pins(device, pin_memory)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=pinned_memory)}
+    groups = _modules_of_groups(model)
+    modules = {*groups}
+    sizes = [_shard_bytes(p, mesh.size()) for p in model.parameters()] if pinned_memory else []
+    try:
+        slabs = pinned.Slabs(sizes)
+        for module in groups:
+            # The last one's weights are needed at once in the backward pass.
+            fully_shard(module, reshard_after_forward=module is not groups[-1], **options)
+            if pinned_memory:
+                _move(Group(module, modules), slabs)
+        fully_shard(model, **options)
+        if pinned_memory:
+            _move(Group(model, modules), slabs)
+            _empty_host_cache()
+    except RuntimeError as error:
+        if not pinned_memory:
+            raise
+        raise RuntimeError(
+            f"the weights, {sum(sizes) / 2**30:.1f} GiB, could not be moved to pinned memory of the host ({error}): "
+            "raise the limit of locked memory (ulimit -l, or the container's memlock), or give pin_memory=False, with "
+            "which copies are slower and do not overlap; the model is to be built anew"
+        ) from error
+    for module in groups:
+        if _needs_no_weights(module):
+            module.set_unshard_in_backward(False)  # type: ignore[operator]
+    Streamed(model, groups, device)
+
+
+class Streamed:
+    """A model whose weights are on the host: its groups, and the hooks that go on with their copies."""
+
+    def __init__(self, model: Any, groups: list[Any], device: torch.device, streams: Any = None) -> None:
+        self.model, self.device = model, device
+        self._name, self._runs = type(model).__name__.removeprefix("FSDP"), False
+        self.streams = streams or torch.get_device_module(device)
+        modules = {*groups}
+        self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
+        self.root = Group(model, modules)
+        self.down = self.streams.Stream(device)
+        self.prefetch = Prefetch(device, self.streams)
+        everything = (*self.groups, self.root)
+        self.arrivals = Arrivals(lambda: [p for group in everything for p in group.params], self.down.record_event)
+        for group in self.groups:
+            self._hook(group)
+        self._hook_root()
+        if device.type != "cpu":
+            for group in (*self.groups, self.root):
+                self._copy_down(group)
+
+    def _copy_down(self, group: Group) -> None:
+        """Has gradients copied to the host in ``down``, so that their end is known."""
+        group.module.set_all_reduce_hook(lambda gradients: gradients.record_stream(self.down), stream=self.down)
+
+    # ---- hooks
+
+    def _hook(self, group: Group) -> None:
+        places: list[tuple[list[Group], int]] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if _is_backward():
+                return  # a checkpoint runs the module again, whose weights its own backward pass has brought
+            if not self._runs:
+                raise RuntimeError(
+                    f"a {type(module).__name__} was called outside of the forward pass of the {self._name} that "
+                    "memkern.apply was given, and whose weights are on the host: call that one, or apply the "
+                    "techniques to a module whose forward has all that reads weights, the loss in chunks too"
+                )
+            places[:] = [self.prefetch.forward(group)]
+            if torch.is_grad_enabled():
+                for x in _with_gradient((args, kwargs)):
+                    # x has its gradient when fully_shard has begun the copies of the group's own.
+                    x.register_hook(lambda _: self._arrived(group))
+                    break
+
+        def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            if _is_backward():
+                return
+            order, place = places[-1]
+            for x in _with_gradient(out):
+                x.register_hook(lambda _: self._begin_backward(order, place))
+
+        group.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        group.module.register_forward_hook(after, with_kwargs=True)
+
+    def _hook_root(self) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            if _is_backward():
+                return
+            self._runs = True
+            if self.arrivals.reset():
+                self._forget()
+            self._to_host()
+            self.prefetch.begin()
+            for group in (*self.groups, self.root):
+                group.look()
+                self.arrivals.follow(group.params)
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            if _is_backward():
+                return
+            self._runs = False
+            self.prefetch.end()
+            if not torch.is_grad_enabled():
+                self._to_host()
+            for x in _with_gradient(out):
+                x.register_hook(lambda _: self.arrivals.hold(self.root.params))
+
+        for group in (*self.groups, self.root):
+            self.arrivals.follow(group.params)
+        self.model.register_forward_pre_hook(before, prepend=True)
+        self.model.register_forward_hook(after)
+
+    def _to_host(self) -> None:
+        """Frees what weights are still on the device: a step on the host may have changed them."""
+        for group in (*self.groups, self.root):
+            group.module.reshard()
+
+    def _forget(self) -> None:
+        """Forgets a backward pass that was interrupted, with the gradients that it left on the device."""
+        if not hasattr(self.model, "reset_iter_state"):
+            raise RuntimeError(
+                "a backward pass of this model was interrupted, and fully_shard of this torch cannot forget it: build "
+                "the model again, or use torch 2.13 or newer"
+            )
+        for group in (*self.groups, self.root):
+            group.forget_gradients()
+        self.model.reset_iter_state()
+
+    def _begin_backward(self, order: list[Group], place: int) -> None:
+        self.prefetch.backward(order, place)
+        self.arrivals.hold(order[place].params)
+
+    def _arrived(self, group: Group) -> None:
+        self.arrivals.arrived(group.params)
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _with_gradient(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments that get a gradient."""
+    return (x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad)

@@ -1,0 +1,97 @@
+"""Shards that are on the host, on a mesh of another device, as CPUOffloadPolicy makes them on a GPU.
+
+The mesh is CUDA's, which is not here: whatever is moved to its device raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from memkern import optim
+from memkern.optim.dtensor.shards import local, on_mesh
+from memkern.train.sharding import load_whole, load_whole_states, whole
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mesh of CUDA's moves tensors where it is there")
+CLASSES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "AdamW": (optim.AdamW8bit, {}),
+    "AdamW, max_grad_norm": (optim.AdamW8bit, {"max_grad_norm": 0.1}),
+    "AdamW, 8 and 4 bits": (optim.AdamW, {"state_bits": (8, 4)}),
+    "Lion": (optim.Lion8bit, {"lr": 1e-3}),
+    "LAMB": (optim.LAMB8bit, {}),
+    "LARS": (optim.LARS, {}),
+    "SGD": (optim.SGD, {"momentum": 0.9, "state_bits": 8}),
+    "Muon": (optim.Muon8bit, {}),
+}
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cuda", [0])
+    dist.destroy_process_group()
+
+
+def tensors(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 256), (96, 128), (128, 100))]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_steps_and_states_stay_on_the_host(mesh: DeviceMesh, name: str) -> None:
+    cls, options = CLASSES[name]
+    options = {"lr": 1e-2, "master_weights": "bf16+8", "min_8bit_size": 1} | options
+
+    def shard(x: Tensor) -> Tensor:
+        return on_mesh(x, mesh, [Shard(0)], x.shape)
+
+    def trained(wrapped: Any, steps: range, state: Any = None) -> tuple[list[Tensor], Any]:
+        params = [nn.Parameter(wrapped(x)) for x in (tensors(0) if state is None else state[0])]
+        optimizer = cls(params, **options)
+        if state is not None:
+            optimizer.load_state_dict(state[1])
+        for step in steps:
+            for p, g in zip(params, tensors(step + 1), strict=True):
+                p.grad = wrapped(g)
+            optimizer.step()
+        states = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+        assert {x.device.type for x in [*map(local, states), *map(local, params)]} == {"cpu"}
+        return [local(p).detach().clone() for p in params], optimizer.state_dict()
+
+    plain, sharded = trained(lambda x: x, range(4)), trained(shard, range(4))
+    assert all(map(torch.equal, plain[0], sharded[0]))
+    half = trained(lambda x: x, range(2))
+    again = trained(shard, range(2, 4), half)  # the whole tensors of one process, in shards
+    assert all(map(torch.equal, plain[0], again[0]))
+
+
+def test_whole_tensors_load_into_them(mesh: DeviceMesh) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
+        for module in made:
+            for name, p in [*module.named_parameters()]:
+                setattr(module, name, nn.Parameter(on_mesh(p.detach(), mesh, [Shard(0)], p.shape)))
+        made.register_buffer("count", torch.tensor(3.0))
+        return made
+
+    def stepped(made: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for p in made.parameters():
+            p.grad = on_mesh(torch.ones(p.shape), mesh, [Shard(0)], p.shape)
+        optimizer.step()
+        return {name: local(p).detach().clone() for name, p in made.named_parameters()}
+
+    one, two = model(), model()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (one, two)]
+    stepped(one, optimizers[0])
+    load_whole(two, whole(one.state_dict()))
+    load_whole_states(optimizers[1], copy.deepcopy(whole(optimizers[0].state_dict())))  # torch shares steps
+    ends = [stepped(m, optimizer) for m, optimizer in zip((one, two), optimizers, strict=True)]
+    assert all(torch.equal(x, ends[1][name]) for name, x in ends[0].items())

@@ -1,0 +1,82 @@
+"""Prints the bytes of host memory per parameter of a run whose weights stay on the host. In a process of its own.
+
+``python -m tests.stream.host_bytes adamw``: the resident set after a step, and its peak, without what the process had
+before the model and what a forward and backward pass of one block takes on the CPU, which is the device here.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memkern
+from memkern.applying import optimizer_groups
+from memkern.options import Techniques
+from memkern.train import heap
+
+WIDTH, BLOCKS = 512, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False, dtype=torch.bfloat16),
+            nn.Linear(3 * WIDTH, WIDTH, bias=False, dtype=torch.bfloat16),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def run(name: str, blocks: int, steps: int) -> tuple[int, int, int]:
+    """Parameters, and the resident set after the last step and at its peak in the steps after the first."""
+    techniques = Techniques(
+        precision="bf16", optimizer=name, state_bits=8, master_weights="bf16+8", weights_on_host="layers",
+        checkpointing="blocks", step_in_backward=True,
+    )  # fmt: skip
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    memkern.apply(model, techniques, device="cpu")
+    groups = optimizer_groups(model, techniques, lr=1e-3, weight_decay=0.1)
+    optimizer: Any = memkern.make_optimizer(groups, techniques, lr=1e-3)
+    x, most = torch.randn(4, WIDTH, dtype=torch.bfloat16), 0
+    step_some = optimizer._step_some
+
+    def seen(params: Any) -> None:
+        nonlocal most
+        step_some(params)
+        most = max(most, resident())
+
+    optimizer._step_some = seen
+    for step in range(steps):
+        most = 0 if step < 1 else most
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    heap.trim()
+    return sum(p.numel() for p in model.parameters()), resident(), most
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    heap.map_large_blocks()
+    run(name, 2, 3)  # libraries, threads and buffers
+    heap.trim()
+    before = resident()
+    params, after, most = run(name, BLOCKS, 3)
+    of_block = 2 * 6 * WIDTH**2
+    print(json.dumps({"params": params, "rest": after - before, "peak": most - before, "block": of_block}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,316 @@
+"""What people do to a model whose weights are on the host, between two calls and in the middle of one."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memkern
+from memkern.optim.arrivals import Arrivals
+from memkern.optim.offload.worker import Worker
+from memkern.options import Techniques
+from tests.stream import runs
+from tests.stream.runs import PLAIN, STREAMED, Model, assert_equal, batches, model_for, optimizer_for, train, weights
+
+
+class Interrupted(Exception):
+    pass
+
+
+def both(
+    use: Callable[[Model, torch.optim.Optimizer, Techniques], None], techniques: Techniques = PLAIN
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights after a use of the plain model, and of the streamed one."""
+    found = []
+    for t in (techniques, techniques.replace(weights_on_host="layers")):
+        model = model_for(t)
+        use(model, optimizer_for(model, t), t)
+        found.append(weights(model))
+    return found[0], found[1]
+
+
+# ---- between the calls
+
+
+def test_a_validation_between_backward_and_step_reads_and_leaves_nothing_stale() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        for step in range(3):
+            (tokens,) = batches(step, t)
+            model(tokens).backward()
+            with torch.no_grad():
+                seen.append(model.eval()(tokens).item())
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode(False), torch.no_grad():
+                seen.append(model(tokens).item())
+
+    seen: list[float] = []
+    plain, streamed = both(use)
+    assert_equal(plain, streamed)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing_stale() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        for step in range(3):
+            (tokens,) = batches(step, t)
+            model(tokens).backward()
+            model(tokens)  # with a graph, which is dropped
+            optimizer.step()
+            optimizer.zero_grad()
+        model.state_dict()  # else parameters() has some that the last forward pass has left on the device
+
+    assert_equal(*both(use))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
+def test_a_pass_that_was_interrupted_is_forgotten(where: str, way: dict[str, Any]) -> None:
+    """An exception in the last block, or in the first block's backward pass; then the run goes on."""
+    techniques = PLAIN.replace(**way)
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        train(model, optimizer, t, range(2))
+        place = model.blocks[3].down if where == "forward" else model.blocks[3].up
+        if t.weights_on_host:
+
+            def interrupt(*_: Any) -> None:
+                raise Interrupted
+
+            register = place.register_forward_hook if where == "forward" else place.register_full_backward_hook
+            handle = register(interrupt)
+            for tokens in batches(9, t)[-1:]:
+                with pytest.raises(Interrupted):
+                    model(tokens).backward()
+            handle.remove()
+            if where == "backward" and not hasattr(model, "reset_iter_state"):
+                with pytest.raises(RuntimeError, match=r"was interrupted, .* torch 2\.13 or newer"):
+                    model(batches(0, t)[0])
+                pytest.skip("this torch's fully_shard cannot forget a backward pass")
+            if "step_in_backward" not in way:
+                optimizer.zero_grad()
+            else:
+                left = [*optimizer._stepped]  # type: ignore[attr-defined]
+                assert len(left) <= 1  # of the head, which came before
+                return
+        elif "step_in_backward" in way:
+            return
+        train(model, optimizer, t, range(2, 4))
+
+    plain, streamed = both(use, techniques)
+    if "step_in_backward" in way:
+        different = [name for name, x in plain.items() if not torch.equal(x, streamed[name])]
+        assert different in ([], ["head.weight"])
+    else:
+        assert_equal(plain, streamed)
+
+
+def test_edits_of_weights_between_steps_count() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        train(model, optimizer, t, range(2))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        train(model, optimizer, t, range(2, 4))
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        train(model, optimizer, t, range(4, 5))
+        model.load_state_dict(state)
+        train(model, optimizer, t, range(5, 6))
+
+    assert_equal(*both(use))
+
+
+def test_two_graphs_at_a_time() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        for step in range(3):
+            losses = [model(tokens) for tokens in batches(step, t.replace(accumulation=2))]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_equal(*both(use))
+
+
+class Twice(Model):
+    """Runs its second block twice, and hands blocks their input by name."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x=x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_block_that_runs_twice(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    """Its two gradients are rounded to bf16 and added in another order, so these weights are in fp32: and a sum of
+    two is one sum. With more micro-batches sums of four are within fp32's rounding."""
+    monkeypatch.setattr(runs, "Model", Twice)
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        losses.append(train(model, optimizer, t, range(3)))
+
+    losses: list[list[float]] = []
+    techniques = Techniques(precision="fp32", state_bits=32, optimizer="sgd", accumulation=accumulation)
+    plain, streamed = both(use, techniques)
+    if accumulation == 1:
+        assert_equal(plain, streamed)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_two_optimizers_that_step_in_backward_and_one_that_was_dropped() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        train(model, optimizer, t, range(1))
+        del optimizer
+        inside = [*model.blocks.parameters()]
+        outside = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+        both_of = [memkern.make_optimizer(params, t, lr=1e-2) for params in (inside, outside)]
+        for step in range(3):
+            model(batches(step, t)[0]).backward()
+            for each in both_of:
+                each.step()
+                each.zero_grad()
+
+    assert_equal(*both(use, PLAIN.replace(step_in_backward=True)))
+
+
+class Checkpointed(Model):
+    """Calls its blocks in checkpoints, as transformers' gradient_checkpointing_enable() does."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}, {"accumulation": 2}], ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_calls_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool, way: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(runs, "Model", Checkpointed)
+    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
+    losses: list[list[float]] = []
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        losses.append(train(model, optimizer, t, range(3)))
+
+    assert_equal(*both(use, PLAIN.replace(**way)))
+    assert losses[0] == losses[1]
+
+
+def test_what_is_called_outside_of_the_forward_pass_says_so() -> None:
+    model = model_for(STREAMED)
+    (tokens,) = batches(0, STREAMED)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a FSDPEmbedding was called outside of the forward pass of the Model"):
+            model.embedding(tokens)
+        model(tokens).backward()
+
+
+@pytest.mark.parametrize("way", [{"offload_gradients": True}, {"step_in_backward": True}], ids=str)
+def test_host_offload_over_streamed_weights(way: dict[str, Any]) -> None:
+    """It is not needed, and has the bits of the step beside it."""
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        own = memkern.optim.HostOffload(memkern.optim.AdamW8bit, model.parameters(), lr=1e-2, host_dtype=None, **way)
+        train(model, own, t, range(3))
+
+    assert_equal(*both(use, Techniques(state_bits=8)))
+
+
+def test_frozen_weights_and_blocks() -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        model.embedding.weight.requires_grad_(False)
+        for p in [*model.blocks[0].parameters(), model.blocks[2].up.weight]:
+            p.requires_grad_(False)
+        train(model, optimizer, t, range(3))
+
+    assert_equal(*both(use))
+
+
+@pytest.mark.parametrize("way", [{}, {"step_in_backward": True}], ids=str)
+def test_a_schedule_and_options_that_change(way: dict[str, Any]) -> None:
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(4):
+            train(model, optimizer, t, range(step, step + 1))
+            schedule.step()
+
+    assert_equal(*both(use, PLAIN.replace(**way)))
+
+
+def test_a_second_backward_before_the_step_raises() -> None:
+    techniques = STREAMED.replace(step_in_backward=True)
+    model = model_for(techniques)
+    optimizer = optimizer_for(model, techniques)
+    (tokens,) = batches(0, techniques)
+    model(tokens).backward()
+    with pytest.raises(RuntimeError, match="zero_grad\\(\\) between backward\\(\\) and step\\(\\)"):
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="a second gradient of a parameter"):
+        model(tokens).backward()
+
+
+def test_an_error_of_the_step_comes_out_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    techniques = STREAMED.replace(step_in_backward=True)
+    model = model_for(techniques)
+    optimizer: Any = optimizer_for(model, techniques)
+
+    def fails(params: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(optimizer, "_step_some", fails)
+    with pytest.raises(Interrupted):
+        model(batches(0, techniques)[0]).backward()
+
+
+@pytest.mark.parametrize(
+    "way", [{"step_in_backward": True}, pytest.param({"accumulation": 2}, marks=pytest.mark.full)], ids=str
+)
+def test_a_slow_host_does_not_let_gradients_pile_up(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
+    """Of ten blocks, gradients of few wait for the thread, or beside the sum that they are added to."""
+    techniques = STREAMED.replace(**way)
+    model = model_for(techniques, blocks=10)
+    optimizer: Any = optimizer_for(model, techniques)
+    names = {p: name.rsplit(".", 2)[0] for name, p in model.named_parameters()}
+    taken: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    seen: list[int] = []
+    take, step = Arrivals._taken, Worker.step
+
+    def noted(p: torch.Tensor) -> torch.Tensor:
+        found = take(p)
+        if names[p].startswith("blocks"):
+            taken.add(found)
+        return found
+
+    def slow(worker: Worker, function: Any, bucket: Any, ahead: Any) -> None:
+        def run(bucket: Any) -> None:
+            time.sleep(0.02)
+            function(bucket)
+
+        step(worker, run, bucket, ahead)
+        seen.append(len(taken))
+
+    monkeypatch.setattr(Arrivals, "_taken", staticmethod(noted))
+    monkeypatch.setattr(Worker, "step", slow)
+    train(model, optimizer, techniques, range(2))
+    block = len([*model.blocks[0].parameters()])
+    assert len(seen) > 10
+    assert block <= max(seen) <= 4 * block
+    if "step_in_backward" in way:
+        assert all(p.grad is None for p in model.parameters())

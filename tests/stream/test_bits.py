@@ -1,0 +1,190 @@
+"""Training with weights on the host has the bits of training with weights on the device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from memkern import optim
+from memkern.options import Techniques
+from tests.stream.runs import (
+    Model,
+    assert_equal,
+    model_for,
+    optimizer_for,
+    states,
+    train,
+    weights,
+)
+from tests.support.ranks import Ranks
+
+BF16: dict[str, Any] = {"precision": "bf16", "state_bits": 8, "master_weights": "bf16+8"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "step in backward": {"step_in_backward": True},
+    "accumulation": {"accumulation": 3},
+    "checkpoints": {"checkpointing": "blocks"},
+    "checkpoints in codes": {"checkpointing": "blocks", "checkpoint_bits": 8},
+    "saved once": {"saved_bits": "exact", "checkpointing": "blocks"},
+    "few bits": {"activation_bits": 3},
+    "fp32": {"precision": "fp32", "master_weights": None},
+    "shares": {"linear_share": 0.5},
+}
+QUICK = {("adamw", "plain"), ("adamw", "step in backward"), ("muon", "accumulation"), ("lamb", "step in backward")}
+FEWER = ("plain", "step in backward", "accumulation", "checkpoints")
+CASES = [
+    pytest.param(name, way, marks=() if (name, way) in QUICK else pytest.mark.full)
+    for name, ways in {"adamw": WAYS, "lion": FEWER, "lamb": FEWER, "muon": FEWER}.items()
+    for way in ways
+]
+
+
+def run(techniques: Techniques, tied: bool = False, **options: Any) -> tuple[list[float], dict[str, Any], Any]:
+    model = model_for(techniques, tied)
+    optimizer = optimizer_for(model, techniques, **options)
+    torch.manual_seed(1)
+    losses = train(model, optimizer, techniques, range(4))
+    return losses, weights(model), states(model, optimizer)
+
+
+def assert_streamed_is_plain(techniques: Techniques, tied: bool = False, **options: Any) -> None:
+    plain = run(techniques, tied, **options)
+    streamed = run(techniques.replace(weights_on_host="layers"), tied, **options)
+    assert streamed[0] == plain[0]
+    assert_equal(streamed[1], plain[1])
+    assert_equal(streamed[2], plain[2])
+
+
+@pytest.mark.feature("torch", "`weights_on_host` (`fully_shard` with CPUOffloadPolicy) on one process")
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_every_bit_on_one_process(name: str, way: str) -> None:
+    assert_streamed_is_plain(Techniques(optimizer=name, **BF16 | WAYS[way]))
+
+
+@pytest.mark.parametrize("way", ["step in backward", pytest.param("accumulation", marks=pytest.mark.full)])
+def test_tied_weights(way: str) -> None:
+    assert_streamed_is_plain(Techniques(optimizer="adamw", **BF16 | WAYS[way]), tied=True)
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.full)])
+def test_clipping_in_the_step(name: str) -> None:
+    techniques = Techniques(optimizer=name, **BF16, accumulation=2)
+    assert_streamed_is_plain(techniques, max_grad_norm=0.05)
+
+
+def test_clipping_by_torch() -> None:
+    techniques = Techniques(**BF16, accumulation=2)
+
+    def clipped(t: Techniques) -> tuple[list[float], dict[str, Any]]:
+        model = model_for(t)
+        optimizer = optimizer_for(model, t)
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # noqa: E731
+        return train(model, optimizer, t, range(4), clip), weights(model)
+
+    (losses, plain), (again, streamed) = clipped(techniques), clipped(techniques.replace(weights_on_host="layers"))
+    assert losses == again
+    assert_equal(plain, streamed)
+
+
+def test_step_in_backward_refuses_the_norm_of_all_gradients() -> None:
+    techniques = Techniques(**BF16, step_in_backward=True, weights_on_host="layers")
+    with pytest.raises(ValueError, match=re.escape("max_grad_norm must be None, got 1.0")):
+        optimizer_for(model_for(techniques), techniques, max_grad_norm=1.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", [{}, {"checkpointing": "blocks"}, {"offload_saved": True}], ids=str)
+def test_codes_are_those_of_fully_shard(more: dict[str, Any]) -> None:
+    """With saved_bits=8 nothing is recomputed from weights that others free, but coded: as under fully_shard, whose
+    bits these are, and not those of whole weights."""
+    techniques = Techniques(**BF16, saved_bits=8, **more)
+
+    def sharded() -> tuple[list[float], dict[str, Any]]:
+        model: Any = model_for(techniques)
+        for module in (model.embedding, *model.blocks):
+            fully_shard(module)
+        fully_shard(model.head, reshard_after_forward=False)
+        fully_shard(model)
+        optimizer = optimizer_for(model, techniques)
+        torch.manual_seed(1)
+        return train(model, optimizer, techniques, range(4)), weights(model)
+
+    losses, streamed, _ = run(techniques.replace(weights_on_host="layers"))
+    expected, whole = sharded()
+    assert losses == expected
+    assert_equal(streamed, whole)
+    plain, _, _ = run(techniques)
+    assert losses[0] == plain[0]
+    assert losses == pytest.approx(plain, rel=0.05)
+
+
+# ---- two processes
+
+
+def of_ranks(techniques: Techniques, world: int, **options: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    """One of several ranks, beside fully_shard without offload."""
+    rank = torch.distributed.get_rank()
+
+    def trained(t: Techniques) -> tuple[list[float], dict[str, Any]]:
+        model: Any = model_for(t)
+        if t.weights_on_host is None:
+            for module in (model.embedding, *model.blocks, model.head):
+                fully_shard(module)
+            fully_shard(model)
+        optimizer = optimizer_for(model, t, **options)
+        torch.manual_seed(1)
+        losses = train(model, optimizer, t, range(4), world=world, rank=rank)
+        return losses, weights(model)
+
+    losses, streamed = trained(techniques.replace(weights_on_host="layers"))
+    expected, plain = trained(techniques)
+    assert losses == expected
+    return losses, streamed, plain
+
+
+@pytest.mark.feature("torch", "`weights_on_host` on two processes")
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(("adamw", "plain"), ("adamw", "step in backward"), ("lion", "clipping"), ("lamb", "checkpoints")),
+        *(("lamb", "step in backward"), ("muon", "saved once"), ("muon", "step in backward")),
+    ],
+)
+def test_two_processes_have_the_bits_of_fully_shard(ranks: Ranks, name: str, way: str) -> None:
+    options = {"max_grad_norm": 0.05} if way == "clipping" else {}
+    techniques = Techniques(optimizer=name, **BF16 | WAYS.get(way, {}))
+    found = ranks(2, of_two, techniques, options)
+    for _, streamed, plain in found:
+        assert_equal(streamed, plain)
+
+
+def of_two(techniques: Techniques, options: dict[str, Any]) -> Any:
+    return of_ranks(techniques, 2, **options)
+
+
+def accumulated_by_two(techniques: Techniques) -> tuple[Any, Any]:
+    """Streamed, and by fully_shard that reduces after each micro-batch."""
+    _, streamed, plain = of_ranks(techniques, 2)
+    return streamed, plain
+
+
+@pytest.mark.full
+def test_two_processes_accumulate(ranks: Ranks) -> None:
+    for streamed, plain in ranks(2, accumulated_by_two, Techniques(**BF16, accumulation=3)):
+        assert_equal(streamed, plain)
+
+
+def test_the_model_of_these_tests_has_two_groups_outside_its_blocks() -> None:
+    from memkern.streaming import _modules_of_groups
+
+    model = Model()
+    assert _modules_of_groups(model) == [model.embedding, *model.blocks, model.head]
+    tied = Model(tied=True)
+    assert _modules_of_groups(tied) == [*tied.blocks]
+    assert issubclass(optim.Muon8bit, optim.Muon)

@@ -1,0 +1,139 @@
+"""Bytes of training with weights on the host: those of the host, on a real run, and those of the device, counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from memkern.__main__ import main
+from memkern.train import checkpoint as checkpoints
+from tests.stream.runs import STREAMED as TECHNIQUES
+from tests.stream.runs import Model, model_for, optimizer_for, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "bytes_per_parameter"), [("adamw", 5.0625), ("muon", 4.03125)])
+def test_bytes_of_the_host(name: str, bytes_per_parameter: float) -> None:
+    """The resident set: weight 2, error 1, moments with their scales; at the peak a few blocks' weights and gradients,
+    which are the device's and under way. 3 % for what malloc and Python have beside them."""
+    command = [sys.executable, "-m", "tests.stream.host_bytes", name]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300).stdout)
+    expected = bytes_per_parameter * found["params"]
+    assert found["rest"] == pytest.approx(expected, rel=0.03)
+    assert found["peak"] < 1.03 * expected + 8 * found["block"]
+
+
+class Counted:
+    """The bytes of weights and gradients on the device, which may have so many; more is an OutOfMemoryError.
+
+    Gradients: autograd's, and the two buffers through which ``fully_shard`` brings those of a group to the host.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+        self.live, self.most, self.limit = dict[int, int](), 0, limit
+        groups: list[FSDPParamGroup] = []
+        allocate, free, post_backward = (
+            _fsdp_param.alloc_storage,
+            _fsdp_param.free_storage,
+            FSDPParamGroup.post_backward,
+        )
+        init = FSDPParamGroup.__init__
+
+        def allocated(x: Tensor) -> None:
+            allocate(x)
+            self.live[x.untyped_storage()._cdata] = x.nbytes
+            self.count(gradients())
+
+        def freed(x: Tensor) -> None:
+            free(x)
+            self.live.pop(x.untyped_storage()._cdata, None)
+
+        def gradients() -> int:
+            return sum(map(of_group, groups))
+
+        def of_group(group: FSDPParamGroup) -> int:
+            params = [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            return sum(p.grad.nbytes for p in params if p.grad is not None)
+
+        def reduced(group: FSDPParamGroup, *unused: Any) -> None:
+            self.count(gradients() + 2 * of_group(group))
+            post_backward(group, *unused)
+
+        def noted(group: FSDPParamGroup, *args: Any, **options: Any) -> None:
+            init(group, *args, **options)
+            groups.append(group)
+
+        for module in (_fsdp_param, _fsdp_param_group):
+            monkeypatch.setattr(module, "alloc_storage", allocated)
+        monkeypatch.setattr(_fsdp_param, "free_storage", freed)
+        monkeypatch.setattr(FSDPParamGroup, "post_backward", reduced)
+        monkeypatch.setattr(FSDPParamGroup, "__init__", noted)
+
+    def count(self, gradients: int) -> None:
+        self.most = max(self.most, sum(self.live.values()) + gradients)
+        if self.most > self.limit:
+            raise torch.OutOfMemoryError(f"{self.most} bytes of {self.limit}")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda limit: Counted(monkeypatch, limit)
+
+
+@pytest.mark.parametrize("way", [{}, {"accumulation": 2}, {"step_in_backward": True}], ids=str)
+def test_the_device_has_few_blocks(counted: Any, way: dict[str, Any]) -> None:
+    """Two blocks' weights, one's gradients and their two buffers, whatever the number of blocks; and the last group."""
+    small = Model(blocks=1).to(torch.bfloat16)
+    block, rest = (sum(p.nbytes for p in x.parameters()) for x in (small.blocks[0], small))
+    device = counted(10**9)
+    techniques = TECHNIQUES.replace(**way)
+    model = model_for(techniques, blocks=12)
+    train(model, optimizer_for(model, techniques), techniques, range(2))
+    assert not device.live
+    assert device.most <= 5 * block + 4 * (rest - block)
+    assert device.most < sum(p.nbytes for p in model.parameters()) / 2
+
+
+COMMAND = [
+    *("train", "--layers", "12", "--heads", "2", "--width", "64", "--seq-len", "32", "--batch-size", "4"),
+    *("--steps", "3", "--eval-every", "3", "--eval-tokens", "320", "--device", "cpu", "--threads", "1"),
+    *("--precision", "bf16", "--master-weights", "bf16+8", "--clip", "0", "--checkpointing", "blocks"),
+    *("--loss-chunk", "64", "--save"),
+]
+
+
+@pytest.mark.full
+def test_a_model_of_twice_the_memory_trains(counted: Any, text: Path, tmp_path: Path) -> None:
+    """Weights, states and gradients of half as many bytes as they have would not be there: 2 + 3.06 + 2 a parameter."""
+
+    def history(name: str, *more: str) -> Any:
+        path = tmp_path / name
+        main([*COMMAND, str(path), "--data", str(text), *more])
+        return checkpoints.load(path)
+
+    plain = history("plain.pt")
+    model = plain["model"].values()
+    needed = 2 * sum(x.nbytes for x in model)  # weights and gradients
+    needed += sum(x.nbytes for s in plain["optimizer"]["state"].values() for x in s.values() if isinstance(x, Tensor))
+    saved = plain["history"]["saved_bytes"]
+    assert saved < needed / 8
+    device = counted(needed // 2 - saved)
+    for name, more in (("streamed.pt", ()), ("backward.pt", ("--step-in-backward",))):
+        streamed = history(name, "--weights-on-host", "layers", *more)
+        assert streamed["history"]["train_loss"] == plain["history"]["train_loss"]
+        assert streamed["history"]["validation"] == plain["history"]["validation"]
+    assert 0 < device.most <= device.limit
+    device.limit //= 8
+    with pytest.raises(torch.OutOfMemoryError):
+        history("less.pt", "--weights-on-host", "layers")

@@ -1,0 +1,252 @@
+"""The order of copies, uses and frees of weights and gradients, on what stands for a device's streams.
+
+Copies of weights are noted in the stream that they are given to, uses in the computing one, frees give memory back to
+the stream that it was allocated in, whose next copy takes it. A gradient is written by the stream ``down`` and read by
+the host's step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from memkern.optim.arrivals import Arrivals
+from memkern.options import Techniques
+from memkern.prefetch import Prefetch
+from tests.stream.runs import STREAMED as TECHNIQUES
+from tests.stream.runs import Model, model_for, optimizer_for, train
+from tests.support import streams
+from tests.support.streams import RaceError, Stream, Streams
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="the stand-in notes what fully_shard of torch 2.13 calls"
+)
+
+
+class Event(streams.Event):
+    def synchronize(self) -> None:
+        self.streams.join("host", self.clock)
+
+
+class Device(Streams):
+    """Streams on which the host may wait, and the memory of each group of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = Stream(self, "host")
+        self.free: dict[str, list[int]] = {}  # memory by the stream that it was allocated in
+        self.made = 0
+        self.there: dict[Any, tuple[str, int]] = {}  # groups' memory
+        self.most = 0
+        self.seen: list[tuple[str, str, str]] = []  # what, group, stream
+
+    def allocate(self, group: Any) -> None:
+        name = self.now.name
+        pool = self.free.setdefault(name, [])
+        if not pool:
+            self.made += 1
+            pool.append(self.made)
+        self.there[group] = name, pool.pop()
+        self.most = max(self.most, len(self.there))
+        self.seen.append(("copy", group._module_fqn, name))
+        self.access([self.there[group]], True, f"a copy of {group._module_fqn}")
+
+    def release(self, group: Any) -> None:
+        if group in self.there:
+            name, memory = self.there.pop(group)
+            self.seen.append(("free", group._module_fqn, name))
+            self.free[name].append(memory)
+
+    def use(self, group: Any, what: str) -> None:
+        self.seen.append((what, group._module_fqn, self.now.name))
+        self.access([self.there[group]], False, f"{what} of {group._module_fqn}")
+
+
+class Noted(torch.autograd.Function):
+    """Notes the backward pass of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
+        ctx.note = note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.note()
+        return grad, None
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    found = Device()
+    monkeypatch.setattr(streams, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
+    wait, to_sharded, post_backward = (
+        FSDPParamGroup.wait_for_unshard, FSDPParamGroup._to_sharded, FSDPParamGroup.post_backward,
+    )  # fmt: skip
+
+    def wait_for_unshard(group: FSDPParamGroup) -> None:
+        if group._all_gather_result and not group.is_unsharded:
+            found.allocate(group)
+        wait(group)
+
+    def sharded(group: FSDPParamGroup) -> None:
+        found.release(group)
+        to_sharded(group)
+
+    def reduced(group: FSDPParamGroup, *unused: Any) -> None:
+        post_backward(group, *unused)
+        with found.stream(streamed_of(group).down):
+            for p in (p.sharded_param for p in group.fsdp_params):
+                if p.grad is not None:
+                    found.access([("gradient", id(p))], True, "a copy of a gradient")
+
+    monkeypatch.setattr(FSDPParamGroup, "wait_for_unshard", wait_for_unshard)
+    monkeypatch.setattr(FSDPParamGroup, "_to_sharded", sharded)
+    monkeypatch.setattr(FSDPParamGroup, "post_backward", reduced)
+    return found
+
+
+NOW: dict[str, Any] = {}
+
+
+def streamed_of(group: FSDPParamGroup) -> Any:
+    return NOW["streamed"]
+
+
+@pytest.fixture(autouse=True)
+def _note_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memkern.streaming import Streamed
+
+    init = Streamed.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        NOW["streamed"] = self
+
+    monkeypatch.setattr(Streamed, "__init__", noted)
+
+
+def trained(device: Device, techniques: Techniques = TECHNIQUES, steps: int = 3) -> Model:
+    """Trains, and notes what each group reads."""
+    device.names = iter(("down", "up"))
+    model = model_for(techniques)
+    for module in (model.embedding, *model.blocks, model.head):
+        group = module._get_fsdp_state()._fsdp_param_groups[0]  # type: ignore[operator, union-attr]
+        inner = module.forward
+
+        def forward(x: torch.Tensor, inner: Any = inner, group: Any = group) -> torch.Tensor:
+            device.use(group, "forward")
+            out = inner(x)
+            if isinstance(group.modules[0], torch.nn.Embedding):
+                return out  # needs no weights in the backward pass
+            return Noted.apply(out, lambda: device.use(group, "backward"))
+
+        module.forward = forward
+    optimizer = optimizer_for(model, techniques)
+    train(model, optimizer, techniques, range(steps))
+    return model
+
+
+NAMES = ["embedding", *(f"blocks.{i}" for i in range(4)), "head"]
+
+
+def test_a_group_is_copied_while_the_one_before_computes(device: Device) -> None:
+    trained(device)
+    seen = device.seen
+    last = seen[max(i for i, x in enumerate(seen) if x == ("copy", "embedding", "up")) :]
+    middle = last.index(("backward", "head", "compute"))
+    forward, backward = last[:middle], last[middle - 1 :]  # the copy of the last block is before the head's pass
+    for before, name in itertools.pairwise(NAMES):
+        uses = [forward.index(("forward", x, "compute")) for x in (before, name)]
+        assert forward.index(("copy", name, "up")) < uses[0] < uses[1]
+    for name, after in itertools.pairwise(NAMES[1:]):
+        uses = [backward.index(("backward", x, "compute")) for x in (after, name)]
+        assert backward.index(("copy", name, "up")) < uses[0] < uses[1] < backward.index(("free", name, "up"))
+    assert ("copy", "embedding", "up") not in backward
+    assert device.most <= 4  # the root, the head, and two blocks
+    assert not device.there  # all are on the host after a step
+
+
+def test_nothing_is_used_before_its_copy_or_written_while_it_is_used(device: Device) -> None:
+    for more in ({}, {"checkpointing": "blocks"}, {"accumulation": 2}):
+        trained(device, TECHNIQUES.replace(**more))
+    assert not device.errors
+
+
+def test_a_block_that_is_used_before_its_copy_has_ended_is_found(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prefetch, "arrive", lambda self, group: None)
+    with pytest.raises(RaceError, match="forward of embedding of compute, and before it a copy of embedding of up"):
+        trained(device)
+
+
+def test_a_copy_into_memory_that_is_still_read_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bring(self: Prefetch, group: Any) -> None:
+        """Without waiting for what was given to the computing stream."""
+        if not group.is_there:
+            with self.streams.stream(self.up):
+                group.module.unshard()
+            self._copies[group] = self.up.record_event()
+
+    monkeypatch.setattr(Prefetch, "bring", bring)
+    with pytest.raises(RaceError, match=r"a copy of blocks\.\d of up, and before it forward of .* of compute"):
+        trained(device)
+
+
+# ---- gradients
+
+
+def stepping(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes that the host reads the gradients that it steps by."""
+    submit = Arrivals._submit
+
+    def noted(self: Arrivals, step: Any, pairs: Any, event: Any) -> None:
+        def run(params: Any) -> None:
+            device.access([("gradient", id(p)) for p in params], False, "a step", device.host)
+            step(params)
+
+        submit(self, run, pairs, event)
+
+    monkeypatch.setattr(Arrivals, "_submit", noted)
+
+
+def test_a_block_is_stepped_after_its_gradients_have_come(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepping(device, monkeypatch)
+    trained(device, TECHNIQUES.replace(step_in_backward=True))
+
+
+def test_a_step_before_the_copy_of_its_gradient_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepping(device, monkeypatch)
+    monkeypatch.setattr(Event, "synchronize", lambda self: None)
+    with pytest.raises(RaceError, match="a step of host, and before it a copy of a gradient of down"):
+        trained(device, TECHNIQUES.replace(step_in_backward=True))
+
+
+def test_gradients_are_copied_in_a_stream_whose_end_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: fully_shard gives the copies to ``down``, and the memory that they read is marked for it."""
+    marked: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: marked.append(x), raising=False)
+
+    def trained_by(copies_down: bool) -> list[float]:
+        model = model_for(TECHNIQUES)
+        streamed = NOW["streamed"]
+        if copies_down:
+            for group in (*streamed.groups, streamed.root):
+                streamed._copy_down(group)
+        losses = train(model, optimizer_for(model, TECHNIQUES), TECHNIQUES, range(2))
+        groups = [
+            g._get_fsdp_state()._fsdp_param_groups[0] for g in (model.embedding, *model.blocks, model.head, model)
+        ]
+        assert all((g._all_reduce_hook_stream is streamed.down) is copies_down for g in groups)
+        return losses
+
+    assert trained_by(True) == trained_by(False)
+    assert len(marked) == 2 * 7  # steps, and groups: embedding, four blocks, head, the model's own

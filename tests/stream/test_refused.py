@@ -1,0 +1,115 @@
+"""Models, devices and optimizers that weights on the host are refused for, before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import memkern
+from memkern.options import OptionError
+from memkern.streaming import check, process_group
+from tests.stream.runs import STREAMED, Model, optimizer_for
+
+# ---- what is refused, before anything is changed
+
+
+def compiled(model: Model) -> None:
+    model.blocks[0]._compiled_call_impl = model.blocks[0]._call_impl  # as compile() does
+
+
+def on_meta(model: Model) -> None:
+    model.head = nn.Linear(64, 97, device="meta")
+
+
+def sharded(model: Model) -> None:
+    process_group()
+    fully_shard(model.blocks[1])
+
+
+def of_two_dtypes(model: Model) -> None:
+    model.blocks[2].norm.float()
+
+
+def with_max_norm(model: Model) -> None:
+    model.embedding.max_norm = 1.0
+
+
+def with_a_scalar(model: Model) -> None:
+    model.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def with_gaps(model: Model) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.t().contiguous().t())
+
+
+def without_blocks(model: Model) -> None:
+    model.blocks = nn.ModuleList(model.blocks[:1])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (compiled, "blocks.0 is compiled"),
+        (on_meta, "head.weight is on the meta device"),
+        (sharded, "blocks.1 is sharded by fully_shard already"),
+        (of_two_dtypes, "parameters of Block are in torch.bfloat16, torch.float32: fully_shard needs one dtype"),
+        (with_max_norm, "embedding has max_norm, which writes weights in the forward pass"),
+        (with_a_scalar, "scale has no dimension, which fully_shard does not take"),
+        (with_gaps, "head.weight is not contiguous, which fully_shard does not take"),
+        (without_blocks, "allowed: None for a model without a list of like blocks"),
+    ],
+)
+def test_a_model_that_cannot_be_streamed_is_refused(edit: Callable[[Model], None], message: str) -> None:
+    model = Model().to(torch.bfloat16)
+    edit(model)
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(OptionError, match=re.escape(message)):
+        memkern.apply(model, STREAMED.replace(activation_bits=3, checkpointing="blocks"), device="cpu")
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert isinstance(model.blocks[0].act, nn.GELU)
+
+
+def test_devices_are_checked() -> None:
+    with pytest.raises(OptionError, match="device: 'tpu9' given; allowed: None, 'cpu', 'cuda', 'cuda:N'"):
+        memkern.apply(Model(), STREAMED, device="tpu9")
+
+
+def test_an_optimizer_that_is_made_before_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("params must be those that the model has after memkern.apply")):
+        optimizer_for(Model().to(torch.bfloat16), STREAMED)
+
+
+def test_one_of_several_processes_makes_its_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"one of 2 processes: call torch\.distributed\.init_process_group"):
+        process_group()
+
+
+def test_a_host_without_pinned_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memkern import streaming
+
+    def fails(*_: Any, **options: Any) -> None:
+        assert options["offload_policy"].pin_memory
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(streaming, "fully_shard", fails)
+    monkeypatch.setattr(streaming, "init_device_mesh", lambda *_: torch.empty(()))
+    monkeypatch.setattr(streaming, "_shard_bytes", lambda *_: 2**30)
+    with pytest.raises(RuntimeError, match=r"could not be moved to pinned memory .*ulimit -l.*pin_memory=False"):
+        streaming.stream(Model(), torch.device("cuda"))
+
+
+def test_a_check_leaves_the_model_as_it_was() -> None:
+    model = Model()
+    check(model)
+    copy.deepcopy(model)
