@@ -255,9 +255,11 @@ class Streamed:
         def before(module: nn.Module, args: Any) -> None:
             if _is_backward():
                 return
-            self._runs = True
             if self.arrivals.reset():
                 self._forget()
+            elif self._runs:  # a forward pass that was interrupted
+                self._forget() if hasattr(self.model, "reset_iter_state") else self.model.state_dict()
+            self._runs = True
             self._to_host()
             self.prefetch.begin()
             for group in (*self.groups, self.root):

@@ -113,6 +113,31 @@ def test_a_pass_that_was_interrupted_is_forgotten(where: str, way: dict[str, Any
         assert_equal(plain, streamed)
 
 
+@pytest.mark.parametrize("where", ["blocks.1.up", "head", "norm"])
+def test_a_step_after_a_forward_pass_that_was_interrupted(where: str) -> None:
+    """What it has left on the device is not used after the step."""
+
+    def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
+        def interrupt(*_: Any) -> None:
+            raise Interrupted
+
+        for step in range(3):
+            (tokens,) = batches(step, t)
+            model(tokens).backward()
+            handle = model.get_submodule(where).register_forward_hook(interrupt)
+            with pytest.raises(Interrupted):
+                model(tokens)
+            handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(model(tokens).item())
+        model.state_dict()
+
+    seen: list[float] = []
+    assert_equal(*both(use))
+    assert seen[:3] == seen[3:]
+
+
 def test_edits_of_weights_between_steps_count() -> None:
     def use(model: Model, optimizer: torch.optim.Optimizer, t: Techniques) -> None:
         train(model, optimizer, t, range(2))
