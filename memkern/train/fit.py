@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -47,6 +48,14 @@ def given_techniques(config: TrainConfig, given: Collection[str]) -> dict[str, A
     return found
 
 
+def physical_memory() -> int | None:
+    """Bytes of the host's memory; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def fit(
     config: TrainConfig, source: Source, size: str, given: Collection[str], device: str
 ) -> tuple[TrainConfig, Plan]:
@@ -61,6 +70,7 @@ def fit(
         techniques=given_techniques(config, given),
         batch_size=config.batch_size,
         clip=config.clip or 0.0,
+        host_memory=None if device == "cpu" else physical_memory(),
     )
     if made.recommended is None:
         raise OptionError(

@@ -1,5 +1,7 @@
 """The recipe's techniques: what they change of a run, and what the planner chooses."""
 
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,24 @@ def test_the_techniques_that_are_given_go_to_the_planner_as_they_are() -> None:
     }
     micro_batches = {"micro_batch": 4, "accumulation": 6}  # all of a step, with those of --batch-factor
     assert given_techniques(config.replace(batch_factor=3), ()) == {"optimizer": "adamw", **micro_batches}
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cuda", 8 << 30), ("cpu", None)])
+def test_the_host_has_no_more_than_its_memory(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, device: str, limit: int | None
+) -> None:
+    module = importlib.import_module("memkern.train.fit")
+    asked: dict[str, Any] = {}
+
+    def plan(**options: Any) -> Any:
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(module, "plan", plan)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
+    with pytest.raises(InterruptedError):
+        fit(PRESET, Source(corpus), "2GiB", {}, device)
+    assert asked["host_memory"] == limit
 
 
 @pytest.mark.full
