@@ -351,6 +351,8 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
 
     with_ninja = cpp_extension.BuildExtension.with_options(use_ninja=cpp_extension.is_ninja_available())
 
+    not_built: list[Extension] = []
+
     class BuildExtension(with_ninja):  # type: ignore[misc, valid-type]
         def get_ext_filename(self, ext_name: str) -> str:
             # No Python module: one name for every Python, and not _ops.so, which would hide _ops.py.
@@ -365,12 +367,13 @@ def extensions(kind: str) -> tuple[list[Extension], dict[str, type]]:
                 super().build_extension(ext)
             except Exception as error:
                 print(f"memkern: {ext.name} is not built, Python's hooks are used: {error}")
-                # One that an earlier build has left is of other sources.
+                # What an earlier build has left is of other sources.
                 Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
-                self.remove_in_place(ext)
+                not_built.append(ext)
 
-        def remove_in_place(self, ext: Extension) -> None:
-            if self.inplace:
+        def copy_extensions_to_source(self) -> None:
+            super().copy_extensions_to_source()
+            for ext in not_built:
                 (ROOT / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
 
         def build_extensions(self) -> None:
