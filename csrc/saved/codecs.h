@@ -15,11 +15,13 @@ struct Layout {
   ScalarType dtype = at::kFloat;
 };
 
-// signs: of the power code; none for a codec in Python.
+// signs: of the power code; none for a codec in Python. mean, inverse: of codes of (x - mean) * inverse, else
+// undefined.
 struct Codec {
   enum class Signs : int8_t { kNone, kSigned, kUnsigned } signs = Signs::kNone;
   bool is_lossy = true, is_logarithm = false;
   int64_t block_size = 0;
+  Tensor mean, inverse;
   py::object python;
 };
 
@@ -108,7 +110,17 @@ inline std::optional<Encoded> encode_power(const Codec& codec, const Tensor& giv
   return Encoded{{codes, scale}, is_coarse()};
 }
 
+// codecs.normalized.
+inline std::optional<Encoded> encode_normalized(const Codec& codec, const Tensor& x) {
+  Tensor y = x.to(at::kFloat).sub(codec.mean);
+  if (codec.inverse.defined()) y.mul_(codec.inverse);
+  auto found = encode_power(codec, y);
+  if (found) found->data.push_back(codec.mean);
+  return found;
+}
+
 inline std::optional<Encoded> encode(const Codec& codec, const Tensor& x) {
+  if (codec.mean.defined()) return encode_normalized(codec, x);
   if (codec.signs != Codec::Signs::kNone) return encode_power(codec, x);
   py::object found = codec.python.attr("encode")(x);
   if (found.is_none()) return std::nullopt;
@@ -125,6 +137,10 @@ inline py::tuple to_tuple(at::ArrayRef<Tensor> tensors) {
 }
 
 inline Tensor decode(const Codec& codec, at::ArrayRef<Tensor> data, const Layout& layout, ScalarType dtype) {
+  if (codec.mean.defined()) {
+    Tensor y = dequantize(data[0], data[1], codec.block_size, at::kFloat);
+    return (codec.inverse.defined() ? y.div_(codec.inverse) : y).add_(data[2]).to(dtype);
+  }
   if (codec.signs != Codec::Signs::kNone) return dequantize(data[0], data[1], codec.block_size, dtype);
   return to_tensor(call("decode", codec.python, to_tuple(data), at::IntArrayRef(layout.shape),
                         at::IntArrayRef(layout.stride), layout.dtype, dtype));

@@ -125,8 +125,8 @@ PyObject* session_look(PyObject*, PyObject* object) {
 PyObject* session_finish(PyObject* object, PyObject* passing) {
   HANDLE_TH_ERRORS
   auto& self = *reinterpret_cast<Session*>(object);
-  if (self.enclosing && self.enclosing != Py_None) {
-    reinterpret_cast<Session*>(self.enclosing)->store->notes.add_all(self.store->notes);
+  if (Session* enclosing = enclosing_of(self)) {
+    enclosing->store->notes.add_all(self.store->notes);
   } else {
     std::vector<Tensor> held;
     for (auto each : py::reinterpret_borrow<py::list>(passing))

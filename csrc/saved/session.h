@@ -98,6 +98,12 @@ struct Session {
 
 inline PyTypeObject g_session_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
+// The session around it, which is of this kind wherever this one is (session.new_session).
+inline Session* enclosing_of(const Session& self) {
+  if (!self.enclosing || !PyObject_TypeCheck(self.enclosing, &g_session_type)) return nullptr;
+  return reinterpret_cast<Session*>(self.enclosing);
+}
+
 // Whether the module call that opened it is over.
 inline bool is_interrupted(const Session& self) {
   if (!self.frame || self.frame == Py_None) return false;
@@ -156,8 +162,7 @@ inline PyObject* pack(Session& self, PyObject* object) {
     Py_INCREF(Py_None);
     Py_XSETREF(self.bits, Py_None);  // whatever runs now is not of that call: it is saved as torch does
   }
-  if (self.enclosing && self.enclosing != Py_None && !self.opened)
-    return pack(*reinterpret_cast<Session*>(self.enclosing), object);
+  if (Session* enclosing = enclosing_of(self); enclosing && !self.opened) return pack(*enclosing, object);
   bool plain = is_plain(object, x);
   if (self.bits == Py_None || !has_graph(x, plain)) return new_packed(stored(x), x, plain);
   uint64_t seq =

@@ -218,7 +218,14 @@ struct Store : c10::intrusive_ptr_target {
 
   static CodecPtr normalized_codec(const Normalization& found) {
     py::object inverse = found.inverse.defined() ? py::cast(found.inverse) : py::none();
-    return to_codec(call("normalized", found.mean, inverse));
+    Codec codec{Codec::Signs::kSigned,
+                true,
+                false,
+                Constants::get().block_size,
+                found.mean,
+                found.inverse,
+                call("normalized", found.mean, inverse)};
+    return std::make_shared<Codec>(std::move(codec));
   }
 
   static CodecPtr fitted_codec(Edge base, const Tensor& data, const Need& need) {
