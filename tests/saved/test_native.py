@@ -115,6 +115,19 @@ def test_nothing_is_held_after_a_graph(bits: Any, runs: bool, native: Any) -> No
         gc.enable()
 
 
+@BITS
+def test_hardly_an_object_for_the_garbage_collector(bits: Any) -> None:
+    model, x = Model(4), ids()
+    memkern.compress(model, saved_bits=bits)
+    model(x).mean().backward()
+    gc.collect()
+    before = {id(o) for o in gc.get_objects()}
+    y = model(x)
+    made = [o for o in gc.get_objects() if id(o) not in before]
+    assert len(made) < 20  # of more than 100 saved tensors
+    del y
+
+
 @pytest.mark.full
 @BITS
 def test_steps_leak_nothing(bits: Any) -> None:
