@@ -4,11 +4,13 @@ On a GPU this is the time for which it may have to wait for the processor. Layer
 patches), one thread, forward and backward pass, all modes in one process and interleaved; the ratio is the median over
 rounds of a mode's time over torch's in the same round. "with the collector": means over many steps, as a full garbage
 collection comes once in tens of steps, and the same after gc.freeze(). GELU: one call on 64 elements, torch's and the
-compressed one. Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
+compressed one. The modes that end in "in Python": the hooks of saved tensors in Python, where those in C++ are there
+(memkern/saved/extension.py). Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 import memkern
 from benchmarks import report
 from lab.studies import study
+from memkern.saved import extension
 from tests.support import zoo
 
 from .saved_models import MODES
@@ -40,6 +43,7 @@ MODELS = {
     "Mixtral": _DECODER,
     "ViT": _ENCODER | {"intermediate_size": 256},
 }
+IN_PYTHON = " in Python"
 CALLS, STEPS = 200, 10
 """Of GELU and of an optimizer in a round."""
 MANY = 50
@@ -56,16 +60,30 @@ def _timed(function: Callable[[nn.Module], object], layer: nn.Module) -> float:
     return (time.process_time() - start) / CALLS
 
 
+@contextlib.contextmanager
+def _hooks(in_python: bool) -> Iterator[None]:
+    """Inside, the hooks of saved tensors are Python's, if so asked."""
+    chosen = extension.missing
+    if in_python:
+        extension.missing = lambda: "for comparison"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        extension.missing = chosen
+
+
 def models(name: str, rounds: int) -> dict[str, list[float]]:
     """Seconds per layer of every round by mode, after two that are not counted."""
     batch = zoo.batch(name, TOKENS)
-    built = {mode: zoo.build(name, TOKENS, **MODELS[name]) for mode in MODES}
+    modes = [*MODES, *(f"{mode}{IN_PYTHON}" for mode in ("exact", "8"))] if extension.missing() is None else [*MODES]
+    built = {mode: zoo.build(name, TOKENS, **MODELS[name]) for mode in modes}
     for mode, model in built.items():
-        MODES[mode](model)
-    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+        MODES[mode.removesuffix(IN_PYTHON)](model)
+    found: dict[str, list[float]] = {mode: [] for mode in modes}
     for i in range(rounds + 2):
         for mode, model in built.items():
-            seconds = step(model, batch, "fp32") / LAYERS
+            with _hooks(mode.endswith(IN_PYTHON)):
+                seconds = step(model, batch, "fp32") / LAYERS
             if i > 1:
                 found[mode].append(seconds)
     return found
@@ -152,11 +170,13 @@ def optimizers(rounds: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
             yield f"{kind}, {tensors} tensors", found
 
 
-def rows(names: list[str], rounds: int) -> Iterator[dict[str, str]]:
+def rows(names: list[str], rounds: int, only_models: bool) -> Iterator[dict[str, str]]:
     provenance = study.provenance_with_transformers()
     measured = [(name, models(name, rounds)) for name in names]
-    measured += [(f"{name} with the collector", with_collector(name, rounds)) for name in names[:1]]
-    for name, found in (*measured, *calls(rounds), *optimizers(rounds)):
+    if not only_models:
+        measured += [(f"{name} with the collector", with_collector(name, rounds)) for name in names[:1]]
+        measured += [*calls(rounds), *optimizers(rounds)]
+    for name, found in measured:
         for mode, seconds in found.items():
             ratio = statistics.median(a / b for a, b in zip(seconds, found["torch"], strict=True))
             values = (
@@ -173,10 +193,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = study.parser("host_time", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only-models", action="store_true", help="neither calls nor optimizers")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     path = args.out / "host-time.csv"
-    study.write(path, rows(args.models, args.rounds), COLUMNS, shown=5)
+    study.write(path, rows(args.models, args.rounds, args.only_models), COLUMNS, shown=5)
 
 
 if __name__ == "__main__":

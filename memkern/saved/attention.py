@@ -68,7 +68,7 @@ LARGEST_SURENESS = 1.5
 
 Output and log-sum-exp of the exact tensors put the codes' errors, .7 to 1 %, into the gradient so many times.
 """
-_SAMPLE = 16  # queries of each head
+SAMPLE = 16  # queries of each head
 _FOUND = "memkern scores"
 
 
@@ -132,10 +132,10 @@ def _look(node: Any) -> _Scores:
 
 def _probabilities(node: Any, query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Of a few queries of each head, evenly over the sequence."""
-    step = -(-query.shape[-2] // _SAMPLE)
+    step = -(-query.shape[-2] // SAMPLE)
     # From the middle: the first row of a causal mask stands for itself alone.
     rows = torch.arange(step // 2, query.shape[-2], step)
-    some = query[..., rows, :].float() * scale
+    some = query.index_select(-2, rows).float() * scale
     # Grouped-query attention: heads share their keys.
     grouped = some.reshape(*key.shape[:2], -1, key.shape[-1])
     scores = (grouped @ key.float().transpose(-1, -2)).view(*some.shape[:-1], -1)
@@ -143,7 +143,7 @@ def _probabilities(node: Any, query: Tensor, key: Tensor, scale: float) -> Tenso
         scores = scores.masked_fill(torch.arange(key.shape[-2]) > rows[:, None], -torch.inf)
     elif (name := FORWARD[operation(node)].mask) and (masks := saved_by(node, name)):
         mask = masks[0].tensor(_of)
-        mask = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+        mask = mask.index_select(-2, rows) if mask.shape[-2] > 1 else mask
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).nan_to_num_(0.0)  # rows that see nothing
 

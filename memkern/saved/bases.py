@@ -82,7 +82,7 @@ def base(edge: Edge, x: Tensor, views_only: bool) -> tuple[Edge, Tensor]:
 
 CODECS = {codec.name: codec for codec in (codecs.POWER, codecs.UNSIGNED, *bounded.CODECS)}
 """All codecs of what needs a gradient, by the names that CODEC_BY_MAKER gives them."""
-_SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == Kind.VIEW} | {
+SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == Kind.VIEW} | {
     "CloneBackward0",
     "ToCopyBackward0",
 }
@@ -90,7 +90,7 @@ _SEEN_THROUGH = {name for name, rule in RULES.items() if rule.kind == Kind.VIEW}
 
 def maker(edge: Edge) -> str:
     """The operation that computed the data of an edge, behind views and copies; "" if the graph does not show it."""
-    while (name := operation(edge.node)) in _SEEN_THROUGH:
+    while (name := operation(edge.node)) in SEEN_THROUGH:
         source = edge.inputs()[0]
         if source is None:
             return ""
@@ -98,12 +98,12 @@ def maker(edge: Edge) -> str:
     return name
 
 
-_COPIES = {name for name, rule in RULES.items() if rule.kind != Kind.FUNCTION}
+COPIES = {name for name, rule in RULES.items() if rule.kind != Kind.FUNCTION}
 
 
 def is_copy(edge: Edge) -> bool:
     """Whether an edge is a view, a cast, a copy or a lookup of another's values."""
-    return operation(edge.node) in _COPIES
+    return operation(edge.node) in COPIES
 
 
 def codec_of(edge: Edge) -> Codec | None:

@@ -19,7 +19,7 @@ from .saved_value import Computed, Leaf, Value
 from .storage import is_plain
 from .users import is_leaf, operation
 
-_PRODUCTS: set[CodeType] = {
+PRODUCTS: set[CodeType] = {
     nn.Linear.forward.__code__,
     nn.Conv1d._conv_forward.__code__,
     nn.Conv2d._conv_forward.__code__,
@@ -41,9 +41,9 @@ def of(frame: FrameType) -> FrameType:
 def use(frame: FrameType) -> Use | None:
     """How the tensor that is packed under a Python frame is used; None if the frame does not tell."""
     code = frame.f_code
-    if code in _PRODUCTS:
+    if code in PRODUCTS:
         return Use.CODED
-    if frame.f_globals.get("__name__") == _CHECKPOINT:
+    if is_checkpoint(frame):
         return Use.EXACT  # a checkpoint's input: what it recomputes from another one is another function
     if code is F.cross_entropy.__code__:
         soft = frame.f_locals["target"].is_floating_point() or frame.f_locals["label_smoothing"] > 0
@@ -59,7 +59,11 @@ def note_weight(frame: FrameType) -> None:
             leaves.note(weight)
 
 
-def _is_conv1d(frame: FrameType) -> bool:
+def is_checkpoint(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == _CHECKPOINT
+
+
+def is_conv1d(frame: FrameType) -> bool:
     return frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _CONV1D
 
 
@@ -70,7 +74,7 @@ def frozen_weight(frame: FrameType, x: Tensor) -> Value | None:
     """
     if frame.f_code is nn.Linear.forward.__code__:
         transpose = True
-    elif _is_conv1d(frame):
+    elif is_conv1d(frame):
         transpose = False
     else:
         return None
@@ -91,7 +95,7 @@ def note_cast(frame: FrameType, edge: Edge, seq: int) -> None:
     The layer was given the leaf itself, so that the cast is autocast's: of this thread, as autocast's cache is, and its
     sequence number tells whether it has just been made.
     """
-    if operation(edge.node) not in _CASTS or not (frame.f_code in _PRODUCTS or _is_conv1d(frame)):
+    if operation(edge.node) not in _CASTS or not (frame.f_code in PRODUCTS or is_conv1d(frame)):
         return
     last = node = edge.node
     while node is not None and seq - _NODES_OF_A_CALL <= node._sequence_nr() <= seq:

@@ -54,7 +54,7 @@ LARGEST_SHARE = 0.7
 _LOST = 2  # codes up to here are off by 20 % or more
 
 
-def _is_coarse(x: Tensor, codes: Tensor, block_size: int) -> bool:
+def is_coarse(x: Tensor, codes: Tensor, block_size: int) -> bool:
     """Whether in some block more than half of the values other than 0 are lost beside its largest."""
     flat, codes = (each.as_strided((each.numel(),), (1,)) for each in (x, codes))
     there = flat != 0
@@ -78,11 +78,11 @@ def encode_power(signed: bool, x: Tensor, block_size: int = BLOCK_SIZE) -> Encod
     norm = torch.linalg.vector_norm(flat).item()
     if norm <= LARGEST_MARKED_SCALE:  # as is no NaN, and then each value and scale is
         largest = torch.linalg.vector_norm(scale).item()
-        return Encoded((codes, scale), largest > LARGEST_SHARE * norm and _is_coarse(x, codes, block_size))
+        return Encoded((codes, scale), largest > LARGEST_SHARE * norm and is_coarse(x, codes, block_size))
     if not flat.isfinite().all():
         return None
     scale.clamp_max_(LARGEST_MARKED_SCALE)  # squares that overflow, as of a mask of finfo.min
-    return Encoded((codes, scale), _is_coarse(x, codes, block_size))
+    return Encoded((codes, scale), is_coarse(x, codes, block_size))
 
 
 def decode_power(data: Sequence[Tensor], layout: Layout, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> Tensor:

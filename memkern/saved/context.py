@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .leaves import leaves
 from .offload import options_of
-from .session import Session, check_bits, close_interrupted
+from .session import Session, check_bits, close_interrupted, new_session
 
 
 class _Opened(threading.local):
@@ -86,8 +85,8 @@ class quantize_saved:
         self._opened = _Opened()
 
     def __enter__(self) -> quantize_saved:
-        session = Session(self.bits, offload=self.offload)
-        leaves.note_all()
+        session = new_session(self.bits, offload=self.offload)
+        session.note_leaves()
         session.enter()
         self._opened.sessions.append(session)
         return self

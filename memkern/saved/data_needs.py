@@ -25,7 +25,7 @@ from .rules import signed
 from .saved_value import Value
 from .users import is_leaf, is_square, operation, user
 
-_NORMS = (
+NORMS = (
     *("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0"),
     *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
 )
@@ -100,7 +100,7 @@ def normalization(node: Any, x: Tensor, waiting: Value | None = None) -> Normali
     if is_attention(node):
         shown = any(waiting in (saved_by(node, attribute) or ()) for attribute in _ATTENTION)
         return mean_of_attention(node, x) if shown else None
-    if name not in _NORMS or isinstance(x, FakeTensor):
+    if name not in NORMS or isinstance(x, FakeTensor):
         return None
     statistics = _read(node, name)
     if statistics is None:
@@ -181,7 +181,7 @@ def _broadcast(each: Tensor, name: str, x: Tensor) -> Tensor:
     return each.view(1, -1, *rest)
 
 
-_TAILS = {
+TAILS = {
     **dict.fromkeys(("SiluBackward0", "MishBackward0", "SoftplusBackward0", "EluBackward0", "CeluBackward0"), -3.0),
     **dict.fromkeys(("GeluBackward0", "memkern.Glu", "memkern.Recompute"), -1.5),
     "GluBackward0": -3.0,
@@ -196,7 +196,7 @@ def in_tail(node: Any, x: Tensor) -> bool:
     larger values, too, their derivatives are larger and hide it. On a CPU only.
     """
     name = operation(node)
-    limit = _TAILS.get(name)
+    limit = TAILS.get(name)
     if limit is None or x.device.type != "cpu" or isinstance(x, FakeTensor) or not x.numel():
         return False
     if name == "GluBackward0":  # the sigmoid of the second half has two tails
@@ -207,7 +207,7 @@ def in_tail(node: Any, x: Tensor) -> bool:
     return x.amax().item() < limit
 
 
-_BOUNDED_RESULTS = {f"{name}Backward0" for name in ("Softmax", "SafeSoftmax", "LogSoftmax", "Sigmoid", "Tanh")}
+BOUNDED_RESULTS = {f"{name}Backward0" for name in ("Softmax", "SafeSoftmax", "LogSoftmax", "Sigmoid", "Tanh")}
 
 
 def bears_coarse(node: Any) -> bool:
@@ -217,27 +217,29 @@ def bears_coarse(node: Any) -> bool:
     other elementwise function would find 0 in place of the small values.
     """
     name = operation(node)
-    return user(node, name).kind != "smooth" or name in _BOUNDED_RESULTS
+    return user(node, name).kind != "smooth" or name in BOUNDED_RESULTS
+
+
+MASKED = ("HardtanhBackward0", "HardsigmoidBackward0")
+"""They only ask whether a value is between two limits."""
 
 
 def mask_of(node: Any, x: Tensor) -> Codec | None:
     """The code of one bit for a node that only asks whether a value is between two limits."""
     name = operation(node)
+    if name not in MASKED:
+        return None
+    limits = -3.0, 3.0
     if name == "HardtanhBackward0":
         limits = float(node._saved_min_val), float(node._saved_max_val)
-    elif name == "HardsigmoidBackward0":
-        limits = -3.0, 3.0
-    else:
-        return None
     return inside(*limits, x.dtype) if x.dtype in FLOATS else None
 
 
-def jumps(node: Any) -> tuple[float, float] | None:
-    """Where the derivative of a node's function jumps: a value whose code is on the other side is off by the jump.
+JUMPS = {"HardswishBackward0": (-3.0, 3.0)}
+"""Where the derivative of a node's function jumps: a value whose code is on the other side is off by the jump.
 
-    ReLU, leaky ReLU and ELU jump at 0, which codes do not cross.
-    """
-    return (-3.0, 3.0) if operation(node) == "HardswishBackward0" else None
+ReLU, leaky ReLU and ELU jump at 0, which codes do not cross.
+"""
 
 
 @functools.cache

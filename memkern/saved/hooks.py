@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..functions.autograd import is_recorded
-from .leaves import leaves
 from .link import Offload
-from .session import EXACT, Session, check_bits, close_interrupted, open_sessions
+from .session import EXACT, check_bits, close_interrupted, new_session, open_sessions
 
 SAVED = "_memkern_saved_bits"
 OFFLOAD = "_memkern_offload"
@@ -36,14 +35,6 @@ def _tensors_of(call: Any) -> Iterator[Tensor]:
             yield from _tensors_of(item.values())
 
 
-def _parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Those of module.parameters(), a shared one as often as it is met: in a third of the time, at every call."""
-    yield from (p for p in module._parameters.values() if p is not None)
-    for child in module._modules.values():
-        if child is not None:
-            yield from _parameters(child)
-
-
 def _enter(module: nn.Module, args: Any) -> None:
     _open(module, sys._getframe(1))
 
@@ -58,9 +49,9 @@ def _open(module: nn.Module, frame: types.FrameType) -> None:
     if torch.compiler.is_compiling() or is_recorded() or not torch.is_grad_enabled():
         return
     close_interrupted()
+    session = new_session(vars(module)[SAVED], module, frame, vars(module).get(OFFLOAD))
     if not open_sessions():
-        leaves.note_all(_parameters(module))
-    session = Session(vars(module)[SAVED], module, frame, vars(module).get(OFFLOAD))
+        session.note_leaves()
     session.enter()
     open_sessions().append(session)
 
@@ -83,8 +74,8 @@ class SavingStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_installed(self.module) or not torch.is_grad_enabled():  # restored meanwhile
             return self.__wrapped__(*args, **kwargs)
-        leaves.note_all(_parameters(self.module))
-        session = Session(vars(self.module)[SAVED], offload=vars(self.module).get(OFFLOAD))
+        session = new_session(vars(self.module)[SAVED], self.module, offload=vars(self.module).get(OFFLOAD))
+        session.note_leaves()
         session.enter()
         outputs: list[Any] = []
         try:

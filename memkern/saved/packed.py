@@ -29,10 +29,10 @@ class _Used(Value):
         )
 
 
-_USED = _Used()
+USED = _Used()
 
 
-_ENGINE = graph._engine_run_backward.__code__
+ENGINE = graph._engine_run_backward.__code__
 _OWN = 3  # references to a node that nobody holds: the engine's, the variable's and that of getrefcount's argument
 
 
@@ -43,7 +43,7 @@ def is_last_use(frame: FrameType | None) -> bool:
     that looks at what a node has saved is another. A hook after the node may look, too, if somebody holds the node.
     C++ functions of others may ask more than once.
     """
-    if frame is not None and frame.f_code is not _ENGINE:
+    if frame is not None and frame.f_code is not ENGINE:
         return False
     node = torch._C._current_autograd_node()
     return (
@@ -69,7 +69,7 @@ class Packed:
         """is_last: whether nothing asks again (:func:`is_last_use`)."""
         x = evaluate(self.value)
         if is_last and not isinstance(self.value, Waiting):
-            self.value = _USED  # frees codes before the operation allocates gradients, torch when it is done
+            self.value = USED  # frees codes before the operation allocates gradients, torch when it is done
         return self.fitted(x)
 
     def fitted(self, x: Tensor) -> Tensor:

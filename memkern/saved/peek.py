@@ -11,23 +11,30 @@ from torch import Tensor
 
 from .saved_value import Number, Value
 
-_local = threading.local()
+
+class _Peeking(threading.local):
+    """found: what was asked for, while it is only noted; else None. Of each thread."""
+
+    found: list[Any] | None = None
+
+
+local = _Peeking()
 
 
 @contextlib.contextmanager
 def peeking() -> Iterator[list[Any]]:
     """Inside, what autograd asks the unpack hook for is noted and not computed."""
     found: list[Any] = []
-    _local.found = found
+    local.found = found
     try:
         yield found
     finally:
-        _local.found = None
+        local.found = None
 
 
 def peeked(packed: Any) -> bool:
     """For the unpack hook: notes what autograd holds and says True if it is only to be noted."""
-    found = getattr(_local, "found", None)
+    found = local.found
     if found is None:
         return False
     found.append(packed)
@@ -37,13 +44,13 @@ def peeked(packed: Any) -> bool:
 def saved_by(node: Any, attribute: str) -> list[Value] | None:
     """The values of what a node has saved; [] where that is None, None where it is freed or unknown."""
     found: list[Any] = []
-    _local.found = found  # as peeking() does, in a third of the time
+    local.found = found  # as peeking() does, in a third of the time
     try:
         shown = getattr(node, attribute)
     except (RuntimeError, AttributeError):  # freed, or another version of torch
         return None
     finally:
-        _local.found = None
+        local.found = None
     if shown is None or found:
         return [packed.value for packed in found]
     # Autograd packs no numbers.

@@ -305,8 +305,8 @@ class Stored(Value):
         if not isinstance(x, FakeTensor):
             self.source = weakref.ref(x.untyped_storage()), int(x.storage_offset())
 
-    def __del__(self) -> None:
-        _spared.pop(id(self), None)
+    def __del__(self, forget: Callable[..., Any] = _spared.pop) -> None:  # at exit the module has no names any more
+        forget(id(self), None)
 
     def _give(self, data: Sequence[Tensor], may_leave: bool = True) -> Any:
         if self.outer is not None:

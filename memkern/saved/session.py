@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import types
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import callers, peek
+from . import callers, extension, peek
 from .edge import Edge
-from .leaves import leaves
+from .leaves import leaves, parameters_of
 from .link import Offload
 from .needs import Use
 from .packed import Packed, is_last_use
@@ -34,12 +35,12 @@ def check_bits(bits: Any, name: str = "bits") -> None:
         raise ValueError(f"{name} must be 8 or 'exact', got {bits!r}")
 
 
-def _top_hooks() -> Hooks | None:
+def top_hooks() -> Hooks | None:
     """The hooks that torch calls in this thread now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def _session_of(hooks: Hooks | None) -> Session | None:
+def session_of(hooks: Hooks | None) -> Session | None:
     session = None if hooks is None else getattr(hooks[0], "__self__", None)
     return session if isinstance(session, Session) else None
 
@@ -78,15 +79,19 @@ class Session:
         self.enclosing: Session | None = None
 
     def enter(self) -> None:
-        top = _top_hooks()
+        top = top_hooks()
         # Descriptors have no module.
         if top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT:
             # Inside of a checkpoint nothing is saved; its hooks count, and the recomputation must come to the same.
             self.opened = False
             return
-        self.hooks_around, self.enclosing = top, _session_of(top)
+        self.hooks_around, self.enclosing = top, session_of(top)
         self.store.outer = top if self.enclosing is None else self.enclosing.store.outer
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def note_leaves(self) -> None:
+        """Notes the versions of all known leaves and of the module's parameters, before its first operation."""
+        leaves.note_all(parameters_of(self.module) if self.module is not None else ())
 
     def exit(self, passing: Iterable[Tensor] = (), outputs: Iterable[Tensor] = ()) -> None:
         """passing: tensors that whoever calls holds for a moment only. outputs: what the block has made."""
@@ -94,23 +99,31 @@ class Session:
             return
         self._pop_hooks()
         for x in outputs:
-            if x.grad_fn is not None:  # the gradient of a loss is a number
-                undecided.look([x.grad_fn], BOUNDED if x.numel() == 1 else UNKNOWN)
+            if x.grad_fn is not None:
+                self.look(x)
+        # torch.func's tensors are others around the ones that are saved, and have no storage.
+        self.finish([x for x in passing if not torch._C._functorch.is_functorch_wrapped_tensor(x)])
+
+    def look(self, x: Tensor) -> None:
+        """Looks at the graph behind an output."""
+        # The gradient of a loss is a number.
+        undecided.look([x.grad_fn], BOUNDED if x.numel() == 1 else UNKNOWN)
+
+    def finish(self, passing: list[Tensor]) -> None:
+        """At the block's end: gives what it has noted to the block around it, or drops codes of what is held anyway."""
         if self.enclosing is not None:
             self.enclosing.store.notes.add_all(self.store.notes)
         else:
             if self.store.outer is not None:
                 undecided.give_up(self.store.outer)
-            # torch.func's tensors are others around the ones that are saved, and have no storage.
-            held = [x for x in passing if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
-            self.store.end(held)
+            self.store.end(passing)
         self.store.notes = Notes()
 
     def _pop_hooks(self) -> None:
         self.opened, self.frame = False, None
         # A block around an interrupted module call, such as save_on_cpu's, ends first and pops these hooks in place of
         # its own, which are on top then.
-        if _session_of(top := _top_hooks()) is self or (top is not None and top == self.hooks_around):
+        if session_of(top := top_hooks()) is self or (top is not None and top == self.hooks_around):
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def interrupted(self) -> bool:
@@ -179,3 +192,19 @@ def _has_graph(x: Tensor) -> bool:
     """Whether a saved tensor is one of a graph that shows what it is made of."""
     is_dual = forward_ad._current_level >= 0  # a tangent belongs to the tensor itself
     return not is_dual and is_plain(x) and not x.is_conj() and not x.is_neg()
+
+
+def new_session(
+    bits: int | str | None,
+    module: nn.Module | None = None,
+    frame: types.FrameType | None = None,
+    offload: Offload | None = None,
+) -> Session:
+    """A session; in Python also where there is an offload, where other hooks are around it, and under a mode."""
+    kind = Session
+    if offload is None and extension.missing() is None and not torch._C._len_torch_dispatch_stack():
+        native = importlib.import_module(f"{__package__}.native").NativeSession
+        around = top_hooks()
+        if around is None or isinstance(session_of(around), native):
+            kind = native
+    return kind(bits, module, frame, offload)

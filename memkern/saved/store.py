@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .rules import Kind
 from .saved_value import Computed, Hooks, Stored, Value, finer, register, registered
 from .storage import is_plain
 from .undecided import Waiting
+from .users import operation
 
 MIN_NUMEL = 1024
 """Smaller tensors are not worth codes: they are saved as torch does, once."""
@@ -122,11 +123,10 @@ class Store:
 
     def _to_its_side(self, value: Value, x: Tensor, node: Any) -> Value:
         """The decoded value on the side of a jump on which x was, where the node's derivative has jumps."""
-        if (limits := data_needs.jumps(node)) is None:
+        if operation(node) not in data_needs.JUMPS:
             return value
-        sides = self.stored(x, codecs.sides(*limits))
-        function = functools.partial(codecs.to_side, *limits)
-        return Computed(function, (value, sides), value.dtype, value.precision, 1)
+        codec, function = sides_of(node)
+        return Computed(function, (value, self.stored(x, codec)), value.dtype, value.precision, 1)
 
     # ---- what is stored
 
@@ -207,6 +207,12 @@ class Store:
         storages = {x.untyped_storage()._cdata for x in passing}
         for stored in self.notes.coded():
             stored.hold_if_alive(storages)
+
+
+def sides_of(node: Any) -> tuple[codecs.Codec, Callable[[Tensor, Tensor], Tensor]]:
+    """The codec of the sides of a node's jumps, and what moves a value back to its side."""
+    limits = data_needs.JUMPS[operation(node)]
+    return codecs.sides(*limits), functools.partial(codecs.to_side, *limits)
 
 
 class Notes:

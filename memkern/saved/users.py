@@ -176,7 +176,7 @@ UNKNOWN_USER, SCALED = User("singular"), User("linear")
 MEANS = ("SumBackward1", "MeanBackward0", "MeanBackward1")
 MOST_EXPONENT = 4
 """Of powers from codes: their derivative is off by so many times, less one, what the codes are off."""
-_PICKING = ("NllLossBackward0", "NllLoss2DBackward0", "GatherBackward0")
+PICKING = ("NllLossBackward0", "NllLoss2DBackward0", "GatherBackward0")
 LOG_SOFTMAX = "LogSoftmaxBackward0"
 """Its gradient is g - p * sum(g): of a SPARSE g that is p and the small 1 - p, of soft targets q it is p - q.
 
@@ -286,7 +286,7 @@ def passed_on(
 
 def spread(row: User, name: str, elements: int) -> int:
     """Of which elements the gradient at a node's inputs is, given that at its output (NOT_TOLD, SPARSE or DENSE)."""
-    if name in _PICKING:
+    if name in PICKING:
         return SPARSE
     return DENSE if row.kind != "linear" or name in MEANS else elements
 

@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2]
 LAST = "ext_modules, cmdclass = extensions(what_to_build())"
 
 
-def decided(before: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The targets that setup.py would build, after ``before`` has been run in its process."""
+def decided(before: str, after: str = "print(what_to_build())", **variables: str) -> subprocess.CompletedProcess[str]:
+    """What ``after`` prints, the targets that setup.py would build, once ``before`` has been run in its process."""
     source = (ROOT / "setup.py").read_text()
     assert source.count(LAST) == 1
     functions = source.replace("from __future__ import annotations", "").partition(LAST)[0]
     code = f"__file__ = 'setup.py'\n{before}\n{functions}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMKERN_", "TORCH_"))}
     return subprocess.run(
-        [sys.executable, "-c", f"{code}\nprint(what_to_build())"],
+        [sys.executable, "-c", f"{code}\n{after}"],
         cwd=ROOT, env={**kept, **variables}, capture_output=True, text=True,
     )  # fmt: skip
 
@@ -53,3 +53,49 @@ sysconfig.get_path = lambda name: {str(tmp_path)!r}
 def test_a_build_without_isolation_asks_for_what_it_needs_alone() -> None:
     # `python -m build --no-isolation` fails where one of these is missing; ninja is not needed.
     assert 'requires = ["setuptools>=77", "torch>=2.10"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_what_hinders_the_hooks_of_saved_tensors_hinders_nothing_else(tmp_path: Path) -> None:
+    """A compiler that fails, and a torch whose headers or version are not for them."""
+    before = """
+import types
+import setuptools.command.build_ext
+from torch.utils import cpp_extension
+
+class Failing(setuptools.command.build_ext.build_ext):
+    use_ninja = True
+    def build_extension(self, ext):
+        built.append(ext.name)
+        if ext.name == "memkern._saved":
+            raise RuntimeError("no such member")
+
+built = []
+cpp_extension.BuildExtension.with_options = classmethod(lambda cls, **options: Failing)
+"""
+    after = f"""
+import torch
+found, commands = extensions("cpu")
+command = commands["build_ext"](setuptools.Distribution({{"ext_modules": found}}))
+command.build_lib, command.build_temp, command.extensions = {str(tmp_path)!r}, {str(tmp_path)!r}, found
+left = Path(command.get_ext_fullpath("memkern._saved"))
+left.parent.mkdir()
+left.touch()
+for ext in found:
+    command.build_extension(ext)
+print(built, left.exists())
+torch.__version__ = "2.12.1"
+print([ext.name for ext in extensions("cpu")[0]])
+LEAST_TORCH_OF_SAVED = (2, 0)
+print(saved_extension([], Path({str(tmp_path)!r}), [], []))
+"""
+    done = decided(before, after, MEMKERN_BUILD="cpu")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        "memkern: memkern._saved is not built, Python's hooks are used: no such member",
+        "['memkern._ops', 'memkern._host', 'memkern._saved'] False",
+    ]
+    assert lines[2] == "memkern: memkern._saved needs torch 2.13 or newer; Python's hooks are used"
+    assert lines[3] == "['memkern._ops', 'memkern._host']"
+    assert lines[4].startswith("memkern: memkern._saved is not built ([Errno 2] No such file")
+    assert lines[5] == "None"

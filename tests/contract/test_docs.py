@@ -48,7 +48,7 @@ def test_files_are_there(page: Path) -> None:
         for name in re.findall(r"(?<![\w./-])[\w./-]+", page.read_text())
         if name.startswith(FOLDERS) and not re.search("TOPIC|NAME", name)
     }
-    written = {"memkern/libmemkern.so", "memkern/_host"}
+    written = {"memkern/libmemkern.so", "memkern/_host", "memkern/_saved"}
     missing = sorted(name for name in named - written if not (ROOT / name).exists())
     assert not missing
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import memkern
 from memkern.memory import LiveBytes
-from memkern.saved.session import Session
+from memkern.saved.session import new_session
 
 ROWS, WIDTH = 32, 64
 LEAST = 0.8  # cosine
@@ -67,7 +67,7 @@ class Program:
         if not self.whole:
             with memkern.quantize_saved(bits):
                 return self.loss()
-        session = Session(bits)
+        session = new_session(bits)
         session.enter()
         found: list[Tensor] = []
         try:

@@ -22,7 +22,7 @@ from .helpers import WIDTH, Model, gradients, ids, same
 def no_hooks_stay_open() -> Iterator[None]:
     """Of a test that fails."""
     yield
-    while session._top_hooks() is not None:
+    while session.top_hooks() is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
@@ -71,7 +71,7 @@ def test_other_models_are_saved_as_torch_does(exception: type[BaseException], re
         memkern.restore(model)
     assert same(gradients(other, lambda: other(ids())), expected)
     assert memory.saved_bytes(lambda: other(ids()), other) == plain
-    assert session._top_hooks() is None
+    assert session.top_hooks() is None
     del error
 
 
@@ -83,7 +83,7 @@ def test_the_model_itself_goes_on(exception: type[BaseException]) -> None:
     model[1].exception = None
     for _ in range(2):
         model(x).sum().backward()
-        assert session._top_hooks() is None
+        assert session.top_hooks() is None
     del error
 
 
@@ -106,7 +106,7 @@ def test_blocks_around_it_end(
     with block():
         error = interrupt(model, x)
     memkern.restore(model)
-    assert session._top_hooks() is None
+    assert session.top_hooks() is None
     del error
 
 
@@ -124,4 +124,4 @@ def test_a_block_around_it_that_goes_on(exception: type[BaseException]) -> None:
 
     plain = memory.live_bytes_after(lambda: forward(lambda: None), model, other, x)
     assert memory.live_bytes_after(lambda: forward(lambda: interrupt(model, x)), model, other, x) == plain
-    assert session._top_hooks() is None
+    assert session.top_hooks() is None

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 import memkern
 from memkern import memory
 from memkern.memory import LiveBytes
-from memkern.saved import evaluation
+from memkern.saved import evaluation, store
 from memkern.saved.packed import Packed
 
-from .helpers import WIDTH, Model, ids
+from .helpers import WIDTH, Model, gradients, ids, same
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -139,6 +139,7 @@ def test_an_exception_in_the_backward_pass_frees_what_was_decoded(bits: Any) -> 
         assert len(evaluation._passes) == 0
 
 
+@pytest.mark.usefixtures("python_hooks")
 @pytest.mark.parametrize("bits", ["exact", 8])
 def test_an_exception_while_decoding_frees_what_was_decoded(bits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its traceback, which holds the frames of the unpack hook, is still alive."""
@@ -259,6 +260,7 @@ def test_one_block_around_a_whole_loop_keeps_no_notes() -> None:
         assert len(session.store.notes) <= 100
 
 
+@pytest.mark.usefixtures("python_hooks")
 @pytest.mark.parametrize(("bits", "most"), [(8, 12.5), ("exact", 11)])
 def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
     """Of each saved tensor, until the backward pass: they decide how often Python looks through all its objects.
@@ -278,3 +280,28 @@ def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
     assert saved > 100
     assert len(made) <= most * saved
     del y
+
+
+# ---- falling back
+
+
+@pytest.mark.usefixtures("python_hooks")
+def test_hooks_that_show_no_graph_cost_only_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torch handed the pack hook detached tensors."""
+    from memkern.saved.session import Session
+
+    pack = Session.pack
+    monkeypatch.setattr(Session, "pack", lambda self, x: pack(self, x.detach()))
+    model = Model()
+    expected = gradients(model, lambda: model(ids()))
+    with memkern.quantize_saved(8):
+        assert same(gradients(model, lambda: model(ids())), expected)
+
+
+@pytest.mark.usefixtures("python_hooks")
+def test_unresolved_values_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "derive", lambda *args, **options: None)
+    model = Model()
+    expected = gradients(model, lambda: model(ids()))
+    with memkern.quantize_saved("exact"):
+        assert same(gradients(model, lambda: model(ids())), expected)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import memkern
 from memkern import memory
-from memkern.saved import evaluation, saved_value, store
+from memkern.saved import evaluation, saved_value
 
 from .helpers import WIDTH, Model, error, gradients, ids, same
 
@@ -209,6 +209,7 @@ def _alive() -> int:
     return sum(issubclass(type(o), saved_value.Value) for o in gc.get_objects())
 
 
+@pytest.mark.usefixtures("python_hooks")
 @pytest.mark.parametrize("bits", ["exact", 8])
 def test_nothing_is_held_after_backward(bits: Any) -> None:
     model, before = Model(), _alive()
@@ -460,29 +461,6 @@ def test_what_others_hold_is_freed_with_them() -> None:
         del h
     assert storage() is None
     y.sum().backward()
-
-
-# ---- falling back
-
-
-def test_hooks_that_show_no_graph_cost_only_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if torch handed the pack hook detached tensors."""
-    from memkern.saved.session import Session
-
-    pack = Session.pack
-    monkeypatch.setattr(Session, "pack", lambda self, x: pack(self, x.detach()))
-    model = Model()
-    expected = gradients(model, lambda: model(ids()))
-    with memkern.quantize_saved(8):
-        assert same(gradients(model, lambda: model(ids())), expected)
-
-
-def test_unresolved_values_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "derive", lambda *args, **options: None)
-    model = Model()
-    expected = gradients(model, lambda: model(ids()))
-    with memkern.quantize_saved("exact"):
-        assert same(gradients(model, lambda: model(ids())), expected)
 
 
 class Encoder(nn.Module):

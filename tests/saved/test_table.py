@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memkern.saved import users
-from memkern.saved.session import Session
+from memkern.saved.session import new_session
 
 from ..support import saved_attributes
 
@@ -96,7 +96,7 @@ def _gradients(function: Function, data: Tensor, bits: int | None) -> tuple[Tens
     torch.manual_seed(0)
     leaves = [data.clone().requires_grad_(), torch.randn(W, W).div_(8).requires_grad_()]
     eye, last = torch.eye(W), torch.randn(R * W * 2)
-    session = Session(bits)
+    session = new_session(bits)
     session.enter()
     result: list[Tensor] = []
     try:

@@ -1,0 +1,306 @@
+// saved_value.py: values that stand for saved tensors.
+//
+// All of this runs under the interpreter's lock, in the hooks that autograd calls and where it frees what it
+// holds.
+#pragma once
+
+#include "codecs.h"
+
+namespace memkern::saved {
+
+struct Value;
+using ValuePtr = c10::intrusive_ptr<Value>;
+
+// Gives the tensors of other values, to one that is made of them.
+struct Of {
+  virtual Tensor operator()(Value& value) = 0;
+  virtual ~Of() = default;
+};
+
+struct EdgeKey {
+  NodeKey node;
+  uint32_t nr;
+  explicit EdgeKey(Edge edge) : node(edge.node), nr(edge.nr) {}
+  bool operator==(const EdgeKey& other) const { return node == other.node && nr == other.nr; }
+};
+
+struct EdgeKeyHash {
+  size_t operator()(const EdgeKey& key) const { return NodeKeyHash()(key.node) + key.nr; }
+};
+
+struct Registered {
+  Node* node;
+  Value* value;  // takes itself out when it is freed
+};
+
+inline ska::flat_hash_map<EdgeKey, Registered, EdgeKeyHash> g_registered;
+
+enum class Type : int8_t { kLeaf, kComputed, kNumber, kStored, kWaiting, kUsed, kPython };
+
+// The members are those of the class in Python.
+struct Value : c10::intrusive_ptr_target {
+  const Type type;
+  ScalarType dtype, precision;
+  bool is_rounded = false, is_clipped = false;
+  int functions = 0, steps = 0;
+  int64_t uses = 0;
+  std::optional<EdgeKey> key;
+
+  Value(Type type, ScalarType dtype, ScalarType precision) : type(type), dtype(dtype), precision(precision) {}
+  ~Value() override {
+    if (!key) return;
+    auto found = g_registered.find(*key);
+    if (found != g_registered.end() && found->second.value == this) g_registered.erase(found);
+  }
+  virtual bool is_lossy() const { return false; }
+  virtual bool is_coarse() const { return false; }
+  virtual bool is_managed() const { return false; }
+  virtual int64_t block_size() const { return 0; }
+  virtual bool is_fresh() const = 0;
+  virtual Tensor tensor(Of* of) = 0;  // of: none for the tensors themselves, which takes no uses off
+  virtual bool is_work() const { return true; }
+  virtual bool is_at_hand() const { return false; }
+  virtual void stay_exact() {}
+};
+
+inline ValuePtr share(Value* value) { return ValuePtr::reclaim_copy(value); }
+
+inline ValuePtr registered(Edge edge) {
+  auto found = g_registered.find(EdgeKey(edge));
+  if (found == g_registered.end() || found->second.node != edge.node) return {};
+  return share(found->second.value);
+}
+
+inline bool is_registered(Edge edge) {
+  auto found = g_registered.find(EdgeKey(edge));
+  return found != g_registered.end() && found->second.node == edge.node;
+}
+
+inline void register_value(Edge edge, Value& value) {
+  if (edge.node->sequence_nr() > kNever) return;
+  value.key.emplace(edge);
+  g_registered[*value.key] = {edge.node, &value};
+}
+
+struct Leaf final : Value {
+  Tensor leaf;
+  uint32_t version;
+  at::DimVector shape;
+  at::Device device;
+  Tensor variable;  // of which the leaf is the memory, else none
+  mutable std::optional<bool> managed;
+
+  explicit Leaf(const Tensor& x)
+      : Value(Type::kLeaf, x.scalar_type(), x.scalar_type()),
+        leaf(x),
+        version(version_of(x)),
+        device(x.device()) {
+    if (is_plain(x)) shape = x.sizes();
+  }
+  // The leaf with the memory that it has now, whatever its .data is later.
+  static ValuePtr as_it_is(const Tensor& x) {
+    auto value = c10::make_intrusive<Leaf>(x.tensor_data());
+    value->variable = x;
+    return value;
+  }
+  bool is_managed() const override {
+    if (!managed) managed = variable.defined() && saved::is_managed(variable);
+    return *managed;
+  }
+  bool is_fresh() const override { return version_of(leaf) == version && is_present(leaf); }
+  bool is_work() const override { return false; }
+  bool is_at_hand() const override { return true; }
+  Tensor tensor(Of*) override {
+    check_version("a parameter or another leaf", version_of(leaf), version, leaf);
+    bool has_shape = !is_plain(leaf) || leaf.sizes() == shape;  // a nested tensor's has symbols
+    if (!has_shape || leaf.scalar_type() != dtype || leaf.device() != device)
+      call("check_place", leaf, at::IntArrayRef(shape), dtype, py::cast(device));
+    return leaf.tensor_data();
+  }
+};
+
+using Function = std::function<Tensor(at::ArrayRef<Tensor>)>;
+
+struct Computed final : Value {
+  Function function;
+  c10::SmallVector<ValuePtr, 3> inputs, bases;
+  bool stays_exact = false;
+
+  Computed(Function function, c10::SmallVector<ValuePtr, 3> inputs, ScalarType dtype, ScalarType precision,
+           int cost)
+      : Value(Type::kComputed, dtype, precision), function(std::move(function)) {
+    make_of(std::move(inputs), cost);
+  }
+  // Is from now on the same as another value of its edge.
+  void become(ValuePtr value) {
+    function = [](at::ArrayRef<Tensor> x) { return x[0]; };
+    precision = value->precision, is_rounded = value->is_rounded;
+    make_of({std::move(value)}, 0);
+  }
+  void make_of(c10::SmallVector<ValuePtr, 3> values, int cost) {
+    c10::SmallVector<ValuePtr, 3> found;
+    functions = steps = 0;
+    for (auto& value : values) {
+      value->uses += 1;
+      functions = std::max(functions, value->functions), steps = std::max(steps, value->steps);
+      if (value->type != Type::kComputed || static_cast<Computed&>(*value).bases.empty()) {
+        found.push_back(value);
+      } else {
+        auto& below = static_cast<Computed&>(*value).bases;
+        found.append(below.begin(), below.end());
+      }
+    }
+    functions += cost, steps += 1;
+    inputs = std::move(values), bases = std::move(found);
+  }
+  template <class F> bool any(F&& is) const {
+    return std::any_of(bases.begin(), bases.end(), [&](const ValuePtr& base) { return is(*base); });
+  }
+  bool is_lossy() const override {
+    return any([](const Value& base) { return base.is_lossy(); });
+  }
+  bool is_coarse() const override {
+    return any([](const Value& base) { return base.is_coarse(); });
+  }
+  bool is_managed() const override {
+    return any([](const Value& base) { return base.is_managed(); });
+  }
+  bool is_fresh() const override {
+    return !any([](const Value& base) { return !base.is_fresh(); });
+  }
+  int64_t block_size() const override {
+    int64_t most = 0;
+    for (auto& base : bases) most = std::max(most, base->block_size());
+    return most;
+  }
+  void stay_exact() override {
+    if (stays_exact) return;
+    stays_exact = true;
+    for (auto& value : inputs) value->stay_exact();
+  }
+  Tensor tensor(Of* of) override {
+    c10::SmallVector<Tensor, 4> found;
+    for (auto& value : inputs) found.push_back(of ? (*of)(*value) : value->tensor(nullptr));
+    return function(found);
+  }
+};
+
+struct Number final : Value {
+  Tensor number;
+  explicit Number(const Tensor& x) : Value(Type::kNumber, x.scalar_type(), x.scalar_type()), number(x) {}
+  bool is_fresh() const override { return true; }
+  bool is_work() const override { return false; }
+  Tensor tensor(Of*) override { return number; }
+};
+
+// In place of a value whose last user has run (packed.py).
+struct Used final : Value {
+  Used() : Value(Type::kUsed, at::kFloat, at::kFloat) {}
+  bool is_fresh() const override { return false; }
+  Tensor tensor(Of*) override {
+    call("raise_used");
+    return {};
+  }
+};
+
+// A value that Python made, such as attention's output that is computed again.
+struct PythonValue final : Value {
+  py::object object;
+  explicit PythonValue(const py::object& value)
+      : Value(Type::kPython, value.attr("dtype").cast<ScalarType>(),
+              value.attr("precision").cast<ScalarType>()),
+        object(value) {
+    functions = value.attr("functions").cast<int>(), steps = value.attr("steps").cast<int>();
+  }
+  bool is(const char* name) const { return object.attr(name).cast<bool>(); }
+  bool is_lossy() const override { return is("lossy"); }
+  bool is_coarse() const override { return is("coarse"); }
+  bool is_managed() const override { return is("managed"); }
+  int64_t block_size() const override { return object.attr("block_size").cast<int64_t>(); }
+  bool is_fresh() const override { return object.attr("fresh")().cast<bool>(); }
+  Tensor tensor(Of* of) override;
+  void stay_exact() override { object.attr("stay_exact")(); }
+};
+
+inline int64_t g_spared = 0;  // bytes that all live codes save
+
+struct Stored final : Value {
+  c10::SmallVector<Tensor, 3> data;
+  CodecPtr codec, codec_before;
+  Layout layout;
+  c10::VariableVersion counter;
+  uint32_t version = 0;
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source;
+  int64_t offset = 0, spares = 0;
+  bool coarse = false, managed;
+
+  Stored(const Tensor& x, ScalarType dtype, const CodecPtr& codec)
+      : Value(Type::kStored, dtype, x.scalar_type()), managed(saved::is_managed(x)) {
+    watch(x);
+    if (codec) encode(x, codec);
+    if (!this->codec) hold(x.tensor_data());
+  }
+  ~Stored() override { g_spared -= spares; }
+  void watch(const Tensor& x) {
+    counter = x.unsafeGetTensorImpl()->version_counter(), version = version_of(x);
+  }
+  void hold(const Tensor& x) {
+    codec = codec_before = nullptr, data = {x}, precision = x.scalar_type(), coarse = false;
+    g_spared -= spares, spares = 0;
+  }
+  void encode(const Tensor& x, const CodecPtr& given) {
+    auto encoded = saved::encode(*given, x);
+    if (!encoded) return;
+    codec = given, data = std::move(encoded->data), precision = dtype, coarse = encoded->is_coarse;
+    layout = {at::DimVector(x.sizes()), at::DimVector(x.strides()), x.scalar_type()};
+    g_spared -= spares, spares = x.nbytes();
+    for (auto& each : data) spares -= each.nbytes();
+    g_spared += spares;
+    if (is_fake(x)) return;
+    source.emplace(x.storage().getWeakStorageImpl());
+    offset = x.storage_offset();
+  }
+  bool is_lossy() const override { return codec && codec->is_lossy; }
+  bool is_coarse() const override { return coarse; }
+  bool is_managed() const override { return managed; }
+  int64_t block_size() const override { return is_lossy() ? codec->block_size : 0; }
+  bool is_fresh() const override {
+    return counter.current_version() == version && (codec || is_present(data[0]));
+  }
+  bool is_work() const override { return codec != nullptr; }
+  bool is_at_hand() const override { return codec == nullptr; }
+  void stay_exact() override { codec_before = nullptr; }
+  Tensor tensor(Of*) override {
+    if (codec) return decode(*codec, data, layout, dtype);
+    check_version("a tensor", counter.current_version(), version, data[0]);
+    return data[0].scalar_type() == dtype ? data[0] : data[0].to(dtype);
+  }
+  // Goes back to the tensor itself, where its storage is held by somebody else anyway.
+  void hold_if_alive(const std::vector<c10::StorageImpl*>& passing) {
+    if (!codec || !source || !is_fresh()) return;
+    auto storage = source->lock();
+    if (!storage || std::find(passing.begin(), passing.end(), storage.get()) != passing.end()) return;
+    int64_t needed =
+        at::detail::computeStorageNbytes(layout.shape, layout.stride, at::elementSize(layout.dtype), offset);
+    if (storage->nbytes() < static_cast<size_t>(needed)) return;  // set_ would enlarge what was freed
+    Tensor x = at::empty({0}, at::TensorOptions().dtype(layout.dtype).device(storage->device()));
+    x.set_(c10::Storage(storage), offset, layout.shape, layout.stride);
+    CodecPtr before = codec;
+    hold(x);
+    source.reset(), codec_before = before;
+  }
+  // Returns to codes: the other owner will free the tensor soon.
+  void encode_again() {
+    if (!codec_before || !is_fresh()) return;
+    CodecPtr before = std::move(codec_before);
+    codec_before = nullptr;
+    encode(Tensor(data[0]), before);
+  }
+  void upgrade(const Tensor& x) {
+    source.reset();
+    watch(x);
+    hold(x.tensor_data());
+  }
+};
+
+}  // namespace memkern::saved

@@ -1,0 +1,284 @@
+"""The hooks in C++ (memkern._saved) beside Python's, which are their specification."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkern
+from memkern import backend
+from memkern.saved import extension
+from memkern.saved.session import new_session
+from tests.support import zoo
+
+from .decisions import check_equal
+from .helpers import Model, gradients, ids, same
+from .programs import Program
+
+pytestmark = pytest.mark.skipif(extension.missing() is not None, reason=f"{extension.missing()}")
+BITS = pytest.mark.parametrize("bits", ["exact", 8])
+
+
+@pytest.fixture
+def native() -> Any:
+    return importlib.import_module("memkern.saved.native")
+
+
+def _program(seed: int, bits: Any) -> Callable[[], tuple[Tensor, list[Tensor]]]:
+    def run() -> tuple[Tensor, list[Tensor]]:
+        program = Program(seed)
+        leaves = [program.x, program.table, *program.weights, program.scale, program.shift]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        return program.run(bits), leaves
+
+    return run
+
+
+@BITS
+def test_random_programs_are_decided_alike(bits: Any) -> None:
+    assert sum(check_equal(_program(seed, bits)) for seed in range(910000, 910030)) > 500
+
+
+@pytest.mark.full
+@BITS
+def test_many_random_programs_are_decided_alike(bits: Any) -> None:
+    assert sum(check_equal(_program(seed, bits)) for seed in range(920000, 920200)) > 4000
+
+
+MODELS = ["Llama", "GPT-2", "BERT", "ViT", "Mixtral", "T5", "MobileNetV3", "EfficientNet-B0"]
+
+
+def _check_model(name: str, bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "WIDTH", 128)
+    monkeypatch.setattr(zoo, "HEAD", 32)
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        model, batch = zoo.build(name, 512), zoo.batch(name, 512)
+        memkern.compress(model, saved_bits=bits)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            loss = model(**batch).loss
+        return loss, [p for p in model.parameters() if p.requires_grad]
+
+    assert check_equal(run) > 50
+
+
+@BITS
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_is_decided_alike(bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_model("Llama", bits, autocast, monkeypatch)
+
+
+@pytest.mark.full
+@BITS
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_decided_alike(name: str, bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_model(name, bits, autocast, monkeypatch)
+
+
+# ---- what is held
+
+
+def _step(model: Model, bits: Any) -> Tensor:
+    with memkern.quantize_saved(bits):
+        return model(ids()).square().mean()
+
+
+@BITS
+@pytest.mark.parametrize("runs", [True, False])
+def test_nothing_is_held_after_a_graph(bits: Any, runs: bool, native: Any) -> None:
+    model, core = Model(), native._saved
+    gc.collect()
+    before = core.registered(), core.spared()
+    gc.disable()
+    try:
+        loss = _step(model, bits)
+        assert core.registered() > before[0]
+        if runs:
+            loss.backward()  # the loss, and with it the graph's nodes, is still alive
+        else:
+            del loss
+        assert (core.registered(), core.spared()) == before
+    finally:
+        gc.enable()
+
+
+@BITS
+def test_hardly_an_object_for_the_garbage_collector(bits: Any) -> None:
+    model, x = Model(4), ids()
+    memkern.compress(model, saved_bits=bits)
+    model(x).mean().backward()
+    gc.collect()
+    before = {id(o) for o in gc.get_objects()}
+    y = model(x)
+    made = [o for o in gc.get_objects() if id(o) not in before]
+    assert len(made) < 20  # of more than 100 saved tensors
+    del y
+
+
+@pytest.mark.full
+@BITS
+def test_steps_leak_nothing(bits: Any) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    model = Model()
+    for step in range(300):
+        _step(model, bits).backward()
+        if step == 50:
+            gc.collect()
+            objects, before = len(gc.get_objects()), resident()
+    gc.collect()
+    assert len(gc.get_objects()) <= objects + 50
+    assert resident() <= before + 2**22
+
+
+def test_the_interpreter_ends_while_a_graph_is_alive() -> None:
+    code = """
+import torch, memkern
+from memkern.saved import extension
+from memkern.saved.session import new_session
+assert extension.missing() is None
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+for bits in ("exact", 8):
+    with memkern.quantize_saved(bits):
+        y = model(torch.randn(64, 64))
+    globals()[f"kept {bits}"] = y.softmax(-1).sum(), y
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_a_pack_hook_leaves_the_next_step_alone(
+    error: type[BaseException], native: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    memkern.compress(model, saved_bits=8)
+    expected = gradients(model, lambda: model(ids()))
+    asked = []
+
+    def fail(*args: Any) -> Any:
+        asked.append(args)
+        if len(asked) == 3:
+            raise error("in a hook")
+        return native.codecs.in_blocks_of(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "in_blocks_of", fail)
+        with pytest.raises(error, match="in a hook"):
+            model(ids()).square().mean().backward()
+    assert same(gradients(model, lambda: model(ids())), expected)
+
+
+def test_an_error_in_a_backward_pass_allows_another(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> Tensor:
+        with memkern.quantize_saved(8):
+            return ((x @ x).softmax(-1) @ x).square().mean()
+
+    (expected,) = torch.autograd.grad(loss(), x)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    kept = loss()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "decode", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            kept.backward(retain_graph=True)
+    (found,) = torch.autograd.grad(kept, x)
+    assert torch.equal(found, expected)
+
+
+def test_threads_have_their_own_graphs() -> None:
+    models = [Model() for _ in range(4)]
+    expected = [gradients(model, lambda: _step(model, 8)) for model in models]  # noqa: B023
+    found: dict[int, Any] = {}
+
+    def train(i: int) -> None:
+        for _ in range(5):
+            found[i] = gradients(models[i], lambda: _step(models[i], 8))
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same(found[i], expected[i]) for i in range(4))
+
+
+# ---- which one runs
+
+
+def _why(choice: str | None, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    monkeypatch.delenv("MEMKERN_SAVED", raising=False)
+    if choice is not None:
+        monkeypatch.setenv("MEMKERN_SAVED", choice)
+    return extension.missing.__wrapped__()
+
+
+def test_a_choice_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _why(None, monkeypatch) is _why("auto", monkeypatch) is None
+    assert _why("python", monkeypatch) == "MEMKERN_SAVED=python asks for it"
+    with pytest.raises(ValueError, match="MEMKERN_SAVED must be auto or python, got 'cpp'"):
+        _why("cpp", monkeypatch)
+    assert backend.report()["build"]["saved_tensors"] == "C++"
+
+
+def test_another_torch_s_extension_is_not_loaded(tmp_path: Path, native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = torch.version.git_version.encode()
+    data = Path(native._saved.__file__).read_bytes()
+    assert data.count(commit) == 1
+    other = tmp_path / "_saved.so"
+    other.write_bytes(data.replace(commit, commit[::-1]))
+    spec = importlib.machinery.ModuleSpec("memkern._saved", None, origin=str(other))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    reason = _why(None, monkeypatch)
+    assert reason is not None
+    assert commit[::-1].decode() in reason
+    assert "reinstall memkern" in reason
+    other.write_bytes(b"no extension")
+    assert "another memkern" in str(_why(None, monkeypatch))
+    monkeypatch.setattr(extension, "missing", lambda: reason)
+    assert backend.report()["build"]["saved_tensors"] == f"Python: {reason}"
+
+
+def test_an_extension_that_was_not_built_or_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "was not built" in str(_why(None, patch))
+
+    def fail(name: str) -> Any:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert "does not load (ImportError: undefined symbol)" in str(_why(None, monkeypatch))
+
+
+def test_what_the_hooks_in_cpp_cannot_do_python_s_do(native: Any) -> None:
+    def kind(**options: Any) -> type:
+        return type(new_session(8, **options))
+
+    assert kind() is native.NativeSession
+    assert kind(offload=native.Offload(None, 1)) is not native.NativeSession
+    with torch.autograd.graph.save_on_cpu():
+        assert kind() is not native.NativeSession
+    with memkern.quantize_saved(8):
+        assert kind() is native.NativeSession
