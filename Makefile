@@ -24,10 +24,10 @@ test: $(VENV)/.installed
 	$(PYTEST) -m "not full and not long and not gpu and not emulated" $(PYTEST_ARGS)
 
 # What `make test` leaves out: ops and optimizers in Triton's interpreter, long comparisons; tests/saved with the hooks in
-# Python, where `make test` had those in C++.
+# C++, where `make test` had those in Python.
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
-	MEMKERN_SAVED=python $(PYTEST) -m "not full and not long and not gpu and not emulated" tests/saved
+	MEMKERN_SAVED=native $(PYTEST) -m "not full and not long and not gpu and not emulated" tests/saved
 
 # The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture, 10 to 40 minutes (caches): after a change of what
 # lab/emulated.py lists. The outcome is committed (lab/results/emulated.json); `make test` fails while it is of other sources.

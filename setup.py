@@ -25,6 +25,7 @@ MEMKERN_CXX_FLAGS      more flags for the C++ compiler; -fsanitize=... also reac
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import runpy
@@ -122,7 +123,10 @@ def saved_extension(includes: list[str], torch_dir: Path, extra: list[str], link
         print(f"memkern: memkern._saved is not built ({error}); Python's hooks are used")
         return None
     version = runpy.run_path(str(ROOT / "memkern/_version.py"))["__version__"]
-    stamp = f"{version}/{torch.__version__}/{torch.version.git_version}"
+    followed = hashlib.sha256()  # as memkern/saved/extension.py has it
+    for path in sorted((ROOT / "memkern/saved").glob("*.py")):
+        followed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    stamp = f"{version}/{followed.hexdigest()[:16]}/{torch.__version__}/{torch.version.git_version}"
     return Extension(
         "memkern._saved",
         ["csrc/saved/module.cpp"],
@@ -132,7 +136,7 @@ def saved_extension(includes: list[str], torch_dir: Path, extra: list[str], link
         define_macros=[("MEMKERN_STAMP", f'"{stamp}"')],
         extra_compile_args={"cxx": [*CXX_FLAGS, "-O2", "-std=c++20", *extra]},
         extra_link_args=link,
-        depends=sources("saved/*"),
+        depends=[*sources("saved/*"), *map(str, sorted(Path("memkern/saved").glob("*.py")))],
         language="c++",
         optional=True,
     )

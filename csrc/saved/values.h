@@ -30,7 +30,7 @@ struct EdgeKeyHash {
 
 struct Registered {
   Node* node;
-  Value* value;  // takes itself out when it is freed
+  Value* value;  // takes itself out of all edges when it is freed
 };
 
 inline ska::flat_hash_map<EdgeKey, Registered, EdgeKeyHash> g_registered;
@@ -44,13 +44,14 @@ struct Value : c10::intrusive_ptr_target {
   bool is_rounded = false, is_clipped = false;
   int functions = 0, steps = 0;
   int64_t uses = 0;
-  std::optional<EdgeKey> key;
+  c10::SmallVector<EdgeKey, 1> keys;  // of the edges that it is registered at
 
   Value(Type type, ScalarType dtype, ScalarType precision) : type(type), dtype(dtype), precision(precision) {}
   ~Value() override {
-    if (!key) return;
-    auto found = g_registered.find(*key);
-    if (found != g_registered.end() && found->second.value == this) g_registered.erase(found);
+    for (const EdgeKey& key : keys) {
+      auto found = g_registered.find(key);
+      if (found != g_registered.end() && found->second.value == this) g_registered.erase(found);
+    }
   }
   virtual bool is_lossy() const { return false; }
   virtual bool is_coarse() const { return false; }
@@ -68,7 +69,9 @@ inline ValuePtr share(Value* value) { return ValuePtr::reclaim_copy(value); }
 inline ValuePtr registered(Edge edge) {
   auto found = g_registered.find(EdgeKey(edge));
   if (found == g_registered.end() || found->second.node != edge.node) return {};
-  return share(found->second.value);
+  Value* value = found->second.value;
+  // While its members are freed, whose owners may ask, it is still there.
+  return c10::raw::intrusive_ptr::use_count(value) ? share(value) : ValuePtr();
 }
 
 inline bool is_registered(Edge edge) {
@@ -78,8 +81,10 @@ inline bool is_registered(Edge edge) {
 
 inline void register_value(Edge edge, Value& value) {
   if (edge.node->sequence_nr() > kNever) return;
-  value.key.emplace(edge);
-  g_registered[*value.key] = {edge.node, &value};
+  Registered& place = g_registered[EdgeKey(edge)];
+  if (place.node == edge.node && place.value == &value) return;
+  place = {edge.node, &value};
+  value.keys.emplace_back(edge);
 }
 
 struct Leaf final : Value {

@@ -51,7 +51,6 @@ def test_random_programs_are_decided_alike(bits: Any) -> None:
     assert sum(check_equal(_program(seed, bits)) for seed in range(910000, 910030)) > 500
 
 
-@pytest.mark.full
 @BITS
 def test_many_random_programs_are_decided_alike(bits: Any) -> None:
     assert sum(check_equal(_program(seed, bits)) for seed in range(920000, 920200)) > 4000
@@ -80,7 +79,6 @@ def test_a_model_is_decided_alike(bits: Any, autocast: bool, monkeypatch: pytest
     _check_model("Llama", bits, autocast, monkeypatch)
 
 
-@pytest.mark.full
 @BITS
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -128,7 +126,6 @@ def test_hardly_an_object_for_the_garbage_collector(bits: Any) -> None:
     del y
 
 
-@pytest.mark.full
 @BITS
 def test_steps_leak_nothing(bits: Any) -> None:
     def resident() -> int:
@@ -235,9 +232,9 @@ def _why(choice: str | None, monkeypatch: pytest.MonkeyPatch) -> str | None:
 
 
 def test_a_choice_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _why(None, monkeypatch) is _why("auto", monkeypatch) is None
-    assert _why("python", monkeypatch) == "MEMKERN_SAVED=python asks for it"
-    with pytest.raises(ValueError, match="MEMKERN_SAVED must be auto or python, got 'cpp'"):
+    assert _why("native", monkeypatch) is None
+    assert _why("python", monkeypatch) == _why(None, monkeypatch) == "MEMKERN_SAVED=native asks for those in C++"
+    with pytest.raises(ValueError, match="MEMKERN_SAVED must be python or native, got 'cpp'"):
         _why("cpp", monkeypatch)
     assert backend.report()["build"]["saved_tensors"] == "C++"
 
@@ -250,26 +247,36 @@ def test_another_torch_s_extension_is_not_loaded(tmp_path: Path, native: Any, mo
     other.write_bytes(data.replace(commit, commit[::-1]))
     spec = importlib.machinery.ModuleSpec("memkern._saved", None, origin=str(other))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    reason = _why(None, monkeypatch)
+    reason = _why("native", monkeypatch)
     assert reason is not None
     assert commit[::-1].decode() in reason
     assert "reinstall memkern" in reason
     other.write_bytes(b"no extension")
-    assert "another memkern" in str(_why(None, monkeypatch))
+    assert "another memkern" in str(_why("native", monkeypatch))
     monkeypatch.setattr(extension, "missing", lambda: reason)
     assert backend.report()["build"]["saved_tensors"] == f"Python: {reason}"
+
+
+def test_one_of_other_python_files_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in Path(extension.__file__).parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert extension.sources_hash(tmp_path) in extension.stamp()
+    (tmp_path / "users.py").write_text("edited")
+    edited = extension.sources_hash(tmp_path)
+    monkeypatch.setattr(extension, "sources_hash", lambda folder: edited)
+    assert edited in str(_why("native", monkeypatch))
 
 
 def test_an_extension_that_was_not_built_or_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert "was not built" in str(_why(None, patch))
+        assert "was not built" in str(_why("native", patch))
 
     def fail(name: str) -> Any:
         raise ImportError("undefined symbol")
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    assert "does not load (ImportError: undefined symbol)" in str(_why(None, monkeypatch))
+    assert "does not load (ImportError: undefined symbol)" in str(_why("native", monkeypatch))
 
 
 def test_what_the_hooks_in_cpp_cannot_do_python_s_do(native: Any) -> None:
