@@ -27,6 +27,7 @@ test: $(VENV)/.installed
 # C++, where `make test` had those in Python.
 test-all: lint
 	$(PYTEST) -m "full and not long and not gpu and not emulated" $(PYTEST_ARGS)
+	$(BIN)/python setup.py -q build_ext --inplace  # memkern/_saved is of the files in memkern/saved, too
 	MEMKERN_SAVED=native $(PYTEST) -m "not full and not long and not gpu and not emulated" tests/saved
 
 # The CUDA and Triton kernels as CPU programs and on emulated GPUs, for every architecture, 10 to 40 minutes (caches): after a change of what
