@@ -92,7 +92,7 @@ def test_the_optimizer_is_what_the_techniques_say(
 
 def test_what_cannot_be_applied_changes_nothing() -> None:
     flat = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    with pytest.raises(memkern.OptionError, match="checkpointing: 'blocks' given, and the model has no list of like blocks"):
+    with pytest.raises(memkern.OptionError, match="checkpointing: 'blocks' given, and the model has no list"):
         memkern.apply(flat, Techniques(activation_bits=2, checkpointing="blocks"))
     assert kinds(flat) == ["Sequential", "Linear", "GELU"]
     assert type(flat[1]) is nn.GELU

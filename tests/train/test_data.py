@@ -117,7 +117,7 @@ def test_parquet_without_pyarrow_names_the_cure(tmp_path: Path, monkeypatch: pyt
     write_rows(tmp_path / "rows.csv")
     assert load_corpus([str(tmp_path)], seq_len=8).files == 1
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(OptionError, match=r"rows.parquet' needs pyarrow, which the extra memkern\[data\] brings; or convert"):
+    with pytest.raises(OptionError, match=r"rows.parquet' needs pyarrow, which the extra memkern\[data\] brings"):
         load_corpus([str(tmp_path)], seq_len=8)
 
 
