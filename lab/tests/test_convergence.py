@@ -196,7 +196,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("gpt", "batch-x8") else pytest.mark.long)
+        pytest.param(name, marks=() if name == "batch-x8" else pytest.mark.long)
         for name in TASKS
         if name not in ("batch-x1", "batch-x64")
     ],
