@@ -25,7 +25,6 @@ MEMKERN_CXX_FLAGS      more flags for the C++ compiler; -fsanitize=... also reac
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import runpy
@@ -53,7 +52,6 @@ CSRC = Path("csrc")
 CUDA_ARCHS = "8.0;8.6;8.9;9.0;10.0;10.3;12.0+PTX"
 LONG_UNITS = ("lamb.cu", "adam.cu", "lars.cu", "activation.cu")
 LEAST_ARCH = (8, 0)  # of the kernels: bf16 arithmetic, __reduce_max_sync
-LEAST_TORCH_OF_SAVED = (2, 13)  # from which nodes of the graph are held as they are there
 GIB_PER_JOB = 2  # what one compilation may take
 TARGET_TORCH = ("TORCH_TARGET_VERSION", "0x020a000000000000")  # 2.10
 # -fno-tree-vectorize: the kernels are vectors already, and g++ 12 at -O3 was seen to broadcast a scalar into one lane
@@ -111,10 +109,9 @@ def saved_extension(includes: list[str], torch_dir: Path, extra: list[str], link
     """``memkern._saved``, with a stamp by which it is known what it was built for; None where it cannot be."""
     import torch
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH_OF_SAVED:
-        print(
-            "memkern: memkern._saved needs torch {}.{} or newer; Python's hooks are used".format(*LEAST_TORCH_OF_SAVED)
-        )
+    built_for = runpy.run_path(str(ROOT / "memkern/saved/built_for.py"))
+    if reason := built_for["too_old"](torch.__version__):
+        print(f"memkern: {reason}; Python's hooks are used")
         return None
     try:
         generate = runpy.run_path(str(ROOT / CSRC / "saved/generate.py"))
@@ -123,10 +120,7 @@ def saved_extension(includes: list[str], torch_dir: Path, extra: list[str], link
         print(f"memkern: memkern._saved is not built ({error}); Python's hooks are used")
         return None
     version = runpy.run_path(str(ROOT / "memkern/_version.py"))["__version__"]
-    followed = hashlib.sha256()  # as memkern/saved/extension.py has it
-    for path in sorted((ROOT / "memkern/saved").glob("*.py")):
-        followed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    stamp = f"{version}/{followed.hexdigest()[:16]}/{torch.__version__}/{torch.version.git_version}"
+    stamp = built_for["stamp"](version, torch.__version__, torch.version.git_version)
     return Extension(
         "memkern._saved",
         ["csrc/saved/module.cpp"],

@@ -72,10 +72,8 @@ def add_flags(
     """
     annotations = typing.get_type_hints(options)
     for field in fields:
-        text, settings = (
-            field.metadata["help"],
-            _settings(field, annotations[field.name], (more or {}).get(field.name, ())),
-        )
+        text = field.metadata["help"]
+        settings = _settings(field, annotations[field.name], (more or {}).get(field.name, ()))
         if defaults is not None and settings.get("action") is not argparse.BooleanOptionalAction:
             text += f" (default: {field.metadata['shown'] or spelled(getattr(defaults, field.name))})"
         group.add_argument(flag(field.name), default=argparse.SUPPRESS, help=text, **settings)

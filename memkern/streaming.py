@@ -205,15 +205,15 @@ class Streamed:
         modules = {*groups}
         self.groups = [Group(module, modules, not _needs_no_weights(module)) for module in groups]
         self.root = Group(model, modules)
+        everything = self.all = (*self.groups, self.root)
         self.down = self.streams.Stream(device)
         self.prefetch = Prefetch(device, self.streams)
-        everything = (*self.groups, self.root)
         self.arrivals = Arrivals(lambda: [p for group in everything for p in group.params], self.down.record_event)
         for group in self.groups:
             self._hook(group)
         self._hook_root()
         if device.type != "cpu":
-            for group in (*self.groups, self.root):
+            for group in self.all:
                 self._copy_down(group)
 
     def _copy_down(self, group: Group) -> None:
@@ -262,7 +262,7 @@ class Streamed:
             self._runs = True
             self._to_host()
             self.prefetch.begin()
-            for group in (*self.groups, self.root):
+            for group in self.all:
                 group.look()
                 self.arrivals.follow(group.params)
 
@@ -276,14 +276,14 @@ class Streamed:
             for x in _with_gradient(out):
                 x.register_hook(lambda _: self.arrivals.hold(self.root.params))
 
-        for group in (*self.groups, self.root):
+        for group in self.all:
             self.arrivals.follow(group.params)
         self.model.register_forward_pre_hook(before, prepend=True)
         self.model.register_forward_hook(after)
 
     def _to_host(self) -> None:
         """Frees what weights are still on the device: a step on the host may have changed them."""
-        for group in (*self.groups, self.root):
+        for group in self.all:
             group.module.reshard()
 
     def _forget(self) -> None:
@@ -293,7 +293,7 @@ class Streamed:
                 "a backward pass of this model was interrupted, and fully_shard of this torch cannot forget it: build "
                 "the model again, or use torch 2.13 or newer"
             )
-        for group in (*self.groups, self.root):
+        for group in self.all:
             group.forget_gradients()
         self.model.reset_iter_state()
 

@@ -2,13 +2,12 @@
 
 The extension is compiled for one build of torch, whose C++ interface is another one in every version. It carries a
 stamp with torch's version and commit and a hash of the Python files that it follows, which is read from the file before
-that is loaded. It is young, so it is used where MEMKERN_SAVED=native asks for it.
+that is loaded. A fault in it ends the process and it is new, so it is used only where MEMKERN_SAVED=native asks for it.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -18,26 +17,17 @@ from pathlib import Path
 import torch
 
 from .._version import __version__
+from . import built_for
 
 _PACKAGE = __name__.rpartition(".")[0]
 _EXTENSION = f"{_PACKAGE.rpartition('.')[0]}._saved"
 CHOICES = ("python", "native")
 _MARK = "memkern._saved for "
-_LEAST_TORCH = (2, 13)  # as in setup.py
-
-
-def sources_hash(folder: Path) -> str:
-    """Of the files of memkern/saved, whose rules the extension follows."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
 
 
 def stamp() -> str:
     """Of this memkern and this torch, as the extension that was compiled for them has it."""
-    own = sources_hash(Path(__file__).parent)
-    return f"{_MARK}{__version__}/{own}/{torch.__version__}/{torch.version.git_version};"
+    return f"{_MARK}{built_for.stamp(__version__, torch.__version__, torch.version.git_version)};"
 
 
 def _why_not(file: Path) -> str | None:
@@ -66,9 +56,9 @@ def missing() -> str | None:
         return "MEMKERN_SAVED=native asks for those in C++"
     spec = importlib.util.find_spec(_EXTENSION)
     if spec is None or spec.origin is None:
-        if tuple(map(int, torch.__version__.split(".")[:2])) < _LEAST_TORCH:
-            return "memkern._saved needs torch {}.{} or newer".format(*_LEAST_TORCH)
-        return "memkern._saved was not built; the messages of the installation say why"
+        return built_for.too_old(torch.__version__) or (
+            "memkern._saved was not built; the messages of the installation say why"
+        )
     if reason := _why_not(Path(spec.origin)):
         return reason
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import memkern
 
 WIDTH = 64
 
@@ -55,6 +58,15 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def warm_model(bits: Any) -> tuple[Model, Tensor, set[int]]:
+    """A model with hooks after a step, its input, and the ids of all objects that the garbage collector knows then."""
+    model, x = Model(4), ids()
+    memkern.compress(model, saved_bits=bits)
+    model(x).mean().backward()
+    gc.collect()
+    return model, x, {id(o) for o in gc.get_objects()}
 
 
 def ids(batch: int = 2, tokens: int = 128) -> Tensor:

@@ -20,7 +20,7 @@ from memkern.memory import LiveBytes
 from memkern.saved import evaluation, store
 from memkern.saved.packed import Packed
 
-from .helpers import WIDTH, Model, gradients, ids, same
+from .helpers import WIDTH, Model, gradients, ids, same, warm_model
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -268,11 +268,7 @@ def test_few_objects_for_the_garbage_collector(bits: Any, most: int) -> None:
     Half an object is for the weights: what is derived from one holds its memory of the forward pass. One is metadata
     of nodes that save nothing: all are met, as numbers do not tell which nodes of other threads matter.
     """
-    model, x = Model(4), ids()
-    memkern.compress(model, saved_bits=bits)
-    model(x).mean().backward()
-    gc.collect()
-    before = {id(o) for o in gc.get_objects()}
+    model, x, before = warm_model(bits)
     y = model(x)
     gc.collect()
     made = [o for o in gc.get_objects() if id(o) not in before]

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import memkern
 from memkern import backend
-from memkern.saved import extension
+from memkern.saved import built_for, extension
 from memkern.saved.session import new_session
 from tests.support import zoo
 
 from .decisions import check_equal
-from .helpers import Model, gradients, ids, same
+from .helpers import Model, gradients, ids, same, warm_model
 from .programs import Program
 
 pytestmark = pytest.mark.skipif(extension.missing() is not None, reason=f"{extension.missing()}")
@@ -115,11 +115,7 @@ def test_nothing_is_held_after_a_graph(bits: Any, runs: bool, native: Any) -> No
 
 @BITS
 def test_hardly_an_object_for_the_garbage_collector(bits: Any) -> None:
-    model, x = Model(4), ids()
-    memkern.compress(model, saved_bits=bits)
-    model(x).mean().backward()
-    gc.collect()
-    before = {id(o) for o in gc.get_objects()}
+    model, x, before = warm_model(bits)
     y = model(x)
     made = [o for o in gc.get_objects() if id(o) not in before]
     assert len(made) < 20  # of more than 100 saved tensors
@@ -260,10 +256,10 @@ def test_another_torch_s_extension_is_not_loaded(tmp_path: Path, native: Any, mo
 def test_one_of_other_python_files_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in Path(extension.__file__).parent.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert extension.sources_hash(tmp_path) in extension.stamp()
+    assert built_for.sources_hash(tmp_path) in extension.stamp()
     (tmp_path / "users.py").write_text("edited")
-    edited = extension.sources_hash(tmp_path)
-    monkeypatch.setattr(extension, "sources_hash", lambda folder: edited)
+    edited = built_for.sources_hash(tmp_path)
+    monkeypatch.setattr(built_for, "sources_hash", lambda folder: edited)
     assert edited in str(_why("native", monkeypatch))
 
 

@@ -14,7 +14,7 @@ from memkern.__main__ import main
 from memkern.train import Corpus, TrainConfig, Trainer, run
 from memkern.train import checkpoint as checkpoints
 from memkern.train.build import Source, load
-from tests.support.train_helpers import SMALL, train_by_two
+from tests.support.train_helpers import SMALL, small_run, train_by_two
 
 PLAIN = SMALL.replace(device="cpu", precision="bf16", master_weights="bf16+8", clip=0.0)
 STREAMED = PLAIN.replace(weights_on_host="layers")
@@ -99,22 +99,7 @@ def test_a_model_of_transformers(text: Path, tmp_path: Path, loss_chunk: int | N
 
 
 COMMAND = [
-    *(
-        "train",
-        "--layers",
-        "3",
-        "--heads",
-        "2",
-        "--width",
-        "64",
-        "--seq-len",
-        "32",
-        "--batch-size",
-        "4",
-        "--steps",
-        "4",
-    ),
-    *("--eval-every", "2", "--eval-tokens", "320", "--device", "cpu", "--threads", "1", "--precision", "bf16"),
+    *("train", *small_run(layers=3, batch_size=4, steps=4), "--precision", "bf16"),
     *("--master-weights", "bf16+8", "--clip", "0"),
 ]
 

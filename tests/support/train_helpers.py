@@ -19,6 +19,13 @@ TORCH_ADAMW: dict[str, Any] = {"optimizer": "torch-adamw", "state_bits": 32}
 TORCH_ADAM: dict[str, Any] = {"optimizer": "torch-adam", "state_bits": 32}
 
 
+def small_run(layers: int, batch_size: int, steps: int) -> list[str]:
+    """The flags of a small run on the CPU."""
+    sizes = {"layers": layers, "heads": 2, "width": 64, "seq-len": 32, "batch-size": batch_size, "steps": steps}
+    run = {"eval-every": 2, "eval-tokens": 320, "device": "cpu", "threads": 1}
+    return [word for name, value in (sizes | run).items() for word in (f"--{name}", str(value))]
+
+
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in trainer.model.parameters()]
 

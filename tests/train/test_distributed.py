@@ -15,25 +15,9 @@ from memkern.train.build import resolved, warmup_cosine
 from memkern.train.data import IGNORED
 from memkern.train.distributed import Processes, own_batches
 from tests.support.ranks import TORCHRUN_TWO
-from tests.support.train_helpers import SMALL, train_by_two
+from tests.support.train_helpers import SMALL, small_run, train_by_two
 
-OPTIONS = [
-    *(
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--width",
-        "64",
-        "--seq-len",
-        "32",
-        "--batch-size",
-        "2",
-        "--steps",
-        "5",
-    ),
-    *("--eval-every", "2", "--eval-tokens", "320", "--device", "cpu", "--threads", "1", "--save-every", "3"),
-]
+OPTIONS = [*small_run(layers=2, batch_size=2, steps=5), "--save-every", "3"]
 
 
 def assert_runs_agree(a: Path, b: Path) -> dict[str, Any]:
