@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .backend import report, use_backend
     from .checkpointing import checkpoint_blocks
     from .compiled.compiling import compile
+    from .cuda_graphs import graphed
     from .options import OptionError, Techniques
     from .planner.planning import plan
     from .quant.affine import dequantize_affine, quantize_affine
@@ -35,6 +36,7 @@ __all__ = [
     "dequantize_affine",
     "dequantize_blockwise",
     "functional",
+    "graphed",
     "make_optimizer",
     "memory",
     "nn",
@@ -59,6 +61,7 @@ _LAZY = {
     "compress": "swap.compress",
     "dequantize_affine": "quant.affine",
     "dequantize_blockwise": "quant.blockwise",
+    "graphed": "cuda_graphs",
     "make_optimizer": "applying",
     "plan": "planner.planning",
     "quantize_affine": "quant.affine",

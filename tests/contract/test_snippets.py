@@ -5,6 +5,7 @@ A page's Python blocks are pasted one after another into an interpreter without 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import re
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from tests.support import timm_factory
+from tests.support.recorded_graphs import recorded
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -92,7 +94,8 @@ def test_python_runs(page: Path, no_processes: None, tmp_path: Path, monkeypatch
     names: dict[str, Any] = {"__name__": "__main__"}
     for title, text in blocks(page, "python"):
         if title is None:
-            exec(compile(text, str(page), "exec"), names)
+            with recorded() if "memkern.graphed(" in text else contextlib.nullcontext():
+                exec(compile(text, str(page), "exec"), names)
 
 
 def test_python_blocks_can_be_pasted() -> None:
