@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+import memkern
 from lab.studies.host_time import MODELS as SMALL
 from lab.studies.saved_models import MODES, compared
 from tests.support import zoo
 
 STEPS, ROUNDS = 5, 3
+CAPTURED = ("torch", "exact", "8")
+"""Modes in CUDA graphs as well (memkern.graphed)."""
 Prepare = Callable[[nn.Module], Callable[..., Any]]
 """From a model to what is called in its place."""
 
@@ -38,7 +41,7 @@ class Workload(NamedTuple):
     sequences: int
     tokens: int
     precision: str  # "bf16", "bf16 autocast" or "fp32"
-    modes: tuple[str, ...] = ("torch", "checkpointing", "exact", "8")
+    modes: tuple[str, ...] = ("torch", "checkpointing", "exact", "8", *(f"captured {mode}" for mode in CAPTURED))
 
 
 LLAMA_1B = {
@@ -51,7 +54,7 @@ LLAMA_1B = {
 }
 GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
 WORKLOADS = (
-    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast", (*MODES,)),
+    Workload("GPT-2, 124 M", "GPT-2", GPT2, 8, 1024, "bf16 autocast", (*MODES, *(f"captured {m}" for m in CAPTURED))),
     Workload("Llama, 1.1 B", "Llama", LLAMA_1B, 4, 2048, "bf16"),
     *(Workload(f"small {name}", name, SMALL[name], 1, 32, "bf16") for name in ("Llama", "GPT-2")),
 )
@@ -146,11 +149,21 @@ def measured(
 
 
 def of_mode(mode: str) -> Prepare:
-    """A model as it is, in a mode of saved_models.py."""
+    """A model as it is, in a mode of saved_models.py; "captured": in CUDA graphs, at its first call."""
+    name = mode.removeprefix("captured ")
 
-    def prepare(model: nn.Module) -> nn.Module:
-        MODES[mode](model)
-        return model
+    def prepare(model: nn.Module) -> Callable[..., Any]:
+        MODES[name](model)
+        if name == mode:
+            return model
+        graphs: list[nn.Module] = []
+
+        def call(**batch: Any) -> Any:
+            if not graphs:
+                graphs.append(memkern.graphed(model, sample_kwargs=batch))
+            return graphs[0](**batch)
+
+        return call
 
     return prepare
 
@@ -176,9 +189,11 @@ def main(argv: list[str] | None = None) -> int:
     device, failed = "cpu" if args.small else "cuda", False
     for work in WORKLOADS[-2:] if args.small else WORKLOADS:
         expected: dict[str, torch.Tensor] = {}
-        for mode in work.modes:
+        for mode in [mode for mode in work.modes if device == "cuda" or not mode.startswith("captured")]:
             try:
                 row = measured(work, of_mode(mode), device, expected)
+                if mode.startswith("captured"):  # whose memory is allocated all the time
+                    row = {name: x for name, x in row.items() if name not in ("saved_mib", "peak_mib")}
             except Exception as error:  # the other modes go on
                 row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
             print(json.dumps(about(work) | {"mode": mode} | row), flush=True)
