@@ -31,7 +31,12 @@ TESTS = [
     "triton_compiled",
     "triton_fast_path",
 ]
-FILES = (*(f"lab/tests/test_{name}.py" for name in TESTS), "tests/gpu/test_cuda_simt.py", "tests/gpu/test_triton.py")
+FILES = (
+    *(f"lab/tests/test_{name}.py" for name in TESTS),
+    "tests/gpu/test_cuda_muon.py",
+    "tests/gpu/test_cuda_simt.py",
+    "tests/gpu/test_triton.py",
+)
 SOURCES = (
     *("csrc/*.py", "csrc/*.cpp", "csrc/core/*", "csrc/common/*", "csrc/cuda/*"),
     *("memkern/triton/*.py", "memkern/reference/*.py", "memkern/quant/codec.py", "memkern/schemas.py"),

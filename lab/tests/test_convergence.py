@@ -225,7 +225,7 @@ def test_stored_weights_are_those_that_train() -> None:
         assert torch.equal(p, stored.float())
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("short")
 def test_runs_that_are_there_are_not_repeated(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_no_modules_import_each_other_later() -> None:
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_each_module_can_be_imported_first() -> None:
     # In forks of one process that has torch and others already: fresh processes would import them as often.
     code = """

@@ -16,7 +16,7 @@ from tests.support.muon_helpers import compare_muon, copied, step_args
 from tests.support.simt import build
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.emulated,
     pytest.mark.skipif(build.missing() is not None, reason=str(build.missing())),
 ]
 ops = torch.ops.memkern_simt

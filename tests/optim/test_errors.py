@@ -161,7 +161,7 @@ def test_options_reach_the_groups(build: type) -> None:
     assert {n: group[n] for n in placed if n in given} == {n: given[n] for n in placed if n in given}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_type_checker_finds_a_misspelt_option(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     lines = [f"optim.{build.__name__}([torch.ones(3)], lr=1.0, weight_deacy=0.1)" for build in OPTIMIZERS]

@@ -410,9 +410,10 @@ def _trained(bits: Any, seed: int) -> list[float]:
     return losses
 
 
-@pytest.mark.full
-def test_training_until_the_loss_is_small() -> None:
-    for seed in range(3):
-        plain, coded = _trained(None, seed), _trained(8, seed)
-        assert plain[-1] < 2e-3
-        assert abs(coded[-1] / plain[-1] - 1) < 0.1
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.full), *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2))]
+)
+def test_training_until_the_loss_is_small(seed: int) -> None:
+    plain, coded = _trained(None, seed), _trained(8, seed)
+    assert plain[-1] < 2e-3
+    assert abs(coded[-1] / plain[-1] - 1) < 0.1
