@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 FIRST_VERSION = "2.11"
 """Where this has been tested: what nodes of joint graphs carry is not promised either."""
-_OURS = ("saved_bits", "memory_budget", "custom_partitioner_fn")
+_OURS = ("saved_bits", "memory_budget", "activations", "custom_partitioner_fn")
 """Options that make the partitioner, or are it."""
 
 
@@ -20,6 +20,7 @@ def compile(
     *,
     saved_bits: int | str = "exact",
     memory_budget: float | int | None = None,
+    activations: int | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """``torch.compile(model, ...)`` whose backward pass needs less memory.
@@ -32,23 +33,31 @@ def compile(
         does; elementwise operations computed again; with ``saved_bits=8`` as many values in codes as it takes; with
         ``"exact"`` products and attention computed again, while that lowers the peak. A warning names what is saved
         where nothing is enough.
+    activations: 1 to 4: of an input of GELU, SiLU, Mish, Hardswish or log-sigmoid that is saved for their derivative
+        alone, as many bits for each element, as with the modules of :mod:`memkern.nn`. Where the gradient of the next
+        layer's weights needs the input as well, the derivative costs nothing; so this is for frozen layers, as with
+        LoRA.
     options: of :func:`torch.compile`, but for ``backend``, which is Inductor. What takes only a backend's name:
         ``torch.compile(model, backend="memkern")``, or ``"memkern_8bit"``.
 
-    Raises ValueError for other bits, budgets, a backend or another partitioner, RuntimeError where torch's Inductor
-    takes no partitioner.
+    Raises ValueError for other bits, budgets, activations, a backend or another partitioner, RuntimeError where torch's
+    Inductor takes no partitioner.
     """
     if options.pop("backend", "inductor") != "inductor":
         raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
     given = options.pop("options", None) or {}
     if both := sorted({*given} & {*_OURS}):
         raise ValueError(f"options must not have {both[0]!r}: memkern.compile has arguments for what is saved")
-    of_inductor = _options_of_inductor(given, options.pop("mode", None), saved_bits, memory_budget)
+    of_inductor = _options_of_inductor(given, options.pop("mode", None), saved_bits, memory_budget, activations)
     return torch.compile(model, options=of_inductor, **options)
 
 
 def _options_of_inductor(
-    given: dict[str, Any], mode: str | None, saved_bits: int | str, memory_budget: float | int | None
+    given: dict[str, Any],
+    mode: str | None,
+    saved_bits: int | str,
+    memory_budget: float | int | None,
+    activations: int | None,
 ) -> dict[str, Any]:
     """Inductor's options of a mode, those ``given``, and the partitioner."""
     if TorchVersion(torch.__version__) < FIRST_VERSION:
@@ -61,14 +70,14 @@ def _options_of_inductor(
             f"memkern.compile has not been tried with torch {torch.__version__}, which lacks what it needs: {error}"
         ) from error
     of_mode = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
-    return {**of_mode, **given, "custom_partitioner_fn": Partitioner(saved_bits, memory_budget)}
+    return {**of_mode, **given, "custom_partitioner_fn": Partitioner(saved_bits, memory_budget, activations)}
 
 
 class Backend:
     """A backend of torch.compile by its name, for what takes no other: Inductor with memkern's partitioner.
 
     ``torch.compile(model, backend="memkern")`` is ``memkern.compile(model)``, ``backend="memkern_8bit"`` has
-    ``saved_bits=8``. ``options`` may have ``saved_bits`` and ``memory_budget`` beside Inductor's.
+    ``saved_bits=8``. ``options`` may have ``saved_bits``, ``memory_budget`` and ``activations`` beside Inductor's.
     """
 
     def __init__(self, name: str, saved_bits: int | str) -> None:
@@ -85,8 +94,10 @@ class Backend:
         given = dict(options or {})
         if "custom_partitioner_fn" in given:
             raise ValueError(f"options must not have 'custom_partitioner_fn': backend {self.__name__!r} has its own")
-        saved_bits, budget = given.pop("saved_bits", self.saved_bits), given.pop("memory_budget", None)
-        return self._inductor(_options_of_inductor(given, mode, saved_bits, budget))(graph, example_inputs)
+        saved_bits = given.pop("saved_bits", self.saved_bits)
+        budget, activations = given.pop("memory_budget", None), given.pop("activations", None)
+        options = _options_of_inductor(given, mode, saved_bits, budget, activations)
+        return self._inductor(options)(graph, example_inputs)
 
     def reset(self) -> None:
         """What torch._dynamo.reset() calls: Inductor's own."""

@@ -19,7 +19,7 @@ from ..options import SAVED_BITS
 from ..saved.attention import FORWARD
 from ..saved.store import MIN_NUMEL
 from . import budget as budgets
-from . import codecs
+from . import codecs, few_bit
 from .budget import Choice, size_of, storages
 from .codable import Rules, codec_of, is_candidate, mark
 from .gradients import Gradients
@@ -44,20 +44,30 @@ class Partitioner(CustomPartitionerFn):
     """What a compiled model saves: ``torch.compile(model, options={"custom_partitioner_fn": Partitioner(8)})``.
 
     bits: 8, or "exact", which rounds nothing: elementwise operations before a product are computed again.
-    memory_budget: as of :func:`memkern.compile`.
+    memory_budget, activations: as of :func:`memkern.compile`.
     """
 
-    def __init__(self, bits: int | str = "exact", memory_budget: float | int | None = None) -> None:
+    def __init__(
+        self,
+        bits: int | str = "exact",
+        memory_budget: float | int | None = None,
+        activations: int | None = None,
+    ) -> None:
         if bits is None or bits not in SAVED_BITS:
             raise ValueError(f"saved_bits must be 8 or 'exact', got {bits!r}")
         budgets.check(memory_budget)
-        self.bits, self.memory_budget = bits, memory_budget
+        few_bit.check(activations)
+        self.bits, self.memory_budget, self.activations = bits, memory_budget, activations
 
     def uuid(self) -> Any:
         """Of memkern's sources and the options: torch's cache has no graph for others."""
         package = Path(__file__).parents[1]
-        sources = sorted(path for name in ("compiled", "saved", "quant") for path in (package / name).glob("*.py"))
-        return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {self.bits} {self.memory_budget}")
+        sources = sorted(
+            path for name in ("compiled", "saved", "quant", "fewbit") for path in (package / name).glob("*.py")
+        )
+        return get_hash_for_files(
+            tuple(map(str, sources)), f"{__version__} {self.bits} {self.memory_budget} {self.activations}"
+        )
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         operations = Operations(gm.graph)
@@ -70,6 +80,8 @@ class Partitioner(CustomPartitionerFn):
         choice = Choice(self.memory_budget, is_coded)
         with choice.instead():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if self.activations is not None:
+            _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations))).derive(self.activations)
         saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations)))
         if choice.coded:
             saved.encode(choice.limit)
@@ -107,6 +119,25 @@ class _Saved:
         """Of what is saved, but inputs and what the caller holds anyway."""
         outputs: Any = self.output.args[0]
         return size_of(storages((n for n in outputs[len(self.returned) :] if isinstance(n, fx.Node)), self.of_caller))
+
+    def derive(self, bits: int) -> None:
+        """Codes of activations' derivatives in place of what is saved for nothing but these."""
+        every = few_bit.derivatives(self.fw.graph, self.bw.graph, self.operations, self.rules.gradients.nodes, bits)
+        for each in every:
+            freed = {node for node, _ in self.saved if self.holders.get(node.name) in each.unused}
+            left = storages((node for node, _ in self.saved if node not in freed), self.of_caller)
+            codes = few_bit.encode(self.fw.graph, each)
+            if size_of(storages(freed, self.of_caller) - left) <= size_of([codes]):
+                self.fw.graph.erase_node(codes)
+                continue
+            first, description = next(pair for pair in self.saved if pair[0] in freed)
+            with self.bw.graph.inserting_before(self.holders[first.name]):
+                holder = self.bw.graph.placeholder(f"memkern_{each.x.name}_derivative")
+            holder.meta.update(codes.meta)
+            few_bit.use(self.bw.graph, each, holder)
+            self.saved.insert(self.saved.index((first, description)), (codes, description))  # numbers come last
+            self.pairs[codes] = [(codes, holder)]
+        self._rebuild()
 
     def encode(self, limit: int | None = None) -> None:
         """Codes in place of all values that may be coded, or of as many as it takes until so many bytes are left."""

@@ -19,7 +19,12 @@ from memkern.compiled.torch_internals import select_decomp_table
 Look = Callable[[fx.GraphModule, fx.GraphModule, int], None]
 
 
-def backend(bits: Any, look: Look | None = None, memory_budget: float | int | None = None) -> Callable[..., Any]:
+def backend(
+    bits: Any,
+    look: Look | None = None,
+    memory_budget: float | int | None = None,
+    activations: int | None = None,
+) -> Callable[..., Any]:
     """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation.
 
     look: gets the graphs of the forward and the backward pass, and how many outputs are the function's own.
@@ -30,7 +35,8 @@ def backend(bits: Any, look: Look | None = None, memory_budget: float | int | No
         return make_boxed_func(graph.forward)
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        cut = min_cut_rematerialization_partition if bits is None else Partitioner(bits, memory_budget)
+        ours = Partitioner(bits, memory_budget, activations) if bits is not None else None
+        cut = ours or min_cut_rematerialization_partition
         known = {node.target for node in joint.graph.nodes}
         fw, bw = cut(joint, inputs, **kwargs)
         new = {node.target for graph in (fw.graph, bw.graph) for node in graph.nodes} - known

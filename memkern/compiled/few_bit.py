@@ -1,0 +1,115 @@
+"""Activations whose input a compiled graph saves for their derivative alone: codes of the derivative in its place.
+
+As memkern's modules have it (:mod:`memkern.functions.activation`), without modules being swapped. What else is made of
+the input in the backward pass needs the input, from which the derivative comes for nothing; then it stays.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from .. import _ops
+from ..fewbit.activations import activation_of
+from ..fewbit.levels import Levels
+from ..quant.codec import MAX_BITS
+from ..quant.layout import FLOATS
+from ..saved.store import MIN_NUMEL
+from . import codecs
+from .nodes import aten, is_backward, packet, value
+from .operations import Operation, Operations
+from .torch_internals import is_contiguous_or_false
+
+_NAMES = {
+    aten.gelu: "gelu",
+    aten.silu: "silu",
+    aten.mish: "mish",
+    aten.hardswish: "hardswish",
+    aten.log_sigmoid_forward: "logsigmoid",
+}
+"""Of activations without parameters, which their decomposed nodes do not name."""
+
+
+def check(bits: int | None) -> None:
+    if bits is not None and (not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= MAX_BITS):
+        raise ValueError(f"activations must be from 1 to {MAX_BITS} bits or None, got {bits!r}")
+
+
+class Derivative(NamedTuple):
+    """An activation's backward pass, ``result = gradient * f'(x)``, as nodes of the backward graph.
+
+    unused: what nothing else uses, and what is not needed any more with codes of f'(x).
+    """
+
+    x: fx.Node  # of the forward graph
+    levels: Levels
+    gradient: fx.Node
+    result: fx.Node
+    unused: set[fx.Node]
+
+
+def _levels(of: Operation, bits: int) -> Levels | None:
+    name = _NAMES.get(of.op)
+    if name == "gelu" and any(packet(node) is aten.tanh for node in of.nodes):
+        name = "gelu_tanh"
+    return None if name is None else activation_of(name, bits).levels
+
+
+def _unused_without(result: fx.Node, gradient: fx.Node) -> set[fx.Node]:
+    """Nodes of which nothing is used if something else takes the place of a result."""
+    found = {result}
+    for node in reversed(result.graph.nodes):
+        if node is not gradient and node.users and found.issuperset(node.users):
+            found.add(node)
+    return found
+
+
+def derivatives(
+    fw: fx.Graph, bw: fx.Graph, operations: Operations, gradients: set[fx.Node], bits: int
+) -> list[Derivative]:
+    """All those in a graph that levels of so many bits could stand for."""
+    inside: dict[int, set[fx.Node]] = {}
+    for node in gradients:
+        if is_backward(node) and operations.of(node).op in _NAMES:
+            inside.setdefault(operations.of(node).seq, set()).add(node)
+    named = {node.name: node for node in fw.nodes}
+    found = []
+    for seq, nodes in inside.items():
+        of = operations.by_seq[seq]
+        levels = _levels(of, bits)
+        x = named.get(next(a.name for n in of.nodes for a in n.all_input_nodes if a.name not in of.names))
+        coming = {a for n in nodes for a in n.all_input_nodes if a in gradients and a not in nodes}
+        going = [n for n in nodes if any(u not in nodes for u in n.users)]
+        if levels is None or x is None or len(coming) != 1 or len(going) != 1:
+            continue
+        gradient, result, given = coming.pop(), going[0], value(x)
+        same = all(
+            isinstance(value(n), Tensor) and (value(n).shape, value(n).dtype) == (given.shape, given.dtype)
+            for n in (gradient, result)
+        )
+        if same and given.dtype in FLOATS and given.numel() >= MIN_NUMEL and is_contiguous_or_false(given):
+            found.append(Derivative(x, levels, gradient, result, _unused_without(result, gradient)))
+    return found
+
+
+def encode(graph: fx.Graph, each: Derivative) -> fx.Node:
+    """Codes of the derivative, in the forward graph."""
+    with graph.inserting_before(each.x.next):
+        return codecs.inline(graph, functools.partial(_ops.few_bit_encode, table=each.levels), each.x)
+
+
+def use(graph: fx.Graph, each: Derivative, codes: fx.Node) -> None:
+    """The gradient by the levels of codes, in the backward graph."""
+
+    def run(gradient: Tensor, codes: Tensor) -> Tensor:
+        return _ops.few_bit_backward(gradient.contiguous(), codes, each.levels.levels)
+
+    meta: dict[str, Any] = {k: v for k, v in each.result.meta.items() if k not in ("val", "tensor_meta")}
+    before = set(graph.nodes)
+    with graph.inserting_before(each.result):
+        new = codecs.inline(graph, run, each.gradient, codes)
+    for node in set(graph.nodes) - before:
+        node.meta = {**meta, **node.meta}
+    each.result.replace_all_uses_with(new)

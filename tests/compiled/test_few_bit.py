@@ -1,0 +1,137 @@
+"""memkern.compile(activations=...): codes of derivatives in place of inputs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memkern
+from memkern.compiled.partitioner import Partitioner
+from tests.support.partitioned import backend
+
+ROWS, WIDTH, WIDE = 128, 64, 256
+ACTIVATIONS: dict[str, tuple[nn.Module, nn.Module]] = {
+    "gelu": (nn.GELU(), memkern.nn.GELU(bits=3)),
+    "gelu by tanh": (nn.GELU("tanh"), memkern.nn.GELU("tanh", bits=3)),
+    "silu": (nn.SiLU(), memkern.nn.SiLU(bits=3)),
+    "mish": (nn.Mish(), memkern.nn.Mish(bits=3)),
+    "hardswish": (nn.Hardswish(), memkern.nn.Hardswish(bits=3)),
+    "log-sigmoid": (nn.LogSigmoid(), memkern.nn.LogSigmoid(bits=3)),
+}
+NAMES = [pytest.param(name, marks=() if name == "gelu" else pytest.mark.full) for name in ACTIVATIONS]
+PLANES = ROWS * WIDE * 3 // 8
+
+
+class MLP(nn.Module):
+    def __init__(self, activation: nn.Module, trained: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.activation, self.down = nn.Linear(WIDTH, WIDE), activation, nn.Linear(WIDE, WIDTH)
+        self.down.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+def saved_and_gradient(model: MLP, call: Any, x: Tensor) -> tuple[int, Tensor]:
+    """Bytes but those of the input and the parameters, and the gradient of the first layer."""
+    saved: dict[int, int] = {}
+    known = {y.untyped_storage()._cdata for y in (x, *model.parameters())}
+
+    def pack(y: Tensor) -> Tensor:
+        storage = y.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage.nbytes()
+        return y
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+        y = call(x)
+    y.float().square().mean().backward()
+    return sum(saved.values()), model.up.weight.grad
+
+
+def compiled(model: nn.Module, bits: Any, activations: int | None = None) -> Any:
+    """Cut, and run without Inductor."""
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend(bits, activations=activations))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frozen_layer_follows(name: str, bits: Any, dtype: torch.dtype) -> None:
+    """The bytes and the gradient of memkern's modules."""
+    activation, ours = ACTIVATIONS[name]
+    x = torch.randn(ROWS, WIDTH, dtype=dtype)
+    model, module = MLP(activation).to(dtype), MLP(ours).to(dtype)
+    saved, gradient = saved_and_gradient(model, compiled(model, bits, 3), x)
+    assert saved == PLANES
+    _, expected = saved_and_gradient(module, module, x)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_where_the_input_is_needed_nothing_changes(name: str, bits: Any) -> None:
+    """The next layer's weights need the activation of it."""
+    x = torch.randn(ROWS, WIDTH)
+    found = []
+    for activations in (None, 1):
+        model = MLP(ACTIVATIONS[name][0], trained=True)
+        found.append(saved_and_gradient(model, compiled(model, bits, activations), x))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_an_input_that_is_returned_is_held_anyway() -> None:
+    class Both(MLP):
+        def forward(self, x: Tensor) -> Any:
+            h = self.up(x)
+            return self.down(self.activation(h)), h
+
+    x, found = torch.randn(ROWS, WIDTH), []
+    for activations in (None, 3):
+        model = Both(nn.GELU())
+        compiled(model, "exact", activations)(x)[0].square().mean().backward()
+        found.append(model.up.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_two_in_a_row_and_one_input_for_two() -> None:
+    class Two(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down(nn.functional.gelu(nn.functional.silu(h)) + nn.functional.mish(h))
+
+    x = torch.randn(ROWS, WIDTH)
+    gradients = []
+    for activations in (None, 4):
+        model = Two(nn.Identity())
+        gradients.append(saved_and_gradient(model, compiled(model, "exact", activations), x)[1])
+    assert (gradients[1] - gradients[0]).norm() < 0.05 * gradients[0].norm()
+
+
+@pytest.mark.full
+def test_through_inductor_and_with_sizes_that_change() -> None:
+    model, module = MLP(nn.GELU()), MLP(memkern.nn.GELU(bits=3))
+    call = memkern.compile(model, activations=3, dynamic=True)
+    for rows in (ROWS, 2 * ROWS, 3 * ROWS):
+        x = torch.randn(rows, WIDTH)
+        for each, f in ((model, call), (module, module)):
+            each.zero_grad()
+            f(x).square().mean().backward()
+        torch.testing.assert_close(model.up.weight.grad, module.up.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [0, 5, True, "3", 2.0])
+def test_bits_that_there_are_not(bits: Any) -> None:
+    with pytest.raises(ValueError, match="activations must be from 1 to 4 bits or None, got"):
+        memkern.compile(nn.GELU(), activations=bits)
+
+
+def test_caches_tell_bits_apart() -> None:
+    assert len({Partitioner(b, activations=a).uuid() for b, a in itertools.product((8, "exact"), (None, 1, 3))}) == 6
