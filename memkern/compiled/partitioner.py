@@ -25,7 +25,7 @@ from .codable import Rules, codec_of, is_candidate, mark
 from .gradients import Gradients
 from .nodes import CASTS, CODEC, VIEWS, arguments, aten, numel, packet, value, views
 from .operations import Operations
-from .torch_internals import CustomPartitionerFn, get_hash_for_files, partitioners
+from .torch_internals import CustomPartitionerFn, functorch_config, get_hash_for_files, partitioners
 
 _WORTH_A_WARNING = 2**20
 """Bytes above a budget: graphs with little in them, as of a loss, save what they need of it."""
@@ -70,6 +70,8 @@ class Partitioner(CustomPartitionerFn):
         )
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if functorch_config.cse:  # as torch does next: what a value's twin is used for counts as well
+            gm.graph = partitioners.fx_graph_cse(gm.graph)
         operations = Operations(gm.graph)
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)

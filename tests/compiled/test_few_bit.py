@@ -135,3 +135,12 @@ def test_bits_that_there_are_not(bits: Any) -> None:
 
 def test_caches_tell_bits_apart() -> None:
     assert len({Partitioner(b, activations=a).uuid() for b, a in itertools.product((8, "exact"), (None, 1, 3))}) == 6
+
+
+def test_what_is_made_twice_counts_twice() -> None:
+    """A cast of the input in each pass, which torch makes one of: chosen as codes, it was then saved in fp32."""
+    x, found = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16), []
+    for bits in ("exact", 8):
+        model = MLP(nn.Hardswish()).bfloat16()
+        found.append(saved_and_gradient(model, compiled(model, bits), x)[0])
+    assert found[1] <= found[0]
