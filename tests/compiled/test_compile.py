@@ -346,7 +346,7 @@ def test_a_torch_that_lacks_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -
         memkern.compile(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", ["saved_bits", "memory_budget", "custom_partitioner_fn"])
+@pytest.mark.parametrize("name", ["saved_bits", "memory_budget", "activations", "custom_partitioner_fn"])
 def test_what_is_saved_is_said_once(name: str) -> None:
     with pytest.raises(ValueError, match=f"options must not have '{name}'"):
         memkern.compile(nn.Linear(2, 2), saved_bits=8, options={name: None})
