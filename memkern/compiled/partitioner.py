@@ -108,7 +108,8 @@ class _Saved:
         self.fw, self.bw, self.rules, self.operations = fw, bw, rules, rules.operations
         self.output = fw.graph.output_node()
         outputs: list[Any] = [*self.output.args[0]]  # type: ignore[misc]
-        descriptions = self.output.meta["desc"]
+        # None where torch has made the output anew, for the states of random numbers that are drawn again.
+        descriptions = self.output.meta.get("desc", [None] * len(outputs))
         self.returned = list(zip(outputs[:returned], descriptions[:returned], strict=True))
         self.saved = list(zip(outputs[returned:], descriptions[returned:], strict=True))
         self.of_caller = {views(o)[0] for o, _ in self.returned if isinstance(o, fx.Node)}
@@ -265,7 +266,8 @@ class _Saved:
                 else:
                     kept.append((each, description))
         self.output.args = (tuple(node for node, _ in kept),)
-        self.output.meta["desc"] = [description for _, description in kept]
+        if "desc" in self.output.meta:
+            self.output.meta["desc"] = [description for _, description in kept]
         if "output_stack_traces" in self.output.meta:
             self.output.meta["output_stack_traces"] = [
                 node.meta.get("stack_trace") if isinstance(node, fx.Node) else None for node, _ in kept

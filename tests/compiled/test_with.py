@@ -1,0 +1,169 @@
+"""memkern.compile with what people do around a compiled model: exact has torch's own bits, 8 bits its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.support.partitioned import backend
+
+ROWS, WIDTH = 64, 64
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, around: Callable[[Block, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.around = around or (lambda block, x: block(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.around(block, x)
+        return x.square().mean()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.block, self.head = nn.Embedding(100, WIDTH), Block(), nn.Linear(WIDTH, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, 0].abs() * 30).long() % 100
+        return F.cross_entropy(self.head(self.block(self.embedding(ids))), ids)
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer, and two small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = Block().requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.block(x + self.up(self.down(x)))).square().mean()
+
+
+def _broken(block: Block, x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return block(x)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = (aten.addmm.default, aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective(block: Block, x: Tensor) -> Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": Model,
+    "tied": Tied,
+    "LoRA": Adapted,
+    "a graph for each block": lambda: Model(_broken),
+    "checkpoints": lambda: Model(lambda block, x: checkpoint(block, x, use_reentrant=False)),
+    "selective checkpoints": lambda: Model(_selective),
+}
+Backward = Callable[[Callable[[], Tensor]], None]
+
+
+def _once(loss: Callable[[], Tensor]) -> None:
+    loss().backward()
+
+
+def _twice(loss: Callable[[], Tensor]) -> None:
+    first = loss()
+    second = loss()
+    (2 * second).backward()
+    first.backward()
+
+
+def _again(loss: Callable[[], Tensor]) -> None:
+    with torch._functorch.config.patch(donated_buffer=False):
+        kept = loss()
+        kept.backward(retain_graph=True)
+        kept.backward()
+
+
+def _autocast(loss: Callable[[], Tensor]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss()
+    found.backward()
+
+
+def _compiled_autograd(loss: Callable[[], Tensor]) -> None:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        loss().backward()
+
+
+STEPS: dict[str, Backward] = {
+    "once": _once,
+    "two forward passes first": _twice,
+    "retain_graph": _again,
+    "autocast": _autocast,
+    "compiled autograd": _compiled_autograd,
+}
+
+
+def gradients(make: Callable[[], nn.Module], step: Backward, bits: Any) -> Tensor:
+    torch._dynamo.reset()
+    model = make()
+    call = torch.compile(model, backend=backend(bits))
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)  # of dropout
+    step(lambda: call(x))
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+FULL = {"LoRA", "checkpoints", "two forward passes first", "autocast", "retain_graph", "compiled autograd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=pytest.mark.full if {name, way} & FULL or name == "tied" else ())
+        for name in MODELS
+        for way in (STEPS if name == "dropout" else ("once", "two forward passes first"))
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients(name: str, way: str) -> None:
+    expected, exact, coded = (gradients(MODELS[name], STEPS[way], bits) for bits in (None, "exact", 8))
+    assert torch.equal(exact, expected)
+    assert (coded - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
+def test_evaluation(bits: Any) -> None:
+    torch._dynamo.reset()
+    model = Model().eval()
+    x = torch.randn(ROWS, WIDTH)
+    call = torch.compile(model, backend=backend(bits))
+    for context in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
+        with context():
+            torch.testing.assert_close(call(x), model(x))
