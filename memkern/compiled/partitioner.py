@@ -70,9 +70,9 @@ class Partitioner(CustomPartitionerFn):
         )
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        operations = Operations(gm.graph)
         if functorch_config.cse:  # as torch does next: what a value's twin is used for counts as well
             gm.graph = partitioners.fx_graph_cse(gm.graph)
-        operations = Operations(gm.graph)
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
         if is_coded:
