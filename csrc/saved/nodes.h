@@ -267,23 +267,32 @@ struct Notes {
   int8_t scores = 0;                 // attention.py
 };
 
-inline ska::flat_hash_map<NodeKey, Notes, NodeKeyHash> g_notes;
-constexpr size_t kMostNotes = size_t{1} << 17;
+// Of dead nodes, too, as a node does not say when it is freed: when there are too many, those are forgotten
+// that nobody has asked for while as many others were noted.
+inline ska::flat_hash_map<NodeKey, Notes, NodeKeyHash> g_notes, g_old_notes;
+constexpr size_t kMostNotes = size_t{1} << 16;
+
+inline const Notes* known_notes(Node* node) {
+  for (const auto* notes : {&g_notes, &g_old_notes}) {
+    auto found = notes->find(NodeKey(node));
+    if (found != notes->end() && found->second.node == node) return &found->second;
+  }
+  return nullptr;
+}
 
 inline Notes& notes_of(Node* node) {
-  auto& notes = g_notes[NodeKey(node)];
-  if (notes.node != node) notes = {node};
+  Notes& notes = g_notes[NodeKey(node)];
+  if (notes.node == node) return notes;
+  notes = {node};
+  auto old = g_old_notes.find(NodeKey(node));
+  if (old != g_old_notes.end() && old->second.node == node) notes = old->second;
   return notes;
 }
 
-inline const Notes* known_notes(Node* node) {
-  auto found = g_notes.find(NodeKey(node));
-  return found == g_notes.end() || found->second.node != node ? nullptr : &found->second;
-}
-
-// Of dead nodes, too: all are forgotten, and graphs that are still alive are looked at once more.
 inline void forget_old_notes() {
-  if (g_notes.size() > kMostNotes) g_notes.clear();
+  if (g_notes.size() < kMostNotes) return;
+  g_old_notes = std::move(g_notes);
+  g_notes.clear();
 }
 
 }  // namespace memkern::saved

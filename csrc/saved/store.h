@@ -291,9 +291,10 @@ inline Waiting::Waiting(const Tensor& given, Edge edge, c10::intrusive_ptr<Store
   }
 }
 
-// Walks up the graph and decides the waiting tensors of the nodes that it meets.
+// Walks up the graph and decides the waiting tensors of the nodes that it meets; of those decided before,
+// some are now seen to be needed exactly.
 inline void Undecided::look(Node* start, int state, int elements) {
-  if (entries_.empty()) return;
+  if (entries_.empty() && g_coded == 0) return;
   forget_old_notes();
   struct Step {
     Node* node;
@@ -313,11 +314,8 @@ inline void Undecided::look(Node* start, int state, int elements) {
     int now_state = notes.state, now_elements = notes.elements;
     const Operation& op = *operation(node);
     const User& row = user_of(node, op);
-    if (entries_.count(seq)) {
-      decide(node, op, row, seq, found);
-    } else if (is_too_late_for_codes(node, op, row)) {
-      exact_again(node, row);
-    }
+    if (entries_.count(seq)) decide(node, op, row, seq, found);
+    if (is_too_late_for_codes(node, op, row)) exact_again(node, row);
     int below = passed_on(row, node, op, now_state), of = spread(row, op, now_elements);
     for (const auto& edge : node->next_edges()) {
       if (edge.function) stack.push_back({edge.function.get(), below, of});

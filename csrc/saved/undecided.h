@@ -136,8 +136,9 @@ inline void exact_again(Node* node, const User& row) {
   }
   while (!values.empty()) {
     ValuePtr value = values.pop_back_val();
-    if (value->type == Type::kStored && value->is_lossy()) {
-      static_cast<Stored&>(*value).hold_if_alive({});
+    if (value->type == Type::kStored) {
+      if (value->is_lossy()) static_cast<Stored&>(*value).hold_if_alive({});
+      value->stay_exact();
     } else if (value->type == Type::kComputed) {
       auto& inputs = static_cast<Computed&>(*value).inputs;
       values.append(inputs.begin(), inputs.end());

@@ -47,11 +47,14 @@ struct Value : c10::intrusive_ptr_target {
   c10::SmallVector<EdgeKey, 1> keys;  // of the edges that it is registered at
 
   Value(Type type, ScalarType dtype, ScalarType precision) : type(type), dtype(dtype), precision(precision) {}
-  ~Value() override {
+  ~Value() override { Value::release_resources(); }
+  // Where there are weak references, it is destroyed with the last of them.
+  void release_resources() override {
     for (const EdgeKey& key : keys) {
       auto found = g_registered.find(key);
       if (found != g_registered.end() && found->second.value == this) g_registered.erase(found);
     }
+    keys.clear();
   }
   virtual bool is_lossy() const { return false; }
   virtual bool is_coarse() const { return false; }
@@ -74,10 +77,7 @@ inline ValuePtr registered(Edge edge) {
   return c10::raw::intrusive_ptr::use_count(value) ? share(value) : ValuePtr();
 }
 
-inline bool is_registered(Edge edge) {
-  auto found = g_registered.find(EdgeKey(edge));
-  return found != g_registered.end() && found->second.node == edge.node;
-}
+inline bool is_registered(Edge edge) { return bool(registered(edge)); }
 
 inline void register_value(Edge edge, Value& value) {
   if (edge.node->sequence_nr() > kNever) return;
@@ -228,6 +228,7 @@ struct PythonValue final : Value {
 };
 
 inline int64_t g_spared = 0;  // bytes that all live codes save
+inline int64_t g_coded = 0;   // live values that are in codes, or have been
 
 struct Stored final : Value {
   c10::SmallVector<Tensor, 3> data;
@@ -237,7 +238,7 @@ struct Stored final : Value {
   uint32_t version = 0;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> source;
   int64_t offset = 0, spares = 0;
-  bool coarse = false, managed;
+  bool coarse = false, managed, was_coded = false;
 
   Stored(const Tensor& x, ScalarType dtype, const CodecPtr& codec)
       : Value(Type::kStored, dtype, x.scalar_type()), managed(saved::is_managed(x)) {
@@ -245,7 +246,13 @@ struct Stored final : Value {
     if (codec) encode(x, codec);
     if (!this->codec) hold(x.tensor_data());
   }
-  ~Stored() override { g_spared -= spares; }
+  ~Stored() override { Stored::release_resources(); }
+  void release_resources() override {
+    g_spared -= spares, g_coded -= was_coded;
+    spares = 0, was_coded = false;
+    data.clear(), source.reset();
+    Value::release_resources();
+  }
   void watch(const Tensor& x) {
     counter = x.unsafeGetTensorImpl()->version_counter(), version = version_of(x);
   }
@@ -261,6 +268,7 @@ struct Stored final : Value {
     g_spared -= spares, spares = x.nbytes();
     for (auto& each : data) spares -= each.nbytes();
     g_spared += spares;
+    if (given->is_lossy && !was_coded) was_coded = true, ++g_coded;
     if (is_fake(x)) return;
     source.emplace(x.storage().getWeakStorageImpl());
     offset = x.storage_offset();

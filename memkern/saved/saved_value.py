@@ -240,6 +240,14 @@ def spared() -> int:
     return sum(list(_spared.values()))
 
 
+_coded: set[int] = set()
+
+
+def is_anything_coded() -> bool:
+    """Whether a live value is in codes, or has been."""
+    return bool(_coded)
+
+
 class Stored(Value):
     """Data: the tensor as torch would hold it (``codec`` None), 8-bit codes, or bits.
 
@@ -300,13 +308,17 @@ class Stored(Value):
             self.dtype,
         )
         self.coarse = encoded.coarse
+        if codec.lossy:
+            _coded.add(id(self))
         self.layout = Layout(x.shape, x.stride(), x.dtype)
         _spared[id(self)] = x.nbytes - sum(each.nbytes for each in encoded.data)
         if not isinstance(x, FakeTensor):
             self.source = weakref.ref(x.untyped_storage()), int(x.storage_offset())
 
-    def __del__(self, forget: Callable[..., Any] = _spared.pop) -> None:  # at exit the module has no names any more
+    # At exit the module has no names any more.
+    def __del__(self, forget: Callable[..., Any] = _spared.pop, discard: Callable[..., Any] = _coded.discard) -> None:
         forget(id(self), None)
+        discard(id(self))
 
     def _give(self, data: Sequence[Tensor], may_leave: bool = True) -> Any:
         if self.outer is not None:

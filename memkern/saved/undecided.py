@@ -20,7 +20,7 @@ from torch import Tensor
 from .edge import Edge
 from .needs import Use
 from .peek import saved_by
-from .saved_value import Computed, Hooks, Stored, Value
+from .saved_value import Computed, Hooks, Stored, Value, is_anything_coded
 from .storage import check_version, is_present
 from .users import (
     BOUNDED,
@@ -104,9 +104,10 @@ class Undecided(threading.local):
         """Walks up the graph from ``nodes`` and decides the waiting tensors of the nodes that it meets.
 
         state, elements: of the gradients that arrive at the outputs of ``nodes`` (users.py). A node is met once for
-        each state; what is behind it was met then.
+        each state; what is behind it was met then. Values that were decided before are looked at, too: what is shown
+        now may ask for some of them exactly.
         """
-        if not self.entries:
+        if not self.entries and not is_anything_coded():
             return
         stack = [(node, state, elements) for node in nodes]
         found: list[tuple[Any, Use, Any]] = []
@@ -125,7 +126,7 @@ class Undecided(threading.local):
             row = user(node, name)
             if seq in self.entries:
                 found += self._decided(node, name, row, seq)
-            elif _is_too_late_for_codes(node, name, row):
+            if _is_too_late_for_codes(node, name, row):
                 _exact_again(node, row)
             below, of = passed_on(row, node, name, state), spread(row, name, elements)
             stack += [(source, below, of) for source, _ in node.next_functions if source is not None]
@@ -214,6 +215,7 @@ def _exact_again(node: Any, row: User) -> None:
         if isinstance(value, Stored):
             if value.lossy:
                 value.hold_if_alive(set())
+            value.stay_exact()
         elif isinstance(value, Computed):
             values += value.inputs
 

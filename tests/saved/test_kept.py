@@ -70,6 +70,17 @@ def test_one_of_two_heads_goes_backward(bits: Any, retain: bool) -> None:
 
 
 @pytest.mark.parametrize("bits", ["exact", 8])
+def test_a_block_around_all_steps_holds_nothing_of_a_step(bits: Any) -> None:
+    model, x = _TwoHeads(), torch.randn(256, WIDTH)
+
+    def step() -> None:
+        torch.autograd.grad(sum(model(x)), list(model.parameters()))  # type: ignore[arg-type]
+
+    with memkern.quantize_saved(bits):
+        assert bytes_after_each(step, model) == [0] * 4
+
+
+@pytest.mark.parametrize("bits", ["exact", 8])
 def test_a_graph_that_lives_on_holds_no_decoded_tensors(bits: Any) -> None:
     """The other head's graph is alive after the pass of the first one: it holds what it held before."""
     model, x = _TwoHeads(), torch.randn(256, WIDTH)
