@@ -47,3 +47,9 @@
 MEMKERN_DECLARE_OPS(cpu)
 
 MEMKERN_DECLARE_OPS(cuda)
+
+// On the CPU alone: its results are for the host.
+namespace memkern {
+Tensor attention_statistics_cpu(Tensor query, Tensor key, std::optional<Tensor> mask, bool is_causal,
+                                double scale, int64_t sample);
+}  // namespace memkern

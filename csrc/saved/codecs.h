@@ -71,6 +71,18 @@ struct Constants {  // of codecs.py, data_needs.py and attention.py
 // every session.
 inline bool g_has_compiled_ops = false;
 
+// An op of HOST_OPS in memkern/schemas.py, which C++ has where the ops of a CPU are the compiled ones.
+constexpr char kAttentionStatistics[] = "attention_statistics";
+
+template <class Signature, const char* name> const c10::TypedOperatorHandle<Signature>& host_op() {
+  static const auto find = [](const char* space) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow((std::string(space) + name).c_str(), "");
+  };
+  static const auto compiled = find("memkern::").template typed<Signature>();
+  static const auto reference = find("memkern_reference::").template typed<Signature>();
+  return g_has_compiled_ops ? compiled : reference;
+}
+
 inline std::tuple<Tensor, Tensor> quantize(const Tensor& x, bool is_signed, int64_t block_size, bool mark) {
   if (!is_on_cpu(x) || !g_has_compiled_ops)
     return call("quantize", x, is_signed, block_size, mark).cast<std::tuple<Tensor, Tensor>>();
