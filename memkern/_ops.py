@@ -218,11 +218,18 @@ def few_bit_backward_from_output(grad: Tensor, output: Tensor, codes: Tensor, tw
     return _op("few_bit_backward_from_output", grad.device)(grad, output, codes, *two_branch[1:])
 
 
+def _host_op(name: str, device: torch.device) -> Any:
+    """One of HOST_OPS: compiled, or the reference's where another backend has been asked for."""
+    return _op(name, device) if _namespace(device, backend._asked_for) == NAMESPACE else _reference(name)
+
+
+def quantize_with_norms(x: Tensor, signed: bool, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Power codes and scales of a tensor on a CPU, and two norms: of x, and of the scales."""
+    return _host_op("quantize_with_norms", x.device)(x, signed, block_size)
+
+
 def attention_statistics(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, sample: int
 ) -> Tensor:
     """Of tensors on a CPU: four sums, of which :mod:`memkern.reference.attention` says what they are."""
-    name = "attention_statistics"
-    has_kernel = _namespace(query.device, backend._asked_for) == NAMESPACE
-    op = _op(name, query.device) if has_kernel else _reference(name)
-    return op(query, key, mask, is_causal, scale, sample)
+    return _host_op("attention_statistics", query.device)(query, key, mask, is_causal, scale, sample)

@@ -256,6 +256,11 @@ def _masks(dtype: torch.dtype) -> dict[str, Tensor | None]:
     }
 
 
+SAMPLES["quantize_with_norms"] = {
+    f"{layout}, {dtype}": lambda a=(layout, dtype): (tensor(*a), a[1] != torch.bfloat16, 128)
+    for layout in ("odd", "channels_last", "0-dim", "empty", "unaligned", "short rows")
+    for dtype in FLOATS
+}
 SAMPLES["attention_statistics"] = {
     f"{mask}, {dtype}": lambda m=mask, d=dtype: (
         _normal((2, 21, 4, 40), 0).to(d).transpose(1, 2),

@@ -51,6 +51,7 @@ struct CodecJob {
   void* codes;
   float* scale;
   Dither dither;
+  double* squares;  // a sum for each block, or null
   BlockLayout layout;
   bool mark_nonfinite;
   void (*run)(const CodecJob&, int64_t begin, int64_t end);
