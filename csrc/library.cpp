@@ -13,7 +13,11 @@ MEMKERN_LIBRARY(MEMKERN_NAMESPACE, m) {
   for (const char* schema : memkern::kSchemas) m.def(schema);
 }
 
-MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CPU, m) { MEMKERN_REGISTER_OPS(m, cpu); }
+MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CPU, m) {
+  MEMKERN_REGISTER_OPS(m, cpu);
+  m.impl("quantize_with_norms", TORCH_BOX(&memkern::quantize_with_norms_cpu));
+  m.impl("attention_statistics", TORCH_BOX(&memkern::attention_statistics_cpu));
+}
 
 #ifdef USE_CUDA
 MEMKERN_LIBRARY_IMPL(MEMKERN_NAMESPACE, CUDA, m) {

@@ -178,7 +178,13 @@ SCHEMAS = {
         "(Tensor grad, Tensor output, Tensor codes, float minimum, float[] falling, float[] rising, "
         "float falling_reach, float rising_reach) -> Tensor"
     ),
+    "quantize_with_norms": "(Tensor x, bool signed, int block_size) -> (Tensor, Tensor, Tensor)",
+    "attention_statistics": (
+        "(Tensor query, Tensor key, Tensor? mask, bool is_causal, float scale, int sample) -> Tensor"
+    ),
 }
+HOST_OPS = ("quantize_with_norms", "attention_statistics")
+"""What is asked on a CPU alone, as elsewhere the host would wait for the answer. The reference's runs anywhere."""
 
 
 def _fake_quantize(
@@ -229,6 +235,18 @@ def _fake_backward(grad: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(grad)
 
 
+def _fake_quantize_with_norms(x: Tensor, signed: bool, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    import torch
+
+    return *_fake_quantize(x, 0, signed, block_size), x.new_empty(2, dtype=torch.float64)
+
+
+def _fake_statistics(query: Tensor, *args: Any) -> Tensor:
+    import torch
+
+    return query.new_empty(4, dtype=torch.float64)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "quantize_blockwise": _fake_quantize,
     "dequantize_blockwise": _fake_dequantize,
@@ -240,4 +258,6 @@ FAKES: dict[str, Callable[..., Any]] = {
     "few_bit_forward": _fake_forward,
     "few_bit_backward": _fake_backward,
     "few_bit_backward_from_output": _fake_backward,
+    "quantize_with_norms": _fake_quantize_with_norms,
+    "attention_statistics": _fake_statistics,
 }

@@ -34,35 +34,15 @@ inline bool is_saved_as(Node* node, const Operation& op, const Value& value, con
   return has_saved(node, {getter(op.name, name)}, value);
 }
 
-// Root mean square of the norms of rows.
-inline double row_norm(const Tensor& x) {
-  return norm_of(x.to(at::kFloat)) / std::sqrt(static_cast<double>(x.numel() / x.size(-1)));
+inline Tensor in_an_ops_dtype(const Tensor& x) {
+  return has_codes(x.scalar_type()) || x.scalar_type() == at::kBool ? x : x.to(at::kFloat);
 }
 
-// Of a few queries of each head, evenly over the sequence.
-inline Tensor probabilities(Node* node, const Operation& op, const Tensor& query, const Tensor& key,
-                            double scale) {
-  const auto& constants = Constants::get();
-  int64_t length = query.size(-2), step = (length + constants.sample - 1) / constants.sample;
-  // From the middle: the first row of a causal mask stands for itself alone.
-  Tensor rows = at::arange(step / 2, length, step, at::TensorOptions().dtype(at::kLong));
-  Tensor some = query.index_select(-2, rows).to(at::kFloat) * scale;
-  // Grouped-query attention: heads share their keys.
-  Tensor grouped = some.reshape({key.size(0), key.size(1), -1, key.size(-1)});
-  std::vector<int64_t> shape(some.sizes().begin(), some.sizes().end());
-  shape.back() = -1;
-  Tensor scores = at::matmul(grouped, key.to(at::kFloat).transpose(-1, -2)).view(shape);
-  if (attention_of(node, op).is_causal) {
-    Tensor keys = at::arange(key.size(-2), at::TensorOptions().dtype(at::kLong));
-    scores = scores.masked_fill(keys > rows.unsqueeze(1), -std::numeric_limits<double>::infinity());
-  } else if (auto masks = saved_by(node, getter(op.name, "attn_mask")); masks && !masks->empty()) {
-    Tensor mask = masks->front()->tensor(nullptr);
-    if (mask.size(-2) > 1) mask = mask.index_select(-2, rows);
-    scores = mask.scalar_type() == at::kBool
-                 ? scores.masked_fill(mask.logical_not(), -std::numeric_limits<double>::infinity())
-                 : scores + mask;
-  }
-  return scores.softmax(-1).nan_to_num_(0.0);  // rows that see nothing
+inline Tensor attention_statistics(const Tensor& query, const Tensor& key, const std::optional<Tensor>& mask,
+                                   bool is_causal, double scale) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, bool, double, int64_t);
+  return host_op<Signature, kAttentionStatistics>().call(query, key, mask, is_causal, scale,
+                                                         Constants::get().sample);
 }
 
 enum Scores : int8_t { kNotLookedAt, kSmall, kSure, kLarge };
@@ -77,13 +57,17 @@ inline Scores look_at_scores(Node* node, const Operation& op) {
   if (is_fake(query) || is_fake(key) || !query.numel() || !key.numel()) return kSmall;  // before training
   double root = std::sqrt(static_cast<double>(query.size(-1)));
   double scale = attention_of(node, op).scale.value_or(1 / root);
-  double deviation = row_norm(query) * row_norm(key) * std::abs(scale) / root;
+  std::optional<Tensor> mask;
+  bool is_causal = attention_of(node, op).is_causal;
+  auto masks = is_causal ? std::nullopt : saved_by(node, getter(op.name, "attn_mask"));
+  if (masks && !masks->empty()) mask = in_an_ops_dtype(masks->front()->tensor(nullptr));
+  Tensor found = attention_statistics(in_an_ops_dtype(query), in_an_ops_dtype(key), mask, is_causal, scale);
+  const double* sums = found.const_data_ptr<double>();
+  double width = static_cast<double>(query.size(-1));
+  double deviations = sums[0] / (query.numel() / width) * (sums[1] / (key.numel() / width));
+  double deviation = std::sqrt(deviations) * std::abs(scale) / root;
   if (!(deviation <= constants.largest_score_deviation)) return kLarge;
-  Tensor p = probabilities(node, op, query, key, scale);
-  Tensor squares = p.square().sum(-1, true);
-  double gradient = p.square().mul(at::rsub(p * 2, 1) + squares).sum().item().toDouble();
-  double most = constants.largest_sureness * constants.largest_sureness * gradient;
-  return squares.sum().item().toDouble() <= most ? kSmall : kSure;
+  return sums[2] <= constants.largest_sureness * constants.largest_sureness * sums[3] ? kSmall : kSure;
 }
 
 inline Scores scores_of(Node* node, const Operation& op) {

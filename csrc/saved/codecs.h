@@ -39,7 +39,10 @@ inline CodecPtr to_codec(const py::object& codec) {
 }
 
 inline CodecPtr in_blocks_of(const CodecPtr& codec, int64_t block_size) {
-  return to_codec(call("in_blocks_of", codec->python, block_size));
+  static auto& made = *new std::map<std::pair<PyObject*, int64_t>, CodecPtr>;
+  CodecPtr& found = made[{codec->python.ptr(), block_size}];
+  if (!found) found = to_codec(call("in_blocks_of", codec->python, block_size));
+  return found;
 }
 
 struct Constants {  // of codecs.py, data_needs.py and attention.py
@@ -71,6 +74,19 @@ struct Constants {  // of codecs.py, data_needs.py and attention.py
 // every session.
 inline bool g_has_compiled_ops = false;
 
+// An op of HOST_OPS in memkern/schemas.py, which C++ has where the ops of a CPU are the compiled ones.
+constexpr char kQuantizeWithNorms[] = "quantize_with_norms";
+constexpr char kAttentionStatistics[] = "attention_statistics";
+
+template <class Signature, const char* name> const c10::TypedOperatorHandle<Signature>& host_op() {
+  static const auto find = [](const char* space) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow((std::string(space) + name).c_str(), "");
+  };
+  static const auto compiled = find("memkern::").template typed<Signature>();
+  static const auto reference = find("memkern_reference::").template typed<Signature>();
+  return g_has_compiled_ops ? compiled : reference;
+}
+
 inline std::tuple<Tensor, Tensor> quantize(const Tensor& x, bool is_signed, int64_t block_size, bool mark) {
   if (!is_on_cpu(x) || !g_has_compiled_ops)
     return call("quantize", x, is_signed, block_size, mark).cast<std::tuple<Tensor, Tensor>>();
@@ -79,6 +95,12 @@ inline std::tuple<Tensor, Tensor> quantize(const Tensor& x, bool is_signed, int6
   static auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("memkern::quantize_blockwise", "").typed<Signature>();
   return op.call(x, Constants::get().power, is_signed, block_size, std::nullopt, mark);
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> quantize_with_norms(const Tensor& x, bool is_signed,
+                                                              int64_t block_size) {
+  using Signature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, bool, int64_t);
+  return host_op<Signature, kQuantizeWithNorms>().call(x, is_signed, block_size);
 }
 
 inline Tensor dequantize(const Tensor& codes, const Tensor& scale, int64_t block_size, ScalarType dtype) {
@@ -96,16 +118,18 @@ inline double norm_of(const Tensor& x) { return at::linalg_vector_norm(x).item()
 inline std::optional<Encoded> encode_power(const Codec& codec, const Tensor& given) {
   const auto& constants = Constants::get();
   Tensor x = is_dense(given) ? given : at::empty_like(given).copy_(given);
-  bool on_device = !is_on_cpu(x);
-  auto [codes, scale] = quantize(x, codec.signs == Codec::Signs::kSigned, codec.block_size, on_device);
-  if (on_device) return Encoded{{codes, scale}};
+  bool is_signed = codec.signs == Codec::Signs::kSigned;
+  if (!is_on_cpu(x)) {
+    auto [codes, scale] = quantize(x, is_signed, codec.block_size, true);
+    return Encoded{{codes, scale}};
+  }
+  auto [codes, scale, norms] = quantize_with_norms(x, is_signed, codec.block_size);
   auto is_coarse = [&, &codes = codes] { return call("is_coarse", x, codes, codec.block_size).cast<bool>(); };
-  Tensor flat = x.is_contiguous() ? x : x.as_strided({x.numel()}, {1});
-  if (x.scalar_type() == at::kHalf) flat = flat.to(at::kFloat);
-  double of_all = norm_of(flat);
+  const double* found = norms.const_data_ptr<double>();
+  double of_all = found[0], of_scales = found[1];
   if (of_all <= constants.largest_scale)
-    return Encoded{{codes, scale}, norm_of(scale) > constants.largest_share * of_all && is_coarse()};
-  if (!flat.isfinite().all().item().toBool()) return std::nullopt;
+    return Encoded{{codes, scale}, of_scales > constants.largest_share * of_all && is_coarse()};
+  if (!x.isfinite().all().item().toBool()) return std::nullopt;
   scale.clamp_max_(constants.largest_scale);
   return Encoded{{codes, scale}, is_coarse()};
 }

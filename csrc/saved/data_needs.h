@@ -140,6 +140,24 @@ inline bool is_in_tail(Node* node, const Operation& op, const Tensor& x) {
   return (is_pair ? x.chunk(2, -1)[0] : x).amax().item().toDouble() < *op.tail;  // of gate and up
 }
 
+// mean.abs() * inverse is larger somewhere, or inverse.amax() > most_spread * inverse.amin(), or one is NaN.
+struct Spread {
+  bool has_large_mean = false, is_wide = false;
+  Spread(const Tensor& mean, const Tensor& inverse, float largest, float most_spread) {
+    Tensor means = mean.contiguous(), inverses = inverse.contiguous();
+    const float *m = means.const_data_ptr<float>(), *d = inverses.const_data_ptr<float>();
+    float least = std::numeric_limits<float>::infinity(), most = -least;
+    bool has_nan = false;
+    for (int64_t i = 0; i < inverses.numel(); ++i) {
+      has_large_mean |= std::abs(m[i]) * d[i] > largest;
+      has_nan |= d[i] != d[i];
+      least = std::min(least, d[i]);
+      most = std::max(most, d[i]);
+    }
+    is_wide = has_nan || !(most <= most_spread * least);
+  }
+};
+
 // For a layer norm's input, by the norm's statistics, if a mean is large or a block of codes would hold
 // values of large and of small deviation; elsewhere than on a CPU always.
 inline std::optional<Normalization> of_layer_norm(Node* node, const Operation& op, const Tensor& x) {
@@ -151,12 +169,13 @@ inline std::optional<Normalization> of_layer_norm(Node* node, const Operation& o
   Tensor mean = means->front()->tensor(nullptr).to(at::kFloat);
   if (mean.numel() == 0) return std::nullopt;
   Tensor inverse = inverses->front()->tensor(nullptr).to(at::kFloat);
-  if (x.is_cpu() && !(mean.abs() * inverse).gt(constants.largest_deviations).any().item().toBool()) {
+  if (x.is_cpu() && mean.sizes() == inverse.sizes()) {
+    Spread found(mean, inverse, static_cast<float>(constants.largest_deviations),
+                 static_cast<float>(constants.largest_spread));
     std::vector<int64_t> shared;
     for (int64_t dim = 0; dim < x.dim(); ++dim) shared.push_back(x.size(dim) / mean.size(dim));
-    if (run_of(x, shared) % constants.block_size == 0) return std::nullopt;
-    double most = inverse.amax().item().toDouble(), least = inverse.amin().item().toDouble();
-    if (most <= constants.largest_spread * least) return std::nullopt;
+    bool is_whole = run_of(x, shared) % constants.block_size == 0;
+    if (!found.has_large_mean && (is_whole || !found.is_wide)) return std::nullopt;
   }
   return Normalization{mean, inverse};
 }

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .derivative import Chain
+
 Function = Callable[[Tensor], Tensor]
 
 
-def _under_the_autocast_of_now(x: Tensor, function: Function) -> Function:
-    """The function with the autocast state that it has been called under, whatever the state is later."""
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device):
-        return function
-    state = torch.autocast(
-        device,
-        torch.get_autocast_dtype(device),
-        enabled=torch.is_autocast_enabled(device),
-        cache_enabled=False,
-    )
-    return state(function)
+def _autocast(device: str) -> torch.dtype | None:
+    """The dtype of the autocast state that is on."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+class _Under(NamedTuple):
+    """A function with the autocast state that it has been called under, whatever the state is later."""
+
+    function: Function
+    dtype: torch.dtype | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if self.dtype is None and _autocast(device) is None:
+            return self.function(x)
+        with torch.autocast(device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
+            return self.function(x)
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -30,21 +38,29 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class Recompute(torch.autograd.Function):
-    """function(x), of which x is saved."""
+    """function(x), of which x is saved.
+
+    chain: the operations of the function, where they are known. Then the backward pass calls their kernels alone;
+    else, for a second derivative, or with autocast around it, the function is run again by autograd.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Function) -> Tensor:
+    def forward(ctx: Any, x: Tensor, function: Function, chain: Chain | None = None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.function = _under_the_autocast_of_now(x, function)
+        autocast = _autocast(x.device.type)
+        ctx.function = _Under(function, autocast)
+        ctx.gradient = None if chain is None else chain.gradient(x, autocast)
         return function(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()  # create_graph=True
+        if ctx.gradient is not None and not differentiable and _autocast(x.device.type) is None:
+            return ctx.gradient(x, grad), None, None
         if not differentiable:
             x = x.detach().requires_grad_()
         # What is saved here is used up at once: hooks that are open around the backward pass have no part in it.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             y = ctx.function(x)
-            return torch.autograd.grad(y, x, grad, create_graph=differentiable)[0], None
+            return torch.autograd.grad(y, x, grad, create_graph=differentiable)[0], None, None

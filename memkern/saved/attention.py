@@ -8,6 +8,7 @@ gradient at a nearby point instead: it is off by a share of itself, which is the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .. import _ops
 from ..functions.autograd import without_autocast
+from ..quant.layout import FLOATS
 from .peek import packed_by, saved_by
 from .saved_value import Value
 from .users import operation
@@ -114,47 +117,31 @@ def _scores(node: Any) -> _Scores:
 
 def _look(node: Any) -> _Scores:
     """Elsewhere than on a CPU asking would wait for the device: there every forward pass runs again."""
-    found = [saved_by(node, name) for name in _INPUTS[:2]]
-    if node._input_metadata[0].device.type != "cpu" or not all(found):
+    saved = [saved_by(node, name) for name in _INPUTS[:2]]
+    if node._input_metadata[0].device.type != "cpu" or not all(saved):
         return _Scores(False, True)
-    query, key = (each[0].tensor(_of) for each in found)  # type: ignore[index]
+    query, key = (each[0].tensor(_of) for each in saved)  # type: ignore[index]
     if isinstance(query, FakeTensor) or isinstance(key, FakeTensor) or not query.numel() or not key.numel():
         return _Scores(False, False)  # as of a model before training
     width = query.shape[-1]
     scale = width**-0.5 if node._saved_scale is None else float(node._saved_scale)
-    deviation = _row_norm(query) * _row_norm(key) * abs(scale) / width**0.5
-    p = _probabilities(node, query, key, scale)
-    squares = p.square().sum(-1, keepdim=True)
-    gradient = p.square().mul(1 - 2 * p + squares).sum()
-    large = not deviation <= LARGEST_SCORE_DEVIATION
-    return _Scores(large, large or not float(squares.sum()) <= LARGEST_SURENESS**2 * float(gradient))
+    masks = None
+    if not node._saved_is_causal and (name := FORWARD[operation(node)].mask):
+        masks = saved_by(node, name)
+    mask = _in_an_ops_dtype(masks[0].tensor(_of)) if masks else None
+    given = _in_an_ops_dtype(query), _in_an_ops_dtype(key)
+    found = _ops.attention_statistics(*given, mask, node._saved_is_causal, scale, SAMPLE).tolist()
+    deviations = (sum_ / (x.numel() / width) for sum_, x in zip(found, (query, key), strict=False))
+    large = not math.sqrt(math.prod(deviations)) * abs(scale) / width**0.5 <= LARGEST_SCORE_DEVIATION
+    return _Scores(large, large or not found[2] <= LARGEST_SURENESS**2 * found[3])
 
 
-def _probabilities(node: Any, query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Of a few queries of each head, evenly over the sequence."""
-    step = -(-query.shape[-2] // SAMPLE)
-    # From the middle: the first row of a causal mask stands for itself alone.
-    rows = torch.arange(step // 2, query.shape[-2], step)
-    some = query.index_select(-2, rows).float() * scale
-    # Grouped-query attention: heads share their keys.
-    grouped = some.reshape(*key.shape[:2], -1, key.shape[-1])
-    scores = (grouped @ key.float().transpose(-1, -2)).view(*some.shape[:-1], -1)
-    if node._saved_is_causal:
-        scores = scores.masked_fill(torch.arange(key.shape[-2]) > rows[:, None], -torch.inf)
-    elif (name := FORWARD[operation(node)].mask) and (masks := saved_by(node, name)):
-        mask = masks[0].tensor(_of)
-        mask = mask.index_select(-2, rows) if mask.shape[-2] > 1 else mask
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1).nan_to_num_(0.0)  # rows that see nothing
+def _in_an_ops_dtype(x: Tensor) -> Tensor:
+    return x if x.dtype in (*FLOATS, torch.bool) else x.float()
 
 
 def _of(value: Value) -> Tensor:
     return value.tensor(_of)
-
-
-def _row_norm(x: Tensor) -> float:
-    """Root mean square of the norms of rows."""
-    return torch.linalg.vector_norm(x.float()).item() / (x.numel() / x.shape[-1]) ** 0.5
 
 
 class _Run:

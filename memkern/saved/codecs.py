@@ -67,19 +67,13 @@ def is_coarse(x: Tensor, codes: Tensor, block_size: int) -> bool:
 def encode_power(signed: bool, x: Tensor, block_size: int = BLOCK_SIZE) -> Encoded | None:
     """None for a NaN or inf, on the CPU; on a device, which asking would wait for, their blocks are decoded to NaN."""
     x = dense(x)
-    on_device = not x.is_cpu or isinstance(x, FakeTensor)
-    codes, scale = _ops.quantize_blockwise(x, "power", signed, block_size, None, mark_nonfinite=on_device)
-    if on_device:
-        return Encoded((codes, scale))
-    flat = x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
-    flat = flat.float() if x.dtype == torch.float16 else flat  # whose own norm may overflow
-    # Little more than a sum; marks take a third of the codes' time. For bf16 a dot product takes 30 times as long, and
-    # vector_norm with a dtype makes a copy.
-    norm = torch.linalg.vector_norm(flat).item()
+    if not x.is_cpu or isinstance(x, FakeTensor):
+        return Encoded(_ops.quantize_blockwise(x, "power", signed, block_size, None, mark_nonfinite=True))
+    codes, scale, norms = _ops.quantize_with_norms(x, signed, block_size)  # marks take a third of the codes' time
+    norm, largest = norms.tolist()
     if norm <= LARGEST_MARKED_SCALE:  # as is no NaN, and then each value and scale is
-        largest = torch.linalg.vector_norm(scale).item()
         return Encoded((codes, scale), largest > LARGEST_SHARE * norm and is_coarse(x, codes, block_size))
-    if not flat.isfinite().all():
+    if not x.isfinite().all():
         return None
     scale.clamp_max_(LARGEST_MARKED_SCALE)  # squares that overflow, as of a mask of finfo.min
     return Encoded((codes, scale), is_coarse(x, codes, block_size))

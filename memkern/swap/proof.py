@@ -41,12 +41,14 @@ def _state() -> tuple[bool, ...]:
 class _Recorder(GraphAppendingTracer):
     """Refuses operations inside of no_grad, an autograd.Function (whose gradient is its own) or another autocast.
 
-    trusted: a class of KNOWN, whose own gradient is that of the function.
+    trusted: a class of KNOWN, whose own gradient is that of the function. read: the module's attributes and methods
+    that the forward pass has read.
     """
 
     def __init__(self, trusted: bool = False) -> None:
         super().__init__(fx.Graph())
         self.state, self.trusted = _state(), trusted
+        self.read: dict[str, Any] = {}
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _state() != self.state and not self.trusted:
@@ -69,9 +71,11 @@ class _StandIn:
             return lambda x: recorder.create_proxy("call_module", name, (x,), {})
         method = inspect.getattr_static(cls, name, None)
         if inspect.isfunction(method) and name not in vars(module):
+            recorder.read[name] = method
             return types.MethodType(method, self)
         if recorder.trusted or (name == "inplace" and vars(module).get(name) is False):  # the same values either way
-            return getattr(module, name)
+            recorder.read[name] = getattr(module, name)
+            return recorder.read[name]
         raise Unproved
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -227,10 +231,39 @@ def _calls_forward(cls: type[nn.Module]) -> bool:
     return all(getattr(cls, name) is getattr(nn.Module, name) for name in _CALLS)
 
 
+def _is_trusted(cls: type[nn.Module]) -> bool:
+    owner = defining_class(cls)
+    return owner.__name__ in KNOWN.get(owner.__module__, ()) and is_as_defined(owner)
+
+
+def recorded_forward(cls: type[nn.Module], module: nn.Module) -> tuple[fx.Graph, dict[str, Any]] | None:
+    """The operations of a forward of one argument, and the attributes that it reads; None where they are not seen.
+
+    A class with a gradient of its own shows the operations inside of it, which are not those of that gradient.
+    """
+    with torch.enable_grad():
+        recorder = _Recorder(_is_trusted(cls))
+        try:
+            _recorded(cls.forward, _StandIn(cls, module, recorder), recorder)
+        except Exception:  # of code that was not written to be recorded
+            return None
+    return recorder.graph, recorder.read
+
+
+def plain_operation(node: fx.Node) -> str | None:
+    """The name of a recorded operation of torch that makes a new tensor; None for others."""
+    if node.op not in ("call_function", "call_method") or str(node.target).endswith("_"):
+        return None
+    try:
+        name = _operation(node)
+    except Unproved:
+        return None
+    return _ALIASES.get(name, name)
+
+
 def _of_forward(cls: type[nn.Module], module: nn.Module, method: str = "forward") -> Form | None:
     """The form of a module's forward, or another method of one argument; None where it is not seen."""
-    owner = defining_class(cls)
-    trusted = owner.__name__ in KNOWN.get(owner.__module__, ()) and is_as_defined(owner)
+    trusted = _is_trusted(cls)
     run = inspect.getattr_static(cls, method, None)
     if not inspect.isfunction(run) or not _calls_forward(cls):
         return None

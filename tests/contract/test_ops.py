@@ -32,7 +32,10 @@ def test_every_op_has_a_reference_a_fake_a_test_and_a_benchmark(name: str) -> No
     assert name in SAMPLES
     steps = {spec.family: f"{spec.name}8bit" for spec in SPECS.values()}
     word = steps.get(public, public)
-    for folder, pattern in (("tests", "**/test_*.py"), ("benchmarks", "bench_*.py")):
+    folders = {"tests": "**/test_*.py", "benchmarks": "bench_*.py"}
+    if name in schemas.HOST_OPS:  # a part of lab/studies/host_time.py's steps
+        del folders["benchmarks"]
+    for folder, pattern in folders.items():
         files = {*(root / folder).glob(pattern)} - {Path(__file__)}  # which has every word
         assert any(word in file.read_text() for file in files), f"{folder}/ does not mention {word}"
 
@@ -82,15 +85,21 @@ def test_namespaces_give_the_same_bits(name: str, sample: str) -> None:
     results = []
     for namespace in NAMESPACES:
         args = SAMPLES[name][sample]()
-        results.append([op(namespace, name)(*args), [a for a in args if isinstance(a, (list, Tensor))]])
+        result = op(namespace, name)(*args)
+        results.append(
+            [[*result] if isinstance(result, tuple) else result, [a for a in args if isinstance(a, (list, Tensor))]]
+        )
     if name in ("grad_norm_", "muon_momentum_"):  # each backend adds up in an order of its own
         at = 1 if name == "muon_momentum_" else 0
         sums = [found.pop(at) for _, found in results]
         torch.testing.assert_close(*sums, rtol=1e-12, atol=0)
+    if name in schemas.HOST_OPS:  # of fp32 numbers, which each adds up in an order of its own
+        sums = [found[0].pop() if isinstance(found[0], list) else found.pop(0) for found in results]
+        torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-4)
     assert_same(*results)
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLES if name.startswith("few_bit") or "quantize" in name])
+@pytest.mark.parametrize("name", [name for name in SAMPLES if not name.endswith("_")])
 def test_meta_tensors(name: str) -> None:
     # What the fakes say about shapes, strides and dtypes, on tensors without data.
     for make in SAMPLES[name].values():

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import memkern
-from memkern import backend
-from memkern.saved import built_for, extension
+from memkern import backend, schemas
+from memkern.saved import built_for, extension, storage
 from memkern.saved.session import new_session
 from tests.support import zoo
 
@@ -54,6 +54,24 @@ def test_random_programs_are_decided_alike(bits: Any) -> None:
 @BITS
 def test_many_random_programs_are_decided_alike(bits: Any) -> None:
     assert sum(check_equal(_program(seed, bits)) for seed in range(920000, 920200)) > 4000
+
+
+def _value_checks() -> dict[str, int]:
+    """How often a step calls the ops of a CPU that tell of values (HOST_OPS)."""
+    model = Model()
+    with torch.profiler.profile() as profile:
+        with memkern.quantize_saved(8):
+            loss = model(ids()).square().mean()
+        loss.backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    return {name: counts.get(f"memkern::{name}", 0) for name in schemas.HOST_OPS}
+
+
+def test_values_are_asked_by_the_same_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _value_checks()
+    assert min(found.values()) > 0
+    monkeypatch.setattr(extension, "missing", lambda: "for comparison")
+    assert _value_checks() == found
 
 
 MODELS = ["Llama", "GPT-2", "BERT", "ViT", "Mixtral", "T5", "MobileNetV3", "EfficientNet-B0"]
@@ -170,10 +188,10 @@ def test_an_error_in_a_pack_hook_leaves_the_next_step_alone(
         asked.append(args)
         if len(asked) == 3:
             raise error("in a hook")
-        return native.codecs.in_blocks_of(*args)
+        return storage.is_managed(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(native, "in_blocks_of", fail)
+        patch.setattr(native, "is_managed", fail)
         with pytest.raises(error, match="in a hook"):
             model(ids()).square().mean().backward()
     assert same(gradients(model, lambda: model(ids())), expected)
