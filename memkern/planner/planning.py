@@ -15,8 +15,9 @@ from ..options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allow
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, LINKS, Hardware, default
+from .not_traced import NotTraced
 from .outcome import Plan
-from .prediction import BAND, NotTraced, Prediction, Predictor
+from .prediction import BAND, Prediction, Predictor
 from .smaller import Asked, would_fit
 
 ALONE: dict[str, dict[str, Any]] = {
