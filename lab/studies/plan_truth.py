@@ -25,6 +25,7 @@ class Case(NamedTuple):
     seq_len: int
     techniques: dict[str, Any]
     dropout: float | None = 0.0
+    attention_mask: bool = False
 
 
 FRUGAL = {"precision": "bf16", "master_weights": "bf16+8", "state_bits": 8, "step_in_backward": True}
@@ -54,6 +55,8 @@ CASES = (
     Case("mixtral", 256, {"micro_batch": 2}),
     Case("qwen3_moe", 256, {"micro_batch": 2, "state_bits": 8, "checkpointing": "blocks"}),
     Case("gpt_oss", 256, {"micro_batch": 2}),
+    Case("distilgpt2", 512, {"micro_batch": 4}, attention_mask=True),
+    Case("bert-base", 256, {"micro_batch": 4, "checkpointing": "blocks"}, attention_mask=True),
 )
 
 
@@ -65,7 +68,7 @@ def source_of(case: Case, small: bool = False) -> Any:
         import transformers
 
         model = transformers.CONFIG_MAPPING[model](**EXPERTS[model])
-    source: Any = resolve(model, case.seq_len or None, None, None, case.dropout)
+    source: Any = resolve(model, case.seq_len or None, None, None, case.dropout, case.attention_mask)
     if small:
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
         for name, value in zip(names, (4, 64, 4, 256, 1000), strict=True):
@@ -152,7 +155,9 @@ def row(number: int) -> dict[str, str]:
     case = CASES[number]
     with multiprocessing.get_context("fork").Pool(1) as pool:
         figures = pool.apply(measure, (case,))
-    words = json.dumps(case.techniques | ({} if case.dropout == 0 else {"dropout": "as configured"}))
+    others: dict[str, Any] = {} if case.dropout == 0 else {"dropout": "as configured"}
+    others |= {"attention_mask": True} if case.attention_mask else {}
+    words = json.dumps(case.techniques | others)
     sizes = [f"{figures[name] / MIB:.1f}" for name in ("predicted", "allocated", "resident")]
     ratios = [f"{figures['predicted'] / figures[name]:.4f}" for name in ("allocated", "resident")]
     return dict(zip(COLUMNS, (case.model, str(case.seq_len), words, *sizes, *ratios), strict=True))

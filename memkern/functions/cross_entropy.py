@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from ..alike import few
 from ..quant.layout import arithmetic
 from .autograd import SavesLess, apply, no_second_derivative, without_autocast
 
@@ -49,17 +50,18 @@ class _LinearCrossEntropy(SavesLess):
         smooth: Tensor | None,
         chunk_size: int,
     ) -> tuple[Tensor, ...]:
-        sums = []
+        chunks = _chunks(linear_weight, chunk_size)
+        sums = nll.new_empty(len(chunks), len(nll))
         picked, weighted = torch.zeros_like(nll), torch.zeros_like(nll)
         with without_autocast(x.device):
-            for columns in _chunks(linear_weight, chunk_size):
+            for i, columns in enumerate(few(chunks, x)):
                 logits = _logits(x, linear_weight, linear_bias, columns)
                 index, inside = _place(target, columns)
                 picked = torch.where(inside, logits.gather(1, index)[:, 0], picked)
                 if smooth is not None:
                     weighted += logits.sum(1) if weight is None else logits.mv(weight[columns].to(logits.dtype))
-                sums.append(logits.logsumexp(1))
-        lse = torch.stack(sums).logsumexp(0)
+                sums[i] = logits.logsumexp(1)
+        lse = sums.logsumexp(0)
         loss = nll * (lse - picked)
         if smooth is not None:
             loss += smooth * (_total(weight, linear_weight) * lse - weighted)
@@ -93,9 +95,9 @@ def _times(factor: Tensor, grad: Tensor) -> Tensor:
     return torch.where(factor == 0, 0, factor * grad)
 
 
-def _chunks(linear_weight: Tensor, chunk_size: int) -> Iterator[slice]:
+def _chunks(linear_weight: Tensor, chunk_size: int) -> Sequence[slice]:
     classes = len(linear_weight)
-    return (slice(start, min(start + chunk_size, classes)) for start in range(0, classes, chunk_size))
+    return [slice(start, min(start + chunk_size, classes)) for start in range(0, classes, chunk_size)]
 
 
 def _logits(x: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, columns: slice) -> Tensor:
@@ -132,7 +134,7 @@ def _gradients(
     grad_weight = torch.empty_like(linear_weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.empty_like(linear_bias) if ctx.needs_input_grad[2] and linear_bias is not None else None
     total = rows.nll if rows.smooth is None else rows.nll + rows.smooth * _total(weight, linear_weight)
-    for columns in _chunks(linear_weight, ctx.chunk_size):
+    for columns in few(_chunks(linear_weight, ctx.chunk_size), x):
         g = _logits(x, linear_weight, linear_bias, columns).sub_(lse[:, None]).exp_().mul_(total[:, None])
         index, inside = _place(rows.target, columns)
         g.scatter_add_(1, index, torch.where(inside, -rows.nll, 0)[:, None])

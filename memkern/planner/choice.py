@@ -71,25 +71,9 @@ class Chooser:
         self.host_memory = host_memory
 
     @functools.cached_property
-    def has_blocks(self) -> bool:
-        """Whether the model has a list of like blocks."""
-        import torch
-
-        from ..swap.block_lists import block_lists
-        from .models import Given
-
-        source = self.predictor.source
-        if isinstance(source, Given):
-            model = source.model
-        else:
-            with torch.device("meta"):
-                model = source.build(torch.float32)
-        return any(True for _ in block_lists(model))
-
-    @functools.cached_property
     def saving(self) -> tuple[dict[str, Any], ...]:
         """``SAVING`` without checkpoints where a model has no list of like blocks, and without offload on the CPU."""
-        excluded = set() if self.has_blocks else {"checkpointing"}
+        excluded = set() if self.predictor.has_blocks else {"checkpointing"}
         if self.predictor.device == "cpu":
             excluded.add("offload_saved")
         return tuple(each for each in SAVING if not excluded & each.keys())
@@ -99,7 +83,7 @@ class Chooser:
         """``PLACES`` for this device and this model."""
         if self.predictor.device == "cpu":
             return PLACES[:1]
-        return PLACES if self.has_blocks else PLACES[:2]
+        return PLACES if self.predictor.has_blocks else PLACES[:2]
 
     def frugal(self, techniques: Techniques) -> Techniques:
         """The same optimizer and weights, with the least activations."""
@@ -177,7 +161,9 @@ class Chooser:
         for place, techniques in self._by_time(memory, rank):
             if best is not None and place >= rank(best.seconds, best.techniques):
                 break
-            if predict(self.frugal(techniques)).peak > memory or not self.predictor.runs(techniques):
+            if predict(self.frugal(techniques)).peak > memory or not self.predictor.may_fit(techniques, memory):
+                continue
+            if not self.predictor.runs(techniques):
                 continue
             prediction = predict(techniques)
             if prediction.peak > memory or not self._host_fits(techniques):
@@ -226,12 +212,10 @@ class Chooser:
         fits, fails, tried = techniques.micro_batch, MAX_MICRO_BATCH + 1, 2 * techniques.micro_batch
         while fails - fits > 1:
             tried = min(max(tried, fits + 1), fails - 1)
-            peaks = {size: peak(size) for size in (fits, tried)}
-            if peaks[tried] <= memory:
-                slope = (peaks[tried] - peaks[fits]) / (tried - fits)
+            slope = (peak(tried) - peak(fits)) / (tried - fits)
+            if peak(tried) <= memory:
                 fits = tried
             else:
-                slope = (peaks[tried] - peaks[fits]) / (tried - fits)
                 fails = tried
             tried = fits + int((memory - peak(fits)) / max(slope, 1.0))
         return fits

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, metavar="X", help=text)
     text = "how many share the model with fully_shard (FSDP2; HSDP: those of a group); bytes are of one (default: 1)"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=text)
+    text = "sequences end in padding: attention reads a mask of seq-len x seq-len for each"
+    parser.add_argument("--attention-mask", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument("--png", type=Path, metavar="PATH", help="a picture of it, to be written there")
     text = "plan anew: without the plans in the user's cache folder, and without adding to them"
@@ -69,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
             host_memory=args.host_memory,
             link=args.link,
             devices=args.devices,
+            attention_mask=args.attention_mask,
             cache=not args.no_cache,
         )
     print(json.dumps(made.to_dict(), indent=1) if args.json else made)

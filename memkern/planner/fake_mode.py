@@ -37,6 +37,14 @@ class FakeMode(FakeTensorMode):
     for a device, too.
     """
 
+    runs_alike_once = True
+    """Of a loop over like pieces few need to run: see :mod:`memkern.alike`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap ``__torch_dispatch__``, which takes as long as what it does."""
+        return False
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.around: Around | None = None
@@ -105,17 +113,26 @@ class FakeMode(FakeTensorMode):
 
 
 def _of_metadata(func: Any) -> bool:
-    """Whether the metadata of what the operator returns follows from that of its arguments."""
+    """Whether the metadata of what the operator returns follows from that of its arguments, which keep theirs."""
     return (
         isinstance(func, torch._ops.OpOverload)
-        and not func._schema.is_mutable
         and not DYNAMIC & {*func.tags}
         and func.namespace != "prim"
+        and (not func._schema.is_mutable or _writes_its_first(func))
     )
+
+
+def _writes_its_first(func: Any) -> bool:
+    """Whether an operator writes the elements of its first argument, and returns that: ``add_``, ``copy_``."""
+    first, *others = func._schema.arguments
+    written = first.alias_info is not None and first.alias_info.is_write
+    return written and func._schema.name.endswith("_") and not any(x.alias_info for x in others)
 
 
 def _maker(out: Any, args: Any) -> Callable[[FakeMode, Any], Any] | None:
     """A function that makes what an operator has returned; None where it cannot be made again."""
+    if args and out is args[0]:
+        return lambda mode, args: args[0]
     if isinstance(out, (tuple, list)):
         makers = [_maker_of_one(x, args) for x in out]
         storages = [x.untyped_storage()._cdata for x in out if isinstance(x, Tensor)]

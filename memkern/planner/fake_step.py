@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..applying import apply, autocast, make_optimizer, optimizer_groups, weight_dtype
 from ..memory import LiveBytes
 from ..options import Techniques, not_allowed
+from ..saved.hooks import set_ahead
 from ..saved.offload import fake_bytes_on_host
 from ..swap.block_lists import block_lists
 from .blocks import without_block
@@ -62,14 +63,25 @@ def traces(source: Source, techniques: Techniques, device: str) -> tuple[list[Tr
 
 def _of_few(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
     """Traces of two models with few blocks, the second with one more, where all blocks are alike."""
+    # The first two blocks read codes that others share with their neighbours.
+    few = FEW + 1 if techniques.saved_bits and not techniques.checkpointing else FEW
     depth = source.depth
-    if depth is None or depth <= FEW + 1:
+    if depth is None or depth <= few + 1:
         return None
-    many = trace(source.with_depth(FEW + 1), techniques, device)
-    if not techniques.offload_saved and (fewer := without_block(many, 1)) is not None:
-        return [fewer, many], depth - FEW
-    few = trace(source.with_depth(FEW), techniques, device)
-    return None if aligned(few, many) is None else ([few, many], depth - FEW)
+    many = trace(source.with_depth(few + 1), techniques, device)
+    if not techniques.offload_saved and (fewer := without_block(many, few - 2)) is not None:
+        return [fewer, many], depth - few
+    fewer = trace(source.with_depth(few), techniques, device)
+    return None if aligned(fewer, many) is None else ([fewer, many], depth - few)
+
+
+def least_trace(source: Source, techniques: Techniques, device: str) -> Trace | None:
+    """Of the model with few blocks, if all that may leave the device leaves at once: a lower bound of the whole
+    model's. None where that has few blocks, or another number of them is not possible."""
+    if isinstance(source, Configured) and source.depth is not None and source.depth > FEW:
+        with contextlib.suppress(Exception):  # the model's own, where other sizes depend on the number of blocks
+            return trace(source.with_depth(FEW), techniques, device, ahead=0)
+    return None
 
 
 def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[list[Trace], int] | None:
@@ -86,13 +98,15 @@ def _of_kinds(source: Configured, techniques: Techniques, device: str) -> tuple[
     return found, len(kinds) - FEW
 
 
-def trace(source: Source, techniques: Techniques, device: str) -> Trace:
-    """A forward and a backward pass on fake tensors of a device."""
+def trace(source: Source, techniques: Techniques, device: str, ahead: int | None = None) -> Trace:
+    """A forward and a backward pass on fake tensors. ahead: ``offload_ahead`` of :func:`memkern.compress`."""
     mode = FakeMode()
     values = Values(mode)
     with mode, torch.device(device):
         model = source.empty(weight_dtype(techniques))
     apply(model, techniques)  # outside the mode: compress measures what activations save
+    if ahead is not None:
+        set_ahead(model, ahead)
     with mode, torch.device(device):
         mode.around = values.around
         batch = source.batch(techniques.micro_batch)

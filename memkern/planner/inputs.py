@@ -93,12 +93,13 @@ class Inputs:
     """The inputs of a class of transformers for a configuration, and its labels.
 
     seq_len: tokens of a sequence; frames of a spectrogram; of a waveform, the frames that the encoder makes of it.
+    padded: whether sequences of tokens end in padding, which an attention mask tells.
     """
 
-    def __init__(self, config: Any, seq_len: int) -> None:
+    def __init__(self, config: Any, seq_len: int, padded: bool = False) -> None:
         import transformers
 
-        self.config, self.seq_len = config, seq_len
+        self.config, self.seq_len, self.padded = config, seq_len, padded
         self.name = architecture(config)
         self.cls = getattr(transformers, self.name)
         parameters = inspect.signature(self.cls.forward).parameters
@@ -123,6 +124,11 @@ class Inputs:
     @property
     def takes_images(self) -> bool:
         return "pixel_values" in self.needed and "input_ids" not in self.needed
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether it takes tokens and an attention mask."""
+        return "input_ids" in self.needed and "attention_mask" in self.names
 
     @property
     def _vision(self) -> Any:
@@ -160,6 +166,10 @@ class Inputs:
             made["spatial_shapes"] = torch.full((size, 2), math.isqrt(self.patches))
         if "image_embeds_position_mask" in self.needed:
             made["image_embeds_position_mask"][:, : self.config.latent_query_num] = True
+        if self.padded:
+            mask = torch.ones_like(made["input_ids"])
+            mask[..., -1] = 0
+            made["attention_mask"] = mask
         made |= self._labels(size)
         if "decoder_input_ids" in self.names and not made.keys() & {"labels", "decoder_input_ids"}:
             made["decoder_input_ids"] = torch.zeros(size, self.seq_len, dtype=torch.long)

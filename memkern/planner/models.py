@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..optim.dtensor.shards import is_dtensor
 from ..options import not_allowed
 from .inputs import Inputs, is_language_model, text_config
 
@@ -114,6 +115,7 @@ class Configured:
     config: Any
     seq_len: int
     loss: Loss = model_output_loss
+    padded: bool = False
 
     @property
     def loss_code(self) -> str:
@@ -154,7 +156,7 @@ class Configured:
 
     @functools.cached_property
     def inputs(self) -> Inputs:
-        return Inputs(self.config, self.seq_len)
+        return Inputs(self.config, self.seq_len, self.padded)
 
     @functools.cached_property
     def depth(self) -> int | None:
@@ -317,20 +319,24 @@ def positions(config: Any) -> int | None:
     return count
 
 
-def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dropout: float | None) -> Source:
+def resolve(
+    model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dropout: float | None, attention_mask: bool = False
+) -> Source:
     """Finds what to plan for.
 
     Raises:
         OptionError: a name that is neither built in nor a folder, a sequence that is longer than the model's
-            positions, a module without example inputs.
+            positions, a module without example inputs, one that is compiled or has DTensors, an attention mask for what
+            takes none.
         TypeError: another kind of model.
     """
     if isinstance(model, nn.Module):
+        _check_module(model)
+        if attention_mask:
+            raise not_allowed("attention_mask", True, "False for a module, whose inputs= have a mask or not")
         batch = dict(inputs) if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else (inputs,)
         if not any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(batch)):
             raise not_allowed("inputs", inputs, "a batch (tensor, tuple or dict) that the module takes")
-        if not any(p.requires_grad for p in model.parameters()):
-            raise not_allowed("model", type(model).__name__, "a module with parameters that require gradients")
         return Given(type(model).__name__, model, batch, loss or model_output_loss, _has_language_head(model))
     if isinstance(model, (str, Path)):
         name = str(model)
@@ -355,12 +361,26 @@ def resolve(model: Any, seq_len: int | None, inputs: Any, loss: Loss | None, dro
         if getattr(config, token, None) is None:
             setattr(config, token, 0)
     config = text_config(config)
-    source = Configured(name, config, seq_len or 0, loss or model_output_loss)
+    source = Configured(name, config, seq_len or 0, loss or model_output_loss, attention_mask)
+    if attention_mask and not source.inputs.takes_mask:
+        raise not_allowed("attention_mask", True, f"False for {source.inputs.name}, which takes no tokens with a mask")
     if not source.takes_images:
         if seq_len is None:
             return dataclasses.replace(source, seq_len=min(SEQ_LEN, positions(config) or SEQ_LEN))
         _check_length(config, seq_len)
     return source
+
+
+def _check_module(model: nn.Module) -> None:
+    name = type(model).__name__
+    if not any(p.requires_grad for p in model.parameters()):
+        raise not_allowed("model", name, "a module with parameters that require gradients")
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        allowed = "a module before torch.compile: what a compiled graph saves is not counted"
+        raise not_allowed("model", name, allowed)
+    if any(map(is_dtensor, model.parameters())):
+        allowed = "a module before fully_shard (devices= counts it) and before parallelize_module, which is not counted"
+        raise not_allowed("model", f"{name} with parameters that are DTensors", allowed)
 
 
 def _check_length(config: Any, seq_len: Any) -> None:

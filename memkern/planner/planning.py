@@ -15,8 +15,9 @@ from ..options import NOT_NEGATIVE, OptionError, Techniques, at_least, not_allow
 from . import fake_cuda
 from .choice import Chooser
 from .hardware import DEFAULTS, LINKS, Hardware, default
+from .not_traced import NotTraced
 from .outcome import Plan
-from .prediction import BAND, NotTraced, Prediction, Predictor
+from .prediction import BAND, Prediction, Predictor
 from .smaller import Asked, would_fit
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -78,6 +79,7 @@ def plan(
     host_memory: int | str | None = None,
     link: str | None = None,
     devices: int = 1,
+    attention_mask: bool = False,
     cache: bool = True,
 ) -> Plan:
     """Predicts what a training step needs, by category and technique, and chooses techniques that make it fit.
@@ -110,6 +112,8 @@ def plan(
             the model, or HSDP with so many in a group. Bytes are those of the one with the largest shards, with the
             blocks that are gathered meanwhile; ``batch_size`` is of each device. Times are without the collectives.
             Techniques are then chosen among those that ``fully_shard`` is counted with (``UNSHARDED`` has the others).
+        attention_mask: whether sequences end in padding, which a mask tells: for configurations that take tokens. Most
+            attention then reads a mask of seq_len x seq_len for each sequence.
         cache: plans of configurations are kept in the user's cache folder (``XDG_CACHE_HOME``, ~/.cache), and read
             there where the configuration, the arguments and the versions are the same; False, for neither.
 
@@ -117,10 +121,14 @@ def plan(
         OptionError: an argument that cannot be used, with what was given and what is allowed.
         TypeError: model is none of the above.
     """
-    asked = locals()
-    if device == "cuda" and "torch" not in sys.modules and fake_cuda.is_needed():
-        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError, RuntimeError):
-            return fake_cuda.call(pickle.dumps((plan, asked)))  # torch is imported once
+    asked, failed = locals(), None
+    if device == "cuda" and "torch" not in sys.modules and fake_cuda.is_possible():
+        request = _pickled(plan, asked)
+        try:
+            if request is not None:
+                return fake_cuda.call(request)  # torch is imported once
+        except RuntimeError as error:
+            failed = error
     from . import cache as kept
     from .models import resolve
 
@@ -140,7 +148,7 @@ def plan(
         given = _sharded(given)
     speeds = _speeds(hardware or default(device), link)
     on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")
-    source = resolve(model, seq_len, inputs, loss, dropout)
+    source = resolve(model, seq_len, inputs, loss, dropout, attention_mask)
     arguments: dict[str, Any] = {
         "source": source, "memory": limit, "device": device, "given": given, "batch_size": batch_size,
         "clip": clip, "hardware": speeds, "host_memory": on_host, "devices": devices,
@@ -151,7 +159,7 @@ def plan(
     key = kept.key(source, arguments, expected) if cache else None
     made = kept.load(key) if key is not None else None
     if made is None:
-        made = _plan_on(expected, arguments)
+        made = _plan_on(expected, arguments, failed)
         if key is not None and made.counted_on == expected:
             kept.store(key, made)
     return made
@@ -166,9 +174,7 @@ def _speeds(hardware: Hardware, link: str | None) -> Hardware:
 
 
 def _warn_of_cpu_tensors() -> None:
-    import torch
-
-    why = "no C++ compiler is found" if torch.version.cuda is None else "this torch is for CUDA and finds no GPU"
+    why = "this torch is for GPUs and finds none" if fake_cuda.torch_has_gpus() else "no C++ compiler is found"
     warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=3)
 
 
@@ -178,8 +184,7 @@ def _counted_on(device: str) -> str:
 
     if device == "cpu":
         return "cpu"
-    gpu = torch.cuda.is_available() or (torch.version.cuda is None and fake_cuda.compiler() is not None)
-    return "cuda" if gpu else ON_CPU_TENSORS
+    return "cuda" if torch.cuda.is_available() or fake_cuda.is_possible() else ON_CPU_TENSORS
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
@@ -205,17 +210,32 @@ def _sharded(given: Mapping[str, Any]) -> dict[str, Any]:
     return UNSHARDED | dict(given)
 
 
-def _plan_on(counted_on: str, arguments: dict[str, Any]) -> Plan:
-    """Plans here, or in a process with fake CUDA; where that fails on fake CPU tensors, with a warning."""
+def _pickled(function: Callable[..., Plan], arguments: dict[str, Any]) -> bytes | None:
+    """A request for :func:`fake_cuda.call`; None for arguments that cannot be sent to another process."""
+    with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+        return pickle.dumps((function, arguments))
+    return None
+
+
+def _plan_on(counted_on: str, arguments: dict[str, Any], failed: RuntimeError | None) -> Plan:
+    """Plans here, or in a process with fake CUDA; where that fails on fake CPU tensors, with a warning.
+
+    failed: the error of such a process, which would raise it again.
+    """
     import torch
 
     if counted_on != "cuda" or torch.cuda.is_available():
         return _plan(counted_on=counted_on, **arguments)
-    try:
-        request = pickle.dumps((_plan, {"counted_on": counted_on, **arguments}))
-        return fake_cuda.call(request)
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {error}", stacklevel=3)
+    why: Any = failed
+    if failed is None:
+        request = _pickled(_plan, {"counted_on": counted_on, **arguments})
+        try:
+            if request is not None:
+                return fake_cuda.call(request)
+            why = "the model cannot be sent to a process with fake CUDA tensors (pickle)"
+        except RuntimeError as error:
+            why = error
+    warnings.warn(f"memkern.plan counts on fake CPU tensors, with a wider band: {why}", stacklevel=3)
     return _plan(counted_on=ON_CPU_TENSORS, **arguments)
 
 

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..options import OptionError, Techniques, not_allowed, spelled
+from ..options import OptionError, Techniques, not_allowed
 from .hardware import Hardware, hidden_from, intensity, rate_of, seconds, step_bytes, streamed_from
+from .not_traced import NotTraced, checked, not_traced
 
 CATEGORIES = (
     "parameters",
@@ -26,6 +27,8 @@ UNIT = {"cpu": 64, "cuda": 512}
 """The multiple that the allocator rounds sizes up to."""
 HELD = {"cpu": 2, "cuda": 1}
 """Buffers of collectives (``Groups.held``): of gloo's threads, and one beside NCCL's streams."""
+SAVING_LESS = ("activation_bits", "saved_bits", "checkpointing", "checkpoint_bits", "loss_chunk")
+"""Techniques by which a forward pass leaves less, but for ``offload_saved``."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
 SLABS = 0.03
 """Added to weights on the host, as a share: slabs of pinned memory leave 0 to 3 % free, of GPT-2 to Llama-3.1-70B."""
@@ -78,36 +81,6 @@ class Change:
     memory: int
 
 
-class NotTraced(OptionError):
-    """A step of the model with these techniques does not run on fake tensors."""
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-
-
-def _not_traced(techniques: Techniques, error: Exception) -> NotTraced:
-    """The error for a step that raises on fake tensors. It names what differs from plain training."""
-    plain = Techniques(micro_batch=techniques.micro_batch)
-    names = [field.name for field in dataclasses.fields(Techniques)]
-    differ = [name for name in names if getattr(techniques, name) != getattr(plain, name)]
-    if differ:
-        given = ", ".join(f"{name}={spelled(getattr(techniques, name))}" for name in differ)
-        return NotTraced("techniques", f"{given}: the model's step raises {_first_line(error)}")
-    return NotTraced(
-        "model",
-        f"a plain training step raises on fake tensors ({_first_line(error)}); allowed: a model that can be built, and "
-        "whose step does not depend on values: as a configuration, or as a module with a batch (inputs=) and, where it "
-        "returns none, a loss (loss=)",
-    )
-
-
-def _checked(found: Any) -> Any:
-    if isinstance(found, OptionError):
-        raise found.with_traceback(None)  # which would grow with each time
-    return found
-
-
 class Predictor:
     """Predictions for one model on one device. Techniques that change no trace or size share them."""
 
@@ -127,29 +100,31 @@ class Predictor:
                 except OptionError as error:
                     return error
                 except Exception as error:  # a model's own code may raise anything
-                    return _not_traced(techniques, error)
+                    return not_traced(techniques, error)
 
             return functools.cache(found)
 
         self._traces = cached(fake_step.traces)
+        self._least_trace = cached(fake_step.least_trace)
         self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
         """Traces of a step. Raises NotTraced where the model's own code raises."""
-        found = self._traces(
-            techniques.replace(
-                optimizer="adamw",
-                state_bits=32,
-                master_weights=None,
-                step_in_backward=False,
-                offload=False,
-                weights_on_host=None,
-                offload_saved=techniques.offload_saved and self.device != "cpu",
-                accumulation=1,
-            )
+        return checked(self._traces(self._traced(techniques)))
+
+    def _traced(self, techniques: Techniques) -> Techniques:
+        """Without those that change no trace."""
+        return techniques.replace(
+            optimizer="adamw",
+            state_bits=32,
+            master_weights=None,
+            step_in_backward=False,
+            offload=False,
+            weights_on_host=None,
+            offload_saved=techniques.offload_saved and self.device != "cpu",
+            accumulation=1,
         )
-        return _checked(found)
 
     def runs(self, techniques: Techniques) -> bool:
         """Whether a step with these techniques can be traced."""
@@ -190,7 +165,7 @@ class Predictor:
         kept = {name: getattr(techniques, name) for name in ("optimizer", "state_bits", "master_weights")}
         if techniques.host_copies:
             kept["master_weights"] = None
-        return _checked(self._fixed(Techniques(precision=precision, **kept)))
+        return checked(self._fixed(Techniques(precision=precision, **kept)))
 
     def floor(self, techniques: Techniques) -> int:
         """A lower bound of the peak, found without a trace."""
@@ -201,6 +176,41 @@ class Predictor:
         held = 0 if techniques.offload else fixed.errors + fixed.optimizer
         return self.hardware.process + fixed.parameters + held + (fixed.gradients if whole else fixed.largest)
 
+    @functools.cached_property
+    def has_blocks(self) -> bool:
+        """Whether the model has a list of like blocks."""
+        import torch
+
+        from ..swap.block_lists import block_lists
+        from .models import Given
+
+        if isinstance(self.source, Given):
+            model = self.source.model
+        else:
+            with torch.device("meta"):
+                model = self.source.build(torch.float32)
+        return any(True for _ in block_lists(model))
+
+    def may_fit(self, techniques: Techniques, memory: int) -> bool:
+        """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do.
+
+        Few blocks are traced where saved tensors leave: their order depends on all, whose trace takes long.
+        """
+        least = techniques.replace(micro_batch=min(techniques.micro_batch, self.least_batch))
+        nothing: dict[str, Any] = dict.fromkeys(SAVING_LESS)
+        plain = least.replace(**nothing, offload_saved=False)
+        sizes = [techniques] if self.predict(plain).peak <= memory else list({least: None, techniques: None})
+        leaves = techniques.offload_saved and not techniques.checkpointing and self.device != "cpu"
+        for each in sizes:
+            if leaves:
+                trace = checked(self._least_trace(self._traced(each)))
+                rows = {} if trace is None else self._rows(each, [trace], 0)
+                if any(sum(row.values()) > memory for row in rows.values()):
+                    return False
+            elif each is not techniques and self.predict(each).peak > memory:
+                return False
+        return True
+
     def _streams(self, techniques: Techniques) -> bool:
         """Whether the weights are not on the device."""
         return bool(techniques.weights_on_host) and self.device != "cpu"
@@ -209,19 +219,42 @@ class Predictor:
         fixed, (traces, more) = self.fixed(techniques), self.traces(techniques)
         self.check(techniques)
         left = traces[0].left + more * (traces[-1].left - traces[0].left)
+        rows = self._rows(techniques, traces, more)
+        sums = {phase: sum(rows[phase].values()) for phase in PHASES}
+        largest = rows[max(sums, key=sums.__getitem__)]
         streams = self._streams(techniques)
-        on_host = (techniques.offload and self.device != "cpu") or streams
+        found = Prediction(
+            techniques,
+            categories={name: largest.get(name, 0) for name in CATEGORIES},
+            phases=sums,
+            host=(self.held_on_host(techniques) if self._is_on_host(techniques) else 0) + left,
+            seconds=self.seconds(techniques, left),
+            left=left,
+            intensity=self._intensity(techniques),
+            balance=rate_of(self.hardware, techniques) / self.hardware.bandwidth,
+            brought=fixed.parameters - fixed.buffers if streams else 0,
+            streamed_from=self.hides(techniques) if streams else None,
+        )
+        return dataclasses.replace(found, hidden_from=self._hidden_from(found)) if left else found
+
+    def _is_on_host(self, techniques: Techniques) -> bool:
+        """Whether the optimizer's states are not on the device."""
+        return (techniques.offload and self.device != "cpu") or self._streams(techniques)
+
+    def _rows(self, techniques: Techniques, traces: Sequence[Any], more: int) -> dict[str, dict[str, int]]:
+        """Bytes at the peak of each of ``PHASES``, by category."""
+        fixed, on_host = self.fixed(techniques), self._is_on_host(techniques)
         leaves = techniques.step_in_backward or on_host
         accumulates = techniques.accumulation > 1 and not leaves
         copies = 4 * fixed.count if techniques.host_copies else 0
         static = {
-            "parameters": fixed.buffers if streams else fixed.parameters,
+            "parameters": fixed.buffers if self._streams(techniques) else fixed.parameters,
             "errors": 0 if on_host else fixed.errors + copies,
             "gradients": fixed.gradients if accumulates else 0,
             "optimizer": 0 if on_host else fixed.optimizer,
             "process and context": self.hardware.process,
         }
-        found = self._peaks(techniques, free_gradients=leaves or accumulates)
+        found = self._peaks(techniques, traces, more, free_gradients=leaves or accumulates)
         in_backward = fixed.step_temporaries if techniques.step_in_backward and not on_host else 0
         rows = {
             phase: static
@@ -240,28 +273,15 @@ class Predictor:
         for row in rows.values():
             allocated = sum(row.get(name, 0) for name in ALLOCATED_BY_A_STEP)
             row["temporaries"] = row.get("temporaries", 0) + int(MARGIN[self.counted_on] * allocated)
-        sums = {phase: sum(rows[phase].values()) for phase in PHASES}
-        largest = rows[max(sums, key=sums.__getitem__)]
-        return Prediction(
-            techniques,
-            {name: largest.get(name, 0) for name in CATEGORIES},
-            sums,
-            (self.held_on_host(techniques) if on_host else 0) + left,
-            self.seconds(techniques, left),
-            left,
-            hidden_from(
-                self.hardware,
-                techniques,
-                parameters=fixed.count,
-                quadratic=self.source.attention,
-                left=left / (techniques.micro_batch * self.source.tokens),
-            )
-            if left
-            else None,
-            self._intensity(techniques),
-            rate_of(self.hardware, techniques) / self.hardware.bandwidth,
-            fixed.parameters - fixed.buffers if streams else 0,
-            self.hides(techniques) if streams else None,
+        return rows
+
+    def _hidden_from(self, found: Prediction) -> int | None:
+        return hidden_from(
+            self.hardware,
+            found.techniques,
+            parameters=self.fixed(found.techniques).count,
+            quadratic=self.source.attention,
+            left=found.left / (found.techniques.micro_batch * self.source.tokens),
         )
 
     def check(self, techniques: Techniques) -> None:
@@ -308,7 +328,9 @@ class Predictor:
             step=step_bytes(fixed.parameters, fixed.optimizer + fixed.errors),
         )
 
-    def _peaks(self, techniques: Techniques, free_gradients: bool) -> dict[str, dict[str, int]]:
+    def _peaks(
+        self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool
+    ) -> dict[str, dict[str, int]]:
         """The peak of each pass, with what is gathered, or brought, where a device has not all weights."""
         from .shards import Groups
         from .streamed import Streamed
@@ -320,7 +342,8 @@ class Predictor:
             root = fixed.root - fixed.first - fixed.last
             beside = Streamed(fixed.first, fixed.block, fixed.last, root, fixed.tensor).brought
         return peaks(
-            *self.traces(techniques),
+            traces,
+            more,
             free_gradients=free_gradients,
             unit=UNIT[self.device],
             devices=self.devices,

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..memory import LiveBytes, Storage
 from ..quant.layout import is_dense
 from .fake_mode import FakeMode
+from .scratch import scratch_bytes
 
 Operator = tuple[Any, ...]
 """It, and the shapes of what it returns."""
@@ -215,6 +216,8 @@ def record(
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
         operators.append((func, *(x.shape for x in outputs if isinstance(x, Tensor))))
+        if size := scratch_bytes(func, args, out):
+            live.storages.append(Storage(size, live.clock, live.clock + 1))
         if _adds_gradients(func, args, kwargs):
             first, total = live.storage_of(args[0]), live.storage_of(out)
             if first is not None and total is not None:

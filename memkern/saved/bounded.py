@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _ops
+from ..alike import few
 from ..fewbit.levels import Levels
 from .codecs import Codec, Encoded, Layout, decode_power, dense, encode_power
 
@@ -46,16 +47,22 @@ def _piece(x: Tensor) -> int:
     return _PIECE if x.device.type == "cpu" else _PIECE_ON_DEVICE
 
 
-def _pieces(x: Tensor) -> Sequence[Tensor]:
+def _pieces(x: Tensor) -> Iterator[slice]:
     """In memory order. What is computed in between needs the memory of a piece."""
-    return x.as_strided((x.numel(),), (1,)).split(_piece(x))
+    size = _piece(x)
+    return (slice(start, start + size) for start in few(range(0, x.numel(), size), x))
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel(),), (1,))
 
 
 def _encode(limits: Limits, x: Tensor) -> Encoded | None:
     x = dense(x)
     root = torch.empty_like(x, dtype=torch.float32)
-    for source, target in zip(_pieces(x), _pieces(root), strict=True):
-        target.copy_(limits.root(source.float()))
+    source, target = _flat(x), _flat(root)
+    for piece in _pieces(x):
+        target[piece] = limits.root(source[piece].float())
     found = encode_power(False, root)
     if found is None:
         return None
@@ -65,9 +72,10 @@ def _encode(limits: Limits, x: Tensor) -> Encoded | None:
 def _decode(limits: Limits, data: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     root = decode_power(data[:2], layout, torch.float32)
     result = root if dtype == torch.float32 else torch.empty_like(root, dtype=dtype)
-    width = _piece(root) // 8  # bytes of a plane of bits
-    for i, (source, target) in enumerate(zip(_pieces(root), _pieces(result), strict=True)):
-        target.copy_(limits.result(source, data[2][:, i * width : (i + 1) * width].contiguous()))
+    source, target = _flat(root), _flat(result)
+    for piece in _pieces(root):
+        bits = data[2][:, piece.start // 8 : piece.stop // 8]  # of planes of bits
+        target[piece] = limits.result(source[piece], bits.contiguous())
     return result
 
 

@@ -173,6 +173,13 @@ def modes(model: nn.Module, saved_bits: SavedBits) -> Modes:
     return rows
 
 
+def set_ahead(model: nn.Module, ahead: int) -> None:
+    """Gives ``offload_ahead`` to the modules of a model that have hooks with offload."""
+    for module in model.modules():
+        if OFFLOAD in vars(module):
+            vars(module)[OFFLOAD] = vars(module)[OFFLOAD]._replace(ahead=ahead)
+
+
 def install(model: nn.Module, wanted: Modes, offload: Offload | None = None) -> None:
     """Puts the hooks where the mode differs from the one around, and nowhere else. offload: of all of them."""
     close_interrupted()

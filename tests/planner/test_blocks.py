@@ -10,8 +10,12 @@ from memkern.options import Techniques
 from memkern.planner import fake_step
 from memkern.planner.blocks import without_block
 from memkern.planner.fake_mode import FakeMode
+from memkern.planner.hardware import DEFAULTS
 from memkern.planner.models import resolve
+from memkern.planner.planning import ON_CPU_TENSORS
+from memkern.planner.prediction import Predictor
 from memkern.planner.trace import peaks
+from memkern.saved import bounded
 
 
 @pytest.fixture(scope="module", params=["GPT2", "Llama"])
@@ -68,6 +72,7 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
         lambda x, i: (x * 2, x * True, x.double() * 2.0),
         lambda x, i: (x + i, x > i, x.new_zeros(3), torch.arange(5)),
         lambda x, i: x.expand(4, *x.shape),
+        lambda x, i: (x.add_(1), x.t().copy_(x.t()), x.index_put_((i,), x[i]), x),
     ]
     for call in calls:
         with FakeTensorMode():
@@ -84,6 +89,36 @@ def test_what_is_looked_up_is_what_fake_tensor_mode_makes() -> None:
             assert first.untyped_storage()._cdata == second.untyped_storage()._cdata == x.untyped_storage()._cdata
             first.add_(1)
             assert x.sin() is not x
+
+
+@pytest.mark.parametrize("changes", [{"loss_chunk": 32}, {"saved_bits": 8}], ids=str)
+def test_loops_over_like_pieces_need_the_same_memory_with_few_of_them(
+    monkeypatch: pytest.MonkeyPatch, source: Any, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(bounded, "_PIECE", 1 << 11)
+
+    def traced(is_few: bool) -> Any:
+        monkeypatch.setattr(FakeMode, "runs_alike_once", is_few)
+        return fake_step.trace(source.with_depth(2), Techniques(micro_batch=2, **changes), "cpu")
+
+    traced(True)  # what is cached on first use
+    few, all_ = traced(True), traced(False)
+    assert len(few.operators) < len(all_.operators)
+    options: dict[str, Any] = {"free_gradients": True, "unit": 64}
+    assert peaks([few], 0, **options) == peaks([all_], 0, **options)
+
+
+@pytest.mark.full
+def test_what_may_not_fit_does_not() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=64, n_head=2, n_layer=6, vocab_size=500, architectures=["GPT2LMHeadModel"])
+    predictor = Predictor(resolve(config, 512, None, None, None), "cuda", ON_CPU_TENSORS, DEFAULTS["cuda"])
+    for changes in ({"saved_bits": 8}, {"saved_bits": 8, "offload_saved": True}):
+        techniques = Techniques(micro_batch=4, **changes)
+        peak = predictor.predict(techniques).peak
+        assert predictor.may_fit(techniques, peak)
+        assert not predictor.may_fit(techniques, predictor.hardware.process + 2**22)
 
 
 def test_blocks_of_kinds_that_run_the_same_operators_are_as_of_one() -> None:

@@ -53,10 +53,14 @@ def _build(torch: Path) -> Path:
     return library
 
 
-def is_needed() -> bool:
-    """Whether fake CUDA gives CUDA tensors that torch has not: says so without importing torch."""
-    libraries = ("libtorch_cuda.so", "libtorch_hip.so")
-    return compiler() is not None and not any((_torch_folder() / "lib" / name).exists() for name in libraries)
+def torch_has_gpus() -> bool:
+    """Whether torch was built for GPUs, which fake CUDA cannot be added to: says so without importing torch."""
+    return any((_torch_folder() / "lib" / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so"))
+
+
+def is_possible() -> bool:
+    """Whether :func:`install` gives CUDA tensors that torch has not."""
+    return compiler() is not None and not torch_has_gpus()
 
 
 def compiler() -> str | None:
@@ -64,9 +68,9 @@ def compiler() -> str | None:
 
 
 def install() -> None:
-    """Loads the guard, unless torch has CUDA itself. Raises RuntimeError where torch is loaded already."""
+    """Loads the guard, unless torch was built for GPUs. Raises RuntimeError where torch is loaded already."""
     torch = _torch_folder()
-    if (torch / "lib" / "libtorch_cuda.so").exists():
+    if torch_has_gpus():
         return
     if "torch" in sys.modules:
         raise RuntimeError("fake CUDA must be installed before torch is imported")

@@ -1,0 +1,40 @@
+"""What convolutions allocate inside, which their fake tensors do not show."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness import largest_temporary
+from memkern.planner.scratch import scratch_bytes
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("x", "weight", "stride", "padding", "groups"),
+    [
+        ((2, 3, 224, 224), (192, 3, 16, 16), 16, 0, 1),
+        ((2, 64, 28, 28), (128, 64, 3, 3), 1, 1, 1),
+        ((2, 512, 200), (512, 512, 3), 1, 0, 1),
+        ((2, 96, 28, 28), (96, 1, 7, 7), 1, 3, 96),
+        ((2, 3, 112, 112), (64, 3, 7, 7), 2, 3, 1),
+    ],
+    ids=str,
+)
+def test_a_convolution_allocates_no_more_inside(
+    x: Any, weight: Any, stride: int, padding: int, groups: int, dtype: torch.dtype
+) -> None:
+    x, weight = torch.ones(x, dtype=dtype), torch.ones(weight, dtype=dtype)
+    n = x.dim() - 2
+    rest = ([stride] * n, [padding] * n, [1] * n, False, [0] * n, groups)
+    out = aten.convolution(x, weight, None, *rest)
+    inside = largest_temporary(lambda: aten.convolution(x, weight, None, *rest), "cpu") - out.nbytes
+    assert inside <= scratch_bytes(aten.convolution.default, (x, weight), out)
+
+    def backward() -> None:
+        aten.convolution_backward(out, x, weight, [0], *rest, [True, True, False])
+
+    inside = largest_temporary(backward, "cpu") - x.nbytes - weight.nbytes
+    assert inside <= scratch_bytes(aten.convolution_backward.default, (out, x, weight), None)

@@ -1,0 +1,72 @@
+"""Which fake tensors a plan is counted on, and which modules and batches it counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memkern
+from memkern.options import OptionError, Techniques
+from memkern.planner import fake_cuda, fake_step, models, planning
+from memkern.planner.models import resolve
+
+COUNTED: dict[str, Any] = {"memory": "1GiB", "inputs": torch.zeros(2, 4), "cache": False}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What plans were counted on."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(planning, "_plan", lambda counted_on, **_: found.append(counted_on))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("for_gpus", "why"), [(False, "no C\\+\\+ compiler is found"), (True, "this torch is for GPUs and finds none")]
+)
+def test_fake_cpu_tensors_have_a_warning(
+    monkeypatch: pytest.MonkeyPatch, made: list[str], for_gpus: bool, why: str
+) -> None:
+    monkeypatch.setattr(fake_cuda, "compiler", lambda: None)
+    monkeypatch.setattr(fake_cuda, "torch_has_gpus", lambda: for_gpus)
+    with pytest.warns(UserWarning, match=f"fake CPU tensors, with a wider band: {why}"):
+        memkern.plan(nn.Linear(4, 4), **COUNTED)
+    assert made == [planning.ON_CPU_TENSORS]
+
+
+def test_a_plan_that_failed_with_fake_cuda_is_not_made_there_again(
+    monkeypatch: pytest.MonkeyPatch, made: list[str]
+) -> None:
+    monkeypatch.setattr(fake_cuda, "call", lambda request: pytest.fail("called"))
+    with pytest.warns(UserWarning, match="with a wider band: it failed"):
+        planning._plan_on("cuda", {}, RuntimeError("it failed"))
+    with pytest.warns(UserWarning, match=r"cannot be sent to a process with fake CUDA tensors \(pickle\)"):
+        planning._plan_on("cuda", {"source": lambda: None}, None)
+    assert made == [planning.ON_CPU_TENSORS] * 2
+
+
+def test_modules_of_which_a_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = nn.Sequential(nn.Linear(4, 4))
+    compiled[0].compile()
+    for module in (compiled, torch.compile(nn.Linear(4, 4))):
+        with pytest.raises(OptionError, match="a module before torch.compile: what a compiled graph saves is not cou"):
+            memkern.plan(module, **COUNTED)
+    monkeypatch.setattr(models, "is_dtensor", lambda p: True)
+    with pytest.raises(OptionError, match="'Linear with parameters that are DTensors' given; allowed: a module before"):
+        memkern.plan(nn.Linear(4, 4), **COUNTED)
+
+
+def test_attention_masks() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, architectures=["GPT2LMHeadModel"])
+    plain, padded = (resolve(config, 64, None, None, 0.0, mask) for mask in (False, True))
+    saved, with_mask = (fake_step.trace(s, Techniques(micro_batch=3), "cpu").saved for s in (plain, padded))
+    assert with_mask >= saved + 3 * 64 * 64
+    mask: Any = padded.batch(2)
+    assert mask["attention_mask"].sum(1).tolist() == [63, 63]
+    for model, why in (("vit-base", "ViTForImageClassification, which takes no tokens"), (nn.Linear(4, 4), "a module")):
+        with pytest.raises(OptionError, match=f"attention_mask: True given; allowed: False for {why}"):
+            memkern.plan(model, attention_mask=True, **COUNTED)
