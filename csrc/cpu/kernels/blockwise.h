@@ -16,9 +16,15 @@ MEMKERN_FN bool all_finite(const float* values, int n) {
   return true;
 }
 
-MEMKERN_FN double sum_of(F x) {
+// In a loop of its own: within the other it took 1.03 of the time of codes without norms.
+template <class T> MEMKERN_FN double sum_of_squares(const T* x, int n) {
+  F squares(0.0f);
+  for_vectors(n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
+    const F value = load_from(x + i);
+    squares = squares + value * value;
+  });
   float lane[kLanes];
-  store(lane, x);
+  store(lane, squares);
   double sum = 0.0;
   for (float each : lane) sum += each;
   return sum;
@@ -30,15 +36,13 @@ void quantize_run(const CodecJob& job, int64_t begin, int64_t end) {
   const auto gather = [&](PendingBlock& b, int64_t block) MEMKERN_LAMBDA {
     const T* x = static_cast<const T*>(job.values) + b.offset;
     Moment<Code, Kind> moment(job.codes, job.scale, 1.0f, b.offset, block, values + b.place);
-    F squares(0.0f);
     for_vectors(b.n, [&](int i, auto load_from, auto) MEMKERN_LAMBDA {
       const F value = load_from(x + i);
-      squares = squares + value * value;
       // Unsigned codes are for x >= 0; a negative one, and -0, are stored as 0.
       moment.put(i, kIsSigned<Code> ? value : select(greater(F(0x1p-149f), value), F(0.0f), value));
     });
     b.m_factor = moment.set_scale(b.n);
-    if (job.squares) job.squares[block] = sum_of(squares);
+    if (job.squares) job.squares[block] = sum_of_squares(x, b.n);
     if (!job.mark_nonfinite) return;
     if (all_finite(values + b.place, b.n)) {
       *moment.scale = memkern::min(*moment.scale, kLargestMarkedScale);
