@@ -118,8 +118,9 @@ inline Tensor unpack(Packed& packed) {
   ValuePtr value = packed.value;
   Tensor x = evaluate(*value);
   static const ValuePtr& used = *new ValuePtr(c10::make_intrusive<Used>());
-  // Frees codes before the operation allocates gradients, torch when it is done.
+  // Frees codes before a cast or the operation allocates, torch when it is done.
   if (is_last && value->type != Type::kWaiting && packed.value == value) packed.value = used;
+  value.reset();
   return fitted(packed, std::move(x));
 }
 

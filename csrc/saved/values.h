@@ -250,7 +250,7 @@ struct Stored final : Value {
   void release_resources() override {
     g_spared -= spares, g_coded -= was_coded;
     spares = 0, was_coded = false;
-    data.clear(), source.reset();
+    data.clear(), source.reset(), codec = codec_before = nullptr;
     Value::release_resources();
   }
   void watch(const Tensor& x) {

@@ -5,7 +5,8 @@ patches), one thread, forward and backward pass, all modes in one process and in
 rounds of a mode's time over torch's in the same round. "with the collector": means over many steps, as a full garbage
 collection comes once in tens of steps, and the same after gc.freeze(). GELU: one call on 64 elements, torch's and the
 compressed one. The modes that end in "in Python": the hooks of saved tensors in Python, where those in C++ are there
-(memkern/saved/extension.py). Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
+(memkern/saved/extension.py); "with offload" and "with hooks around" have Python's, too. Optimizers: one step of 148 or
+1,000 tensors of 64 elements, over torch's fused=True.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MODELS = {
     "Mixtral": _DECODER,
     "ViT": _ENCODER | {"intermediate_size": 256},
 }
-IN_PYTHON = " in Python"
+IN_PYTHON, OFFLOADED, AROUND = " in Python", " with offload", " with hooks around"
 CALLS, STEPS = 200, 10
 """Of GELU and of an optimizer in a round."""
 MANY = 50
@@ -72,17 +73,25 @@ def _hooks(in_python: bool) -> Iterator[None]:
         extension.missing = chosen
 
 
+def _around() -> contextlib.AbstractContextManager[object]:
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
 def models(name: str, rounds: int) -> dict[str, list[float]]:
     """Seconds per layer of every round by mode, after two that are not counted."""
     batch = zoo.batch(name, TOKENS)
     modes = [*MODES, *(f"{mode}{IN_PYTHON}" for mode in ("exact", "8"))] if extension.missing() is None else [*MODES]
+    modes += [f"8{OFFLOADED}", f"torch{AROUND}", f"8{AROUND}"]
     built = {mode: zoo.build(name, TOKENS, **MODELS[name]) for mode in modes}
     for mode, model in built.items():
-        MODES[mode.removesuffix(IN_PYTHON)](model)
+        if mode.endswith(OFFLOADED):
+            memkern.compress(model, saved_bits=8, offload=True)
+        else:
+            MODES[mode.removesuffix(IN_PYTHON).removesuffix(AROUND)](model)
     found: dict[str, list[float]] = {mode: [] for mode in modes}
     for i in range(rounds + 2):
         for mode, model in built.items():
-            with _hooks(mode.endswith(IN_PYTHON)):
+            with _hooks(mode.endswith(IN_PYTHON)), _around() if mode.endswith(AROUND) else contextlib.nullcontext():
                 seconds = step(model, batch, "fp32") / LAYERS
             if i > 1:
                 found[mode].append(seconds)

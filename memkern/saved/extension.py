@@ -2,7 +2,7 @@
 
 The extension is compiled for one build of torch, whose C++ interface is another one in every version. It carries a
 stamp with torch's version and commit and a hash of the Python files that it follows, which is read from the file before
-that is loaded. A fault in it ends the process and it is new, so it is used only where MEMKERN_SAVED=native asks for it.
+that is loaded. Where the stamp fits it is used, unless MEMKERN_SAVED=python asks for Python's hooks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def missing() -> str | None:
     Raises:
         ValueError: MEMKERN_SAVED is neither python nor native.
     """
-    choice = os.environ.get("MEMKERN_SAVED", "python")
+    choice = os.environ.get("MEMKERN_SAVED", "native")
     if choice not in CHOICES:
         raise ValueError(f"MEMKERN_SAVED must be python or native, got {choice!r}")
     if choice == "python":
-        return "MEMKERN_SAVED=native asks for those in C++"
+        return "MEMKERN_SAVED=python asks for them"
     spec = importlib.util.find_spec(_EXTENSION)
     if spec is None or spec.origin is None:
         return built_for.too_old(torch.__version__) or (

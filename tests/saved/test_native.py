@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import memkern
-from memkern import backend, schemas
+from memkern import backend, memory, schemas
 from memkern.saved import built_for, extension, storage
 from memkern.saved.session import new_session
 from tests.support import zoo
@@ -51,6 +51,7 @@ def test_random_programs_are_decided_alike(bits: Any) -> None:
     assert sum(check_equal(_program(seed, bits)) for seed in range(910000, 910030)) > 500
 
 
+@pytest.mark.full
 @BITS
 def test_many_random_programs_are_decided_alike(bits: Any) -> None:
     assert sum(check_equal(_program(seed, bits)) for seed in range(920000, 920200)) > 4000
@@ -97,6 +98,7 @@ def test_a_model_is_decided_alike(bits: Any, autocast: bool, monkeypatch: pytest
     _check_model("Llama", bits, autocast, monkeypatch)
 
 
+@pytest.mark.full
 @BITS
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -105,6 +107,50 @@ def test_models_are_decided_alike(name: str, bits: Any, autocast: bool, monkeypa
 
 
 # ---- what is held
+
+
+def _bytes(name: str, bits: Any, autocast: bool) -> tuple[int, int]:
+    """At the peak of a step, and after a forward pass."""
+    model, batch = zoo.build(name, 512), zoo.batch(name, 512)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            return model(**batch).loss
+
+    def step() -> None:
+        forward().backward()
+        model.zero_grad()
+
+    with memkern.quantize_saved(bits):
+        step()
+        gc.collect()
+        return memory.peak_bytes(step, model), memory.live_bytes_after(forward, model)
+
+
+MORE_AT_PEAK = {("EfficientNet-B0", 8, True): 0.001}
+"""By how much of Python's the peak may be off where a temporary lives longer: 129,064 of 139 million bytes."""
+
+
+@pytest.mark.full
+@BITS
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peaks_of_models_are_python_s(
+    name: str, bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zoo, "WIDTH", 128)
+    monkeypatch.setattr(zoo, "HEAD", 32)
+    importlib.import_module("torch._dynamo")  # torch does in the first backward pass, which leaves cycles
+    gc.collect()
+    gc.disable()
+    try:
+        found = _bytes(name, bits, autocast)
+        monkeypatch.setattr(extension, "missing", lambda: "for comparison")
+        expected = _bytes(name, bits, autocast)
+        assert found[1] == expected[1]
+        assert abs(found[0] - expected[0]) <= MORE_AT_PEAK.get((name, bits, autocast), 0) * expected[0]
+    finally:
+        gc.enable()
 
 
 def _step(model: Model, bits: Any) -> Tensor:
@@ -140,6 +186,7 @@ def test_hardly_an_object_for_the_garbage_collector(bits: Any) -> None:
     del y
 
 
+@pytest.mark.full
 @BITS
 def test_steps_leak_nothing(bits: Any) -> None:
     def resident() -> int:
@@ -167,6 +214,27 @@ for bits in ("exact", 8):
     with memkern.quantize_saved(bits):
         y = model(torch.randn(64, 64))
     globals()[f"kept {bits}"] = y.softmax(-1).sum(), y
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_fork_goes_on_with_its_parent_s_graph() -> None:
+    code = """
+import os, torch, memkern
+from memkern.saved import extension
+assert extension.missing() is None
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+memkern.compress(model, saved_bits=8)
+x = torch.randn(64, 64)
+kept = model(x).sum()
+child = os.fork()
+found = [g.sum().item() for loss in (kept, model(x).sum()) for g in torch.autograd.grad(loss, list(model.parameters()))]
+assert found[:4] == found[4:]
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -246,8 +314,8 @@ def _why(choice: str | None, monkeypatch: pytest.MonkeyPatch) -> str | None:
 
 
 def test_a_choice_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _why("native", monkeypatch) is None
-    assert _why("python", monkeypatch) == _why(None, monkeypatch) == "MEMKERN_SAVED=native asks for those in C++"
+    assert _why(None, monkeypatch) is _why("native", monkeypatch) is None
+    assert _why("python", monkeypatch) == "MEMKERN_SAVED=python asks for them"
     with pytest.raises(ValueError, match="MEMKERN_SAVED must be python or native, got 'cpp'"):
         _why("cpp", monkeypatch)
     assert backend.report()["build"]["saved_tensors"] == "C++"

@@ -18,9 +18,11 @@ NAMES = {
 
 def load() -> None:
     """Makes ``import timm.optim`` work. ModuleNotFoundError without timm."""
+    if "timm" in sys.modules:
+        return
     if find_spec("timm") is None:
         raise ModuleNotFoundError("No module named 'timm'")
-    if find_spec("torchvision") is not None or "timm" in sys.modules:
+    if find_spec("torchvision") is not None:
         return
     for name, taken in NAMES.items():
         spec = find_spec(name)

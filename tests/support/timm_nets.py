@@ -28,6 +28,9 @@ _NOT_USED = {  # what timm imports of torchvision beside its data sets
 
 
 def _timm() -> Any:
+    if not hasattr(sys.modules.get("timm"), "create_model"):  # not there, or timm_factory's
+        for name in [name for name in sys.modules if f"{name}.".startswith(("timm.", "memkern.integrations.timm."))]:
+            del sys.modules[name]
     try:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError):  # none, or one of another torch
