@@ -122,11 +122,10 @@ def plan(
         TypeError: model is none of the above.
     """
     asked, failed = locals(), None
-    if device == "cuda" and "torch" not in sys.modules and fake_cuda.is_possible():
-        request = _pickled(plan, asked)
+    is_early = device == "cuda" and "torch" not in sys.modules and fake_cuda.is_possible()
+    if is_early and (request := _pickled(plan, asked)) is not None:
         try:
-            if request is not None:
-                return fake_cuda.call(request)  # torch is imported once
+            return fake_cuda.call(request)  # torch is imported once
         except RuntimeError as error:
             failed = error
     from . import cache as kept

@@ -214,8 +214,7 @@ def record(
     accumulated: dict[Storage, int] = {}
 
     def on_operator(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
-        operators.append((func, *(x.shape for x in outputs if isinstance(x, Tensor))))
+        operators.append((func, *_shapes(out)))
         if size := scratch_bytes(func, args, out):
             live.storages.append(Storage(size, live.clock, live.clock + 1))
         if _adds_gradients(func, args, kwargs):
@@ -236,8 +235,7 @@ def record(
     def on_block(block: nn.Module, args: Any) -> None:
         begins.setdefault(block, live.clock)
 
-    existing = [*model.parameters(), *model.buffers(), *held]
-    live = LiveBytes(existing, counted=False, on_operator=on_operator)
+    live = LiveBytes([*model.parameters(), *model.buffers(), *held], counted=False, on_operator=on_operator)
     trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
     handles += [block.register_forward_pre_hook(on_block) for block in blocks]
@@ -262,6 +260,11 @@ def record(
     trace = Trace(found, accumulated, operators, middle, blocks=clocks, of_blocks=until, head=begin)
     model.zero_grad(set_to_none=True)
     return trace
+
+
+def _shapes(out: Any) -> list[torch.Size]:
+    outputs = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+    return [x.shape for x in outputs if isinstance(x, Tensor)]
 
 
 def _on_gradient_of(module: nn.Module, call: Callable[[], None]) -> Any:

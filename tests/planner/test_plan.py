@@ -239,7 +239,7 @@ def test_a_deep_model_from_two_that_are_not(family: str, changes: dict[str, Any]
     techniques = Techniques(micro_batch=4, **changes)
     fake_step.trace(source.with_depth(2), techniques, "cpu")  # what is cached on first use
     made, more = fake_step.traces(source, techniques, "cpu")
-    assert (len(made), more) == (2, 4)
+    assert (len(made), more) == (2, 4 if techniques.checkpointing else 3)
     for options in ({"free_gradients": False, "unit": 1}, {"free_gradients": True, "unit": 64}):
         whole = peaks([fake_step.trace(source, techniques, "cpu")], 0, **options)
         found = peaks(made, more, **options)
