@@ -278,17 +278,14 @@ def gpu_compiled_table() -> str:
     return gpu_models_table("gpu-compiled.csv")
 
 
-COMPILED = {"compiled": "compiled", "exact": "exact", "8": "8 bits"}
+COMPILED = ("compiled", "exact", "8")
 
 
 def compiled_table() -> str:
     """What compiled models save over torch without a compiler (lab.studies.saved_compiled)."""
     found = _last(machine.ROOT / "lab/results/saved-compiled.csv", "model", "precision", "mode")
-    shown = {"fp32": "fp32", "bf16 autocast": "autocast"}
-    heads = [
-        f"{name + ': ' if mode == 'compiled' else ''}{COMPILED[mode]}" for name in shown.values() for mode in COMPILED
-    ]
-    heads = [*heads[:3], "error", *heads[3:], "error"]
+    shown = {"fp32": "fp32", "bf16 autocast": "autocast", "bf16": "bf16"}
+    heads = [head for name in shown.values() for head in (f"{name}: compiled", "exact", "8 bits", "error")]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for model in dict.fromkeys(key[0] for key in found):
         cells = [model]
@@ -297,7 +294,12 @@ def compiled_table() -> str:
             cells += [f"{float(row['share']):.3f}" if row else "" for row in rows]
             cells.append(f"{100 * float(rows[-1]['gradient_error']):.1f} %" if rows[-1] else "")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    medians = ["median"]
+    for precision in shown:
+        rows = {mode: [row for key, row in found.items() if key[1:] == (precision, mode)] for mode in COMPILED}
+        medians += [f"{statistics.median(float(row['share']) for row in rows[mode]):.3f}" for mode in COMPILED]
+        medians.append(f"{100 * statistics.median(float(row['gradient_error']) for row in rows['8']):.1f} %")
+    return "\n".join([*lines, "| " + " | ".join(medians) + " |"])
 
 
 TABLES: dict[str, Callable[[], str]] = {
