@@ -287,19 +287,15 @@ def compiled_table() -> str:
     shown = {"fp32": "fp32", "bf16 autocast": "autocast", "bf16": "bf16"}
     heads = [head for name in shown.values() for head in (f"{name}: compiled", "exact", "8 bits", "error")]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
-    for model in dict.fromkeys(key[0] for key in found):
-        cells = [model]
+    models = list(dict.fromkeys(key[0] for key in found))
+    for name, those in [*((model, [model]) for model in models), ("median", models)]:
+        cells = [name]
         for precision in shown:
-            rows = [found.get((model, precision, mode)) for mode in COMPILED]
-            cells += [f"{float(row['share']):.3f}" if row else "" for row in rows]
-            cells.append(f"{100 * float(rows[-1]['gradient_error']):.1f} %" if rows[-1] else "")
+            rows = {mode: [found[model, precision, mode] for model in those] for mode in COMPILED}
+            cells += [f"{statistics.median(float(row['share']) for row in rows[mode]):.3f}" for mode in COMPILED]
+            cells.append(f"{100 * statistics.median(float(row['gradient_error']) for row in rows['8']):.1f} %")
         lines.append("| " + " | ".join(cells) + " |")
-    medians = ["median"]
-    for precision in shown:
-        rows = {mode: [row for key, row in found.items() if key[1:] == (precision, mode)] for mode in COMPILED}
-        medians += [f"{statistics.median(float(row['share']) for row in rows[mode]):.3f}" for mode in COMPILED]
-        medians.append(f"{100 * statistics.median(float(row['gradient_error']) for row in rows['8']):.1f} %")
-    return "\n".join([*lines, "| " + " | ".join(medians) + " |"])
+    return "\n".join(lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
