@@ -91,6 +91,20 @@ PyObject* session_begin(PyObject* self, PyObject* exact) {
   END_HANDLE_TH_ERRORS
 }
 
+// send(hooks, offload): where the data of the session's values go; None: not there.
+PyObject* session_send(PyObject* object, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *hooks, *offload;
+  if (!PyArg_ParseTuple(args, "OO", &hooks, &offload)) return nullptr;
+  auto of = [](PyObject* x) { return x == Py_None ? py::object() : py::reinterpret_borrow<py::object>(x); };
+  auto& store = *reinterpret_cast<Session*>(object)->store;
+  Destination found{of(hooks), of(offload)};
+  store.destination =
+      found.hooks || found.offload ? std::make_shared<Destination>(std::move(found)) : nullptr;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* session_pack(PyObject* self, PyObject* x) {
   HANDLE_TH_ERRORS
   return pack(*reinterpret_cast<Session*>(self), x);
@@ -128,6 +142,8 @@ PyObject* session_finish(PyObject* object, PyObject* passing) {
   if (Session* enclosing = enclosing_of(self)) {
     enclosing->store->notes.add_all(self.store->notes);
   } else {
+    const DestinationPtr& to = self.store->destination;
+    if (to && to->hooks) Undecided::here()->give_up(to->hooks);
     std::vector<Tensor> held;
     for (auto each : py::reinterpret_borrow<py::list>(passing))
       held.push_back(THPVariable_Unpack(each.ptr()));
@@ -139,6 +155,7 @@ PyObject* session_finish(PyObject* object, PyObject* passing) {
 }
 
 PyMethodDef session_methods[] = {{"begin", session_begin, METH_O, nullptr},
+                                 {"send", session_send, METH_VARARGS, nullptr},
                                  {"pack", session_pack, METH_O, nullptr},
                                  {"unpack", session_unpack, METH_O | METH_STATIC, nullptr},
                                  {"look", session_look, METH_O, nullptr},
@@ -202,7 +219,7 @@ void define_values(py::module_& m) {
   py::class_<Used, Value, c10::intrusive_ptr<Used>>(m, "Used");
   py::class_<Waiting, Value, c10::intrusive_ptr<Waiting>>(m, "Waiting").def_readonly("x", &Waiting::x);
   py::class_<Stored, Value, c10::intrusive_ptr<Stored>>(m, "Stored")
-      .def_property_readonly("data", [](const Stored& value) { return to_tuple(value.data); })
+      .def_property_readonly("data", [](const Stored& value) { return value.data.shown(); })
       .def_property_readonly("codec", [](const Stored& value) -> py::object {
         return value.codec ? value.codec->python : py::none();
       });

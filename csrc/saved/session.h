@@ -164,7 +164,7 @@ inline PyObject* pack(Session& self, PyObject* object) {
   }
   if (Session* enclosing = enclosing_of(self); enclosing && !self.opened) return pack(*enclosing, object);
   bool plain = is_plain(object, x);
-  if (self.bits == Py_None || !has_graph(x, plain)) return new_packed(stored(x), x, plain);
+  if (self.bits == Py_None || !has_graph(x, plain)) return new_packed(self.store->stored(x), x, plain);
   uint64_t seq =
       at::sequence_number::peek() - 1;  // before grad_fn is asked for: of a view that may build a node
   Frame frame = Frame::here();

@@ -81,14 +81,15 @@ class BlockNotes {
   size_t most_ = kLeast;
 };
 
-inline StoredPtr stored(const Tensor& x, const CodecPtr& codec = nullptr) {
-  return c10::make_intrusive<Stored>(x, x.scalar_type(), codec);
-}
-
 struct Store : c10::intrusive_ptr_target {
   const bool exact;
   BlockNotes notes;
+  DestinationPtr destination;
   explicit Store(bool exact) : exact(exact) {}
+
+  StoredPtr stored(const Tensor& x, const CodecPtr& codec = nullptr) const {
+    return c10::make_intrusive<Stored>(x, x.scalar_type(), codec, destination);
+  }
 
   // The value, if the user is known or any user gets the same; else none.
   ValuePtr at_once(const Tensor& x, Edge edge, std::optional<Use> use) {
@@ -103,20 +104,20 @@ struct Store : c10::intrusive_ptr_target {
         .value(edge, x.scalar_type());
   }
 
-  // Stores a waiting tensor in the way that its user allows.
+  // Stores a waiting tensor in the way that its user allows; none: exactly.
   void settle(Packed& packed, Use use, Node* node) {
     ValuePtr kept = packed.value;
     auto& waiting = static_cast<Waiting&>(*kept);
     if (!waiting.is_fresh()) return;  // it was changed in place or freed: it stays what torch would hold
     Edge edge = waiting.edge_of(node);
-    const Operation& op = *operation(node);
     if (!edge) {
       packed.value = stored(waiting.x);
-    } else if (use == Use::kCoded && !exact && runs_again(node, op, waiting)) {
+    } else if (use == Use::kCoded && !exact && runs_again(node, *operation(node), waiting)) {
       packed.value = c10::make_intrusive<PythonValue>(call("run_again", node_object(node)));
     } else {
       ValuePtr found = value(waiting.x, edge, use, node, kept);
-      packed.value = op.has_jumps && found->is_lossy() ? to_its_side(found, waiting.x, node) : found;
+      bool has_sides = found->is_lossy() && operation(node)->has_jumps;
+      packed.value = has_sides ? to_its_side(found, waiting.x, node) : found;
     }
     packed.value->uses += 1;
   }
@@ -200,7 +201,7 @@ struct Store : c10::intrusive_ptr_target {
   }
 
   // The decoded value on the side of a jump on which x was, where the node's derivative has jumps.
-  static ValuePtr to_its_side(const ValuePtr& value, const Tensor& x, Node* node) {
+  ValuePtr to_its_side(const ValuePtr& value, const Tensor& x, Node* node) const {
     py::tuple found = call("sides", node_object(node));
     py::object to_side = found[1];
     Function function = [to_side](Inputs inputs) { return to_tensor(to_side(*to_tuple(inputs))); };
@@ -265,7 +266,7 @@ struct Store : c10::intrusive_ptr_target {
         return before;
       }
     }
-    StoredPtr found = c10::make_intrusive<Stored>(data, dtype, codec);
+    StoredPtr found = c10::make_intrusive<Stored>(data, dtype, codec, destination);
     found->is_clipped = found->codec && found->codec->is_logarithm;
     register_value(base, *found);
     notes.add(found);
@@ -332,6 +333,34 @@ inline void Undecided::look(Node* start, int state, int elements) {
     if (use == Use::kShape && operation(node)->is_log_softmax) as = use_of_logarithms(node).value_or(use);
     auto store = waiting_of(packed).store;
     store->settle(packed, as, node);
+  }
+}
+
+// Stores all waiting tensors exactly, through the hooks around ours, which are about to be closed.
+inline void Undecided::give_up(const py::object& hooks) {
+  std::vector<Packed*> given;
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    Entry left;
+    for (Packed* packed : it->second) {
+      const DestinationPtr& to = waiting_of(*packed).store->destination;
+      if (to && to->hooks.is(hooks)) {
+        given.push_back(packed);
+      } else {
+        left.push_back(packed);
+      }
+    }
+    it->second = std::move(left);
+    it = it->second.empty() ? entries_.erase(it) : std::next(it);
+  }
+  std::vector<py::object> alive;  // hooks may free what they like
+  std::sort(given.begin(), given.end(),
+            [](const Packed* a, const Packed* b) { return waiting_of(*a).order < waiting_of(*b).order; });
+  for (Packed* packed : given)
+    alive.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(packed)));
+  for (Packed* packed : given) {
+    if (packed->value->type != Type::kWaiting) continue;
+    auto store = waiting_of(*packed).store;
+    store->settle(*packed, Use::kExact, nullptr);
   }
 }
 

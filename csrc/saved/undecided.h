@@ -20,8 +20,9 @@ struct Waiting final : Value {
   std::shared_ptr<Undecided> home;
 
   Waiting(const Tensor& given, Edge edge, c10::intrusive_ptr<Store> store, uint64_t seq);
-  // The tensor's edge, where user is the node that saves it; none if the tensor is not its.
+  // The tensor's edge, where user is the node that saves it; none if the tensor is not its. No user: any.
   Edge edge_of(Node* user) const {
+    if (!user) return node ? Edge{node.get(), nr} : Edge{};
     const auto& sources = user->next_edges();
     if (node) {
       for (const auto& each : sources) {
@@ -70,6 +71,7 @@ class Undecided {
     if (all.empty()) entries_.erase(found);
   }
   void look(Node* node, int state, int elements);
+  void give_up(const py::object& hooks);
 
  private:
   using Entry = c10::SmallVector<Packed*, 2>;  // each takes itself out when it is freed

@@ -4,7 +4,7 @@
 // holds.
 #pragma once
 
-#include "codecs.h"
+#include "data.h"
 
 namespace memkern::saved {
 
@@ -231,7 +231,7 @@ inline int64_t g_spared = 0;  // bytes that all live codes save
 inline int64_t g_coded = 0;   // live values that are in codes, or have been
 
 struct Stored final : Value {
-  c10::SmallVector<Tensor, 3> data;
+  Data data;
   CodecPtr codec, codec_before;
   Layout layout;
   c10::VariableVersion counter;
@@ -240,12 +240,20 @@ struct Stored final : Value {
   int64_t offset = 0, spares = 0;
   bool coarse = false, managed, was_coded = false;
 
-  Stored(const Tensor& x, ScalarType dtype, const CodecPtr& codec)
-      : Value(Type::kStored, dtype, x.scalar_type()), managed(saved::is_managed(x)) {
+  Stored(const Tensor& x, ScalarType dtype, const CodecPtr& codec, const DestinationPtr& destination)
+      : Value(Type::kStored, dtype, x.scalar_type()),
+        data(leaves(x, destination) ? destination : nullptr),
+        managed(saved::is_managed(x)) {
     watch(x);
     if (codec) encode(x, codec);
-    if (!this->codec) hold(x.tensor_data());
+    // Hooks around ours know parameters by identity.
+    if (!this->codec) hold(data.have_hooks() && !x.requires_grad() ? x : detached(x));
   }
+  // What the model holds does not go to the host.
+  static bool leaves(const Tensor& x, const DestinationPtr& destination) {
+    return destination && (destination->hooks || !call("is_parameter", x).cast<bool>());
+  }
+  Tensor detached(const Tensor& x) const { return data.stay() ? x.tensor_data() : x.detach(); }
   ~Stored() override { Stored::release_resources(); }
   void release_resources() override {
     g_spared -= spares, g_coded -= was_coded;
@@ -256,18 +264,20 @@ struct Stored final : Value {
   void watch(const Tensor& x) {
     counter = x.unsafeGetTensorImpl()->version_counter(), version = version_of(x);
   }
-  void hold(const Tensor& x) {
-    codec = codec_before = nullptr, data = {x}, precision = x.scalar_type(), coarse = false;
+  void hold(const Tensor& x, bool may_leave = true) {
+    data.give({x}, may_leave);
+    codec = codec_before = nullptr, precision = x.scalar_type(), coarse = false;
     g_spared -= spares, spares = 0;
   }
   void encode(const Tensor& x, const CodecPtr& given) {
     auto encoded = saved::encode(*given, x);
     if (!encoded) return;
-    codec = given, data = std::move(encoded->data), precision = dtype, coarse = encoded->is_coarse;
+    int64_t nbytes = 0;
+    for (auto& each : encoded->data) nbytes += each.nbytes();
+    data.give(std::move(encoded->data));
+    codec = given, precision = dtype, coarse = encoded->is_coarse;
     layout = {at::DimVector(x.sizes()), at::DimVector(x.strides()), x.scalar_type()};
-    g_spared -= spares, spares = x.nbytes();
-    for (auto& each : data) spares -= each.nbytes();
-    g_spared += spares;
+    g_spared -= spares, spares = x.nbytes() - nbytes, g_spared += spares;
     if (given->is_lossy && !was_coded) was_coded = true, ++g_coded;
     if (is_fake(x)) return;
     source.emplace(x.storage().getWeakStorageImpl());
@@ -278,19 +288,20 @@ struct Stored final : Value {
   bool is_managed() const override { return managed; }
   int64_t block_size() const override { return is_lossy() ? codec->block_size : 0; }
   bool is_fresh() const override {
-    return counter.current_version() == version && (codec || is_present(data[0]));
+    return counter.current_version() == version && (!is_at_hand() || is_present(data.front()));
   }
   bool is_work() const override { return codec != nullptr; }
-  bool is_at_hand() const override { return codec == nullptr; }
+  bool is_at_hand() const override { return codec == nullptr && data.stay(); }
   void stay_exact() override { codec_before = nullptr; }
   Tensor tensor(Of*) override {
-    if (codec) return decode(*codec, data, layout, dtype);
-    check_version("a tensor", counter.current_version(), version, data[0]);
-    return data[0].scalar_type() == dtype ? data[0] : data[0].to(dtype);
+    Data::Tensors found = data.take();
+    if (codec) return decode(*codec, found, layout, dtype);
+    if (!data.have_hooks()) check_version("a tensor", counter.current_version(), version, found[0]);
+    return found[0].scalar_type() == dtype ? found[0] : found[0].to(dtype);
   }
   // Goes back to the tensor itself, where its storage is held by somebody else anyway.
   void hold_if_alive(const std::vector<c10::StorageImpl*>& passing) {
-    if (!codec || !source || !is_fresh()) return;
+    if (!codec || !source || data.have_hooks() || !is_fresh()) return;
     auto storage = source->lock();
     if (!storage || std::find(passing.begin(), passing.end(), storage.get()) != passing.end()) return;
     int64_t needed =
@@ -299,7 +310,7 @@ struct Stored final : Value {
     Tensor x = at::empty({0}, at::TensorOptions().dtype(layout.dtype).device(storage->device()));
     x.set_(c10::Storage(storage), offset, layout.shape, layout.stride);
     CodecPtr before = codec;
-    hold(x);
+    hold(x, false);
     source.reset(), codec_before = before;
   }
   // Returns to codes: the other owner will free the tensor soon.
@@ -307,12 +318,12 @@ struct Stored final : Value {
     if (!codec_before || !is_fresh()) return;
     CodecPtr before = std::move(codec_before);
     codec_before = nullptr;
-    encode(Tensor(data[0]), before);
+    encode(Tensor(data.front()), before);
   }
   void upgrade(const Tensor& x) {
     source.reset();
     watch(x);
-    hold(x.tensor_data());
+    hold(detached(x));
   }
 };
 

@@ -27,6 +27,7 @@ from . import (
     callers,
     codecs,
     data_needs,
+    offload,
     packed,
     peek,
     rules,
@@ -43,7 +44,7 @@ from .session import Session, close_interrupted  # noqa: F401 - C++ calls the se
 
 
 class NativeSession(_saved.Session, Session):
-    """A session whose hooks are those of C++. It has no offload, and nothing around it but sessions of its kind."""
+    """A session whose hooks are those of C++."""
 
     def __init__(
         self,
@@ -54,6 +55,10 @@ class NativeSession(_saved.Session, Session):
     ) -> None:
         Session.__init__(self, bits, module, frame, offload)
         self.begin(bits != 8)
+
+    def enter(self) -> None:
+        super().enter()
+        self.send(self.store.outer, self.store.offload)
 
     def note_leaves(self) -> None:
         _saved.note_all(self.module)
@@ -145,6 +150,8 @@ def peek_local() -> Any:
 finer = saved_value.finer
 spared = saved_value.spared
 is_managed = storage.is_managed
+is_parameter = offload.is_parameter
+put = offload.put
 check_present = storage.check_present
 
 

@@ -200,11 +200,11 @@ def new_session(
     frame: types.FrameType | None = None,
     offload: Offload | None = None,
 ) -> Session:
-    """A session; in Python also where there is an offload, where other hooks are around it, and under a mode."""
+    """A session; in Python also under a mode, and inside of one in Python."""
     kind = Session
-    if offload is None and extension.missing() is None and not torch._C._len_torch_dispatch_stack():
+    if extension.missing() is None and not torch._C._len_torch_dispatch_stack():
         native = importlib.import_module(f"{__package__}.native").NativeSession
-        around = top_hooks()
-        if around is None or isinstance(session_of(around), native):
+        around = session_of(top_hooks())
+        if around is None or isinstance(around, native):
             kind = native
     return kind(bits, module, frame, offload)

@@ -176,7 +176,7 @@ class Undecided(threading.local):
         """Stores all waiting tensors exactly, through the hooks around ours, which are about to be closed."""
         waiting = [packed for refs in self.entries.values() for ref in refs if (packed := ref()) is not None]
         given = [packed for packed in waiting if packed.value.store.outer is outer]
-        for packed in given:
+        for packed in sorted(given, key=lambda each: each.value.order):
             packed.value.store.settle(packed, Use.EXACT, None)
         done = {*map(id, given)}
         for seq, refs in self.entries.items():

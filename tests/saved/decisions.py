@@ -20,10 +20,11 @@ def describe(packed: Any) -> Decision:
     value = packed.value
     codec = getattr(value, "codec", None)
     data = getattr(value, "data", ())
+    data = [x for x in data if isinstance(x, Tensor)] if isinstance(data, (tuple, list)) else [type(data)]
     return (
         *(type(value).__name__.lstrip("_"), value.dtype, value.precision, value.lossy, value.rounded, value.coarse),
         *(value.clipped, value.functions, value.steps, len(value.bases), value.block_size, codec and codec.name),
-        [(x.dtype, tuple(x.shape)) for x in data],
+        [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in data],
     )
 
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memkern
-from memkern import backend, memory, schemas
-from memkern.saved import built_for, extension, storage
-from memkern.saved.session import new_session
-from tests.support import zoo
+from memkern import backend
+from memkern.saved import built_for, extension, link, storage
+from memkern.saved.session import Session, new_session
 
-from .decisions import check_equal
 from .helpers import Model, gradients, ids, same, warm_model
-from .programs import Program
 
 pytestmark = pytest.mark.skipif(extension.missing() is not None, reason=f"{extension.missing()}")
 BITS = pytest.mark.parametrize("bits", ["exact", 8])
@@ -33,124 +29,6 @@ BITS = pytest.mark.parametrize("bits", ["exact", 8])
 @pytest.fixture
 def native() -> Any:
     return importlib.import_module("memkern.saved.native")
-
-
-def _program(seed: int, bits: Any) -> Callable[[], tuple[Tensor, list[Tensor]]]:
-    def run() -> tuple[Tensor, list[Tensor]]:
-        program = Program(seed)
-        leaves = [program.x, program.table, *program.weights, program.scale, program.shift]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        return program.run(bits), leaves
-
-    return run
-
-
-@BITS
-def test_random_programs_are_decided_alike(bits: Any) -> None:
-    assert sum(check_equal(_program(seed, bits)) for seed in range(910000, 910030)) > 500
-
-
-@pytest.mark.full
-@BITS
-def test_many_random_programs_are_decided_alike(bits: Any) -> None:
-    assert sum(check_equal(_program(seed, bits)) for seed in range(920000, 920200)) > 4000
-
-
-def _value_checks() -> dict[str, int]:
-    """How often a step calls the ops of a CPU that tell of values (HOST_OPS)."""
-    model = Model()
-    with torch.profiler.profile() as profile:
-        with memkern.quantize_saved(8):
-            loss = model(ids()).square().mean()
-        loss.backward()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    return {name: counts.get(f"memkern::{name}", 0) for name in schemas.HOST_OPS}
-
-
-def test_values_are_asked_by_the_same_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _value_checks()
-    assert min(found.values()) > 0
-    monkeypatch.setattr(extension, "missing", lambda: "for comparison")
-    assert _value_checks() == found
-
-
-MODELS = ["Llama", "GPT-2", "BERT", "ViT", "Mixtral", "T5", "MobileNetV3", "EfficientNet-B0"]
-
-
-def _check_model(name: str, bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo, "WIDTH", 128)
-    monkeypatch.setattr(zoo, "HEAD", 32)
-
-    def run() -> tuple[Tensor, list[Tensor]]:
-        model, batch = zoo.build(name, 512), zoo.batch(name, 512)
-        memkern.compress(model, saved_bits=bits)
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-            loss = model(**batch).loss
-        return loss, [p for p in model.parameters() if p.requires_grad]
-
-    assert check_equal(run) > 50
-
-
-@BITS
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_model_is_decided_alike(bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    _check_model("Llama", bits, autocast, monkeypatch)
-
-
-@pytest.mark.full
-@BITS
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_are_decided_alike(name: str, bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    _check_model(name, bits, autocast, monkeypatch)
-
-
-# ---- what is held
-
-
-def _bytes(name: str, bits: Any, autocast: bool) -> tuple[int, int]:
-    """At the peak of a step, and after a forward pass."""
-    model, batch = zoo.build(name, 512), zoo.batch(name, 512)
-
-    def forward() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-            return model(**batch).loss
-
-    def step() -> None:
-        forward().backward()
-        model.zero_grad()
-
-    with memkern.quantize_saved(bits):
-        step()
-        gc.collect()
-        return memory.peak_bytes(step, model), memory.live_bytes_after(forward, model)
-
-
-MORE_AT_PEAK = {("EfficientNet-B0", 8, True): 0.001}
-"""By how much of Python's the peak may be off where a temporary lives longer: 129,064 of 139 million bytes."""
-
-
-@pytest.mark.full
-@BITS
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_peaks_of_models_are_python_s(
-    name: str, bits: Any, autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zoo, "WIDTH", 128)
-    monkeypatch.setattr(zoo, "HEAD", 32)
-    importlib.import_module("torch._dynamo")  # torch does in the first backward pass, which leaves cycles
-    gc.collect()
-    gc.disable()
-    try:
-        found = _bytes(name, bits, autocast)
-        monkeypatch.setattr(extension, "missing", lambda: "for comparison")
-        expected = _bytes(name, bits, autocast)
-        assert found[1] == expected[1]
-        assert abs(found[0] - expected[0]) <= MORE_AT_PEAK.get((name, bits, autocast), 0) * expected[0]
-    finally:
-        gc.enable()
 
 
 def _step(model: Model, bits: Any) -> Tensor:
@@ -188,7 +66,7 @@ def test_hardly_an_object_for_the_garbage_collector(bits: Any) -> None:
 
 @pytest.mark.full
 @BITS
-def test_steps_leak_nothing(bits: Any) -> None:
+def test_steps_leak_nothing(bits: Any, native: Any) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -200,7 +78,8 @@ def test_steps_leak_nothing(bits: Any) -> None:
             objects, before = len(gc.get_objects()), resident()
     gc.collect()
     assert len(gc.get_objects()) <= objects + 50
-    assert resident() <= before + 2**22
+    assert resident() <= before + 2**24  # notes of nodes, alive or not, grow to 12 MB (nodes.h)
+    assert not native._saved.registered()
 
 
 def test_the_interpreter_ends_while_a_graph_is_alive() -> None:
@@ -361,13 +240,16 @@ def test_an_extension_that_was_not_built_or_does_not_load(monkeypatch: pytest.Mo
     assert "does not load (ImportError: undefined symbol)" in str(_why("native", monkeypatch))
 
 
-def test_what_the_hooks_in_cpp_cannot_do_python_s_do(native: Any) -> None:
+def test_under_a_mode_the_hooks_are_python_s(native: Any) -> None:
     def kind(**options: Any) -> type:
         return type(new_session(8, **options))
 
     assert kind() is native.NativeSession
-    assert kind(offload=native.Offload(None, 1)) is not native.NativeSession
-    with torch.autograd.graph.save_on_cpu():
-        assert kind() is not native.NativeSession
-    with memkern.quantize_saved(8):
-        assert kind() is native.NativeSession
+    assert kind(offload=link.Offload(None, 1)) is native.NativeSession
+    for around in (torch.autograd.graph.save_on_cpu(), memkern.quantize_saved(8)):
+        with around:
+            assert kind() is native.NativeSession
+    with FakeTensorMode():
+        assert kind() is Session
+        with memkern.quantize_saved(8):
+            assert kind() is Session
