@@ -5,8 +5,7 @@ patches), one thread, forward and backward pass, all modes in one process and in
 rounds of a mode's time over torch's in the same round. "with the collector": means over many steps, as a full garbage
 collection comes once in tens of steps, and the same after gc.freeze(). GELU: one call on 64 elements, torch's and the
 compressed one. The modes that end in "in Python": the hooks of saved tensors in Python, where those in C++ are there
-(memkern/saved/extension.py); "with offload" and "with hooks around" have Python's, too. Optimizers: one step of 148 or
-1,000 tensors of 64 elements, over torch's fused=True.
+(memkern/saved/extension.py). Optimizers: one step of 148 or 1,000 tensors of 64 elements, over torch's fused=True.
 """
 
 from __future__ import annotations
