@@ -128,7 +128,9 @@ inline std::optional<int64_t> block_size_for(Node* node, const Operation& op, co
   int64_t size = std::gcd(run_of(x, shared), constants.block_size);
   if (size >= constants.smallest_block) return size;
   if (!is_on_cpu(x)) return std::nullopt;
-  Tensor largest = x.abs().amax(-1).to(at::kFloat);
+  Tensor largest = x.abs();  // in steps, each of which frees the one before
+  largest = largest.amax(-1);
+  largest = largest.to(at::kFloat);
   double least = largest.amin().item().toFloat(), most = largest.amax().item().toFloat();
   return most <= constants.largest_spread * least ? std::optional(constants.block_size) : std::nullopt;
 }
