@@ -103,6 +103,7 @@ def test_a_fork_goes_on_with_its_parent_s_graph() -> None:
 import os, torch, memkern
 from memkern.saved import extension
 assert extension.missing() is None
+torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, which it would wait for
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
 memkern.compress(model, saved_bits=8)
@@ -115,7 +116,7 @@ if not child:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
 
