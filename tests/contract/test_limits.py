@@ -24,7 +24,6 @@ LONG_FILES = {
     "tests/optim/state/test_state_bits.py": 462,
     "tests/optim/test_muon.py": 524,
     "tests/planner/test_plan.py": 842,
-    "tests/saved/test_bounds.py": 418,
     "tests/saved/test_offload.py": 506,
     "tests/saved/test_saved.py": 524,
     "tests/saved/test_users.py": 470,
