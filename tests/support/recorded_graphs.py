@@ -79,7 +79,7 @@ def recorded() -> Iterator[list[Graph]]:
         for module, name, stand_in in (
             (cuda_graphs, "DEVICE", "cpu"),
             (torch.cuda, "CUDAGraph", Recorded),
-            (torch.cuda, "graph", lambda graph, pool=None: graph),
+            (torch.cuda, "graph", lambda graph, **_: graph),
             (torch.cuda.graphs, "graph_pool_handle", lambda: (0, 1)),
             (torch.cuda, "synchronize", lambda: None),
             (torch.cuda, "Stream", object),
