@@ -87,16 +87,6 @@ template <class Signature, const char* name> const c10::TypedOperatorHandle<Sign
   return g_has_compiled_ops ? compiled : reference;
 }
 
-inline std::tuple<Tensor, Tensor> quantize(const Tensor& x, bool is_signed, int64_t block_size, bool mark) {
-  if (!is_on_cpu(x) || !g_has_compiled_ops)
-    return call("quantize", x, is_signed, block_size, mark).cast<std::tuple<Tensor, Tensor>>();
-  using Signature =
-      std::tuple<Tensor, Tensor>(const Tensor&, int64_t, bool, int64_t, std::optional<int64_t>, bool);
-  static auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("memkern::quantize_blockwise", "").typed<Signature>();
-  return op.call(x, Constants::get().power, is_signed, block_size, std::nullopt, mark);
-}
-
 inline std::tuple<Tensor, Tensor, Tensor> quantize_with_norms(const Tensor& x, bool is_signed,
                                                               int64_t block_size) {
   using Signature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, bool, int64_t);
@@ -120,7 +110,7 @@ inline std::optional<Encoded> encode_power(const Codec& codec, const Tensor& giv
   Tensor x = is_dense(given) ? given : at::empty_like(given).copy_(given);
   bool is_signed = codec.signs == Codec::Signs::kSigned;
   if (!is_on_cpu(x)) {
-    auto [codes, scale] = quantize(x, is_signed, codec.block_size, true);
+    auto [codes, scale] = call("quantize", x, is_signed, codec.block_size).cast<std::tuple<Tensor, Tensor>>();
     return Encoded{{codes, scale}};
   }
   auto [codes, scale, norms] = quantize_with_norms(x, is_signed, codec.block_size);

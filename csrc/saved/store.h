@@ -88,7 +88,11 @@ struct Store : c10::intrusive_ptr_target {
   explicit Store(bool exact) : exact(exact) {}
 
   StoredPtr stored(const Tensor& x, const CodecPtr& codec = nullptr) const {
-    return c10::make_intrusive<Stored>(x, x.scalar_type(), codec, destination);
+    return stored(x, codec, x.scalar_type());
+  }
+  // dtype: that of its edge.
+  StoredPtr stored(const Tensor& x, const CodecPtr& codec, ScalarType dtype) const {
+    return c10::make_intrusive<Stored>(x, dtype, codec, destination);
   }
 
   // The value, if the user is known or any user gets the same; else none.
@@ -266,7 +270,7 @@ struct Store : c10::intrusive_ptr_target {
         return before;
       }
     }
-    StoredPtr found = c10::make_intrusive<Stored>(data, dtype, codec, destination);
+    StoredPtr found = stored(data, codec, dtype);
     found->is_clipped = found->codec && found->codec->is_logarithm;
     register_value(base, *found);
     notes.add(found);

@@ -180,8 +180,9 @@ def settings() -> tuple[bool, int]:
     return backend.select(torch.device("cpu")) == "cpu", store.MIN_NUMEL
 
 
-def quantize(x: Tensor, signed: bool, block_size: int, mark_nonfinite: bool) -> tuple[Tensor, Tensor]:
-    return _ops.quantize_blockwise(x, "power", signed, block_size, None, mark_nonfinite)
+def quantize(x: Tensor, signed: bool, block_size: int) -> tuple[Tensor, Tensor]:
+    """On a device."""
+    return _ops.quantize_blockwise(x, "power", signed, block_size, None, mark_nonfinite=True)
 
 
 def dequantize(codes: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
