@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .functions.autograd import autocast_dtype
 from .saved.hooks import OFFLOAD
 
 DEVICE = "cuda"
@@ -26,7 +27,7 @@ class _Sample(NamedTuple):
     spec: TreeSpec
     leaves: tuple[Any, ...]
     """Of a tensor its shape, dtype, device and requires_grad; else the value."""
-    autocast: tuple[Any, ...]
+    autocast: torch.dtype | None
     grad_enabled: bool
 
 
@@ -49,12 +50,14 @@ def _described(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _sample(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Sample, list[Tensor]]:
-    leaves, spec = tree_flatten((args, dict(kwargs)))
-    on = torch.is_autocast_enabled(DEVICE)
-    autocast = (on, torch.get_autocast_dtype(DEVICE) if on else None)
-    sample = _Sample(spec, tuple(map(_described, leaves)), autocast, torch.is_grad_enabled())
-    return sample, [x for x in leaves if isinstance(x, Tensor)]
+def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Sample, list[Any]]:
+    """Of a call, and the leaves of its arguments."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return _Sample(spec, tuple(map(_described, leaves)), autocast_dtype(DEVICE), torch.is_grad_enabled()), leaves
+
+
+def _tensors(leaves: list[Any]) -> tuple[Tensor, ...]:
+    return tuple(x for x in leaves if isinstance(x, Tensor))
 
 
 def _weights(module: nn.Module) -> list[_Weight]:
@@ -68,7 +71,7 @@ def _weights(module: nn.Module) -> list[_Weight]:
     return found
 
 
-def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, DistributedDataParallel):
@@ -90,7 +93,7 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 f"module's parameters must not have hooks on their gradients yet, got one on {weight.name}: it would "
                 "run in the captured work and again after it; register it after the capture"
             )
-    for argument, value in (("sample_args", args), ("sample_kwargs", dict(kwargs))):
+    for argument, value in (("sample_args", args), ("sample_kwargs", kwargs)):
         for leaf in tree_flatten(value)[0]:
             if isinstance(leaf, Tensor) and leaf.device.type != DEVICE:
                 raise ValueError(f"{argument} must have {DEVICE.upper()} tensors alone, got one on {leaf.device}")
@@ -115,7 +118,7 @@ class _Flat(nn.Module):
                     f"module must return tensors and constants alone, got {type(x).__name__} (transformers' models: "
                     "pass use_cache=False)"
                 )
-        return tuple(x for x in self.results if isinstance(x, Tensor))
+        return _tensors(self.results)
 
 
 @contextlib.contextmanager
@@ -132,17 +135,6 @@ def _undone(weights: list[_Weight]) -> Iterator[None]:
                 x.copy_(before)
 
 
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """What the cache holds would outlive the capture."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 class GraphedModule(nn.Module):
     """What :func:`graphed` returns. ``module`` is the module that was captured."""
 
@@ -151,13 +143,15 @@ class GraphedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._sample, tensors = _sample(args, kwargs)
+        self._sample, leaves = _sample(args, kwargs)
         self._weights = _weights(module)
         self._modes = [(each, each.training) for each in module.modules()]
-        leaves, spec = tree_flatten((args, kwargs))
-        flat = _Flat(module, leaves, spec)
-        static = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in tensors)
-        with _undone(self._weights), _no_autocast_cache():
+        flat = _Flat(module, leaves, self._sample.spec)
+        static = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in _tensors(leaves))
+        dtype = self._sample.autocast
+        # What autocast's cache holds would outlive the capture.
+        uncached = torch.autocast(DEVICE, dtype, enabled=dtype is not None, cache_enabled=False)
+        with _undone(self._weights), uncached:
             torch.cuda.make_graphed_callables(
                 flat, static, num_warmup_iters=num_warmup_iters, allow_unused_input=True, pool=pool
             )
@@ -170,14 +164,14 @@ class GraphedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() != self._sample.grad_enabled or any(m.training != was for m, was in self._modes):
             return self.module(*args, **kwargs)
-        sample, tensors = _sample(args, kwargs)
+        sample, leaves = _sample(args, kwargs)
         other = self._other(sample)
         if other is not None:
             if other not in self._told:
                 self._told.add(other)
                 warnings.warn(f"a graphed module runs without its graph: {other}", stacklevel=2)
             return self.module(*args, **kwargs)
-        results = self._replay(*tensors)
+        results = self._replay(*_tensors(leaves))
         node = next((x.grad_fn for x in results if x.grad_fn is not None), None)  # of all of them
         if node is not None:
             self._latest = this = object()
@@ -186,8 +180,7 @@ class GraphedModule(nn.Module):
                 node.register_hook(self._after_backward)
         # People keep losses, which are not to change with the next call.
         given = iter([x.clone() if x.numel() == 1 else x for x in results])
-        leaves = [next(given) if isinstance(x, Tensor) else x for x in self._results]
-        return tree_unflatten(leaves, self._results_spec)
+        return tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in self._results], self._results_spec)
 
     def _other(self, sample: _Sample) -> str | None:
         """What is not as it was at the capture."""

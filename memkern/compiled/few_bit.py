@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .. import _ops
 from ..fewbit.activations import activation_of
-from ..fewbit.levels import Levels
+from ..fewbit.levels import Levels, are_bits
 from ..quant.codec import MAX_BITS
 from ..quant.layout import FLOATS
 from ..saved.store import MIN_NUMEL
@@ -33,7 +33,7 @@ _NAMES = {
 
 
 def check(bits: int | None) -> None:
-    if bits is not None and (not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= MAX_BITS):
+    if bits is not None and not are_bits(bits):
         raise ValueError(f"activations must be from 1 to {MAX_BITS} bits or None, got {bits!r}")
 
 

@@ -71,7 +71,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         operations = Operations(gm.graph)
-        if functorch_config.cse:  # as torch does next: what a value's twin is used for counts as well
+        if functorch_config.cse:  # as torch does next: the uses of all equal nodes count
             gm.graph = partitioners.fx_graph_cse(gm.graph)
         gradients = Gradients(gm.graph, operations)
         is_coded = self.bits == 8 and bool(gradients.nodes)
@@ -83,8 +83,8 @@ class Partitioner(CustomPartitionerFn):
         with choice.instead():
             fw, bw = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if self.activations is not None:
-            _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations))).derive(self.activations)
-        saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], Rules(Gradients(bw.graph, operations)))
+            _Saved(fw, bw, kwargs["num_fwd_outputs"], operations).derive(self.activations)
+        saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], operations)
         if choice.coded:
             saved.encode(choice.limit)
         if choice.limit is not None and (left := saved.bytes()) > choice.limit + _WORTH_A_WARNING:
@@ -104,8 +104,9 @@ class Partitioner(CustomPartitionerFn):
 class _Saved:
     """What goes from a forward to a backward graph."""
 
-    def __init__(self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, rules: Rules) -> None:
-        self.fw, self.bw, self.rules, self.operations = fw, bw, rules, rules.operations
+    def __init__(self, fw: fx.GraphModule, bw: fx.GraphModule, returned: int, operations: Operations) -> None:
+        self.fw, self.bw, self.operations = fw, bw, operations
+        self.rules = Rules(Gradients(bw.graph, operations))
         self.output = fw.graph.output_node()
         outputs: list[Any] = [*self.output.args[0]]  # type: ignore[misc]
         # None where torch has made the output anew, for the states of random numbers that are drawn again.

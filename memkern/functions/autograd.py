@@ -162,6 +162,13 @@ def no_second_derivative(grad: Tensor, tag: Tensor, reason: str = SavesLess.reas
     return grad
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of the autocast state that is on for a type of device; None for off."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast off, on devices that have it (meta has not)."""
     if torch.amp.is_autocast_available(device.type):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..alike import few
 from ..quant.layout import arithmetic
-from .autograd import SavesLess, apply, no_second_derivative, without_autocast
+from .autograd import SavesLess, apply, autocast_dtype, no_second_derivative, without_autocast
 
 REDUCTIONS = ("mean", "sum", "none")
 CHUNK_ELEMENTS = 2**22  # of logits: 16 MiB in fp32
@@ -190,8 +190,8 @@ def _check_target(target: Tensor, valid: Tensor, classes: int) -> None:
 
 def _compute_dtype(x: Tensor, linear_weight: Tensor) -> torch.dtype:
     """The dtype of the matrix products: autocast's, where it is on."""
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        return x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(x.device.type)
+    if (autocast := autocast_dtype(x.device.type)) is not None:
+        return x.dtype if x.dtype == torch.float64 else autocast
     if x.dtype != linear_weight.dtype:
         raise TypeError(f"input and linear_weight must have the same dtype, got {x.dtype} and {linear_weight.dtype}")
     return x.dtype

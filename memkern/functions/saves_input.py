@@ -8,15 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .autograd import autocast_dtype
 from .derivative import Chain
 
 Function = Callable[[Tensor], Tensor]
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    """The dtype of the autocast state that is on."""
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on else None
 
 
 class _Under(NamedTuple):
@@ -27,7 +22,7 @@ class _Under(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         device = x.device.type
-        if self.dtype is None and _autocast(device) is None:
+        if self.dtype is None and autocast_dtype(device) is None:
             return self.function(x)
         with torch.autocast(device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
             return self.function(x)
@@ -47,7 +42,7 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Function, chain: Chain | None = None) -> Tensor:
         ctx.save_for_backward(x)
-        autocast = _autocast(x.device.type)
+        autocast = autocast_dtype(x.device.type)
         ctx.function = _Under(function, autocast)
         ctx.gradient = None if chain is None else chain.gradient(x, autocast)
         return function(x)
@@ -56,7 +51,7 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         differentiable = torch.is_grad_enabled()  # create_graph=True
-        if ctx.gradient is not None and not differentiable and _autocast(x.device.type) is None:
+        if ctx.gradient is not None and not differentiable and autocast_dtype(x.device.type) is None:
             return ctx.gradient(x, grad), None, None
         if not differentiable:
             x = x.detach().requires_grad_()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memkern
+from memkern import memory
 from memkern.compiled.partitioner import Partitioner
 from tests.support.partitioned import backend
 
@@ -39,19 +40,9 @@ class MLP(nn.Module):
 
 def saved_and_gradient(model: MLP, call: Any, x: Tensor) -> tuple[int, Tensor]:
     """Bytes but those of the input and the parameters, and the gradient of the first layer."""
-    saved: dict[int, int] = {}
-    known = {y.untyped_storage()._cdata for y in (x, *model.parameters())}
-
-    def pack(y: Tensor) -> Tensor:
-        storage = y.untyped_storage()
-        if storage._cdata not in known:
-            saved[storage._cdata] = storage.nbytes()
-        return y
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
-        y = call(x)
-    y.float().square().mean().backward()
-    return sum(saved.values()), model.up.weight.grad
+    saved = memory.saved_bytes(lambda: call(x), x, model)
+    call(x).float().square().mean().backward()
+    return saved, model.up.weight.grad
 
 
 def compiled(model: nn.Module, bits: Any, activations: int | None = None) -> Any:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import memkern
-from memkern.cuda_graphs import GraphedModule
 from tests.support.recorded_graphs import recorded
 
 WIDTH, BATCH = 64, 32
@@ -20,11 +19,6 @@ def make(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
     norm, up, down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
     return nn.Sequential(norm, up, nn.GELU(), nn.Dropout(0.1), down, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 8))
-
-
-def captured(model: nn.Module, *args: Any, **kwargs: Any) -> GraphedModule:
-    with recorded():
-        return memkern.graphed(model, args, kwargs)
 
 
 @pytest.fixture
@@ -203,7 +197,7 @@ def test_evaluation_runs_the_module(on_cpu: Any) -> None:
 
 
 def test_one_backward_pass_for_each_forward_pass(on_cpu: Any) -> None:
-    graphed = captured(make(), inputs())
+    graphed = memkern.graphed(make(), (inputs(),))
     first, second = graphed(inputs(1)), graphed(inputs(2))
     with pytest.raises(RuntimeError, match="of an earlier forward pass"):
         first.sum().backward()

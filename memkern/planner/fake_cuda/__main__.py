@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
     patch()
     function, arguments = pickle.load(sys.stdin.buffer)
-    from .. import fake_step  # noqa: F401  (its modules are there)
+    from .. import fake_step  # noqa: F401 - what it imports is frozen, too
 
     # Python looks at all objects whenever there are a quarter more, which takes a sixth of a plan's time (gpt2-xl).
     gc.freeze()
