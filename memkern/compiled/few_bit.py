@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .. import _ops
 from ..fewbit.activations import activation_of
-from ..fewbit.levels import Levels, are_bits
+from ..fewbit.levels import Levels, check_bits
 from ..quant.codec import MAX_BITS
 from ..quant.layout import FLOATS
 from ..saved.store import MIN_NUMEL
@@ -33,8 +33,12 @@ _NAMES = {
 
 
 def check(bits: int | None) -> None:
-    if bits is not None and not are_bits(bits):
-        raise ValueError(f"activations must be from 1 to {MAX_BITS} bits or None, got {bits!r}")
+    if bits is None:
+        return
+    try:
+        check_bits(bits)
+    except ValueError:
+        raise ValueError(f"activations must be from 1 to {MAX_BITS} bits or None, got {bits!r}") from None
 
 
 class Derivative(NamedTuple):

@@ -69,14 +69,9 @@ class TwoBranch(NamedTuple):
     rising_reach: float
 
 
-def are_bits(bits: object) -> bool:
-    """Whether ``bits`` is 1, 2, 3 or 4."""
-    return isinstance(bits, int) and not isinstance(bits, bool) and 1 <= bits <= MAX_BITS
-
-
 def check_bits(bits: int) -> None:
     """Raises ValueError unless ``bits`` is 1, 2, 3 or 4."""
-    if not are_bits(bits):
+    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be an integer from 1 to {MAX_BITS}, got {bits!r}")
 
 
