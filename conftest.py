@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from ctypes import CDLL
 from pathlib import Path
@@ -30,7 +31,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_setup() -> None:
+    if len(sys.modules) > _frozen_modules + 100:
+        _freeze()
+
+
+_frozen_modules = 0
+
+
+def _freeze() -> None:
     """Garbage collections do not look through the 20,000 tests and the modules: many tests collect."""
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 

@@ -57,10 +57,13 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
         assert_same(rank, expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("state_bits", [8, 32])
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2)])
+SHARDED = [(2,), (3,), (2, 2)]
+
+
+@pytest.mark.parametrize("state_bits", [8, pytest.param(32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sizes", [*SHARDED, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in [(1,), (4,)])])
 @pytest.mark.parametrize(("build", "last"), [(gpt, 10), (Odd, 100)])
+@pytest.mark.full
 def test_100_steps(ranks: Ranks, build: Any, last: int, sizes: Any, state_bits: int) -> None:
     """A third rank has no elements of a matrix; two numbers are HSDP's replicas and shards."""
     options = {"min_8bit_size": 0, "state_bits": state_bits}

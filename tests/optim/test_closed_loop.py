@@ -59,13 +59,18 @@ def test_long_runs_do_not_freeze(stream: str, dithered: float) -> None:
     result = run(stream, 0.999, 6000, 0)
     assert result.last_error <= LAST_MARGIN * dithered
     assert result.mean_error <= 1.5 * dithered
+    assert 0.97 <= result.sqrt_v_ratio <= 1.05
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("beta2", [0.999, 0.9999])
-@pytest.mark.parametrize("stream", [stream for stream, _ in LONG])
-def test_the_second_moment_keeps_its_size(stream: str, beta2: float) -> None:
-    assert 0.97 <= run(stream, beta2, 6000, 0).sqrt_v_ratio <= 1.05
+@pytest.mark.parametrize(
+    "stream",
+    [
+        pytest.param(stream, marks=pytest.mark.full if i == 2 else pytest.mark.long)
+        for i, (stream, _) in enumerate(LONG)
+    ],
+)
+def test_a_slow_second_moment_keeps_its_size(stream: str) -> None:
+    assert 0.97 <= run(stream, 0.9999, 6000, 0).sqrt_v_ratio <= 1.05
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ BOUND = {
 """Relative and absolute errors that are more than 3 % and 1e-6, where a gradient is 0 but for rounding."""
 
 
-SAMPLES = 3  # of an operation in the full tier; all of them take four minutes
+SAMPLES = 2  # of an operation in the full tier; all of them take four minutes
 
 
 def weighted(out: Tensor) -> Tensor:
