@@ -194,6 +194,8 @@ def _check_given(given: Mapping[str, Any]) -> None:
     # Checks the values. What others of them need is the planner's choice if it is not given.
     needed: dict[str, Any] = {"precision": "bf16"} if given.get("master_weights") else {}
     needed |= {"saved_bits": 8} if given.get("offload_saved") else {}
+    if given.get("compile"):
+        raise not_allowed("compile", True, "False: what a compiled graph saves is not counted")
     Techniques(**needed | dict(given))
 
 
