@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,17 +60,19 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
 
 def _compiler(techniques: Techniques) -> Callable[[Callable[..., Any]], Any]:
     """torch.compile for blocks. Raises RuntimeError where torch is too old for what is to be saved."""
-    bits, activations = techniques.saved_bits, techniques.activation_bits
-    budget = techniques.memory_budget
+    options = _options(techniques.saved_bits, techniques.activation_bits, techniques.memory_budget)
+    return lambda forward: torch.compile(forward, options=options, dynamic=False)
+
+
+@functools.cache
+def _options(bits: Any, activations: int | None, budget: float | None) -> dict[str, Any] | None:
+    """Inductor's. Made once: for unequal options dynamo compiles a block anew, and no two partitioners are equal."""
     if bits is None and activations is None and budget is None:
-        return lambda forward: torch.compile(forward, dynamic=False)
+        return None
     if bits is None and budget is None:
         budget = 1.0  # activations alone: else all that torch.compile saves
-    # Made once: dynamo compiles a block anew for options that are not equal, and no two partitioners are.
-    options = _options_of_inductor(
-        {}, None, "exact" if bits is None else bits, None if budget is None else float(budget), activations
-    )
-    return lambda forward: torch.compile(forward, options=options, dynamic=False)
+    bits, budget = "exact" if bits is None else bits, None if budget is None else float(budget)
+    return _options_of_inductor({}, None, bits, budget, activations)
 
 
 def _check_cxx() -> None:

@@ -377,7 +377,7 @@ def _check_module(model: nn.Module) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise not_allowed("model", name, "a module with parameters that require gradients")
     if any(map(is_compiled, model.modules())):
-        allowed = "a module before torch.compile: what a compiled graph saves is not counted"
+        allowed = "a module before it is compiled: techniques with compile=True count that"
         raise not_allowed("model", name, allowed)
     if any(map(is_dtensor, model.parameters())):
         allowed = "a module before fully_shard (devices= counts it) and before parallelize_module, which is not counted"

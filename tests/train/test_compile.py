@@ -20,8 +20,8 @@ from memkern.compiled.blocks import is_compiled
 from memkern.planner.models import resolve
 from memkern.train import Corpus, Trainer, run
 from memkern.train import checkpoint as checkpoints
-from memkern.train.evaluation import evaluate
 from memkern.train.build import Source
+from memkern.train.evaluation import evaluate
 from tests.support.train_helpers import SMALL, assert_same_run, small_run, train_by_two, trained
 
 
