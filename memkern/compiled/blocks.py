@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -54,7 +55,11 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
     compiler = _compiler(techniques)
     for blocks in block_lists(model):
         for block in blocks:
-            block.forward = compiler(block.forward)
+            forward = block.forward
+            if getattr(forward, "__self__", None) is block:  # a copy of the model gets a method of its own blocks
+                block.forward = MethodType(compiler(forward.__func__), block)
+            else:
+                block.forward = compiler(forward)
             setattr(block, MARK, True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,6 +183,7 @@ def without_blocks(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def of_an_old_torch(of: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    compiled_blocks._options.cache_clear()
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
     return of
 
@@ -225,6 +227,20 @@ def test_an_applied_model_is_compiled_for_all_who_ask() -> None:
     ):
         with pytest.raises(OptionError, match="compile"):
             refused()
+
+
+@pytest.mark.full
+def test_a_copy_computes_with_its_own_weights() -> None:
+    """As an average of weights does, which begins as a copy."""
+    of, x = model(), torch.randn(2, 8)
+    memkern.apply(of, Techniques(compile=True))
+    of(x).sum().backward()
+    copied = copy.deepcopy(of)
+    with torch.no_grad():
+        for p in copied[0].parameters():
+            p.zero_()
+    assert torch.equal(copied(x), of[1].bias.expand(2, 8))
+    assert not torch.equal(of(x), copied(x))
 
 
 def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
