@@ -55,7 +55,7 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
     compiler = _compiler(techniques)
     for blocks in block_lists(model):
         for block in blocks:
-            forward = block.forward
+            forward: Any = block.forward
             if getattr(forward, "__self__", None) is block:  # a copy of the model gets a method of its own blocks
                 block.forward = MethodType(compiler(forward.__func__), block)
             else:
