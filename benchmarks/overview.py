@@ -298,7 +298,28 @@ def compiled_table() -> str:
     return "\n".join(lines)
 
 
+def compiled_blocks_table() -> str:
+    """Blocks that are compiled by themselves, beside the whole model (lab.studies.compiled_steps --blocks)."""
+    found = _last(machine.ROOT / "lab/results/compiled-steps.csv", "model", "mode")
+    heads = "first step", "time", "saved", "peak"
+    lines = ["| over torch.compile of the whole | | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
+    for model in dict.fromkeys(model for model, mode in found if mode.startswith("blocks")):
+        name = model
+        for bits in ("torch", "exact", "8"):
+            for mode in (bits, f"blocks, {bits}"):
+                row = found[model, mode]
+                shares = [row[column] for column in ("first_ratio", "time_ratio", "saved_share", "peak_share")]
+                words = {"torch": "torch.compile", "exact": '`"exact"`', "8": "8 bits"}[bits]
+                cells = [f"{float(share):.2f}" for share in shares]
+                lines.append(
+                    f"| {name} | {words}, {'blocks' if mode != bits else 'whole'} | " + " | ".join(cells) + " |"
+                )
+                name = ""
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "compiled_blocks": compiled_blocks_table,
     "saves": saves_table,
     "gpu": gpu_table,
     "gpu_models": gpu_models_table,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import optim
 from .checkpointing import check_blocks, checkpoint_blocks
+from .compiled.blocks import check_compilable, compile_blocks
 from .optim.dtensor.shards import is_dtensor
 from .options import Techniques, not_allowed
 from .swap.compress import compress
@@ -36,7 +37,7 @@ def apply(
     pin_memory: bool = True,
 ) -> None:
     """Applies the techniques that change a model, in place: activations, linear layers, saved tensors, checkpoints,
-    and weights that stay on the host.
+    compiled blocks, and weights that stay on the host.
 
     Args:
         device: for ``weights_on_host``, where a block's weights are while it runs; default, the CUDA device if there is
@@ -55,7 +56,8 @@ def apply(
 
     Raises:
         TypeError: model is no module, or techniques are no Techniques.
-        OptionError: checkpoints or ``weights_on_host`` for a model that has no list of like blocks;
+        OptionError: checkpoints, ``compile`` or ``weights_on_host`` for a model that has no list of like blocks;
+            ``compile`` for one that is compiled, without a C++ compiler, or with what this torch is too old for;
             ``weights_on_host`` for one that is sharded, compiled, on the meta device or of several dtypes. Nothing is
             changed then.
         RuntimeError: the host gives no more pinned memory; the message says what to do.
@@ -68,10 +70,16 @@ def apply(
 
         to = streaming_device(device)
         streaming.check(model)
+    if techniques.compile:
+        check_compilable(model, techniques)
     if techniques.checkpointing:
         check_blocks(model, techniques.checkpointing)
     bits, saved, share = techniques.activation_bits, techniques.saved_bits, techniques.linear_share
-    if bits or saved or share:
+    if techniques.compile:  # what is saved is for the graphs then
+        if share:
+            compress(model, None, linear=share)
+        compile_blocks(model, techniques)
+    elif bits or saved or share:
         activations = bits or ("recompute" if saved else None)
         compress(model, activations, linear=share, saved_bits=saved, offload=techniques.offload_saved)
     if techniques.checkpointing:

@@ -170,7 +170,8 @@ def peak_bytes(fn: Callable[[], Any], *held: Held) -> int:
 
     CUDA (any of ``held`` there): the caching allocator's statistics. CPU, and fake tensors of any device: the
     storages that operators take or return, so scratch memory inside one operator is not seen. That is slower than the
-    plain call, and gives the same bits.
+    plain call, and gives the same bits. What torch.compile has compiled runs uncompiled in it, and in later calls too:
+    torch does that under a dispatch mode.
     """
     tensors = [tensor for tensor in _held_tensors(held) if isinstance(tensor, Tensor)]
     device = next((t.device for t in tensors if t.is_cuda and not isinstance(t, FakeTensor)), None)

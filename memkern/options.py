@@ -144,6 +144,9 @@ class Techniques:
         ``master_weights`` in 16 or 8 bits as these.
     weights_on_host: "layers" keeps weights, gradients and states on the host. A block's weights are on the device while
         the block runs, forward and backward, and the optimizer steps on the host. None, all weights on the device.
+    compile: every block is compiled by itself; ``saved_bits``, ``activation_bits`` and ``memory_budget`` are those of
+        :func:`memkern.compile` then, for what the compiled blocks save. Without them it is torch.compile. Checkpoints
+        are around compiled blocks. memory_budget: a share of what torch.compile saves; None, without.
     micro_batch: sequences in a forward pass. accumulation: forward passes in an optimizer step.
 
     Raises:
@@ -188,6 +191,12 @@ class Techniques:
     weights_on_host: str | None = option(
         None, "keep weights in host memory, on the device only while their block runs, and step there", WEIGHTS_ON_HOST
     )
+    compile: bool = option(
+        False, "compile every block; --saved-bits and --activation-bits are for what the graphs save", (False, True)
+    )
+    memory_budget: float | None = option(
+        None, "with --compile, the share of what torch.compile saves that is saved, at most 1", SHARE
+    )
     micro_batch: int = option(1, "sequences in a forward pass", at_least(1))
     accumulation: int = option(1, "forward passes in an optimizer step", at_least(1))
 
@@ -204,6 +213,7 @@ class Techniques:
         self._check_precision()
         self._check_optimizer()
         self._check_gradients()
+        self._check_compiled()
         if self.weights_on_host is not None:
             self._check_streamed()
 
@@ -230,6 +240,15 @@ class Techniques:
             raise not_allowed("step_in_backward", True, allowed)
         if self.step_in_backward and self.offload:
             raise not_allowed("step_in_backward", True, "False with offload, which frees the gradients already")
+
+    def _check_compiled(self) -> None:
+        if self.memory_budget is not None and not self.compile:
+            raise not_allowed("memory_budget", self.memory_budget, "None without compile, whose graphs it is for")
+        if self.compile and self.offload_saved:
+            raise not_allowed("offload_saved", True, "False with compile: what a graph saves stays on the device")
+        if self.compile and self.weights_on_host:
+            allowed = "None with compile: compiled blocks whose weights come and go have not been run on a GPU"
+            raise not_allowed("weights_on_host", self.weights_on_host, allowed)
 
     def _check_streamed(self) -> None:
         with_it = f"with weights_on_host={self.weights_on_host!r}"
@@ -296,6 +315,9 @@ class Techniques:
         weights = {"fp32": "an fp32 copy", "bf16+16": "16-bit errors", "bf16+8": "8-bit errors"}
         beside = f" with {weights[self.master_weights]}" if self.master_weights else ""
         yield precision.get(self.precision, f"{self.autocast} autocast") + beside
+        if self.compile:
+            budget = "" if self.memory_budget is None else f" with a budget of {self.memory_budget:g}"
+            yield f"compiled blocks{budget}"
         yield f"{self.optimizer}, {'8- and 4' if self.state_bits == (8, 4) else self.state_bits}-bit states"
         if self.activation_bits:
             yield f"{self.activation_bits}-bit activations"

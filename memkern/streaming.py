@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from . import pinned
+from .compiled.blocks import is_compiled
 from .optim.arrivals import Arrivals
 from .options import OptionError, not_allowed
 from .prefetch import Group, Prefetch, owners
@@ -34,7 +35,7 @@ def check(model: nn.Module) -> None:
         why = None
         if hasattr(module, "set_requires_gradient_sync"):
             why = "is sharded by fully_shard already"
-        elif hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        elif is_compiled(module):
             why = "is compiled, which has not been tried"
         elif getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding):
             why = "has max_norm, which writes weights in the forward pass"

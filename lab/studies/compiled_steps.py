@@ -3,6 +3,7 @@
 Models of zoo.py, one sequence, Inductor, beside the same model under torch.compile. Saved: as in saved_compiled.py.
 Peak: of torch's CPU allocator in a forward and backward pass, gradients included. Time: processor time, the lowest of
 rounds that are interleaved. First: of the first step, in this process, which is not that of the C++ compilers.
+--blocks: blocks compiled by themselves (memkern.apply with compile=True), beside the whole.
 --empty-kernels: Inductor's C++ kernels are not compiled and do nothing, so that what allocates is as it is.
 """
 
@@ -50,16 +51,28 @@ class Contender(NamedTuple):
     first: float
 
 
+BITS: dict[str, Any] = {"torch": None, "exact": "exact", "8": 8}
+
+
 def _compiled(model: Any, mode: str, budget: float | None) -> Any:
+    if mode.startswith("blocks, "):
+        bits = BITS[mode.removeprefix("blocks, ")]
+        memkern.apply(model, memkern.Techniques(compile=True, saved_bits=bits, memory_budget=budget))
+        return model
     if mode == "torch":
         return torch.compile(model)
     return memkern.compile(model, saved_bits=8 if mode == "8" else mode, memory_budget=budget)
 
 
-def contender(name: str, precision: str, tokens: int, mode: str, budget: float | None) -> Contender:
+DEPTHS = {"GPT-2": "n_layer"}
+"""The name of the number of layers in a configuration, where it is not num_hidden_layers."""
+
+
+def contender(name: str, precision: str, tokens: int, mode: str, budget: float | None, layers: int | None) -> Contender:
     torch._dynamo.reset()
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model, batch = zoo.build(name, tokens).to(dtype), zoo.batch(name, tokens, dtype)
+    changes = {} if layers is None else {DEPTHS.get(name, "num_hidden_layers"): layers}
+    model, batch = zoo.build(name, tokens, **changes).to(dtype), zoo.batch(name, tokens, dtype)
     own = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *zoo.tensors(batch))}
     compiled = model if mode == "eager" else _compiled(model, mode, budget)
 
@@ -104,12 +117,13 @@ def rows(
     modes: list[tuple[str, float | None]],
     rounds: int,
     empty: bool,
+    layers: int | None = None,
 ) -> Iterator[dict[str, str]]:
     provenance = study.provenance_with_transformers()
     found = []
     with compiling(empty):
         for mode, budget in [("torch", None), *modes]:
-            found.append(contender(name, precision, tokens, mode, budget))
+            found.append(contender(name, precision, tokens, mode, budget, layers))
     times: list[list[float]] = [[] for _ in found]
     for _ in range(rounds):
         for seconds, each in zip(times, found, strict=True):
@@ -119,7 +133,7 @@ def rows(
     plain = found[0]
     for each, seconds in zip(found, times, strict=True):
         values = (
-            name,
+            name if layers is None else f"{name}, {layers} layers",
             precision,
             str(tokens),
             "empty" if empty else "compiled",
@@ -142,15 +156,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budgets", action="store_true", help="those of .2 to 1, of both modes")
+    parser.add_argument("--blocks", action="store_true", help="compiled by themselves, beside the whole")
+    parser.add_argument("--layers", type=int, metavar="N", help="default: the model's in zoo.py")
     parser.add_argument("--empty-kernels", action="store_true", help="peaks alone")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     modes: list[tuple[str, float | None]] = [("eager", None), ("exact", None), ("8", None)]
     if args.budgets:
         modes = [(mode, budget) for mode in ("exact", "8") for budget in BUDGETS]
+    if args.blocks:
+        modes = [(mode, None) for mode in ("eager", "exact", "8", *(f"blocks, {bits}" for bits in BITS))]
     for name in args.models:
         rounds = 0 if args.empty_kernels else args.rounds
-        found = rows(name, args.precision, args.tokens, modes, rounds, args.empty_kernels)
+        found = rows(name, args.precision, args.tokens, modes, rounds, args.empty_kernels, args.layers)
         study.write(args.out / "compiled-steps.csv", found, COLUMNS, shown=12)
 
 

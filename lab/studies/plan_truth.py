@@ -39,6 +39,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": MOE | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
 }
 """Small models of mixtures of experts, by their type."""
+LLAMA = {
+    "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 4000,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = EXPERTS | {"llama": LLAMA}
 CASES = (
     Case("distilgpt2", 256, {}),
     Case("distilgpt2", 256, {"checkpointing": "blocks", "micro_batch": 2}),
@@ -57,6 +62,14 @@ CASES = (
     Case("gpt_oss", 256, {"micro_batch": 2}),
     Case("distilgpt2", 512, {"micro_batch": 4}, attention_mask=True),
     Case("bert-base", 256, {"micro_batch": 4, "checkpointing": "blocks"}, attention_mask=True),
+    Case("distilgpt2", 512, {"compile": True, "micro_batch": 4}),
+    Case("distilgpt2", 512, {"compile": True, "saved_bits": 8, "precision": "bf16-mixed", "micro_batch": 4}),
+    Case("llama", 1024, {"compile": True, "saved_bits": "exact", "micro_batch": 2}),
+    Case("llama", 1024, {"compile": True, "saved_bits": 8, "micro_batch": 4}),
+    Case("llama", 1024, {"compile": True, "precision": "bf16-mixed", "micro_batch": 4, "checkpointing": "blocks"}),
+    Case("vit-base", 0, {"compile": True, "saved_bits": 8, "micro_batch": 8}),
+    Case("bert-base", 256, {"compile": True, "saved_bits": "exact", "precision": "bf16-mixed", "micro_batch": 8}),
+    Case("bert-base", 256, {"compile": True, "memory_budget": 0.6, "micro_batch": 8, "step_in_backward": True}),
 )
 
 
@@ -64,10 +77,10 @@ def source_of(case: Case, small: bool = False) -> Any:
     from memkern.planner.models import resolve
 
     model: Any = case.model
-    if model in EXPERTS:
+    if model in SMALL:
         import transformers
 
-        model = transformers.CONFIG_MAPPING[model](**EXPERTS[model])
+        model = transformers.CONFIG_MAPPING[model](**SMALL[model])
     source: Any = resolve(model, case.seq_len or None, None, None, case.dropout, case.attention_mask)
     if small:
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")

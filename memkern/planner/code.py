@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from ..options import Techniques
 
+CHECKPOINTS = ("checkpointing", "checkpoint_bits")
+
 
 def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:
     """The lines of a training loop with these techniques.
@@ -50,6 +52,14 @@ def _indented(lines: list[str]) -> list[str]:
 def _model_lines(t: Techniques) -> Iterator[str]:
     if t.precision == "bf16":
         yield "model.to(torch.bfloat16)"
+    if t.compile:
+        names = ("compile", "saved_bits", "activation_bits", "memory_budget", "linear_share", *CHECKPOINTS)
+        plain = Techniques()
+        given = {name: getattr(t, name) for name in names if getattr(t, name) != getattr(plain, name)}
+        options = [f"{name}={value!r}" for name, value in given.items()]
+        yield f"memkern.apply(model, memkern.Techniques({', '.join(options)}))"
+        yield from _loss_chunk_lines(t)
+        return
     bits, share = t.activation_bits, t.linear_share
     options = [repr(bits) if bits else repr("recompute" if t.saved_bits else None)]
     options += [f"linear={share:g}"] if share is not None else []
@@ -60,6 +70,10 @@ def _model_lines(t: Techniques) -> Iterator[str]:
     if t.checkpointing:
         coded = f", bits={t.checkpoint_bits}" if t.checkpoint_bits else ""
         yield f'memkern.checkpoint_blocks(model, "{t.checkpointing}"{coded})'
+    yield from _loss_chunk_lines(t)
+
+
+def _loss_chunk_lines(t: Techniques) -> Iterator[str]:
     if t.loss_chunk and not t.weights_on_host:
         yield (
             "loss_fn = memkern.nn.LinearCrossEntropy.from_linear("

@@ -22,6 +22,7 @@ from ..saved.offload import fake_bytes_on_host
 from ..swap.block_lists import block_lists
 from .blocks import without_block
 from .fake_mode import FakeMode
+from .graphs import without_kernels
 from .models import Configured, Source
 from .shards import groups_of, shard_bytes, shard_shape
 from .streamed import output_layer, outside_of_blocks
@@ -123,7 +124,7 @@ def trace(source: Source, techniques: Techniques, device: str, ahead: int | None
                     return chunked_loss(model, batch, techniques.loss_chunk)
                 return source.loss(model, batch)
 
-        with _as_on_real_tensors():
+        with _as_on_real_tensors(), without_kernels(mode, model) if techniques.compile else contextlib.nullcontext():
             held = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
             lists = list(block_lists(model))
             found = record(mode, model, held, forward, lists[0] if len(lists) == 1 else (), output_layer(model))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..compiled.blocks import is_compiled
 from ..optim.dtensor.shards import is_dtensor
 from ..options import not_allowed
 from .inputs import Inputs, is_language_model, text_config
@@ -375,8 +376,8 @@ def _check_module(model: nn.Module) -> None:
     name = type(model).__name__
     if not any(p.requires_grad for p in model.parameters()):
         raise not_allowed("model", name, "a module with parameters that require gradients")
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
-        allowed = "a module before torch.compile: what a compiled graph saves is not counted"
+    if any(map(is_compiled, model.modules())):
+        allowed = "a module before it is compiled: techniques with compile=True count that"
         raise not_allowed("model", name, allowed)
     if any(map(is_dtensor, model.parameters())):
         allowed = "a module before fully_shard (devices= counts it) and before parallelize_module, which is not counted"

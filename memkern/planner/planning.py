@@ -38,9 +38,16 @@ ALONE: dict[str, dict[str, Any]] = {
     "weights on the host": {"weights_on_host": "layers"},
 }
 """The rows of the table: each technique by itself."""
+COMPILED: dict[str, dict[str, Any]] = {
+    "compiled blocks": {"compile": True},
+    "compiled, saved once (exact)": {"compile": True, "saved_bits": "exact"},
+    "compiled, saved in 8 bits": {"compile": True, "saved_bits": 8},
+    "compiled, checkpoint every block": {"compile": True, "checkpointing": "blocks"},
+}
+"""Rows beside these where ``compile`` is given: each takes seconds of the compiler."""
 UNSHARDED: dict[str, Any] = {
     "step_in_backward": False, "offload": False, "offload_saved": False, "loss_chunk": None, "saved_bits": None,
-    "checkpoint_bits": None, "weights_on_host": None,
+    "checkpoint_bits": None, "weights_on_host": None, "compile": False, "memory_budget": None,
 }  # fmt: skip
 """Techniques that are not counted with shards: with several devices they stay as they are here."""
 ON_CPU_TENSORS = "cuda, on fake CPU tensors"
@@ -100,7 +107,8 @@ def plan(
             one number, else the sum of the first tensor of the output.
         device: "cuda" or "cpu".
         techniques: None, to choose among all; a mapping of fields of :class:`Techniques` that are given, to choose the
-            others; or Techniques, to predict just these.
+            others; or Techniques, to predict just these. ``compile`` is not chosen: where it is given, every block is
+            compiled up to its kernels, and their times are those of uncompiled blocks.
         batch_size: sequences of an optimizer step. Several may be accumulated, which rules a step in backward out.
         clip: the norm that the gradients are clipped to, 0 for no clipping; clipping rules a step in backward out too.
         dropout: all of the configuration's dropout rates; None, as they are.
@@ -238,11 +246,11 @@ def _plan_on(counted_on: str, arguments: dict[str, Any], failed: RuntimeError | 
     return _plan(counted_on=ON_CPU_TENSORS, **arguments)
 
 
-def _alone(predictor: Predictor) -> tuple[dict[str, Prediction], dict[str, str]]:
+def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Each technique's prediction, and the errors of those that the model does not run with."""
     alone: dict[str, Prediction] = {}
     ruled_out: dict[str, str] = {}
-    for name, changes in ALONE.items():
+    for name, changes in rows.items():
         if "loss_chunk" in changes and not predictor.source.is_language_model:
             continue
         if {"offload", "offload_saved", "weights_on_host"} & changes.keys() and predictor.device == "cpu":
@@ -261,7 +269,16 @@ def _alone(predictor: Predictor) -> tuple[dict[str, Prediction], dict[str, str]]
     return alone, ruled_out
 
 
-def _plan(
+def _plan(**arguments: Any) -> Plan:
+    if not arguments["given"].get("compile"):
+        return _planned(**arguments)
+    from .graphs import session
+
+    with session():
+        return _planned(**arguments)
+
+
+def _planned(
     *,
     source: Any,
     memory: int,
@@ -276,7 +293,7 @@ def _plan(
 ) -> Plan:
     predictor = Predictor(source, device, counted_on, hardware, devices)
     chooser = Chooser(predictor, given, batch_size, clip, host_memory)
-    alone, ruled_out = _alone(predictor)
+    alone, ruled_out = _alone(predictor, ALONE | (COMPILED if given.get("compile") else {}))
     limit = int(memory / (1 + BAND[counted_on][0]))
     best = chooser.fastest(limit)
     plain = predictor.predict(Techniques(micro_batch=batch_size))

@@ -250,6 +250,8 @@ class TrainConfig:
             words.append(f"{100 * techniques.linear_share:g} % of tokens")
         if techniques.saved_bits is not None:
             words.append("saved once" if techniques.saved_bits == "exact" else "saved in 8 bits")
+        if techniques.compile:
+            words.append("compiled")
         return ", ".join(words)
 
     @property

@@ -178,7 +178,9 @@ class Trainer:
         """
         began = time.perf_counter()
         last = self.steps_done + 1 == self.config.steps
-        if last and self.counts_peak:
+        # A dispatch mode, by which bytes are counted on a CPU, turns compiled functions off, from then on too.
+        counted = self.counts_peak and not (self.config.techniques.compile and self.device.type == "cpu")
+        if last and counted:
             losses: list[float] = []
             self.history.peak_bytes = memory.peak_bytes(
                 lambda: losses.append(self._update(counted=True)), self.model, self.optimizer

@@ -1,0 +1,134 @@
+"""Compiled blocks on fake tensors: the buffers of Inductor's graphs, without its kernels.
+
+dynamo, AOTAutograd, the partitioner and Inductor's scheduler run as for real tensors. What Inductor writes allocates a
+buffer for each result of a fused kernel and frees it after its last use, so that fake tensors show what a graph
+allocates. Its kernels are not compiled, and do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from ..swap.block_lists import block_lists
+from . import fake_cuda
+from .fake_cuda import inductor
+from .fake_mode import FakeMode
+
+MANY = 2**30
+
+
+class _Kernel:
+    """In place of what Inductor compiles."""
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Triton's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """C++'s."""
+
+
+class _Session:
+    """What lasts over several traces, in which equal graphs are compiled once."""
+
+    depth = 0
+    mode: FakeMode | None = None
+    """Of the trace that runs: a backward pass on a GPU has a thread of its own, without modes."""
+    codes: ClassVar[set[Any]] = set()
+    exits: contextlib.ExitStack
+
+
+@contextlib.contextmanager
+def session() -> Iterator[None]:
+    """Compiled graphs allocate and compute nothing in it, and are forgotten at its end. May be nested."""
+    if _Session.depth == 0:
+        with contextlib.ExitStack() as entered:
+            _enter(entered)
+            _Session.exits = entered.pop_all()
+    _Session.depth += 1
+    try:
+        yield
+    finally:
+        _Session.depth -= 1
+        if _Session.depth == 0:
+            _Session.exits.close()
+            for code in _Session.codes:  # their graphs compute nothing
+                torch._dynamo.eval_frame.reset_code(code)
+            _Session.codes.clear()
+
+
+def _enter(stack: contextlib.ExitStack) -> None:
+    import torch._dynamo.config as dynamo_config
+    from torch._C._dynamo import guards
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    from ..compiled.torch_internals import functorch_config, inductor_config
+
+    # Every trace has other sizes. Sizes that only a plan has seen must not make a later graph dynamic.
+    dynamo: dict[str, Any] = {
+        "recompile_limit": MANY,
+        "accumulated_recompile_limit": MANY,
+        "automatic_dynamic_shapes": False,
+    }
+    for patch in (
+        inductor_config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False),
+        functorch_config.patch(enable_autograd_cache=False),
+        dynamo_config.patch(**dynamo),
+        mock.patch.object(PyCodeCache, "modules", []),
+        mock.patch.object(PyCodeCache, "modules_no_attr", {}),
+        mock.patch.object(guards, "assert_alignment", _nothing),
+        mock.patch.object(guards, "copy_if_misaligned", _as_it_is),
+        mock.patch.object(guards, "_reinterpret_tensor", _reinterpret),
+        *(mock.patch.object(guards, f"_empty_strided_{device}", _allocator(device)) for device in ("cpu", "cuda")),
+        *(mock.patch.object(AsyncCompile, name, _compile_nothing) for name in ("cpp_pybinding", "triton")),
+    ):
+        stack.enter_context(patch)
+
+
+@contextlib.contextmanager
+def without_kernels(mode: FakeMode, model: nn.Module) -> Iterator[None]:
+    """Around a forward and a backward pass of a model with compiled blocks, on the mode's fake tensors."""
+    is_fake = torch.cuda.is_available() and not fake_cuda.torch_has_gpus()
+    with session(), inductor.answers() if is_fake else contextlib.nullcontext():
+        before, _Session.mode = _Session.mode, mode
+        for blocks in block_lists(model):
+            for block in blocks:
+                compiled: Any = getattr(block.forward, "_torchdynamo_orig_callable", None)
+                function = getattr(compiled, "__func__", compiled)
+                if hasattr(function, "__code__"):
+                    _Session.codes.add(function.__code__)
+        try:
+            yield
+        finally:
+            _Session.mode = before
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of what asks for an address."""
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _compile_nothing(*args: Any, **kwargs: Any) -> _Kernel:
+    return _Kernel()
+
+
+def _allocator(device: str) -> Any:
+    def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        assert _Session.mode is not None
+        with _Session.mode:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return empty_strided
+
+
+def _reinterpret(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    return torch.as_strided(x, size, stride, x.storage_offset() + offset)
