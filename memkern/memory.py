@@ -21,13 +21,15 @@ from .saved.copies import is_in_transfer
 from .saved.offload import HostBytes, empty_pools, host_bytes, is_parameter
 
 Held = Tensor | nn.Module | torch.optim.Optimizer
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
+"""Types without tensors inside, for which looking up an attribute that they lack takes long."""
 
 
 def _storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
-        if hasattr(tensor, "__tensor_flatten__"):
+        if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
             # A wrapper subclass (torchao's states, DTensor): the memory is that of the tensors inside.
             yield from _storages(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:

@@ -45,7 +45,16 @@ def key(source: Any, arguments: Mapping[str, Any], counted_on: str) -> str | Non
     values["hardware"] = dataclasses.asdict(arguments["hardware"])
     versions = {name: version(name) for name in ("torch", "transformers")}
     versions |= {"python": platform.python_version(), "memkern": _sources()}
-    parts = [source.name, source.config.to_dict(), source.seq_len, source.padded, values, counted_on, versions]
+    parts = [
+        source.name,
+        source.config.to_dict(),
+        source.seq_len,
+        source.padded,
+        source.tensor_parallel,
+        values,
+        counted_on,
+        versions,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 

@@ -109,6 +109,7 @@ class Chooser:
         if not self.clip:
             shapes.append({**whole, "step_in_backward": True})
         found: dict[Techniques, None] = {}  # in order, each once
+        tried: set[str] = set()
         for precision, bits, saving, chunk, place, shape in itertools.product(
             PRECISIONS, (32, 8), self.saving, chunks, self.places, shapes
         ):
@@ -119,9 +120,14 @@ class Chooser:
                 **place,
                 "state_bits": bits,
                 "loss_chunk": chunk,
+                **self.given,
             }
+            values = repr(sorted(choices.items()))
+            if values in tried:
+                continue
+            tried.add(values)
             try:
-                techniques = Techniques(**(choices | self.given))
+                techniques = Techniques(**choices)
                 self.predictor.check(techniques)
                 if self.clip and techniques.step_in_backward:
                     allowed = f"False with clip={self.clip:g}, which needs all gradients"
@@ -161,7 +167,9 @@ class Chooser:
         for place, techniques in self._by_time(memory, rank):
             if best is not None and place >= rank(best.seconds, best.techniques):
                 break
-            if predict(self.frugal(techniques)).peak > memory or not self.predictor.may_fit(techniques, memory):
+            if self.predictor.least_peak(self.frugal(techniques)) > memory:
+                continue
+            if not self.predictor.may_fit(techniques, memory):
                 continue
             if not self.predictor.runs(techniques):
                 continue

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, metavar="X", help=text)
     text = "how many share the model with fully_shard (FSDP2; HSDP: those of a group); bytes are of one (default: 1)"
     parser.add_argument("--devices", type=int, default=1, metavar="N", help=text)
+    text = "how many share the layers of transformers' tp_plan (tensor parallelism); bytes are of one (default: 1)"
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help=text)
     text = "sequences end in padding: attention reads a mask of seq-len x seq-len for each"
     parser.add_argument("--attention-mask", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
@@ -71,6 +73,7 @@ def main(args: argparse.Namespace) -> int:
             host_memory=args.host_memory,
             link=args.link,
             devices=args.devices,
+            tensor_parallel=args.tensor_parallel,
             attention_mask=args.attention_mask,
             cache=not args.no_cache,
         )

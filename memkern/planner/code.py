@@ -9,7 +9,9 @@ from ..options import Techniques
 CHECKPOINTS = ("checkpointing", "checkpoint_bits")
 
 
-def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: int = 1) -> str:
+def training_loop(
+    t: Techniques, loss: str, device: str, sample: str, devices: int = 1, tensor_parallel: int = 1
+) -> str:
     """The lines of a training loop with these techniques.
 
     loss: the expression for the loss of ``batch``. sample: what a batch consists of, "sequence" or "example".
@@ -38,6 +40,11 @@ def training_loop(t: Techniques, loss: str, device: str, sample: str, devices: i
             f"# torchrun --nproc-per-node {devices}; blocks: the model's, such as model.model.layers",
             "for module in (*blocks, model):",
             "    torch.distributed.fsdp.fully_shard(module)",
+        ]
+    if tensor_parallel > 1:
+        set_up += [
+            f"# torchrun --nproc-per-node {tensor_parallel}; model: from transformers' from_pretrained, given",
+            '# distributed_config=transformers.distributed.DistributedConfig(tp_plan="auto")',
         ]
     set_up.append(_optimizer_line(t))
     if scaled:

@@ -20,6 +20,7 @@ from ..compiled.blocks import is_compiled
 from ..optim.dtensor.shards import is_dtensor
 from ..options import not_allowed
 from .inputs import Inputs, is_language_model, text_config
+from .tensor_parallel import parallelize
 
 SEQ_LEN = 2048  # tokens, where nothing is said and the model has as many positions
 Batch = dict[str, Any] | tuple[Any, ...]
@@ -117,6 +118,8 @@ class Configured:
     seq_len: int
     loss: Loss = model_output_loss
     padded: bool = False
+    tensor_parallel: int = 1
+    """Devices that share the layers of transformers' ``tp_plan``."""
 
     @property
     def loss_code(self) -> str:
@@ -145,6 +148,8 @@ class Configured:
         """
         with _disable_current_modes(), torch.device("meta"):
             model = self.build(dtype)
+            if self.tensor_parallel > 1:
+                parallelize(model, self.tensor_parallel)
         made: dict[int, Tensor] = {}
         for module in model.modules():
             owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
@@ -199,7 +204,8 @@ class Configured:
         if heads is None or width is None or self.depth is None:
             return 0.0
         width = heads * (getattr(self.config, "head_dim", None) or width // heads)
-        return self.depth * width * (2.0 if self.is_language_model else 4.0)  # half of it is masked
+        half = 2.0 if self.is_language_model else 4.0  # half of it is masked
+        return self.depth * width * half / self.tensor_parallel
 
     @property
     def takes_images(self) -> bool:
@@ -380,7 +386,7 @@ def _check_module(model: nn.Module) -> None:
         allowed = "a module before it is compiled: techniques with compile=True count that"
         raise not_allowed("model", name, allowed)
     if any(map(is_dtensor, model.parameters())):
-        allowed = "a module before fully_shard (devices= counts it) and before parallelize_module, which is not counted"
+        allowed = "a module before fully_shard (devices= counts it) and parallelize_module (tensor_parallel= counts it)"
         raise not_allowed("model", f"{name} with parameters that are DTensors", allowed)
 
 

@@ -29,7 +29,7 @@ class Plan:
     host_memory: the limit on the host, if there is one. link: bytes per second between host and device. ways: the
     fastest that fits with each of the ways of saving less for the backward pass, None where nothing does. ruled_out:
     the rows of techniques with which the model's step raises, with the error. devices: how many share the model
-    (``fully_shard``); bytes are those of one.
+    (``fully_shard``). tensor_parallel: how many share its layers. Bytes are those of one.
     """
 
     model: str
@@ -50,6 +50,7 @@ class Plan:
     ways: dict[str, Prediction | None] = dataclasses.field(default_factory=dict)
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
     devices: int = 1
+    tensor_parallel: int = 1
 
     @property
     def fits(self) -> bool:
@@ -83,7 +84,7 @@ class Plan:
     def code(self) -> str:
         """The lines that do what is recommended (or what is smallest, where nothing fits) in a loop of one's own."""
         techniques = (self.recommended or self.together).techniques
-        return training_loop(techniques, self.loss, self.device, _sample(self), self.devices)
+        return training_loop(techniques, self.loss, self.device, _sample(self), self.devices, self.tensor_parallel)
 
     def __str__(self) -> str:
         return text(self)
@@ -143,6 +144,8 @@ def _length(plan: Plan) -> str:
 
 
 def _shards(plan: Plan) -> str:
+    if plan.tensor_parallel > 1:
+        return f"on each of {plan.tensor_parallel} devices with tensor parallelism; "
     return f"on each of {plan.devices} devices with fully_shard; " if plan.devices > 1 else ""
 
 

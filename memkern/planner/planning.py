@@ -86,6 +86,7 @@ def plan(
     host_memory: int | str | None = None,
     link: str | None = None,
     devices: int = 1,
+    tensor_parallel: int = 1,
     attention_mask: bool = False,
     cache: bool = True,
 ) -> Plan:
@@ -120,6 +121,9 @@ def plan(
             the model, or HSDP with so many in a group. Bytes are those of the one with the largest shards, with the
             blocks that are gathered meanwhile; ``batch_size`` is of each device. Times are without the collectives.
             Techniques are then chosen among those that ``fully_shard`` is counted with (``UNSHARDED`` has the others).
+        tensor_parallel: how many devices share the layers of transformers' ``tp_plan`` (column-wise, row-wise; torch's
+            DTensor). Bytes and operations are those of one, which has the same ``batch_size`` as all of them. For
+            configurations whose model has a plan, and without ``devices``.
         attention_mask: whether sequences end in padding, which a mask tells: for configurations that take tokens. Most
             attention then reads a mask of seq_len x seq_len for each sequence.
         cache: plans of configurations are kept in the user's cache folder (``XDG_CACHE_HOME``, ~/.cache), and read
@@ -138,24 +142,20 @@ def plan(
             failed = error
     from . import cache as kept
     from .models import resolve
+    from .tensor_parallel import shared_by
 
     limit = parse_memory(memory)
     if device not in DEFAULTS:
         raise not_allowed("device", device, "cuda or cpu")
-    for name, value, check in (
-        ("batch_size", batch_size, at_least(1)),
-        ("clip", clip, NOT_NEGATIVE),
-        ("devices", devices, at_least(1)),
-    ):
-        if not check.holds(value):
-            raise not_allowed(name, value, check.words)
-    given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
-    _check_given(given)
-    if devices > 1:
-        given = _sharded(given)
+    _check_numbers(batch_size=batch_size, devices=devices, tensor_parallel=tensor_parallel)
+    if not NOT_NEGATIVE.holds(clip):
+        raise not_allowed("clip", clip, NOT_NEGATIVE.words)
+    given = _given(techniques, devices, tensor_parallel)
     speeds = _speeds(hardware or default(device), link)
     on_host = None if host_memory is None else parse_memory(host_memory, "host_memory")
     source = resolve(model, seq_len, inputs, loss, dropout, attention_mask)
+    if tensor_parallel > 1:
+        source = shared_by(source, tensor_parallel)
     arguments: dict[str, Any] = {
         "source": source, "memory": limit, "device": device, "given": given, "batch_size": batch_size,
         "clip": clip, "hardware": speeds, "host_memory": on_host, "devices": devices,
@@ -194,6 +194,24 @@ def _counted_on(device: str) -> str:
     return "cuda" if torch.cuda.is_available() or fake_cuda.is_possible() else ON_CPU_TENSORS
 
 
+def _check_numbers(**numbers: Any) -> None:
+    whole = at_least(1)
+    for name, value in numbers.items():
+        if not whole.holds(value):
+            raise not_allowed(name, value, whole.words)
+
+
+def _given(techniques: Any, devices: int, tensor_parallel: int) -> dict[str, Any]:
+    """The techniques that are given, and those that several devices leave as they are."""
+    given = dataclasses.asdict(techniques) if isinstance(techniques, Techniques) else dict(techniques or {})
+    _check_given(given)
+    if devices > 1 and tensor_parallel > 1:
+        raise not_allowed("tensor_parallel", tensor_parallel, "1 with devices above 1: both together are not counted")
+    if max(devices, tensor_parallel) > 1:
+        return _sharded(given, "devices" if devices > 1 else "tensor_parallel")
+    return given
+
+
 def _check_given(given: Mapping[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(Techniques)]
     for name in given:
@@ -205,15 +223,17 @@ def _check_given(given: Mapping[str, Any]) -> None:
     Techniques(**needed | dict(given))
 
 
-def _sharded(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, and the techniques that are not counted with shards as they are."""
+def _sharded(given: Mapping[str, Any], by: str) -> dict[str, Any]:
+    """What is given, and the techniques that are not counted with shards as they are. by: the argument for those."""
     for name, plain in UNSHARDED.items():
         if given.get(name, plain) != plain:
-            raise not_allowed(name, given[name], f"{plain!r} with devices above 1")
+            raise not_allowed(name, given[name], f"{plain!r} with {by} above 1")
     if given.get("checkpointing") == "sqrt":  # one block calls the forward methods of others, past their hooks
-        raise not_allowed("checkpointing", "sqrt", "'blocks' with devices above 1")
+        raise not_allowed("checkpointing", "sqrt", f"'blocks' with {by} above 1")
     if given.get("optimizer") == "muon":
-        raise not_allowed("optimizer", "muon", "one whose step needs no other device's shards, with devices above 1")
+        raise not_allowed("optimizer", "muon", f"one whose step needs no other device's shards, with {by} above 1")
+    if by == "tensor_parallel" and given.get("linear_share") is not None:
+        raise not_allowed("linear_share", given["linear_share"], f"None with {by} above 1")
     return UNSHARDED | dict(given)
 
 
@@ -256,7 +276,10 @@ def _alone(predictor: Predictor, rows: dict[str, dict[str, Any]]) -> tuple[dict[
         if {"offload", "offload_saved", "weights_on_host"} & changes.keys() and predictor.device == "cpu":
             continue
         is_counted = not UNSHARDED.keys() & changes.keys() and changes.get("checkpointing") != "sqrt"
-        if predictor.devices > 1 and not is_counted:
+        is_parallel = getattr(predictor.source, "tensor_parallel", 1) > 1
+        if (predictor.devices > 1 or is_parallel) and not is_counted:
+            continue
+        if is_parallel and "linear_share" in changes:
             continue
         try:
             alone[name] = predictor.predict(Techniques(micro_batch=predictor.least_batch, **changes))
@@ -304,9 +327,13 @@ def _planned(
             micro = max(size for size in range(1, largest + 1) if batch_size % size == 0)
             more = best.techniques.replace(micro_batch=micro, accumulation=batch_size // micro)
             best = predictor.predict(more)
+    shared = getattr(source, "tensor_parallel", 1)
+    whole = predictor
+    if shared > 1:
+        whole = Predictor(dataclasses.replace(source, tensor_parallel=1), device, counted_on, hardware)
     return Plan(
         source.name,
-        predictor.fixed(Techniques()).count,
+        whole.fixed(Techniques()).count,
         device,
         source.tokens,
         memory,
@@ -323,4 +350,5 @@ def _planned(
         {} if device == "cpu" or plain.peak <= limit else chooser.fastest_of_each(limit),
         ruled_out,
         devices,
+        shared,
     )

@@ -107,6 +107,7 @@ class Predictor:
         self._traces = cached(fake_step.traces)
         self._least_trace = cached(fake_step.least_trace)
         self._fixed = cached(functools.partial(fake_step.fixed, devices=devices))
+        self._found_peaks: dict[Any, Any] = {}
         self.predict = functools.cache(self._predict)
 
     def traces(self, techniques: Techniques) -> Any:
@@ -127,11 +128,26 @@ class Predictor:
         )
 
     def runs(self, techniques: Techniques) -> bool:
-        """Whether a step with these techniques can be traced."""
+        """Whether a step with these techniques can be traced. Few blocks tell where the trace of all takes long."""
         with contextlib.suppress(NotTraced):
-            self.traces(techniques)
+            if not self._needs_all_blocks(techniques) or self._trace_of_few(techniques) is None:
+                self.traces(techniques)
             return True
         return False
+
+    def _needs_all_blocks(self, techniques: Techniques) -> bool:
+        """Whether the order in which saved tensors leave depends on all blocks, whose trace takes long."""
+        return techniques.offload_saved and not techniques.checkpointing and self.device != "cpu"
+
+    def _trace_of_few(self, techniques: Techniques) -> Any:
+        """See :func:`memkern.planner.fake_step.least_trace`. Raises NotTraced where the model's own code raises."""
+        return checked(self._least_trace(self._traced(techniques)))
+
+    def least_peak(self, techniques: Techniques) -> int:
+        """The peak; a lower bound of it, from few blocks, where the trace of all blocks takes long."""
+        if self._needs_all_blocks(techniques) and (trace := self._trace_of_few(techniques)) is not None:
+            return max(sum(row.values()) for row in self._rows(techniques, [trace], 0).values())
+        return self.predict(techniques).peak
 
     @functools.cached_property
     def least_batch(self) -> int:
@@ -192,24 +208,13 @@ class Predictor:
         return any(True for _ in block_lists(model))
 
     def may_fit(self, techniques: Techniques, memory: int) -> bool:
-        """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do.
-
-        Few blocks are traced where saved tensors leave: their order depends on all, whose trace takes long.
-        """
+        """False where few blocks need more than ``memory``, or fewer sequences where those of plain training do."""
         least = techniques.replace(micro_batch=min(techniques.micro_batch, self.least_batch))
         nothing: dict[str, Any] = dict.fromkeys(SAVING_LESS)
         plain = least.replace(**nothing, offload_saved=False)
         sizes = [techniques] if self.predict(plain).peak <= memory else list({least: None, techniques: None})
-        leaves = techniques.offload_saved and not techniques.checkpointing and self.device != "cpu"
-        for each in sizes:
-            if leaves:
-                trace = checked(self._least_trace(self._traced(each)))
-                rows = {} if trace is None else self._rows(each, [trace], 0)
-                if any(sum(row.values()) > memory for row in rows.values()):
-                    return False
-            elif each is not techniques and self.predict(each).peak > memory:
-                return False
-        return True
+        needs_all = self._needs_all_blocks(techniques)
+        return not any(self.least_peak(each) > memory for each in sizes if needs_all or each is not techniques)
 
     def _streams(self, techniques: Techniques) -> bool:
         """Whether the weights are not on the device."""
@@ -328,28 +333,29 @@ class Predictor:
             step=step_bytes(fixed.parameters, fixed.optimizer + fixed.errors),
         )
 
-    def _peaks(
-        self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool
-    ) -> dict[str, dict[str, int]]:
+    def _peaks(self, techniques: Techniques, traces: Sequence[Any], more: int, free_gradients: bool) -> Any:
         """The peak of each pass, with what is gathered, or brought, where a device has not all weights."""
         from .shards import Groups
         from .streamed import Streamed
         from .trace import peaks
 
         fixed = self.fixed(techniques)
-        beside = Groups(fixed.root, fixed.block, HELD[self.device]).gathered if self.devices > 1 else None
+        held: Any = Groups(fixed.root, fixed.block, HELD[self.device]) if self.devices > 1 else None
         if techniques.weights_on_host:
             root = fixed.root - fixed.first - fixed.last
-            beside = Streamed(fixed.first, fixed.block, fixed.last, root, fixed.tensor).brought
-        return peaks(
-            traces,
-            more,
-            free_gradients=free_gradients,
-            unit=UNIT[self.device],
-            devices=self.devices,
-            streamed=bool(techniques.weights_on_host),
-            beside=beside,
-        )
+            held = Streamed(fixed.first, fixed.block, fixed.last, root, fixed.tensor)
+        key = (tuple(map(id, traces)), more, free_gradients, held)  # the traces are kept
+        if key not in self._found_peaks:
+            self._found_peaks[key] = peaks(
+                traces,
+                more,
+                free_gradients=free_gradients,
+                unit=UNIT[self.device],
+                devices=self.devices,
+                streamed=bool(techniques.weights_on_host),
+                beside=held and held.beside,
+            )
+        return self._found_peaks[key]
 
     def seconds(self, techniques: Techniques, left: int = 0) -> float:
         """Seconds of a step. left: bytes that leave the device; without them a lower bound."""

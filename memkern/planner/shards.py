@@ -23,7 +23,7 @@ class Groups:
     """Buffers of a block's size that collectives have not let go of in its backward pass: gloo's threads hold what was
     gathered and a copy of what is reduced."""
 
-    def gathered(self, trace: Trace) -> list[int]:
+    def beside(self, trace: Trace) -> list[int]:
         """Bytes beside the shards, at the beginning and after each operator of a step.
 
         A block's forward pass has the block, and the buffer that it was gathered in, which is freed when the next block

@@ -27,7 +27,7 @@ class Streamed:
     root: int = 0
     tensor: int = 0
 
-    def brought(self, trace: Trace) -> list[int]:
+    def beside(self, trace: Trace) -> list[int]:
         """Bytes beside the trace's storages, at the beginning and after each operator of a step.
 
         When a group begins, the next one is brought: its weights, and beside them a copy of one tensor at a time. The

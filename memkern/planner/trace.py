@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,7 @@ class Trace:
     def end(self) -> int:
         return len(self.operators)
 
-    @property
+    @functools.cached_property
     def saved(self) -> int:
         """Bytes alive between the passes."""
         return sum(s.size for s in self.storages if self._is_saved(s))

@@ -67,13 +67,13 @@ def test_what_is_brought_in_each_part_of_a_step() -> None:
     groups = Streamed(first=1000, block=10, last=100, root=1, tensor=2)
     forward = [2001, 1013, 23, 21, 211, 111, 101, 101]
     backward = [221, 221, 221, 41, 41, 1011, 1011]
-    assert groups.brought(trace) == forward + backward
-    assert set(groups.brought(Trace([], {}, operators, 7))) == {5001}
+    assert groups.beside(trace) == forward + backward
+    assert set(groups.beside(Trace([], {}, operators, 7))) == {5001}
 
 
 def test_tied_weights_are_the_root_s_and_the_last_block_stays() -> None:
     trace = Trace([], {}, [("op",)] * 8, 4, blocks=((0, 8), (2, 6)))
-    assert Streamed(block=10, root=100, tensor=2).brought(trace) == [100, 122, 120, 110, 110, 120, 140, 140, 140]
+    assert Streamed(block=10, root=100, tensor=2).beside(trace) == [100, 122, 120, 110, 110, 120, 140, 140, 140]
 
 
 def test_the_device_has_no_weights_states_or_errors_and_the_host_has_all() -> None:
