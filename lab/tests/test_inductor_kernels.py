@@ -22,7 +22,9 @@ from tests.support.values import hostile
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(not fake_cuda.is_possible(), reason="needs a C++ compiler, and a torch built without GPUs"),
+    pytest.mark.skipif(
+        not fake_cuda.is_possible(), reason="fake CUDA is for a torch built without GPUs, with a C++ compiler"
+    ),
     pytest.mark.skipif(triton_ptx.missing() is not None, reason=str(triton_ptx.missing())),
 ]
 BLOCK = 128
@@ -38,10 +40,9 @@ def _unsigned(x: Tensor) -> tuple[Tensor, ...]:
     return fused.encode(x, False, BLOCK)
 
 
-def _decoded(codes: Tensor, unit: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Also where a sum follows, which must not become a fused multiply-add."""
-    x = fused.decode(codes, unit, BLOCK, y.dtype)
-    return x, x + y
+def _decoded(codes: Tensor, unit: Tensor, y: Tensor) -> Tensor:
+    """A sum follows, which must not become a fused multiply-add."""
+    return fused.decode(codes, unit, BLOCK, y.dtype) + y
 
 
 def _activation(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -112,7 +113,8 @@ def test_bits_are_those_of_the_op(
     with mock.patch.object(triton_ptx, "ARCHITECTURE", architecture), triton_ptx.emulated():
         found, unit = inductor_kernels.run(programs[_encoded(dtype, signed)], x)
         decode = programs["decoded" if signed else "decoded, unsigned"]
-        decoded, total = inductor_kernels.run(decode, found, unit, y)
+        [total] = inductor_kernels.run(decode, found, unit, y)
+        [decoded] = inductor_kernels.run(decode, found, unit, torch.full_like(y, -0.0))
     assert torch.equal(found, codes)
     assert _same(decoded, expected)
     assert _same(total, expected + y)
