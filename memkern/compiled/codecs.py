@@ -1,4 +1,8 @@
-"""Codecs as nodes of a graph: the formulas of :mod:`memkern.saved`, traced."""
+"""Codecs as nodes of a graph: the formulas of :mod:`memkern.saved`, traced.
+
+The power codec is an op of memkern's, or torch's operations that Inductor compiles into one kernel with what is before
+and after (:mod:`memkern.compiled.fused`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from ..quant.layout import is_dense
 from ..saved.bounded import LIMITS
 from ..saved.codecs import BLOCK_SIZE
 from ..saved.rules import POWER, PROBABILITY, TANH, UNSIGNED
+from . import fused
 from .nodes import value
 from .torch_internals import (
     detect_fake_mode,
@@ -22,6 +27,20 @@ from .torch_internals import (
     make_fx,
     select_decomp_table,
 )
+
+BACKENDS = ("ops", "inductor")
+
+
+def check_backend(name: str | None) -> None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"codec_backend must be one of {BACKENDS} or None, got {name!r}")
+
+
+def backend_for(x: Tensor, name: str | None) -> str:
+    """What encodes and decodes a tensor: what is asked for or is the device's default, where it is possible."""
+    if name is None:
+        name = "inductor" if x.device.type == "cuda" and torch.version.hip is None else "ops"
+    return name if name == "ops" or (_can_be_in_blocks(x) and fused.is_possible(x, BLOCK_SIZE)) else "ops"
 
 
 class Codec(NamedTuple):
@@ -32,19 +51,23 @@ class Codec(NamedTuple):
     bytes: float
 
 
-def _power(signed: bool) -> Codec:
+def _power(signed: bool, backend: str) -> Codec:
     def encode(x: Tensor) -> tuple[Tensor, ...]:
+        if backend == "inductor":
+            return fused.encode(x, signed, BLOCK_SIZE)
         return _ops.quantize_blockwise(x, "power", signed, BLOCK_SIZE, None, mark_nonfinite=True)
 
     def decode(data: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        if backend == "inductor":
+            return fused.decode(data[0], data[1], BLOCK_SIZE, dtype)
         return _ops.dequantize_blockwise(data[0], data[1], "power", BLOCK_SIZE, dtype)
 
     return Codec(encode, decode, 1.03)
 
 
-def _distance(name: str) -> Codec:
+def _distance(name: str, backend: str) -> Codec:
     limits = LIMITS[name]
-    power = _power(signed=False)
+    power = _power(False, backend)
 
     def encode(x: Tensor) -> tuple[Tensor, ...]:
         return (*power.encode(limits.root(x.float())), _ops.few_bit_encode(x, limits.sides))
@@ -55,12 +78,16 @@ def _distance(name: str) -> Codec:
     return Codec(encode, decode, power.bytes + limits.sides.bits / 8)
 
 
-CODECS = {
-    POWER: _power(signed=True),
-    UNSIGNED: _power(signed=False),
-    PROBABILITY: _distance(PROBABILITY),
-    TANH: _distance(TANH),
-}
+def _codecs(backend: str) -> dict[str, Codec]:
+    return {
+        POWER: _power(True, backend),
+        UNSIGNED: _power(False, backend),
+        PROBABILITY: _distance(PROBABILITY, backend),
+        TANH: _distance(TANH, backend),
+    }
+
+
+CODECS = {backend: _codecs(backend) for backend in BACKENDS}
 
 DISTANCES = {PROBABILITY, TANH}
 
@@ -80,7 +107,7 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
     assert fake is not None
     with fake, torch.no_grad():
         traced = make_fx(
-            torch.func.functionalize(function, remove="mutations_and_views"),
+            torch.func.functionalize(function, remove="mutations"),
             decomposition_table=select_decomp_table(),  # Inductor refuses an operation that it would have decomposed
             tracing_mode="symbolic",
         )(*values)
@@ -104,8 +131,8 @@ def inline(graph: fx.Graph, function: Callable[..., Any], *nodes: fx.Node) -> An
     raise AssertionError("a graph without an output")
 
 
-def encode(graph: fx.Graph, x: fx.Node, codec: str) -> tuple[fx.Node, ...]:
-    function: Callable[[Tensor], tuple[Tensor, ...]] = CODECS[codec].encode
+def encode(graph: fx.Graph, x: fx.Node, codec: str, backend: str) -> tuple[fx.Node, ...]:
+    function: Callable[[Tensor], tuple[Tensor, ...]] = CODECS[backend][codec].encode
     if not _can_be_in_blocks(value(x)):
         function = functools.partial(_of_copy, function)
     return tuple(inline(graph, lambda y: tuple(function(y)), x))
@@ -115,5 +142,5 @@ def _of_copy(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tup
     return function(x.clone(memory_format=torch.contiguous_format))
 
 
-def decode(graph: fx.Graph, data: Sequence[fx.Node], codec: str, dtype: torch.dtype) -> fx.Node:
-    return inline(graph, lambda *parts: CODECS[codec].decode(parts, dtype), *data)
+def decode(graph: fx.Graph, data: Sequence[fx.Node], codec: str, backend: str, dtype: torch.dtype) -> fx.Node:
+    return inline(graph, lambda *parts: CODECS[backend][codec].decode(parts, dtype), *data)

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 FIRST_VERSION = "2.11"
 """Where this has been tested: what nodes of joint graphs carry is not promised either."""
-_OURS = ("saved_bits", "memory_budget", "activations", "custom_partitioner_fn")
+_OURS = ("saved_bits", "memory_budget", "activations", "codec_backend", "custom_partitioner_fn")
 """Options that make the partitioner, or are it."""
 
 
@@ -21,6 +21,7 @@ def compile(
     saved_bits: int | str = "exact",
     memory_budget: float | int | None = None,
     activations: int | None = None,
+    codec_backend: str | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """``torch.compile(model, ...)`` whose backward pass needs less memory.
@@ -37,18 +38,22 @@ def compile(
         alone, as many bits for each element, as with the modules of :mod:`memkern.nn`. Where the gradient of the next
         layer's weights needs the input as well, the derivative costs nothing; so this is for frozen layers, as with
         LoRA.
+    codec_backend: what computes 8-bit codes: ``"ops"``, memkern's kernels; ``"inductor"``, operations of torch that
+        Inductor compiles into the kernels before and after, so that a GPU reads no tensor once more; the same codes.
+        None: ``"inductor"`` on NVIDIA's GPUs and ``"ops"`` elsewhere. Tensors whose last block is not full have ops.
     options: of :func:`torch.compile`, but for ``backend``, which is Inductor. What takes only a backend's name:
         ``torch.compile(model, backend="memkern")``, or ``"memkern_8bit"``.
 
-    Raises ValueError for other bits, budgets, activations, a backend or another partitioner, RuntimeError where torch's
-    Inductor takes no partitioner.
+    Raises ValueError for other bits, budgets, activations, codec backends, a backend or another partitioner,
+    RuntimeError where torch's Inductor takes no partitioner.
     """
     if options.pop("backend", "inductor") != "inductor":
         raise ValueError("memkern.compile has Inductor as its backend; for others, use torch.compile")
     given = options.pop("options", None) or {}
     if both := sorted({*given} & {*_OURS}):
         raise ValueError(f"options must not have {both[0]!r}: memkern.compile has arguments for what is saved")
-    of_inductor = _options_of_inductor(given, options.pop("mode", None), saved_bits, memory_budget, activations)
+    partitioner = (saved_bits, memory_budget, activations, codec_backend)
+    of_inductor = _options_of_inductor(given, options.pop("mode", None), *partitioner)
     return torch.compile(model, options=of_inductor, **options)
 
 
@@ -58,6 +63,7 @@ def _options_of_inductor(
     saved_bits: int | str,
     memory_budget: float | int | None,
     activations: int | None,
+    codec_backend: str | None,
 ) -> dict[str, Any]:
     """Inductor's options of a mode, those ``given``, and the partitioner."""
     if TorchVersion(torch.__version__) < FIRST_VERSION:
@@ -70,14 +76,19 @@ def _options_of_inductor(
             f"memkern.compile has not been tried with torch {torch.__version__}, which lacks what it needs: {error}"
         ) from error
     of_mode = {} if mode is None else torch_internals.list_mode_options(mode)  # torch takes a mode or options
-    return {**of_mode, **given, "custom_partitioner_fn": Partitioner(saved_bits, memory_budget, activations)}
+    return {
+        **of_mode,
+        **given,
+        "custom_partitioner_fn": Partitioner(saved_bits, memory_budget, activations, codec_backend),
+    }
 
 
 class Backend:
     """A backend of torch.compile by its name, for what takes no other: Inductor with memkern's partitioner.
 
     ``torch.compile(model, backend="memkern")`` is ``memkern.compile(model)``, ``backend="memkern_8bit"`` has
-    ``saved_bits=8``. ``options`` may have ``saved_bits``, ``memory_budget`` and ``activations`` beside Inductor's.
+    ``saved_bits=8``. ``options`` may have ``saved_bits``, ``memory_budget``, ``activations`` and ``codec_backend``
+    beside Inductor's.
     """
 
     def __init__(self, name: str, saved_bits: int | str) -> None:
@@ -96,7 +107,8 @@ class Backend:
             raise ValueError(f"options must not have 'custom_partitioner_fn': backend {self.__name__!r} has its own")
         saved_bits = given.pop("saved_bits", self.saved_bits)
         budget, activations = given.pop("memory_budget", None), given.pop("activations", None)
-        options = _options_of_inductor(given, mode, saved_bits, budget, activations)
+        codec_backend = given.pop("codec_backend", None)
+        options = _options_of_inductor(given, mode, saved_bits, budget, activations, codec_backend)
         return self._inductor(options)(graph, example_inputs)
 
     def reset(self) -> None:

@@ -44,7 +44,7 @@ class Partitioner(CustomPartitionerFn):
     """What a compiled model saves: ``torch.compile(model, options={"custom_partitioner_fn": Partitioner(8)})``.
 
     bits: 8, or "exact", which rounds nothing: elementwise operations before a product are computed again.
-    memory_budget, activations: as of :func:`memkern.compile`.
+    memory_budget, activations, codec_backend: as of :func:`memkern.compile`.
     """
 
     def __init__(
@@ -52,12 +52,15 @@ class Partitioner(CustomPartitionerFn):
         bits: int | str = "exact",
         memory_budget: float | int | None = None,
         activations: int | None = None,
+        codec_backend: str | None = None,
     ) -> None:
         if bits is None or bits not in SAVED_BITS:
             raise ValueError(f"saved_bits must be 8 or 'exact', got {bits!r}")
         budgets.check(memory_budget)
         few_bit.check(activations)
+        codecs.check_backend(codec_backend)
         self.bits, self.memory_budget, self.activations = bits, memory_budget, activations
+        self.codec_backend = codec_backend
 
     def uuid(self) -> Any:
         """Of memkern's sources and the options: torch's cache has no graph for others."""
@@ -65,9 +68,8 @@ class Partitioner(CustomPartitionerFn):
         sources = sorted(
             path for name in ("compiled", "saved", "quant", "fewbit") for path in (package / name).glob("*.py")
         )
-        return get_hash_for_files(
-            tuple(map(str, sources)), f"{__version__} {self.bits} {self.memory_budget} {self.activations}"
-        )
+        options = f"{self.bits} {self.memory_budget} {self.activations} {self.codec_backend}"
+        return get_hash_for_files(tuple(map(str, sources)), f"{__version__} {options}")
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         operations = Operations(gm.graph)
@@ -86,7 +88,7 @@ class Partitioner(CustomPartitionerFn):
             _Saved(fw, bw, kwargs["num_fwd_outputs"], operations).derive(self.activations)
         saved = _Saved(fw, bw, kwargs["num_fwd_outputs"], operations)
         if choice.coded:
-            saved.encode(choice.limit)
+            saved.encode(choice.limit, self.codec_backend)
         if choice.limit is not None and (left := saved.bytes()) > choice.limit + _WORTH_A_WARNING:
             warnings.warn(
                 f"a compiled graph saves {left:,} bytes, and not the {choice.limit:,} of"
@@ -143,13 +145,13 @@ class _Saved:
             self.pairs[codes] = [(codes, holder)]
         self._rebuild()
 
-    def encode(self, limit: int | None = None) -> None:
+    def encode(self, limit: int | None, codec_backend: str | None) -> None:
         """Codes in place of all values that may be coded, or of as many as it takes until so many bytes are left."""
         left = self.bytes()
         for first, members, codec in self._candidates(in_order=limit is not None):
             if limit is not None and left <= limit:
                 break
-            left += self._encode(first, members, codec)
+            left += self._encode(first, members, codec, codecs.backend_for(value(first), codec_backend))
         for node in list(self.bw.graph.nodes):
             if self.operations.of(node).name in FORWARD and node in self.rules.gradients.nodes:
                 self._run_again(node)
@@ -193,18 +195,20 @@ class _Saved:
             for user in node.users
         )
 
-    def _encode(self, first: fx.Node, members: list[fx.Node], codec: str) -> int:
+    def _encode(self, first: fx.Node, members: list[fx.Node], codec: str, backend: str) -> int:
         """Saves codes of a value in place of the views of it that are saved. The change in bytes, which is negative."""
         with self.fw.graph.inserting_before(first.next):
-            data = codecs.encode(self.fw.graph, first, codec)
+            data = codecs.encode(self.fw.graph, first, codec, backend)
         for node in data:
             if "saved_tensor_with_no_vc_check" in members[0].meta:
                 node.meta["saved_tensor_with_no_vc_check"] = members[0].meta["saved_tensor_with_no_vc_check"]
-        new = self._decode(first, members, data, codec)
+        new = self._decode(first, members, data, codec, backend)
         self.pairs |= {members[0]: list(zip(data, new, strict=True))} | {m: [] for m in members[1:]}
         return size_of(data) - size_of([first])
 
-    def _decode(self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str) -> list[fx.Node]:
+    def _decode(
+        self, first: fx.Node, members: list[fx.Node], data: tuple[fx.Node, ...], codec: str, backend: str
+    ) -> list[fx.Node]:
         graph, holders = self.bw.graph, [self.holders[m.name] for m in members]
         with graph.inserting_before(holders[0]):
             new = []
@@ -213,7 +217,7 @@ class _Saved:
                 holder.meta.update(node.meta)
                 new.append(holder)
         with graph.inserting_before(min(u for h in holders for u in h.users)):
-            x = codecs.decode(graph, new, codec, value(first).dtype)
+            x = codecs.decode(graph, new, codec, backend, value(first).dtype)
             self.decoded.add(x)
             for member, holder in zip(members, holders, strict=True):
                 y, chain = x, views(member)

@@ -18,6 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._prims_common import is_contiguous_or_false
 from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 if not hasattr(inductor_config, "custom_partitioner_fn"):
     raise ImportError("torch._inductor.config has no custom_partitioner_fn")
@@ -37,4 +38,5 @@ __all__ = [
     "must_recompute",
     "partitioners",
     "select_decomp_table",
+    "statically_known_true",
 ]

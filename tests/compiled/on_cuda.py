@@ -57,15 +57,20 @@ def _computed(graph: fx.Graph, kind: str) -> int:
     return sum(f"{kind}_attention.default" in str(node.target) for node in graph.nodes)
 
 
+def _is_op_of_memkern(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "memkern"
+
+
 def graphs(kernel: str, bits: Any, dropout: float = 0.0) -> dict[str, Any]:
     """saved: the kinds of what is saved of what is computed, with their bytes. again: attention's forward passes in the
-    backward graph.
+    backward graph. ops: memkern's own that are called.
     """
     torch._dynamo.reset()
     found: dict[str, Any] = {"saved": {}}
 
     def look(fw: fx.GraphModule, bw: fx.GraphModule, returned: int) -> None:
         found["again"] = _computed(bw.graph, kernel)
+        found["ops"] = sorted(str(n.target) for g in (fw, bw) for n in g.graph.nodes if _is_op_of_memkern(n))
         for node in fw.graph.output_node().args[0][returned:]:  # type: ignore[index]
             x = node.meta["val"]
             if node.op == "call_function" and isinstance(x, Tensor):

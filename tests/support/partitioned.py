@@ -24,6 +24,7 @@ def backend(
     look: Look | None = None,
     memory_budget: float | int | None = None,
     activations: int | None = None,
+    codec_backend: str | None = None,
 ) -> Callable[..., Any]:
     """Inductor's decompositions and a partitioner, torch's own for None; the graphs run operation by operation.
 
@@ -35,7 +36,7 @@ def backend(
         return make_boxed_func(graph.forward)
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        ours = Partitioner(bits, memory_budget, activations) if bits is not None else None
+        ours = Partitioner(bits, memory_budget, activations, codec_backend) if bits is not None else None
         cut = ours or min_cut_rematerialization_partition
         known = {node.target for node in joint.graph.nodes}
         fw, bw = cut(joint, inputs, **kwargs)

@@ -1,0 +1,144 @@
+"""What Inductor writes for a GPU, without one: the source of its Triton kernels, to be compiled and run elsewhere.
+
+:func:`source` needs a process with fake CUDA (memkern.planner.fake_cuda). The kernels of its result run on CPU tensors
+inside of ``lab.emulators.triton_ptx.emulated()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import tempfile
+import textwrap
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+_H100 = {
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+}
+
+
+def source(function: Callable[..., Any], inputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """The program that Inductor makes of a function of CUDA tensors of these shapes and dtypes."""
+    import torch._inductor.scheduler as scheduler
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from memkern.compiled.torch_internals import make_fx, select_decomp_table
+
+    # AssertionError and calls of a driver, wherever Inductor asks for a GPU
+    patches = [
+        mock.patch.object(DeviceProperties, "create", lambda device: _properties() if device.type == "cuda" else None),
+        mock.patch.object(scheduler, "has_triton", return_value=True),
+        mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(**_H100)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        fake = FakeTensorMode()
+        with fake:
+            given = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in inputs]
+            functional = torch.func.functionalize(function, remove="mutations")
+            module = make_fx(functional, decomposition_table=select_decomp_table())(*given)
+        module.graph.eliminate_dead_code()
+        graph = GraphLowering(module, example_inputs=given)
+        for handler in (tracing(TracingContext(fake)), V.set_fake_mode(fake), V.set_graph_handler(graph)):
+            stack.enter_context(handler)
+        stack.enter_context(V.set_debug_handler(mock.MagicMock()))
+        stack.enter_context(V.set_extern_kernel_nodes([]))
+        graph.run(*given)
+        code = graph.codegen()[0]
+    return str(getattr(code, "value", code))
+
+
+def _properties() -> Any:
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    given = {name: size for name, size in _H100.items() if name != "minor"}
+    return DeviceProperties(type="cuda", index=0, cc=90, **given)
+
+
+def sources(functions: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+    return {name: source(*arguments) for name, arguments in functions.items()}
+
+
+class Kernel(NamedTuple):
+    """name, text: of a Triton function."""
+
+    name: str
+    text: str
+
+    @property
+    def loads(self) -> list[str]:
+        """The pointers that are read, once for each load."""
+        return re.findall(r"tl\.load\((\w+)", self.text)
+
+    @property
+    def stores(self) -> list[str]:
+        return re.findall(r"tl\.store\((\w+)", self.text)
+
+    def function(self) -> Any:
+        """The Triton function, without Inductor's choice of a configuration."""
+        start = self.text.index("@triton.jit")
+        imports = "\n".join(line for line in self.text[:start].splitlines() if re.match(r"(from|import) ", line))
+        text = re.sub(r", eviction_policy='\w+'", "", self.text[start:])  # hints to a cache, unknown to the emulator
+        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:  # Triton reads a function's file
+            file.write(f"{imports}\n\n{text}")
+        spec = importlib.util.spec_from_file_location(self.name, file.name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, self.name)
+
+
+def kernels(program: str) -> list[Kernel]:
+    return [Kernel(*found) for found in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", program, re.S)]
+
+
+class _Launched:
+    """A kernel in the place of Inductor's, which chooses a configuration. For tiles of one dimension."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.function = kernel.function()
+        self.block = 4 if "r0_numel" in kernel.text else 256
+
+    def run(self, *arguments: Any, stream: None) -> None:
+        elements = dict(zip(self.function.arg_names, arguments, strict=False))["xnumel"]
+        grid = (-(-elements // self.block),)
+        self.function[grid](*arguments, XBLOCK=self.block, enable_fp_fusion=True)  # as Inductor has it
+
+
+def run(program: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results of a program for these tensors, which are on the CPU. Inside of ``triton_ptx.emulated()``."""
+    start = program.index("    def call(self, args):")
+    body = textwrap.dedent(program[start : program.index("\nrunner = ")])
+    body = re.sub(r"with torch\.cuda\._DeviceGuard.*:", "if True:", body)
+    body = re.sub(r"^ *(torch\.cuda\.set_device|assert_size_stride).*\n", "", body, flags=re.M)
+    names: dict[str, Any] = {kernel.name: _Launched(kernel) for kernel in kernels(program)}
+    names |= {
+        "torch": torch,
+        "get_raw_stream": lambda _: None,
+        "empty_strided_cuda": lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype),
+        "reinterpret_tensor": torch.as_strided,
+    }
+    exec(body, names)
+    found: tuple[torch.Tensor, ...] = names["call"](None, [*inputs])
+    return found

@@ -1,0 +1,120 @@
+"""Codes in Inductor's kernels for a GPU: what they read, and their bits, of the PTX that Triton makes of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lab.emulators import inductor_kernels, triton_ptx
+from memkern import reference
+from memkern.compiled import fused
+from memkern.planner import fake_cuda
+from memkern.quant.codec import CODECS
+from tests.support.helpers import FLOATS
+from tests.support.values import hostile
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not fake_cuda.is_possible(), reason="fake CUDA is for a torch built without GPUs, with a C++ compiler"
+    ),
+    pytest.mark.skipif(triton_ptx.missing() is not None, reason=str(triton_ptx.missing())),
+]
+BLOCK = 128
+SHAPE = (24, 512)
+POWER = CODECS["power"]
+
+
+def _signed(x: Tensor) -> tuple[Tensor, ...]:
+    return fused.encode(x, True, BLOCK)
+
+
+def _unsigned(x: Tensor) -> tuple[Tensor, ...]:
+    return fused.encode(x, False, BLOCK)
+
+
+def _decoded(codes: Tensor, unit: Tensor, y: Tensor) -> Tensor:
+    """A sum follows, which must not become a fused multiply-add."""
+    return fused.decode(codes, unit, BLOCK, y.dtype) + y
+
+
+def _activation(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    z = x * y + x
+    return F.gelu(z), *fused.encode(z, True, BLOCK)
+
+
+def _transposed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return fused.encode((x + y).transpose(0, 1), True, BLOCK)
+
+
+def _derivative(codes: Tensor, unit: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(y, fused.decode(codes, unit, BLOCK, y.dtype))
+
+
+def _encoded(dtype: torch.dtype, signed: bool) -> str:
+    return f"{'signed' if signed else 'unsigned'}, {dtype}"
+
+
+_UNITS = ((SHAPE[0] * SHAPE[1] // BLOCK,), torch.float32)
+_PAIR = [(SHAPE, torch.float32)] * 2
+PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    **{_encoded(dtype, True): (_signed, [(SHAPE, dtype)]) for dtype in FLOATS},
+    **{_encoded(dtype, False): (_unsigned, [(SHAPE, dtype)]) for dtype in FLOATS},
+    "decoded": (_decoded, [(SHAPE, torch.int8), _UNITS, (SHAPE, torch.float32)]),
+    "decoded, unsigned": (_decoded, [(SHAPE, torch.uint8), _UNITS, (SHAPE, torch.float32)]),
+    "activation": (_activation, _PAIR),
+    "transposed": (_transposed, _PAIR),
+    "derivative": (_derivative, [(SHAPE, torch.int8), _UNITS, (SHAPE, torch.float32)]),
+}
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, str]:
+    found: dict[str, str] = fake_cuda.call(pickle.dumps((inductor_kernels.sources, {"functions": PROGRAMS})))
+    return found
+
+
+@pytest.mark.parametrize("name", ["activation", "transposed"])
+def test_codes_are_made_where_values_are(programs: dict[str, str], name: str) -> None:
+    """One kernel, which reads the operands once and nothing that it has written."""
+    [kernel] = inductor_kernels.kernels(programs[name])
+    assert kernel.loads == ["in_ptr0", "in_ptr1"]
+    assert len(kernel.stores) == (3 if name == "activation" else 2)
+
+
+def test_values_are_decoded_where_they_are_used(programs: dict[str, str]) -> None:
+    [kernel] = inductor_kernels.kernels(programs["derivative"])
+    assert sorted(kernel.loads) == ["in_ptr0", "in_ptr1", "in_ptr2"]
+    assert len(kernel.stores) == 1
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    nan = expected.isnan()
+    number = {4: torch.int32, 2: torch.int16}[expected.element_size()]
+    return torch.equal(found.isnan(), nan) and torch.equal(found[~nan].view(number), expected[~nan].view(number))
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_are_those_of_the_op(
+    programs: dict[str, str], dtype: torch.dtype, signed: bool, architecture: int
+) -> None:
+    x, y = hostile(SHAPE, dtype), torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    codes, scale = reference.quantize_blockwise(x, POWER, signed, BLOCK, None, True)
+    expected = reference.dequantize_blockwise(codes, scale, POWER, BLOCK, torch.float32)
+    with mock.patch.object(triton_ptx, "ARCHITECTURE", architecture), triton_ptx.emulated():
+        found, unit = inductor_kernels.run(programs[_encoded(dtype, signed)], x)
+        decode = programs["decoded" if signed else "decoded, unsigned"]
+        [total] = inductor_kernels.run(decode, found, unit, y)
+        [decoded] = inductor_kernels.run(decode, found, unit, torch.full_like(y, -0.0))
+    assert torch.equal(found, codes)
+    assert _same(decoded, expected)
+    assert _same(total, expected + y)

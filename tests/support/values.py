@@ -1,0 +1,37 @@
+"""Values that codes have most trouble with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def hostile(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Blocks of 128, in turn: usual, over many magnitudes, of any bits, of finite ones, denormal, tiny, huge, with few
+    values that are not 0, zero of both signs, with one NaN, with one infinity, equal.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() // 128
+    normal = torch.randn(count, 128, generator=generator)
+    bits = torch.randint(-(2**31), 2**31, (count, 128), generator=generator).int().view(torch.float32)
+    zero = 0.0 * normal
+    one = torch.arange(128) == 5
+    kinds = (
+        normal,
+        normal * torch.exp(20 * torch.randn(count, 128, generator=generator)),
+        bits,
+        bits.where(bits.isfinite(), zero),
+        normal * 1e-41,
+        normal * 1e-36,
+        normal * 1e38,
+        normal.where(normal.abs() > 2, zero),
+        zero,
+        torch.nan_to_num(normal).masked_fill(one, float("nan")),
+        normal.masked_fill(one, -float("inf")),
+        torch.full_like(normal, -3.0),
+    )
+    kind = torch.arange(count)[:, None] % len(kinds)
+    found = zero
+    for i, values in enumerate(kinds):
+        found = values.where(kind == i, found)
+    return found.view(shape).to(dtype)
