@@ -12,6 +12,8 @@ from memkern.planner import fake_cuda
 
 from .on_cuda import HEADS, KERNELS, TOKENS, WIDTH, all_graphs
 
+pytestmark = pytest.mark.full  # 12 seconds in a process of its own
+
 CASES: dict[str, tuple[Any, ...]] = {
     **{f"{kernel}, {bits}": (kernel, bits) for kernel in KERNELS for bits in (None, "exact", 8)},
     "flash, dropout": ("flash", 8, 0.1),

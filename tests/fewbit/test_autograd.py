@@ -16,7 +16,7 @@ from memkern import functional, nn
 from memkern.fewbit.tables import LEVELS
 from memkern.memory import saved_bytes
 from tests.support.activation_helpers import ACTIVATIONS, gradients, over_activations, over_bits, values
-from tests.support.helpers import assert_same, needs_cpp, on, over_cpu
+from tests.support.helpers import assert_same, first_quick, needs_cpp, on, over_cpu
 
 # ---- what is kept
 
@@ -164,7 +164,7 @@ COMPILED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", first_quick(COMPILED, 2))
 def test_compile_without_a_graph_break(case: str) -> None:
     fn = COMPILED[case]
     torch._dynamo.reset()

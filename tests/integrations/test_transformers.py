@@ -11,7 +11,7 @@ import torch
 import memkern
 from memkern import optim
 from tests.integrations.models import Texts, gpt2, parameters_of, tokens
-from tests.support.helpers import assert_same
+from tests.support.helpers import assert_same, first_quick
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -194,7 +194,7 @@ def test_autocast_checkpointing_and_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("callback", [True, False])
-@pytest.mark.parametrize("mode", ["StepInBackward", "offload_gradients", "step_in_backward"])
+@pytest.mark.parametrize("mode", first_quick(["StepInBackward", "offload_gradients", "step_in_backward"]))
 def test_gradients_that_are_gone_are_not_silently_unclipped(mode: str, callback: bool, tmp_path: Path) -> None:
     """The Trainer clips what is left of the gradients, by default to 1.0: nothing."""
 

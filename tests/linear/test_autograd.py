@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memkern import memory
 from memkern.functional import randomized_linear
 from memkern.nn import RandomizedLinear
-from tests.support.helpers import assert_same
+from tests.support.helpers import assert_same, first_quick
 from tests.support.linear_helpers import assert_gram, checkpointed, gram, inputs, over_projections, variance
 
 
@@ -79,7 +79,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @over_projections
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("bias", first_quick([True, False]), ids=["bias", "no bias"])
 def test_compile_without_a_graph_break(name: str, bias: bool) -> None:
     layer = RandomizedLinear(150, 150, bias, projection=name)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +51,14 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def first_quick(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Values for ``parametrize``, of which `make test` runs the first few and `make test-all` the others too."""
+    return [
+        value if i < quick else pytest.param(*(value if type(value) is tuple else (value,)), marks=pytest.mark.full)
+        for i, value in enumerate(values)
+    ]
 
 
 def _param(backend: str, quick: tuple[str, ...] = ISAS[:1]) -> Any:

@@ -15,6 +15,7 @@ from memkern import OptionError
 from memkern.flags import typed
 from memkern.train import Corpus, TrainConfig, Trainer, load_corpus, run
 from memkern.train import checkpoint as checkpoints
+from tests.support.helpers import first_quick
 from tests.support.train_helpers import (
     ADAMW8,
     LION8,
@@ -44,7 +45,7 @@ def straight_and_resumed(config: TrainConfig, corpus: Corpus, tmp_path: Path) ->
     return straight, resumed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("precision", first_quick(["fp16-mixed", "bf16-mixed", "fp32"]))
 @pytest.mark.parametrize("optimizer", [ADAMW8, LION8, TORCH_ADAMW], ids=lambda o: o["optimizer"])
 def test_a_resumed_run_repeats_every_bit(
     corpus: Corpus, tmp_path: Path, optimizer: dict[str, Any], precision: str

@@ -104,6 +104,7 @@ def test_few_bits_follow_the_baseline_and_keep_less(corpus: Corpus) -> None:
     assert baseline.peak_bytes > ours.peak_bytes
 
 
+@pytest.mark.full
 def test_randomized_layers_follow_the_baseline_and_keep_less(corpus: Corpus) -> None:
     config = SMALL.replace(linear_share=0.25, steps=60, lr=2e-3, micro_batch=8)
     baseline, ours = run([Trainer(each, corpus) for each in comparison(config)])
