@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lab.emulators import inductor_kernels, triton_ptx
+from lab import inductor_kernels
+from lab.emulators import triton_ptx
 from memkern import reference
 from memkern.compiled import fused
 from memkern.planner import fake_cuda
