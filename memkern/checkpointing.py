@@ -80,54 +80,72 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
 
 
-def _group(blocks: list[nn.Module], bits: int | None, returned: list[TreeSpec]) -> None:
-    """Makes the last block run all of them in one checkpoint; the blocks before it record their arguments.
+class _Group:
+    """Blocks that the last one runs in one checkpoint; the blocks before it record their arguments.
 
     They return what they were given, in the structure of what a block returns: a tensor, or a tuple with one. So the
     model must hand each block that very tensor, which is seen at every call. returned: that structure, for all groups.
     While it is empty, a group's first block has a checkpoint of its own, and fills it.
+
+    An object and no closure, so that a copy of the model has groups of its own blocks.
     """
-    forwards = [block.forward for block in blocks]
-    calls: Calls = []
-    given: list[Tensor] = []
-    start = 0
 
-    def run(x: Any, calls: Calls) -> Any:
-        for forward, (args, kwargs) in zip(forwards[-len(calls) :], calls, strict=True):
-            x = forward(x if isinstance(x, Tensor) else x[0], *args, **kwargs)
-        return x
+    def __init__(self, blocks: list[nn.Module], bits: int | None, returned: list[TreeSpec]) -> None:
+        self.blocks, self.bits, self.returned = blocks, bits, returned
+        self.forwards = [_unbound(block) for block in blocks]
+        self.calls: Calls = []
+        self.given: list[Tensor] = []
+        self.start = 0
+        for index, block in enumerate(blocks):
+            block.forward = functools.partial(self.forward, index)
 
-    def record(index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index == start:  # also after a forward pass that was interrupted
-            calls.clear()
-            given[:] = [x]
-        elif len(calls) != index - start or given[0] is not x:
+    def forward(self, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """That of the block at an index."""
+        if index == 0:
+            self.start = 0
+        self._record(index, x, args, kwargs)
+        is_first_call = index == 0 and not self.returned
+        if index < len(self.blocks) - 1 and not is_first_call:
+            return _as_returned(x, *self.returned)
+        recorded = [*self.calls]
+        self.calls.clear()
+        self.given.clear()
+        first = self.start
+        if not is_first_call or len(self.blocks) == 1:
+            return _checkpoint(functools.partial(self._run, first), x, recorded, self.bits)
+        self.start = 1
+        out = _checkpoint(functools.partial(self._run, 0), x, recorded, self.bits)
+        self.returned.append(_structure_of(out))
+        return out
+
+    def _record(self, index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index == self.start:  # also after a forward pass that was interrupted
+            self.calls.clear()
+            self.given[:] = [x]
+        elif len(self.calls) != index - self.start or self.given[0] is not x:
             raise RuntimeError(
                 "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
                 f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
             )
-        calls.append(_without_cache(args, kwargs))
+        self.calls.append(_without_cache(args, kwargs))
 
-    def forward(index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal start
-        if index == 0:
-            start = 0
-        record(index, x, args, kwargs)
-        is_first_call = index == 0 and not returned
-        if index < len(blocks) - 1 and not is_first_call:
-            return _as_returned(x, *returned)
-        recorded = [*calls]
-        calls.clear()
-        given.clear()
-        if not is_first_call or len(blocks) == 1:
-            return _checkpoint(run, x, recorded, bits)
-        start = 1
-        out = _checkpoint(lambda x, calls: forwards[0](x, *calls[0][0], **calls[0][1]), x, recorded, bits)
-        returned.append(_structure_of(out))
-        return out
+    def _run(self, first: int, x: Any, calls: Calls) -> Any:
+        """As many blocks as there are calls."""
+        for index, (args, kwargs) in enumerate(calls, first):
+            x = self.forwards[index](self.blocks[index], x if isinstance(x, Tensor) else x[0], *args, **kwargs)
+        return x
 
-    for index, block in enumerate(blocks):
-        block.forward = functools.partial(forward, index)
+
+def _unbound(block: nn.Module) -> Callable[..., Any]:
+    """A block's forward method as a function of the block."""
+    forward: Any = block.forward
+    if getattr(forward, "__self__", None) is block:
+        return forward.__func__
+    return functools.partial(_call_without_block, forward)
+
+
+def _call_without_block(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _structure_of(out: Any) -> TreeSpec:
@@ -181,4 +199,4 @@ def checkpoint_blocks(model: nn.Module, how: str, *, bits: int | None = None) ->
         returned: list[TreeSpec] = []
         size = 1 if how == "blocks" else math.isqrt(len(blocks) - 1) + 1
         for start in range(0, len(blocks), size):
-            _group(blocks[start : start + size], bits, returned)
+            _Group(blocks[start : start + size], bits, returned)

@@ -1,5 +1,7 @@
 """Inputs of checkpoints: exact, or in codes with which the forward pass goes on, too."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -253,3 +255,29 @@ def test_blocks_that_return_named_tuples() -> None:
     for _ in range(2):
         found = gradients(model, X)
         assert all(torch.equal(found[name], grad) for name, grad in gradients(expected, X).items())
+
+
+def returns_nothing_else(x: Tensor) -> tuple[()]:
+    return ()
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+@pytest.mark.parametrize("how", ["blocks", "sqrt"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own tree structures, when they are pickled
+def test_a_copy_runs_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module], how: str, was_called: bool) -> None:
+    """As an average of weights does, which begins as a copy."""
+    model = Returns(returns_nothing_else)
+    memkern.checkpoint_blocks(model, how)
+    if was_called:
+        model(X)
+    before, copied = model(X), duplicate(model)
+    assert torch.equal(copied(X), before)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    grads = gradients(copied, X)
+    assert torch.equal(copied(X), torch.zeros_like(before))
+    assert grads
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(X), before)
