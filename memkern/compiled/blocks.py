@@ -77,7 +77,7 @@ def _options(bits: Any, activations: int | None, budget: float | None) -> dict[s
     if bits is None and budget is None:
         budget = 1.0  # activations alone: else all that torch.compile saves
     bits, budget = "exact" if bits is None else bits, None if budget is None else float(budget)
-    return _options_of_inductor({}, None, bits, budget, activations)
+    return _options_of_inductor({}, None, bits, budget, activations, codec_backend=None)
 
 
 def _check_cxx() -> None:
