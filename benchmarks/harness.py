@@ -9,6 +9,7 @@ also reads the cache lines that it overwrites, and that is not counted; an updat
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.metadata
@@ -19,10 +20,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 
 WARMUP = 2  # the first call allocates the state and may compile; the second gives the time of a call
 MIN_ROUNDS = 5
@@ -162,14 +166,40 @@ def largest_temporary(call: Callable[[], object], device: str) -> int:
         call()
         return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with _all_threads_counted(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        level += event.nbytes()
-        peak = max(peak, level)
-    return peak
+    roots = profile.profiler.kineto_results.experimental_event_tree()
+    changes = sorted((t, fields.total_allocated, fields.alloc_size) for t, fields in _allocations(roots))
+    if not changes:
+        return 0
+    before = changes[0][1] - changes[0][2]
+    return max(0, *(total - before for _, total, _ in changes))
+
+
+@contextlib.contextmanager
+def _all_threads_counted() -> Iterator[None]:
+    """The allocator's total has what threads free that the profiler does not record.
+
+    gloo's threads are such: where one holds the last reference to a collective's buffer, the profiler has no event of
+    its end, and the sum of its events grows by a buffer each time.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    flag = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    before, flag.value = flag.value, True
+    try:
+        yield
+    finally:
+        flag.value = before
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """When memory was allocated or freed, of the profiler's events and those inside of them."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import csv
 import functools
 import sys
+import threading
 
 import pytest
 import torch
@@ -158,6 +159,17 @@ def test_largest_temporary_sees_what_a_call_allocates():
     x = torch.ones(1000)
     assert harness.largest_temporary(lambda: x.zero_(), "cpu") == 0
     assert 8000 <= harness.largest_temporary(lambda: x.add(1).add(1).sum(), "cpu") <= 8200
+
+
+def test_largest_temporary_counts_what_another_thread_frees():
+    def free_on_a_thread():
+        for _ in range(3):
+            held = [torch.ones(1000)]
+            thread = threading.Thread(target=held.clear)  # which the profiler does not record, like gloo's
+            thread.start()
+            thread.join()
+
+    assert 4000 <= harness.largest_temporary(free_on_a_thread, "cpu") <= 4100
 
 
 def test_gpt2_shapes():

@@ -98,7 +98,7 @@ def plan(
     in attention and dropout masks. ``Plan.band`` says how far predictions may be off; they err high.
 
     Args:
-        model: a built-in name (``memkern.planner.models.MODELS``: gpt2-xl, bert-base, llama-2-7b, vit-base, ...), a
+        model: a built-in name (``memkern.planner.built_in.MODELS``: gpt2-xl, bert-base, llama-2-7b, vit-base, ...), a
             folder with a transformers model, a transformers configuration, or a torch.nn.Module, which is left as is.
         memory: bytes, or a text such as "12GiB": all that a process may use on the device, context included.
         seq_len: tokens of a sequence; for configurations, but not for images. None: 2,048, or the model's positions.

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..applying import weight_dtype
 from ..options import OptionError
-from ..planner.models import MODELS as BUILT_IN
+from ..planner.built_in import MODELS as BUILT_IN
 from ..planner.models import positions, resolve, set_dropout
 from .config import MODELS, TrainConfig
 from .tokenizers import Bytes, FromTransformers, Tokenizer, train_bpe

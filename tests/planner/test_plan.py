@@ -20,10 +20,10 @@ import memkern
 from memkern import applying, memory
 from memkern.__main__ import main
 from memkern.options import OptionError, Techniques
-from memkern.planner import fake_cuda, fake_step, waiting
+from memkern.planner import built_in, fake_cuda, fake_step, waiting
 from memkern.planner.choice import Chooser
 from memkern.planner.hardware import DEFAULTS, hidden_from, seconds
-from memkern.planner.models import MODELS, resolve
+from memkern.planner.models import resolve
 from memkern.planner.planning import ALONE, parse_memory
 from memkern.planner.prediction import CATEGORIES, MARGIN, Predictor
 from memkern.planner.trace import Trace, aligned, peaks
@@ -727,7 +727,7 @@ def test_built_in_models(name: str) -> None:
         "vit-base": 85.8,
         "llama-3.2-1b": 1235.8,
     }
-    assert name in MODELS
+    assert name in built_in.MODELS
     predictor = Predictor(resolve(name, 64, None, None, None), "cpu", "cpu", DEFAULTS["cpu"])
     assert predictor.fixed(Techniques()).count / 1e6 == pytest.approx(counts[name], abs=0.2)
     plain, checkpointed = (predictor.predict(Techniques(checkpointing=how)).phases for how in (None, "blocks"))
