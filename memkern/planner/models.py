@@ -21,7 +21,7 @@ from ..optim.dtensor.shards import is_dtensor
 from ..options import not_allowed
 from .built_in import MODELS, built_in
 from .inputs import Inputs, is_language_model, text_config
-from .tensor_parallel import parallelize
+from .tensor_parallel import COLUMNS, STYLES, WHOLE, layers_of_plan, parallelize
 
 SEQ_LEN = 2048  # tokens, where nothing is said and the model has as many positions
 Batch = dict[str, Any] | tuple[Any, ...]
@@ -321,3 +321,31 @@ def _check_length(config: Any, seq_len: Any) -> None:
 
 def _has_language_head(model: Any) -> bool:
     return hasattr(model, "base_model") and getattr(model, "get_output_embeddings", lambda: None)() is not None
+
+
+def shared_by(source: Any, devices: int) -> Any:
+    """The source of what one of several devices has.
+
+    Raises:
+        OptionError: a model whose plan is not counted, with the reason.
+    """
+
+    def refused(why: str) -> Any:
+        return not_allowed("tensor_parallel", devices, f"1, as {source.name} {why}")
+
+    if not isinstance(source, Configured):
+        raise refused("is a module: plans of transformers' configurations are counted")
+    with torch.device("meta"):
+        model = source.build(torch.float32)
+    found = [*layers_of_plan(model)]
+    if not found:
+        raise refused("has no tp_plan")
+    for name, style, module in found:
+        if style not in WHOLE | STYLES.get(type(module), set()):
+            counted = ", ".join(sorted({*WHOLE, *COLUMNS, "rowwise", "embedding_rowwise"}))
+            raise refused(f"has {style!r} for {name} ({type(module).__name__}) in its tp_plan: {counted} are counted")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(source.config, name, None)
+        if isinstance(heads, int) and heads % devices:
+            raise not_allowed("tensor_parallel", devices, f"a divisor of {name}, {heads}")
+    return dataclasses.replace(source, tensor_parallel=devices)

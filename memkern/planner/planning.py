@@ -141,8 +141,7 @@ def plan(
         except RuntimeError as error:
             failed = error
     from . import cache as kept
-    from .models import resolve
-    from .tensor_parallel import shared_by
+    from .models import resolve, shared_by
 
     limit = parse_memory(memory)
     if device not in DEFAULTS:

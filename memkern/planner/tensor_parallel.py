@@ -7,7 +7,6 @@ whole on every device. The collectives are here as operators that allocate what 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from ..options import not_allowed
 
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 GATHERED = COLUMNS - {"colwise"}
@@ -70,35 +67,6 @@ def layers_of_plan(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
         style = plan.get(name) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
         if style:
             yield name, style, module
-
-
-def shared_by(source: Any, devices: int) -> Any:
-    """The source of what one of several devices has.
-
-    Raises:
-        OptionError: a model whose plan is not counted, with the reason.
-    """
-    from .models import Configured
-
-    def refused(why: str) -> Any:
-        return not_allowed("tensor_parallel", devices, f"1, as {source.name} {why}")
-
-    if not isinstance(source, Configured):
-        raise refused("is a module: plans of transformers' configurations are counted")
-    with torch.device("meta"):
-        model = source.build(torch.float32)
-    found = [*layers_of_plan(model)]
-    if not found:
-        raise refused("has no tp_plan")
-    for name, style, module in found:
-        if style not in WHOLE | STYLES.get(type(module), set()):
-            counted = ", ".join(sorted({*WHOLE, *COLUMNS, "rowwise", "embedding_rowwise"}))
-            raise refused(f"has {style!r} for {name} ({type(module).__name__}) in its tp_plan: {counted} are counted")
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(source.config, name, None)
-        if isinstance(heads, int) and heads % devices:
-            raise not_allowed("tensor_parallel", devices, f"a divisor of {name}, {heads}")
-    return dataclasses.replace(source, tensor_parallel=devices)
 
 
 def parallelize(model: nn.Module, devices: int) -> None:

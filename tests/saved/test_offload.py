@@ -18,7 +18,6 @@ from memkern import memory
 from memkern.saved import offload
 from memkern.saved.host_pool import HostPool
 from memkern.saved.link import Link
-from tests.support.helpers import first_quick
 from tests.support.streams import RaceError, Streams, WatchedLink
 
 from .helpers import WIDTH, Model, gradients, ids, same
@@ -61,7 +60,7 @@ def nothing_is_left() -> None:
 # ---- the same bits
 
 
-@pytest.mark.parametrize("ahead", first_quick([None, 0, 50_000]))
+@pytest.mark.parametrize("ahead", [None, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 50_000))])
 @pytest.mark.parametrize("bits", BITS)
 def test_gradients_have_the_same_bits(watched: WatchedLink, bits: Any, ahead: int | None) -> None:
     model = Model(6)

@@ -130,7 +130,6 @@ def test_resume_takes_the_options_it_is_not_given(
     assert "argument --lr: 0.002 given; allowed: 0.0005, with which the resumed run began, or a new run" in shown
 
 
-@pytest.mark.full
 def test_a_default_may_be_given_on_resume_and_another_value_may_not(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
