@@ -1,4 +1,7 @@
-"""The random programs of tests/saved/programs.py, compiled: torch's graphs without Inductor's code generation."""
+"""The random programs of tests/saved/programs.py, compiled: torch's graphs without Inductor's code generation.
+
+``python -m tests.compiled.programs 2000 100000`` runs so many from a seed on.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.saved.programs import Program, gradients, in_codes, off
-from tests.support.partitioned import backend
+from tests.saved.programs import STEPS, Program, gradients, in_codes, off
+from tests.support.partitioned import Traced, backend
 
 ROUNDING = 1e-5
 """Of Inductor's decompositions: its compiled graphs are off from eager torch by so much without memkern, too."""
@@ -18,8 +21,9 @@ ROUNDING = 1e-5
 class CompiledProgram(Program):
     """Runs that are not compiled note which results are scaled, for those that are."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, steps: int = STEPS) -> None:
         super().__init__(seed)
+        self.names, self.numbers, self.picks = self.names[:steps], self.numbers[:steps], self.picks[:steps]
         self.scaled: dict[int, bool] = {}
         self.compiled = False
 
@@ -35,15 +39,52 @@ class CompiledProgram(Program):
         torch._dynamo.reset()
         return torch.compile(self.loss, backend=backend(None if bits == "torch" else bits))()
 
+    def traced(self) -> Traced:
+        """The graph of the loss of tensors that are given to it; gradients() has run before."""
 
-def outcome(seed: int) -> str:
+        def loss(*given: Tensor) -> Tensor:
+            kept = self.__dict__.copy()
+            rest = iter(given)
+            try:
+                self.__dict__.update({name: next(rest) for name in (*LEAVES, *CONSTANTS)}, compiled=True)
+                self.weights, self.last = [next(rest) for _ in self.weights], [next(rest) for _ in self.last]
+                return self.loss()
+            finally:
+                self.__dict__.update(kept)
+
+        leaves = [getattr(self, name).clone().requires_grad_() for name in LEAVES]
+        constants = [getattr(self, name) for name in CONSTANTS]
+        weights = [w.clone().requires_grad_() for w in self.weights]
+        return Traced(loss, [*leaves, *constants, *weights, *self.last])
+
+
+LEAVES, CONSTANTS = ("x", "table", "scale", "shift"), ("index", "wide", "mask")
+
+
+def of_traced(program: CompiledProgram) -> list[Tensor]:
+    """The gradients of torch's own graph, "exact" and 8 bits, as those of tests/saved/programs.py, traced once."""
+    traced = program.traced()
+    found = []
+    for bits in (None, "exact", 8):
+        every = zip(traced.inputs, traced.gradients(bits), strict=True)
+        parts = [(torch.zeros_like(x) if g is None else g) for x, g in every if x.requires_grad]
+        found.append(torch.cat([g.flatten().double() for g in parts]))
+    return found
+
+
+def of_compiled(program: CompiledProgram) -> list[Tensor]:
+    """The same through Dynamo, which traces each anew."""
+    return [gradients(program, bits) for bits in ("torch", "exact", 8)]
+
+
+def outcome(seed: int, steps: int = STEPS) -> str:
     """What is wrong; "" for nothing. As of tests/saved/programs.py, beside torch's own compiled graph."""
-    program = CompiledProgram(seed)
+    program = CompiledProgram(seed, steps)
     torch.manual_seed(seed)
     plain = gradients(program, None)
     if not plain.isfinite().all():
         return ""
-    expected, exact, coded = (gradients(program, bits) for bits in ("torch", "exact", 8))
+    expected, exact, coded = of_traced(program)
     wrong = []
     if (by := off(exact, expected)) > max(ROUNDING, 8 * off(expected, plain)):
         wrong.append(f"exact off by {by:.1e}")

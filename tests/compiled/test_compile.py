@@ -14,9 +14,10 @@ from torch.nn import functional as F
 import memkern
 from memkern.compiled.operations import name_of
 from memkern.compiled.partitioner import Partitioner
+from tests.saved.programs import gradients
 from tests.support.partitioned import backend
 
-from .programs import outcome
+from .programs import CompiledProgram, of_compiled, of_traced, outcome
 
 ROWS, WIDTH = 64, 128
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -161,10 +162,21 @@ def test_errors_and_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "programs", [range(1), pytest.param(range(100, 130), marks=pytest.mark.full)], ids=["one", "more"]
+    "programs", [range(1), pytest.param(range(100, 250), marks=pytest.mark.full)], ids=["one", "more"]
 )
 def test_random_programs(programs: range) -> None:
-    assert {seed: wrong for seed in programs if (wrong := outcome(seed))} == {}
+    """Of half the length of the fuzz's, which is ``python -m tests.compiled.programs``."""
+    assert {seed: wrong for seed in programs if (wrong := outcome(seed, steps=6))} == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_random_programs_through_dynamo(seed: int) -> None:
+    """Dynamo's graph is cut as the one that is traced without it."""
+    program = CompiledProgram(seed)
+    gradients(program, None)
+    for found, traced in zip(of_compiled(program), of_traced(program), strict=True):
+        assert torch.equal(found, traced)
 
 
 def test_experts_are_products() -> None:

@@ -1,17 +1,20 @@
-"""A backend of torch.compile that cuts a model's graph as Inductor does, and runs it without generated code."""
+"""Graphs cut as Inductor cuts them and run without generated code: a backend of torch.compile, traced functions."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from torch import fx
+from functorch.compile import aot_function, make_boxed_func
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.lowering import lowerings
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from memkern.compiled.partitioner import Partitioner
 from memkern.compiled.torch_internals import select_decomp_table
@@ -37,17 +40,56 @@ def backend(
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         ours = Partitioner(bits, memory_budget, activations, codec_backend) if bits is not None else None
-        cut = ours or min_cut_rematerialization_partition
-        known = {node.target for node in joint.graph.nodes}
-        fw, bw = cut(joint, inputs, **kwargs)
-        new = {node.target for graph in (fw.graph, bw.graph) for node in graph.nodes} - known
-        decomposed = new.intersection(table) - {*lowerings}  # Inductor refuses them
-        assert not decomposed, decomposed
+        fw, bw = _cut(ours, joint, inputs, kwargs)
         if look:
             look(fw, bw, kwargs["num_fwd_outputs"])
         return fw, bw
 
     return aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition, decompositions=table)
+
+
+def _cut(
+    partitioner: Partitioner | None, joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    known = {node.target for node in joint.graph.nodes}
+    fw, bw = (partitioner or min_cut_rematerialization_partition)(joint, inputs, **kwargs)
+    new = {node.target for graph in (fw.graph, bw.graph) for node in graph.nodes} - known
+    decomposed = new.intersection(select_decomp_table()) - {*lowerings}  # Inductor refuses them
+    assert not decomposed, decomposed
+    return fw, bw
+
+
+class _Traced(Exception):
+    """Ends AOTAutograd where it would cut the graph."""
+
+
+class Traced:
+    """The joint graph of a loss of tensors, traced once without Dynamo and cut as often as it takes."""
+
+    def __init__(self, loss: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        def stop(joint: fx.GraphModule, fakes: Any, **kwargs: Any) -> Any:
+            self.joint, self.fakes, self.kwargs = joint, fakes, kwargs
+            raise _Traced
+
+        self.inputs = inputs
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+        trace = aot_function(loss, None, partition_fn=stop, decompositions=select_decomp_table())  # type: ignore[arg-type]
+        try:
+            trace(*fakes)
+        except _Traced:
+            return
+        raise AssertionError("no graph of a forward and backward pass")
+
+    def gradients(self, bits: Any, look: Look | None = None) -> list[Tensor | None]:
+        """Of the inputs; None for those that need none. bits: as of :func:`backend`."""
+        ours = Partitioner(bits) if bits is not None else None
+        fw, bw = _cut(ours, copy.deepcopy(self.joint), self.fakes, self.kwargs)
+        if look:
+            look(fw, bw, self.kwargs["num_fwd_outputs"])
+        with torch.no_grad():
+            loss, *saved = fw(*self.inputs)
+            return list(bw(*saved, torch.ones_like(loss)))
 
 
 def peak(call: Callable[[], object]) -> int:
