@@ -30,8 +30,8 @@ class Groups:
         A block's forward pass has the block, and the buffer that it was gathered in, which is freed when the next block
         has been gathered. Its backward pass has the block, the buffer of the next one, which is gathered meanwhile, and
         the gradients of the one before, which are being reduced, and the buffers that are held; that of the loss has
-        the last block's buffer. At the end the root's gradients are reduced: packed, in the collective's copy, which has
-        the place of the weights, and a device's part. Where it is not known when a block's passes are, all of it is
+        the last block's buffer. At the end the root's gradients are reduced: packed, in the collective's copy, where
+        the weights were, and a device's part. Where it is not known when a block's passes are, all of it is
         counted throughout.
         """
         if not trace.blocks:
