@@ -56,6 +56,9 @@ CASES = (
     Case("llama", 1, 256, {"micro_batch": 4, "state_bits": 8, "activation_bits": 3}, tensor_parallel=2),
     Case("qwen3", 1, 256, FRUGAL | {"micro_batch": 4}, tensor_parallel=2),
     Case("qwen3", 1, 256, {"micro_batch": 4}, tensor_parallel=4),
+    Case("bert", 2, 64, {"optimizer": "lion", "state_bits": 8, "micro_batch": 1}),
+    Case("bert", 2, 256, {"checkpointing": "blocks", "micro_batch": 4}),
+    Case("bert", 4, 128, {"micro_batch": 2}),
 )
 COLUMNS = (
     *report.PROVENANCE, "transformers", "model", "devices", "replicas", "seq_len", "techniques", "predicted_mib",

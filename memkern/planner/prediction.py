@@ -25,8 +25,8 @@ CATEGORIES = (
 PHASES = ("begin", "forward", "backward", "step")
 UNIT = {"cpu": 64, "cuda": 512}
 """The multiple that the allocator rounds sizes up to."""
-HELD = {"cpu": 2, "cuda": 1}
-"""Buffers of collectives (``Groups.held``): of gloo's threads, and one beside NCCL's streams."""
+HELD = {"cpu": 0, "cuda": 1}
+"""Buffers of collectives (``Groups.held``): gloo's end before the next operator, and one is beside NCCL's streams."""
 SAVING_LESS = ("activation_bits", "saved_bits", "checkpointing", "checkpoint_bits", "loss_chunk")
 """Techniques by which a forward pass leaves less, but for ``offload_saved``."""
 ALLOCATED_BY_A_STEP = ("gradients", "saved activations", "temporaries")
@@ -340,7 +340,9 @@ class Predictor:
         from .trace import peaks
 
         fixed = self.fixed(techniques)
-        held: Any = Groups(fixed.root, fixed.block, HELD[self.device]) if self.devices > 1 else None
+        held: Any = None
+        if self.devices > 1:
+            held = Groups(fixed.root, fixed.block, HELD[self.device], shard=fixed.root // self.devices)
         if techniques.weights_on_host:
             root = fixed.root - fixed.first - fixed.last
             held = Streamed(fixed.first, fixed.block, fixed.last, root, fixed.tensor)

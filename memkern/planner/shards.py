@@ -20,8 +20,9 @@ class Groups:
     root: int = 0
     block: int = 0
     held: int = 1
-    """Buffers of a block's size that collectives have not let go of in its backward pass: gloo's threads hold what was
-    gathered and a copy of what is reduced."""
+    """Buffers of a block's size that collectives have not let go of in its backward pass."""
+    shard: int = 0
+    """Of the root, a device's part."""
 
     def beside(self, trace: Trace) -> list[int]:
         """Bytes beside the shards, at the beginning and after each operator of a step.
@@ -29,10 +30,13 @@ class Groups:
         A block's forward pass has the block, and the buffer that it was gathered in, which is freed when the next block
         has been gathered. Its backward pass has the block, the buffer of the next one, which is gathered meanwhile, and
         the gradients of the one before, which are being reduced, and the buffers that are held; that of the loss has
-        the last block's buffer. Where it is not known when a block's passes are, all of it is counted throughout.
+        the last block's buffer. At the end the root's gradients are reduced: packed, in the collective's copy, where
+        the weights were, and a device's part. Where it is not known when a block's passes are, all of it is
+        counted throughout.
         """
         if not trace.blocks:
-            return [self.root + (3 + self.held) * self.block] * (trace.end + 1)
+            blocks = (3 + self.held) * self.block
+            return [self.root + blocks] * trace.end + [self.root + max(blocks, self.shard)]
         begins, ends = zip(*trace.blocks, strict=True)
         length, length_back = (begins[-1] - begins[-2], ends[-2] - ends[-1]) if len(ends) > 1 else (0, 0)
         last, last_back = begins[-1] + length, ends[-1] - length_back  # ends and begins
@@ -46,6 +50,7 @@ class Groups:
         ):
             for clock in range(begin + 1, end + 1):
                 found[clock] += self.block
+        found[-1] = self.root + max(self.block, self.shard)
         return found
 
 

@@ -57,9 +57,9 @@ def test_what_is_gathered_in_each_part_of_a_step() -> None:
     operators: list[Any] = [("op",)] * 12
     # Two blocks of two operators, one of the loss; the loss, two blocks of two operators, the rest
     trace = Trace([], {}, operators, 6, blocks=((1, 11), (3, 9)))
-    found = Groups(root=100, block=1).beside(trace)
+    found = Groups(root=100, block=1, shard=50).beside(trace)
     forward = [100, 100, 102, 102, 102, 102, 101]
-    backward = [101, 103, 103, 103, 103, 101]
+    backward = [101, 103, 103, 103, 103, 150]  # at the end, the root's part beside two copies of its gradients
     assert found == forward + backward
     assert set(Groups(100, 1).beside(Trace([], {}, operators, 6))) == {104}
 
