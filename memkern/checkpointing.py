@@ -65,19 +65,25 @@ def _checkpoint(run: Callable[[Tensor, Calls], Any], x: Tensor, calls: Calls, bi
     return checkpoint(decoded, codes, scale, link, calls, use_reentrant=False)
 
 
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments without transformers' cache of keys and values.
+def caches_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """transformers' caches of keys and values among a block's arguments."""
+    module = sys.modules.get("transformers.cache_utils")
+    return [] if module is None else [x for x in (*args, *kwargs.values()) if isinstance(x, module.Cache)]
+
+
+def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments without transformers' cache of keys and values, where gradients are asked for.
 
     It would keep those of every block through the backward pass, and each block that is run again would append to it.
     transformers' own checkpoints leave it out too.
     """
-    module = sys.modules.get("transformers.cache_utils")
-    if module is None or not torch.is_grad_enabled():
+    caches = {id(x) for x in caches_of(args, kwargs)}
+    if not torch.is_grad_enabled() or not (caches or kwargs.get("use_cache")):
         return args, kwargs
-    kept = {name: None if isinstance(x, module.Cache) else x for name, x in kwargs.items()}
+    kept = {name: None if id(x) in caches else x for name, x in kwargs.items()}
     if kept.get("use_cache"):
         kept["use_cache"] = False
-    return tuple(None if isinstance(x, module.Cache) else x for x in args), kept
+    return tuple(None if id(x) in caches else x for x in args), kept
 
 
 class _Group:
@@ -127,7 +133,7 @@ class _Group:
                 "checkpointing='sqrt' runs several blocks in one checkpoint, and the model does something between "
                 f"blocks {index - 1} and {index} of them; checkpointing='blocks' does not mind"
             )
-        self.calls.append(_without_cache(args, kwargs))
+        self.calls.append(without_cache(args, kwargs))
 
     def _run(self, first: int, x: Any, calls: Calls) -> Any:
         """As many blocks as there are calls."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpointing import caches_of, without_cache
 from ..options import OptionError, Techniques, not_allowed
 from ..swap.block_lists import block_lists
 from .compiling import _options_of_inductor
@@ -57,10 +58,30 @@ def compile_blocks(model: nn.Module, techniques: Techniques) -> None:
         for block in blocks:
             forward: Any = block.forward
             if getattr(forward, "__self__", None) is block:  # a copy of the model gets a method of its own blocks
-                block.forward = MethodType(compiler(forward.__func__), block)
+                block.forward = MethodType(_without_empty_cache(forward.__func__, compiler), block)
             else:
-                block.forward = compiler(forward)
+                block.forward = _without_empty_cache(forward, compiler)
             setattr(block, MARK, True)
+
+
+def _without_empty_cache(forward: Callable[..., Any], compiler: Callable[[Callable[..., Any]], Any]) -> Any:
+    """A block's forward method, compiled, but where it is given transformers' cache of keys and values.
+
+    A graph would be of one layer of the cache, so that each block had its own, up to TorchDynamo's limit of 8. In a
+    training step transformers makes an empty cache by default (use_cache), which is left out. With a cache that is not
+    empty, or that is to be filled (no gradients), the block runs uncompiled.
+    """
+    compiled = compiler(forward)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if caches := caches_of(args, kwargs):
+            if not torch.is_grad_enabled() or any(cache.get_seq_length() for cache in caches):
+                return forward(*args, **kwargs)
+            args, kwargs = without_cache(args, kwargs)
+        return compiled(*args, **kwargs)
+
+    return run
 
 
 def _compiler(techniques: Techniques) -> Callable[[Callable[..., Any]], Any]:

@@ -243,6 +243,33 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert not torch.equal(of(x), copied(x))
 
 
+@pytest.mark.full
+def test_blocks_with_a_cache_of_keys_and_values() -> None:
+    """transformers' models make one by default: in a training step it is left out, in generation it is filled."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 10, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    gpt = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+        )
+    )
+    ids = torch.randint(64, (2, 16))
+    plain = copy.deepcopy(gpt)
+    memkern.apply(gpt, Techniques(compile=True, saved_bits="exact"))
+    for run_ in (gpt, plain):
+        run_(input_ids=ids, labels=ids).loss.backward()
+    for p, expected in zip(gpt.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad)
+    # A prefix that is learned comes as a cache.
+    prefix = [(torch.randn(2, 2, 3, 16, requires_grad=True), torch.randn(2, 2, 3, 16)) for _ in range(10)]
+    cached = [transformers.DynamicCache(prefix, config=gpt.config) for _ in range(2)]
+    logits = [m(input_ids=ids, past_key_values=c).logits for m, c in zip((gpt, plain), cached, strict=True)]
+    torch.testing.assert_close(*logits)
+    found, expected = (m.eval().generate(ids[:, :4], max_new_tokens=8, do_sample=False) for m in (gpt, plain))
+    assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_blocks_get_equal_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch compiles every block anew."""
     given = []
